@@ -47,9 +47,14 @@ class RetainingFreeQueue(FreeQueue):
         self.drop([context])
         self._contexts[context] = owned = list(blocks)
         self._changed[context] = None
+        num_contexts, sums = self._num_contexts, self._sums
         for block in owned:
-            self._num_contexts[block] = self._num_contexts.get(block, 0) + 1
-            self._sums[block] = self._sums.get(block, 0) + context
+            if block in num_contexts:
+                num_contexts[block] += 1
+                sums[block] += context
+            else:
+                num_contexts[block] = 1
+                sums[block] = context
 
     def rank(self, contexts: Iterable[ContextId]) -> None:
         """Puts contexts in the order of reuse. Contexts that are not named follow."""
@@ -62,11 +67,15 @@ class RetainingFreeQueue(FreeQueue):
         first context is reused first.
         """
         for context in reversed([*contexts]):
-            for block in self._contexts.pop(context, ()):
-                since = self._leave(context, block)
-                if since is not None:
-                    self._cached[block] = since
-                    self._cached.move_to_end(block, last=False)
+            owned, num_contexts = self._contexts.pop(context, ()), self._num_contexts
+            only_here = [block for block in owned if num_contexts[block] == 1]
+            for block in [block for block in owned if num_contexts[block] > 1]:
+                self._leave(context, block)
+            for block in only_here:
+                del num_contexts[block], self._sums[block]
+            for block in [block for block in only_here if block in self._free]:
+                self._cached[block] = self._free.pop(block)
+                self._cached.move_to_end(block, last=False)
             self._forget(context)
 
     def take_changes(self) -> tuple[ContextBlocks, ...]:
@@ -100,7 +109,7 @@ class RetainingFreeQueue(FreeQueue):
 
     def push_cached(self, blocks: Iterable[BlockId], now: int) -> None:
         if self._contexts:
-            blocks = [block for block in blocks if not self._keep(block, now)]
+            blocks = self._keep(list(blocks), now)
         super().push_cached(blocks, now)
 
     def push_mixed(self, blocks: Sequence[BlockId], has_hash: Sequence[bool], now: int) -> None:
@@ -108,18 +117,18 @@ class RetainingFreeQueue(FreeQueue):
             self._forget_blocks(
                 block for block, found in zip(blocks, has_hash, strict=True) if not found
             )
+            self._keep([one for one, found in zip(blocks, has_hash, strict=True) if found], now)
             others = [
                 (block, found)
                 for block, found in zip(blocks, has_hash, strict=True)
-                if not (found and self._keep(block, now))
+                if block not in self._free
             ]
             blocks, has_hash = [block for block, _ in others], [found for _, found in others]
         super().push_mixed(blocks, has_hash, now)
 
     def count_cached(self, blocks: Iterable[BlockId]) -> int:
-        if not self._free:
-            return super().count_cached(blocks)
-        return sum(map(self.is_cached, blocks))
+        blocks = list(blocks)
+        return super().count_cached(blocks) + self.count_retained(blocks)
 
     def is_cached(self, block: BlockId) -> bool:
         return super().is_cached(block) or block in self._free
@@ -133,11 +142,12 @@ class RetainingFreeQueue(FreeQueue):
         if free.keys().isdisjoint(blocks):
             return super().remove_cached(blocks)
         kept = [block for block in blocks if block in free]
-        times = []
-        for block in kept:
-            times.append(free.pop(block))
-            self._count_own(block, -1)
-        others, cached_times = super().remove_cached([*_without(blocks, kept)])
+        others = blocks if len(kept) == len(blocks) else [one for one in blocks if one not in free]
+        times = [free.pop(block) for block in kept]
+        self._count_own(kept, -1)
+        if len(kept) == len(blocks):
+            return [], times
+        others, cached_times = super().remove_cached(others)
         return others, [*times, *cached_times]
 
     def blank_all(self) -> None:
@@ -162,13 +172,13 @@ class RetainingFreeQueue(FreeQueue):
                     retained.append(block)
         return [*self._cached, *retained]
 
-    def _keep(self, block: BlockId, now: int) -> bool:
-        """Notes that a block of a context is free. Returns False for other blocks."""
-        if block not in self._num_contexts:
-            return False
-        self._free[block] = now
-        self._count_own(block, 1)
-        return True
+    def _keep(self, blocks: Sequence[BlockId], now: int) -> list[BlockId]:
+        """Notes that blocks of contexts are free. Returns those that are in no context."""
+        known = self._num_contexts
+        kept = [block for block in blocks if block in known]
+        self._free.update(dict.fromkeys(kept, now))
+        self._count_own(kept, 1)
+        return [block for block in blocks if block not in known]
 
     def _leave(self, context: ContextId, block: BlockId) -> int | None:
         """Takes a block out of a context. If it was the last one of a free block, returns the time
@@ -178,7 +188,7 @@ class RetainingFreeQueue(FreeQueue):
         self._sums[block] -= context
         if self._num_contexts[block]:
             if block in self._free:
-                self._count_own(block, 1)
+                self._count_own([block], 1)
             return None
         del self._num_contexts[block], self._sums[block]
         if block not in self._free:
@@ -186,10 +196,13 @@ class RetainingFreeQueue(FreeQueue):
         self._num_own[context] -= 1
         return self._free.pop(block)
 
-    def _count_own(self, block: BlockId, more: int) -> None:
-        if self._num_contexts[block] == 1:
-            context = ContextId(self._sums[block])
-            self._num_own[context] += more
+    def _count_own(self, blocks: Sequence[BlockId], more: int) -> None:
+        """Adds `more` to the number of own blocks for each block that is in one context."""
+        num_contexts, sums = self._num_contexts, self._sums
+        owners = Counter([sums[block] for block in blocks if num_contexts[block] == 1])
+        for owner, number in owners.items():
+            context = ContextId(owner)
+            self._num_own[context] += more * number
             self._changed[context] = None
 
     def _forget(self, context: ContextId) -> None:
@@ -209,8 +222,3 @@ class RetainingFreeQueue(FreeQueue):
                 self._changed[context] = None
         for block in lost:
             del self._num_contexts[block], self._sums[block]
-
-
-def _without(blocks: Iterable[BlockId], others: Iterable[BlockId]) -> Iterable[BlockId]:
-    left_out = set(others)
-    return (block for block in blocks if block not in left_out)

@@ -30,8 +30,6 @@ class KVCacheManager:
         self, config: SchedulerConfig, pool: KVPool, retention: "Retention | None" = None
     ) -> None:
         self._retention = retention
-        self.num_retained_blocks = 0
-        """The number of free blocks that paused contexts have."""
         self.num_free_blocks = config.num_blocks - 1
         self._config = config
         self._pool = pool
@@ -147,7 +145,7 @@ class KVCacheManager:
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
         """Allocates the blocks of waiting requests, up to the first request that lacks blocks."""
         operations: list[Operation] = [ops.Admit(admissions)] if admissions else []
-        if self._retention is not None and self.num_retained_blocks:
+        if self._retention is not None:
             operations = self._retention.rank() + operations
         operations = [*self._take_pending(), *self._in_step(operations)]
         return await self._transact(operations, traceparent)
@@ -328,6 +326,5 @@ class KVCacheManager:
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies
         if self._retention is not None:
-            self.num_retained_blocks = outcome.num_retained_blocks
-            self._retention.note(outcome.contexts)
+            self._retention.note(outcome)
         return outcome

@@ -54,13 +54,21 @@ class _Ended:
 
     turns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    expected: dict[int, float] = field(default_factory=dict)
+    """The results of `expected_tokens` since the last program ended."""
 
     def add(self, program: Program) -> None:
         self.turns.append(program.num_turns)
         self.tokens.append(program.num_tokens)
+        self.expected.clear()
 
     def expected_tokens(self, num_turns: int) -> float:
         """The tokens of the turns after `num_turns`. If no program had so many, half a turn."""
+        if (known := self.expected.get(num_turns)) is None:
+            known = self.expected[num_turns] = self._expected_tokens(num_turns)
+        return known
+
+    def _expected_tokens(self, num_turns: int) -> float:
         more = [turns - num_turns for turns in self.turns if turns > num_turns]
         each = sum(self.tokens) / sum(self.turns)
         return each * (fmean(more) if more else 0.5)

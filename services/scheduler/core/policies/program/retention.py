@@ -6,9 +6,9 @@ from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
 from services.common.pool.operations import (
     Admission,
-    ContextBlocks,
     DropContexts,
     Operation,
+    Outcome,
     RankContexts,
 )
 from services.scheduler.core.config import SchedulerConfig
@@ -81,6 +81,8 @@ class Retention:
         self._continued: dict[Request, Context] = {}
         """The contexts with which waiting requests begin."""
         self._dropped: list[ContextId] = []
+        self._num_other_blocks = config.num_blocks - 1
+        """Free blocks that are in no context."""
         self._ranked: list[tuple[float, Context]] | None = None
         """The result of `_by_value` at `_ranked_at`."""
         self._ranked_at = 0.0
@@ -178,8 +180,10 @@ class Retention:
 
     # What the pool says, and is asked to do.
 
-    def note(self, changes: Iterable[ContextBlocks]) -> None:
-        for change in changes:
+    def note(self, outcome: Outcome) -> None:
+        """Notes what is left of contexts, and of other free blocks."""
+        self._num_other_blocks = outcome.num_free_blocks - outcome.num_retained_blocks
+        for change in outcome.contexts:
             context = self._contexts.get(change.context)
             if context is None:
                 continue
@@ -197,6 +201,8 @@ class Retention:
 
     def rank(self) -> list[Operation]:
         """Puts the contexts in the order of their values, the least first."""
+        if not self._is_short:
+            return []
         ranked = self._by_value()
         if ranked is self._sent:
             return []
@@ -206,6 +212,7 @@ class Retention:
     def forget(self) -> None:
         """The pool is empty."""
         self.first_cold = None
+        self._num_other_blocks = self._config.num_blocks - 1
         for context in list(self._contexts.values()):
             self._drop(context)
         self._paused.clear()
@@ -241,7 +248,8 @@ class Retention:
         if self.is_cold(request):
             terms.num_blocks_kept_free = int(HEADROOM * (self._config.num_blocks - 1))
         if self._contexts:
-            terms.num_retained_blocks = self._num_retained_blocks(num_running)
+            number = self._num_retained_blocks(num_running) if self._is_short else 0
+            terms.num_retained_blocks = number
 
     def _num_retained_blocks(self, num_running: int) -> int:
         """How many blocks of contexts the next request may take."""
@@ -265,6 +273,13 @@ class Retention:
         if self._held_up_since is not None:
             self._credit += (now - self._held_up_since) * self._gain(num_running)
         self._held_up_since = now
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether the next steps may take blocks of contexts."""
+        config = self._config
+        num_needed = 2 * config.token_budget // self._size + config.max_num_seqs
+        return self._num_other_blocks < num_needed * len(config.all_groups)
 
     def _gain(self, num_running: int) -> float:
         """What one more running request gains, in seconds of the engine for each second."""
