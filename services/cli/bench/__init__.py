@@ -1,5 +1,12 @@
 """`stepwell bench`: sends a load to an OpenAI server and measures it."""
 
-from services.cli.bench.command import main
+from collections.abc import Sequence
 
-__all__ = ["main"]
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command, which is imported here: programs that import a part of this package do not
+    need the other parts.
+    """
+    from services.cli.bench import command  # noqa: PLC0415
+
+    return command.main(argv)
