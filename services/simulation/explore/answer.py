@@ -22,6 +22,8 @@ class Answer:
     """Not a part of the answer."""
     seconds: float = 0.0
     """The time until its end, without a session's pauses."""
+    left_at: float | None = None
+    """When its client left before the end."""
     error: str | None = None
 
     def clear(self) -> None:

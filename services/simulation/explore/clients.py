@@ -1,6 +1,7 @@
 """Clients of a gateway, over gRPC and over HTTP."""
 
 import asyncio
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ from services.simulation.explore.requests import Edge, Kind, Request
 
 _GRPC_PORT = 9000
 _RETRY_SECONDS = 0.1
-_REFUSALS = "RESOURCE_EXHAUSTED", "429", "503"
+_REFUSED = re.compile("RESOURCE_EXHAUSTED|429|503|.*queue_full")
 
 
 async def ask(
@@ -26,7 +27,7 @@ async def ask(
     """
     while True:
         await _ask_once(gateway, request, answer, name)
-        was_refused = retries and answer.error is not None and answer.error.startswith(_REFUSALS)
+        was_refused = retries and _REFUSED.match(answer.error or "")
         if answer.error is None or not (request.key or was_refused):
             return
         await asyncio.sleep(_RETRY_SECONDS)
@@ -57,12 +58,24 @@ async def _ask_grpc(stub: Any, request: Request, answer: Answer, name: str) -> N
             answer.add_vector(index, vector.values)
     elif request.kind is Kind.TURNS:
         await _ask_turns(stub, request, answer)
+    elif request.kind is Kind.TALK:
+        await _talk(stub, request, answer)
     else:
         metadata = (("idempotency-key", request.key),) if request.key else ()
         message = _message(request, request.prompt)
         message.request_id = name
         async for piece in stub.Generate(message, metadata=metadata):
             _take_piece(piece.index, piece, answer)
+
+
+async def _talk(stub: Any, request: Request, answer: Answer) -> None:
+    conversation: list[int] = []
+    for number, prompt in enumerate((request.prompt, *request.later_prompts)):
+        conversation += prompt
+        async for piece in stub.Generate(_message(request, conversation)):
+            _take_piece(number, piece, answer)
+        conversation += answer.token_ids[number]
+        await asyncio.sleep(request.pause_seconds)
 
 
 async def _ask_turns(stub: Any, request: Request, answer: Answer) -> None:

@@ -7,9 +7,10 @@ from enum import Enum
 
 from services.simulation.explore.fleet import Fleet
 from services.simulation.runtime.network import Network
-from services.simulation.runtime.process import Process
+from services.simulation.runtime.process import Process, State
 
 _SLOW_STOP_SECONDS, _SLOW_RUN_SECONDS = 0.1, 0.01
+_BUSY_STOP_SECONDS, _BUSY_RUN_SECONDS, _BUSY_SECONDS = 0.02, 0.01, 2.0
 _RESET_SECONDS, _LONGEST_RESET_SECONDS = 0.1, 1.0
 _AHEAD = 20
 """How much farther a clock is ahead than the fault lasts."""
@@ -86,15 +87,17 @@ def draw_faults(
 
 
 def _draw_device_fault(rng: random.Random, services: list[str], seconds: float) -> Fault:
-    """One fault of a device, or several that follow each other."""
+    """One fault of a device, or several that follow each other, often of the same kind."""
     worker = rng.choice([name for name in services if name.startswith("worker")])
-    step = rng.randrange(1, 60)
-    rules = [f"at step {step}"]
-    if rng.random() < 0.5:
-        rules = [f"after {rng.random() * seconds:.3f} s"]
-    elif rng.random() < 0.5:
-        rules += [f"at step {step + rng.choice((1, 2, 10))}" for _ in range(rng.choice((1, 2)))]
-    script = "; ".join(f"{when}: {rng.choice(_DEVICE_FAULTS)}" for when in dict.fromkeys(rules))
+    step, what = rng.randrange(1, 60), rng.choice(_DEVICE_FAULTS)
+    rules = {f"at step {step}": what}
+    if rng.random() < 0.3:
+        rules = {f"after {rng.random() * seconds:.3f} s": what}
+    elif rng.random() < 0.6:
+        for _ in range(rng.choice((1, 2))):
+            step += rng.choice((1, 1, 2, 10))
+            rules[f"at step {step}"] = rng.choice((what, rng.choice(_DEVICE_FAULTS)))
+    script = "; ".join(f"{when}: {what}" for when, what in rules.items())
     return Fault(0.0, Kind.DEVICE, worker, 0.0, rule=script)
 
 
@@ -133,6 +136,20 @@ async def inject(fault: Fault, fleet: Fleet, network: Network, *, must_end: bool
         case _:
             assert fault.peer is not None
             await _disturb(fault, process, fleet.services[fault.peer].process, network)
+
+
+async def keep_busy(name: str, fleet: Fleet, network: Network) -> None:
+    """Interrupts a service for a few milliseconds again and again, as on a busy machine. It then
+    handles several messages at once.
+    """
+    chance, until = network.loop.rng_of("busy", name), network.loop.time() + _BUSY_SECONDS
+    while network.loop.time() < until:
+        await asyncio.sleep(_BUSY_RUN_SECONDS * chance.random())
+        process = fleet.services[name].process
+        if process.state is State.RUNS:
+            process.stop()
+            await asyncio.sleep(_BUSY_STOP_SECONDS * chance.random())
+            network.loop.resume(process)
 
 
 async def _stop(process: Process, network: Network, seconds: float) -> None:

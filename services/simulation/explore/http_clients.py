@@ -64,6 +64,8 @@ async def _ask_turns(gateway: str, request: Request, answer: Answer) -> None:
                 await _end_during(asking, gateway, path)
                 return
             await asking
+            if answer.error is not None:
+                return
             await asyncio.sleep(request.pause_seconds)
     finally:
         with suppress(*LOST):

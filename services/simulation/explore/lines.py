@@ -6,7 +6,8 @@ from collections.abc import Iterable
 _NEVER = re.compile(
     r"a message of the scheduler is wrong|the stream of steps ends:"
     r"|an event of pool .* is wrong|WARNING the session of .* ends:"
-    r"|< \S+ /stepwell\.\S+ status (2|3|11|12|13|15) (?!device simulated: )"
+    r"|< \S+ /stepwell\.(kvpool|scheduler|worker)\.\S+ "
+    r"status (2|3|11|12|13|15) (?!device simulated: )"
 )
 """The network neither alters nor reorders messages: the sender of a wrong one has a defect. The
 numbers are statuses of calls that are wrong in themselves, such as INVALID_ARGUMENT and INTERNAL.

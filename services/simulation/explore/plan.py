@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.simulation.explore.faults import Fault, draw_faults
+from services.simulation.explore.faults import Fault, Kind, draw_faults
 from services.simulation.explore.members import REDIS, Shape, links, service_names
 from services.simulation.explore.requests import Arrival, draw_arrivals
 
@@ -25,6 +25,10 @@ _SETTINGS: tuple[tuple[str, Any], ...] = (
 """Settings of schedulers that may replace the defaults."""
 _CHANGED = 0.1
 """The chance of each of them."""
+_FAILURES_OF_ONE = 3
+"""The number of failed steps in a row after which a request is given up."""
+_BUSY = 0.2
+"""The chance that all services are busy."""
 _REPLICA_0 = re.compile(r"(pool|worker|scheduler)-0")
 _SHARED = ("gateway", REDIS)
 
@@ -37,6 +41,8 @@ class Plan:
     shape: Shape
     arrivals: tuple[Arrival, ...]
     faults: tuple[Fault, ...] = ()
+    is_busy: bool = False
+    """Whether all services are interrupted again and again, which is no fault."""
 
     def excuses(self, arrival: Arrival) -> bool:
         """Whether a client may get only the beginning of its answer: it leaves, or its gateway has
@@ -47,6 +53,12 @@ class Plan:
             return True
         gateway = f"gateway-{arrival.gateway}"
         return not request.key and any(fault.ends_calls_of(gateway) for fault in self.faults)
+
+    @property
+    def may_give_up(self) -> bool:
+        """Whether so many steps may fail that a request is given up as their cause."""
+        is_reset = any(fault.kind is Kind.RESET for fault in self.faults)
+        return is_reset or sum(one.rule.count(":") for one in self.faults) >= _FAILURES_OF_ONE
 
     @property
     def spares_a_replica(self) -> bool:
@@ -72,7 +84,7 @@ def make_plan(seed: int) -> Plan:
         pairs = [pair for pair in pairs if any(map(_REPLICA_0.match, pair))]
         num_faults = rng.choice((1, 2, 4))
     faults = draw_faults(rng, services, pairs, num_faults, seconds)
-    return Plan(seed, shape, tuple(arrivals), tuple(faults))
+    return Plan(seed, shape, tuple(arrivals), tuple(faults), is_busy=rng.random() < _BUSY)
 
 
 def _draw_shape(rng: random.Random) -> Shape:

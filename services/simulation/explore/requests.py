@@ -36,6 +36,7 @@ class Kind(Enum):
 
     TEXT = "text"
     TURNS = "the turns of a session"
+    TALK = "turns, each with the whole conversation"
     CALL = "a call of a tool"
     VECTOR = "an embedding"
     WRONG = "something that is refused"
@@ -65,7 +66,7 @@ class Request:
     more_prompts: tuple[tuple[int, ...], ...] = ()
     """Further prompts, each with an answer of its own."""
     later_prompts: tuple[tuple[int, ...], ...] = ()
-    """The prompts of a session's turns after the first."""
+    """The prompts of the turns after the first."""
     pause_seconds: float = 0.0
     """The time between two turns. The answer does not depend on it."""
     breaks_after_seconds: float | None = None
@@ -176,9 +177,9 @@ def draw_request(rng: random.Random) -> Request:  # noqa: PLR0911 - one for each
         return replace(request, more_prompts=(_draw_prompt(rng), _draw_prompt(rng)))
     if kind < 0.87:
         return replace(request, edge=Edge.GRPC, num_logprobs=rng.choice((1, 3)))
-    if kind < 0.89:
-        return Request(Edge.GRPC, _document(2)[:_LONG_PROMPT], 0, ignores_end=True)
     if kind < 0.91:
+        return Request(Edge.GRPC, _document(2)[:_LONG_PROMPT], 0, ignores_end=True)
+    if kind < 0.935:
         return Request(Edge.COMPLETION, prompt, 1, Kind.WRONG, wrong=rng.choice(WRONGS))
     return request
 
@@ -189,6 +190,8 @@ def _draw_turns(rng: random.Random) -> Request:
     pause = rng.choice((0.0, 0.05, 1.5)) * rng.random()
     edge, max_tokens = rng.choice(list(Edge)), rng.choice((1, 5, 24))
     turns = Request(edge, prompt, max_tokens, Kind.TURNS, later_prompts=later, pause_seconds=pause)
+    if rng.random() < 0.3:
+        return replace(turns, edge=Edge.GRPC, kind=Kind.TALK)
     if edge is Edge.GRPC or rng.random() < 0.3:
         return turns
     if rng.random() < 0.3:
@@ -198,7 +201,7 @@ def _draw_turns(rng: random.Random) -> Request:
 
 def _draw_prompt(rng: random.Random) -> tuple[int, ...]:
     document = _document(rng.randrange(_NUM_DOCUMENTS))
-    return document[: rng.choice((3, 16, 17, 40, 100))]
+    return document[: rng.choice((3, 16, 17, 40, 100, 200))]
 
 
 @cache
@@ -209,7 +212,19 @@ def _document(number: int) -> tuple[int, ...]:
 
 _LATER_PROMPTS = _document(1)[:16], _document(2)[:40]
 
-PROBE = Request(Edge.GRPC, _document(3)[:40], 2)
-"""The request that finds out whether a fleet serves."""
+PROBE = Request(
+    Edge.GRPC,
+    _document(3)[:40],
+    10,
+    Kind.TALK,
+    ignores_end=True,
+    later_prompts=(_document(1)[:16],),
+    pause_seconds=0.05,
+)
+"""The conversation that finds out whether a fleet serves."""
+PROBE_HITS = 48, 96
+"""The tokens that the conversation finds in its blocks: those of its first turn, and those of the
+same conversation before.
+"""
 PROBE_VECTOR = Request(Edge.GRPC, _document(3)[:40], 1, Kind.VECTOR)
 """The request that finds out whether a fleet serves, if it computes embeddings."""

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from services.simulation.explore.answer import Answer
 from services.simulation.explore.clients import ask
-from services.simulation.explore.faults import Kind, inject
+from services.simulation.explore.faults import Kind, inject, keep_busy
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.left import late_timers, left_on_disks, what_is_left
 from services.simulation.explore.lines import line_of_step, unexpected_line
 from services.simulation.explore.members import Shape
 from services.simulation.explore.plan import Plan
-from services.simulation.explore.requests import PROBE, PROBE_VECTOR, Arrival, Request
+from services.simulation.explore.requests import PROBE, PROBE_HITS, PROBE_VECTOR, Arrival, Request
 from services.simulation.explore.watch import request_name, watch
 from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.machine import run_on
@@ -38,6 +38,8 @@ _QUIET_SECONDS = 10.0
 session of a client lasts.
 """
 _PROBE_SECONDS = 2.0
+_GIVEN_UP = "in every step of this request"
+"""Part of the error of a request whose steps always fail."""
 _LONGEST_FAULT_SECONDS = 100.0
 _STOP_SECONDS = 30.0
 
@@ -70,7 +72,7 @@ class Explorer:
         fleet = Fleet(network, self._model, plan.shape, device)
         report = Report(plan, network.lines)
         answers: dict[int, Answer] = {}
-        probe = self._alone[PROBE_VECTOR if plan.shape.pools else PROBE]
+        probe = self._alone[(PROBE_VECTOR if plan.shape.pools else PROBE).usual()]
         try:
             run_on(network, plan.seed, lambda: _Run(plan, fleet, network, answers, probe).main())
         except Exception as error:
@@ -118,7 +120,8 @@ class Explorer:
             if answer is None:
                 continue
             failures += _complaints(plan, arrival, answer)
-            if not (answer.equals(alone) or (plan.excuses(arrival) and answer.begins(alone))):
+            may_end = plan.excuses(arrival) or (plan.may_give_up and _GIVEN_UP in str(answer.error))
+            if not (answer.equals(alone) or (may_end and answer.begins(alone))):
                 what = f"request {arrival.number} {arrival.request}"
                 failures.append(f"{what}: {answer} is not {alone}")
         return failures
@@ -177,7 +180,12 @@ class _Run:
             create_task(inject(fault, self.fleet, network, must_end=must_end))
             for fault in plan.faults
         ]
-        watching = create_task(watch(self.fleet, self.answers))
+        if plan.is_busy:
+            names = self.fleet.services
+            injecting += [create_task(keep_busy(name, self.fleet, network)) for name in names]
+        watching = create_task(
+            watch(self.fleet, self.answers, {fault.service for fault in plan.faults})
+        )
         clients = [self._client(arrival) for arrival in plan.arrivals]
         async with asyncio.timeout(_LONGEST_FAULT_SECONDS):
             await asyncio.gather(*injecting)
@@ -204,16 +212,16 @@ class _Run:
             raise Failed("; ".join(left))
 
     async def _probe(self) -> None:
-        """Each gateway answers soon, and finds in the cache what it has just computed, except for a
-        request with another salt.
+        """Each gateway answers soon. A conversation finds all its full blocks in the cache, and no
+        blocks of another salt.
         """
         shape = self.plan.shape
         caches = not shape.pools and shape.setting("enable_prefix_caching") is None
         for number in range(shape.num_gateways):
-            await self._ask_probe(number)
-            if not await self._ask_probe(number) and caches:
-                raise Failed("a prompt is not found in the cache just after its answer")
-            if await self._ask_probe(number, f"salt of probe {number}"):
+            for num_hits in PROBE_HITS:
+                if await self._ask_probe(number) < num_hits and caches:
+                    raise Failed(f"a conversation does not find {num_hits} tokens in the cache")
+            if await self._ask_probe(number, f"salt of probe {number}") > PROBE_HITS[0]:
                 raise Failed("a probe has cached tokens of another salt")
 
     async def _ask_probe(self, gateway: int, salt: str = "") -> int:
@@ -256,7 +264,7 @@ async def _client(arrival: Arrival, answer: Answer, network: Network, *, retries
         async with asyncio.timeout(arrival.leaves_after_seconds):
             await asking
     except TimeoutError:
-        answer.error = "left"
+        answer.error, answer.left_at = "left", network.loop.time()
     pauses = arrival.request.pause_seconds * (1 + len(arrival.request.later_prompts))
     answer.seconds = network.loop.time() - begin - pauses
 
