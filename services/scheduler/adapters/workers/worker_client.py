@@ -121,6 +121,11 @@ class Rank:
         self._reader = asyncio.create_task(reading, name=f"read {self.address}")
         self._watch = asyncio.create_task(self._watch_idle(), name=f"watch {self.address}")
 
+    def require_open(self) -> None:
+        """Raises WorkersLost if the stream has ended since `open`."""
+        if self._call is None:
+            raise WorkersLost(self._why_lost)
+
     def close(self) -> None:
         """Ends the stream. WorkersLost is raised for steps in flight."""
         for task in (self._reader, self._watch):
@@ -253,6 +258,8 @@ class WorkerGroup:
         request = scheduler_output_to_proto(plan, generation, "")
         request.owner.CopyFrom(self._owner)
         await (await self._send(request, plan, self._deadlines.ceiling_seconds))
+        for rank in self._ranks:  # a rank may be lost while others have not answered
+            rank.require_open()
         self._is_open = True
 
     @property
