@@ -6,11 +6,11 @@ from functools import lru_cache
 from itertools import takewhile
 
 from services.common.pool.block_hash import BlockHash
-from services.common.pool.ids import NULL_BLOCK, BlockId
+from services.common.pool.ids import NULL_BLOCK, BlockId, ContextId
 from services.common.pool.operations import BlockCopy
 from services.kvpool.core.block_ages import BlockAges
 from services.kvpool.core.events import BlocksRemoved, BlocksStored, Event, EventLog
-from services.kvpool.core.free_queue import MakeFreeQueue
+from services.kvpool.core.free_queue import FreeQueue, MakeFreeQueue
 from services.kvpool.core.prefix_index import PrefixIndex
 from services.kvpool.core.retained_contexts import RetainingFreeQueue
 
@@ -32,13 +32,13 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_blocks: int, num_groups: int, make_free_queue: MakeFreeQueue = RetainingFreeQueue
+        self, num_blocks: int, num_groups: int, make_free_queue: MakeFreeQueue = FreeQueue
     ) -> None:
         self.num_blocks = num_blocks
         self.ages = BlockAges(num_blocks)
         self._free = make_free_queue(_block_ids(num_blocks))
-        self.contexts = self._free if isinstance(self._free, RetainingFreeQueue) else None
-        """The contexts of a queue that has any."""
+        self.contexts: RetainingFreeQueue | None = None
+        """The free queue, once there was a context. Before that, contexts cost nothing."""
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
         self._shared: dict[BlockId, int] = {}
@@ -147,6 +147,13 @@ class BlockPool:
             for block in (copy.source, copy.target)
         ]
         self.free_as_one_list(ends)
+
+    def retain(self, context: ContextId, blocks: Iterable[BlockId]) -> None:
+        """Makes a context of blocks in use, unless the pool has a free queue of another kind."""
+        if self.contexts is None and type(self._free) is FreeQueue:
+            self._free = self.contexts = RetainingFreeQueue(self._free)
+        if self.contexts is not None:
+            self.contexts.retain(context, blocks)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
         """Publishes blocks in use that have no hash yet: `blocks[i]` under `hashes[i]`."""

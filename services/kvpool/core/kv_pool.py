@@ -10,10 +10,9 @@ from services.common.pool.kv_cache_groups import AttentionType
 from services.kvpool.core.block_map import BlockMap, block_map
 from services.kvpool.core.block_pool import BlockPool
 from services.kvpool.core.events import BlocksStored, Event
-from services.kvpool.core.free_queue import MakeFreeQueue
+from services.kvpool.core.free_queue import FreeQueue, MakeFreeQueue
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.request_blocks import RequestBlocks
-from services.kvpool.core.retained_contexts import RetainingFreeQueue
 from services.kvpool.core.validation import TransactionValidator
 
 
@@ -45,9 +44,7 @@ class KVPool:
     `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager. Not thread-safe.
     """
 
-    def __init__(
-        self, config: PoolConfig, make_free_queue: MakeFreeQueue = RetainingFreeQueue
-    ) -> None:
+    def __init__(self, config: PoolConfig, make_free_queue: MakeFreeQueue = FreeQueue) -> None:
         """Creates a pool with all blocks free. Raises InvalidPool or UnsupportedGroup. Simulations
         make another free queue, which evicts in another order.
         """

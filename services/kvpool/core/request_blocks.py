@@ -69,11 +69,10 @@ class RequestBlocks:
         """Makes a context of the published blocks of a request, if its groups only grow. Blocks of
         all groups for the same tokens are next to each other.
         """
-        contexts = self._blocks.contexts
-        if contexts is None or not self.coordinator.is_simple:
-            return
-        published = (table.blocks[: table.num_published] for table in tables)
-        contexts.retain(context, [block for row in zip(*published, strict=True) for block in row])
+        if self.coordinator.is_simple:
+            published = (table.blocks[: table.num_published] for table in tables)
+            rows = zip(*published, strict=True)
+            self._blocks.retain(context, [block for row in rows for block in row])
 
     def arrange_contexts(self, operation: ops.RankContexts | ops.DropContexts) -> None:
         """Puts contexts in order, or ends some."""

@@ -21,8 +21,9 @@ class RetainingFreeQueue(FreeQueue):
 
     __slots__ = ("_changed", "_contexts", "_free", "_num_contexts", "_num_own", "_sums")
 
-    def __init__(self, blocks: Sequence[BlockId]) -> None:
-        super().__init__(blocks)
+    def __init__(self, queue: FreeQueue) -> None:
+        """Takes over the blocks of a queue without contexts."""
+        self._blank, self._cached = queue._blank, queue._cached
         self._contexts: dict[ContextId, list[BlockId]] = {}
         """The blocks of each context, in the order of reuse of the contexts."""
         self._num_contexts: dict[BlockId, int] = {}

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.pool.ids import BlockId, ContextId
+from services.kvpool.core.free_queue import FreeQueue
 from services.kvpool.core.retained_contexts import RetainingFreeQueue
 
 NUM_BLOCKS = 12
@@ -76,7 +77,11 @@ def ids(numbers: Sequence[int]) -> list[BlockId]:
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_blocks_of_contexts_are_reused_by_the_rules(data: st.DataObject) -> None:
-    queue, model, next_context = RetainingFreeQueue(ids(range(1, NUM_BLOCKS + 1))), Model(), 1
+    queue, model, next_context = (
+        RetainingFreeQueue(FreeQueue(ids(range(1, NUM_BLOCKS + 1)))),
+        Model(),
+        1,
+    )
     for _ in range(data.draw(st.integers(1, 40))):
         known = [context for context, _ in model.contexts]
         match data.draw(st.sampled_from(("take", "hit", "release", "rank", "drop"))):

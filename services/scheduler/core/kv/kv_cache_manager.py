@@ -90,7 +90,8 @@ class KVCacheManager:
             operations += self._look_up(builder, looked_up)
         if self.step_begins:
             operations = self._in_step(operations)
-        operations = self._take_pending() + operations
+        if self.pending or self._retention is not None:
+            operations = self._take_pending() + operations
         if not operations:
             return None
         outcome = self._keep(await self._pool.transact(operations, traceparent))
