@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         type=float,
         default=60.0,
         metavar="N",
-        help="all steps are run three times, and up to 15 times within this time (default: 60)",
+        help="all steps are run three times, and up to 31 times within this time (default: 60)",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the shapes")
     arguments = parser.parse_args(argv)

@@ -12,7 +12,7 @@ from services.worker.core.worker import StepRunner
 from services.worker.sampling.arrays import Int32Array
 
 _GREEDY = SamplingParams(temperature=0)
-_LEAST_RUNS, _MOST_RUNS = 3, 15
+_LEAST_RUNS, _MOST_RUNS = 3, 31
 _MORE = 2
 """Tokens that a request computes after its context: one as it enters, and one in the measured step.
 """
@@ -36,7 +36,7 @@ class MeasuredWorker:
         self, num_steps: int, seconds: float, progress: Callable[[int, int], None]
     ) -> list[Measurement]:
         """Decode steps and steps with chunks in turn. All steps are run three times and, for as
-        long as `seconds` have not passed, up to 15 times. They are run one round after the other,
+        long as `seconds` have not passed, up to 31 times. They are run one round after the other,
         so that a disturbance of the machine concerns one run of a step. The runs of median time are
         returned. Calls `progress` with the number of the round and of its steps so far.
         """
