@@ -298,3 +298,35 @@ def test_the_last_token_of_a_length_comes_with_the_end() -> None:
     session.outcome()
     last = deltas(1, tokens=[[6]], num_output_tokens=[4])
     assert "the end of a request is missing" in wrong(last, session)
+
+
+@pytest.mark.parametrize("in_one_message", [False, True])
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_input_that_crosses_the_end_of_its_session_is_rejected_once(
+    *, is_given_up: bool, in_one_message: bool
+) -> None:
+    """The scheduler ends a session between two turns before it receives the next turn's input."""
+    session = Session()
+    session.deltas.sent(1, session.replica.running[1])
+    ended = [] if is_given_up else [finished(1, common_pb2.FINISH_REASON_ABORT)]
+    given_up = [rejection("SESSION_GIVEN_UP")] if is_given_up else []
+    late = [rejection("NO_SESSION")]
+    if in_one_message:
+        session.deltas.take(deltas(tokens=[], finished=ended, rejected=given_up + late, step=7))
+    else:
+        session.deltas.take(deltas(tokens=[], finished=ended, rejected=given_up, step=7))
+        session.deltas.take(deltas(tokens=[], rejected=late, step=7, num_ended=2))
+    with pytest.raises(WrongMessage, match="no request has handle 1"):
+        session.deltas.take(deltas(tokens=[], rejected=late, step=7, num_ended=3))
+
+
+def rejection(reason: str) -> scheduler_pb2.Rejection:
+    return scheduler_pb2.Rejection(handle=1, code=14, reason=reason, message="unknown")
+
+
+def test_a_request_is_not_ended_and_rejected() -> None:
+    session = Session()
+    ended = [finished(1, common_pb2.FINISH_REASON_ABORT)]
+    both = deltas(tokens=[], finished=ended, rejected=[rejection("NO_SESSION")], step=7)
+    with pytest.raises(WrongMessage):
+        session.deltas.take(both)

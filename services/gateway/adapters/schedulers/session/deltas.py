@@ -24,6 +24,9 @@ from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
 
+_MAX_CROSSED = 1024
+"""Client sessions whose late rejections are expected."""
+
 
 class _Abort(NamedTuple):
     sent_at: float
@@ -42,12 +45,17 @@ class SessionDeltas:
         self._sent: dict[int, Sent] = {}
         self._aborted: dict[int, _Abort] = {}
         """Maps handles to aborts that the scheduler has not answered, the oldest first."""
+        self._crossed: dict[int, None] = {}
+        """Client sessions that the scheduler ended, perhaps before it had their next input. If so,
+        it rejects that input.
+        """
         self._step = self._num_ended = 0
         self._steady: SteadySteps | None = None
 
     def sent(self, handle: int, inflight: Inflight) -> None:
         """Records that a sequence, or the next turn of a client's session, was sent."""
-        self._sent[handle] = Sent(inflight)
+        self._sent[handle] = Sent(inflight, continues=handle in self._sent)
+        self._crossed.pop(handle, None)
         self._steady = None
 
     def aborted(self, handle: int, now: float, *, was_stopped: bool = False) -> None:
@@ -153,8 +161,10 @@ class SessionDeltas:
     def _ended(self, deltas: scheduler_pb2.StepDeltas) -> frozenset[int]:
         """Returns the handles of the sequences and turns that a message ends."""
         ends = [end.handle for end in (*deltas.finished, *deltas.turns)]
-        ends += [rejected.handle for rejected in deltas.rejected]
         for rejected in deltas.rejected:
+            if self._is_late(rejected, ends):
+                continue
+            ends.append(rejected.handle)
             self._of(rejected.handle)
             require(is_rejection_known(rejected), f"a rejection has code {rejected.code}")
         require(len(ends) == len(set(ends)), "a request ends twice")
@@ -251,6 +261,7 @@ class SessionDeltas:
             if finished.HasField("times") and (inflight := running.get(finished.handle)):
                 inflight.trace.times = times_from_proto(finished.times)
         for finished in deltas.finished:
+            self._note_crossing(finished.handle)
             self._remove(finished.handle)
             replica.finished(finished.handle, finish_from_proto(finished))
         for turn in deltas.turns:
@@ -258,8 +269,28 @@ class SessionDeltas:
             sent.is_between_turns, sent.is_admitted = True, False
             replica.turn_ended(turn.handle, turn_end_from_proto(turn))
         for rejected in deltas.rejected:
+            if rejected.handle not in self._sent:
+                del self._crossed[rejected.handle]
+                continue
+            self._note_crossing(rejected.handle)
             self._remove(rejected.handle)
             replica.rejected(rejected.handle, rejection_from_proto(rejected))
+
+    def _is_late(self, rejected: scheduler_pb2.Rejection, ends: Sequence[int]) -> bool:
+        """Whether a rejection is of input for a client's session that has ended, or that the same
+        message ends before.
+        """
+        sent = self._sent.get(rejected.handle)
+        if sent is None:
+            return rejected.handle in self._crossed
+        return rejected.handle in ends and sent.continues and not sent.is_admitted
+
+    def _note_crossing(self, handle: int) -> None:
+        sent = self._sent[handle]
+        if sent.continues and not (sent.is_admitted or sent.is_between_turns):
+            self._crossed[handle] = None
+            if len(self._crossed) > _MAX_CROSSED:
+                del self._crossed[next(iter(self._crossed))]
 
     def _remove(self, handle: int) -> None:
         del self._sent[handle]

@@ -20,11 +20,21 @@ class Sent:
     """One sequence at the scheduler, with the limits that its results must respect."""
 
     __slots__ = (
-        *("ending", "inflight", "is_admitted", "is_between_turns", "is_leaving", "max_tokens"),
+        *(
+            "continues",
+            "ending",
+            "inflight",
+            "is_admitted",
+            "is_between_turns",
+            "is_leaving",
+            "max_tokens",
+        ),
         *("min_tokens", "num_prompt_rows", "num_prompt_rows_wanted", "repetition", "wants_rows"),
     )
 
-    def __init__(self, inflight: Inflight) -> None:
+    def __init__(self, inflight: Inflight, *, continues: bool = False) -> None:
+        """`continues` says whether it is the next turn of a sequence that was sent before."""
+        self.continues = continues
         sampling = inflight.request.sampling
         self.inflight = inflight
         self.is_admitted = False
