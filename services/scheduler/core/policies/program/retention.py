@@ -139,8 +139,8 @@ class Retention:
             self._drop(context)
 
     def ended(self, request: Request) -> ContextId | None:
-        """A request has ended. Returns the context that its blocks become. None: they become none,
-        since a request like it was cached before, or it has no full block.
+        """A request has ended. Returns the context that its blocks become. None if it has no full
+        block, or its program has ended.
         """
         program = self._programs.pop(request, None)
         continued = self._continued.pop(request, None)
