@@ -84,7 +84,11 @@ async def test_wrong_answers_of_a_worker_are_no_tokens(caplog: pytest.LogCapture
             assert gateway.heard[handle].tokens == continuation(token_ids, MANY)
         await replica.until_idle()
     assert not spoiler.kinds
-    logged = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    logged = [  # gRPC's poller may log an error of its own, in the logger of asyncio
+        one.getMessage()
+        for one in caplog.records
+        if one.levelno >= logging.WARNING and one.name.startswith("services.")
+    ]
     assert len(logged) == num_kinds, logged
     assert all("it answered step" in line or "is wrong: " in line for line in logged)
 
