@@ -119,7 +119,7 @@ def scheduler_with_log(
     this file. Raises InvalidArgument if the log file cannot be created.
     """
     if path is None:
-        yield Scheduler(config, pool, connect)
+        yield Scheduler(config, pool, connect, time.monotonic)
         return
     log = StepLog(create_log_file(path))
     try:

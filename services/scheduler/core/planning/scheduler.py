@@ -1,6 +1,5 @@
 """The scheduler decides which tokens of which requests each engine step computes."""
 
-import time
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
@@ -37,14 +36,14 @@ class Scheduler(ReplicaState):
         config: SchedulerConfig,
         pool: KVPool,
         connect: Connect | None = None,
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`connect` must be set if the configuration has a `kv_role`, and only then. `clock` is in
-        seconds, and only for policies that ask for the time. By default it is Python's.
+        seconds, and only for policies that ask for the time. By default time stands still.
         """
         if (connect is None) != (config.kv_role is None):
             raise ValueError("a connector and its kv_role go together")
-        super().__init__(config, pool, connect, clock or time.monotonic)
+        super().__init__(config, pool, connect, clock)
         self._waiting_scheduler = WaitingScheduler(self)
         self._running_scheduler = RunningScheduler(self, self._waiting_scheduler)
         self._update = StepUpdate(self)

@@ -143,6 +143,19 @@ async def test_the_credit_of_waiting_bounds_the_wait() -> None:
     assert not running.is_finished
 
 
+async def test_a_prompt_that_is_much_longer_than_a_step_earns_its_blocks_too() -> None:
+    """Blocks for the next steps are free, but the whole prompt needs two blocks of a context."""
+    agents = Agents(num_blocks=61, max_num_batched_tokens=16)
+    await agents.turn("paused", prompt(61), max_tokens=4)
+    running = agents.story.add("running", prompt(20, first=300), max_tokens=60)
+    await agents.step()
+    new = agents.story.add("new", prompt(160, first=600), max_tokens=2)
+    while new.num_cached_tokens is None and not running.is_finished:
+        await agents.step()
+        agents.now += 3.0
+    assert not running.is_finished
+
+
 async def test_nothing_is_held_for_a_context_when_nothing_runs() -> None:
     agents, context, running = await paused_and_running()
     while not running.is_finished:

@@ -276,7 +276,9 @@ class Retention:
 
     @property
     def _is_short(self) -> bool:
-        """Whether the next steps may take blocks of contexts."""
+        """Whether the next steps may take blocks of contexts, or a request waits for some."""
+        if self._held_up_since is not None:
+            return True
         config = self._config
         num_needed = 2 * config.token_budget // self._size + config.max_num_seqs
         return self._num_other_blocks < num_needed * len(config.all_groups)
