@@ -3,6 +3,7 @@
 from bisect import insort
 
 from services.scheduler.core.planning.running_requests import RunningRequests
+from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.request import Request
 
 
@@ -26,6 +27,10 @@ class ShortestPromptFirst:
     """Admits the shortest prompt first, and preempts the longest."""
 
     uses_priority = False
+    retention = None
+
+    def __init__(self, _parts: PolicyParts) -> None:
+        """Needs nothing of the scheduler."""
 
     def create_request_queue(self) -> _Queue:
         return _Queue()

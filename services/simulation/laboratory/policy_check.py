@@ -11,14 +11,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from services.common.errors import InvalidArgument
 from services.common.pool.ids import RequestKey
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine import step_costs
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.running_requests import RunningRequests
-from services.scheduler.core.policies import PROGRAM, find_policy
-from services.scheduler.core.policies.policy import RequestQueue, SchedulingPolicy
+from services.scheduler.core.policies import find_policy
+from services.scheduler.core.policies.policy import PolicyParts, RequestQueue, SchedulingPolicy
 from services.scheduler.core.request import Request
 from services.simulation.laboratory.programs import Program, Turn
 from services.simulation.laboratory.replica import SimulatedReplica
@@ -26,6 +26,7 @@ from services.simulation.laboratory.run import RunResult, Setup, simulate
 from services.worker.core.step_times import StepCosts, StepTimes
 
 _TIMES = StepTimes(StepCosts(seconds=1.0), StepCosts(seconds=1.0, seconds_per_token=0.01))
+_CONFIG = SchedulerConfig(4, 64, max_model_len=400, block_size=4, num_blocks=60)
 _MAX_STEPS_PER_TOKEN = 20
 """A world fails if it takes more steps than this for each token of its requests."""
 
@@ -36,12 +37,11 @@ class PolicyProblem(Exception):
 
 def check_policy(name: str, num_worlds: int, seed: int) -> None:
     """Raises PolicyProblem, and InvalidArgument if there is no such policy."""
-    policy = find_policy(name)
-    if name == PROGRAM:
-        raise InvalidArgument(f"policy {name} has a queue only with a scheduler", field="policy")
+    kind = find_policy(name)
     for number in range(num_worlds):
         world = f"{seed} {number}"
         try:
+            policy = kind(PolicyParts(_CONFIG, lambda: 0.0, step_costs.StepCosts()))
             _check_queue(policy, random.Random(f"queue {world}"))
             _check_victim(policy, random.Random(f"victim {world}"))
             if _live(name, policy, world) != _live(name, policy, world):

@@ -6,12 +6,16 @@ from services.cli.replay.settings import parse_override
 from services.common.errors import InvalidArgument
 from services.common.process.settings import SettingError, parse_settings
 from services.common.request.sampling import SamplingParams
+from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.policies import POLICIES, find_policy
+from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.priority import PriorityPolicy
 from services.scheduler.core.request import Request
 from services.scheduler.settings import SchedulerSettings
 from tests.scheduler.shortest_prompt_first import ShortestPromptFirstPolicy
 from tests.scheduler.story import Story, prompt
 
+ANY_PARTS = PolicyParts(Story().config, lambda: 0.0, StepCosts())
 NAME = "shortest-prompt-first"
 
 
@@ -21,7 +25,7 @@ def settings(policy: str) -> SchedulerSettings:
 
 
 async def test_a_new_policy_is_one_new_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, NAME, ShortestPromptFirstPolicy())  # the line in the table
+    monkeypatch.setitem(POLICIES, NAME, ShortestPromptFirstPolicy)  # the line in the table
     assert settings(NAME).policy == NAME
     assert parse_override(f"policy={NAME}") == ("policy", NAME)
     story = Story(policy=NAME, num_blocks=6, max_num_seqs=2)
@@ -54,7 +58,7 @@ def test_only_a_policy_that_uses_priorities_takes_them(name: str, uses_priority:
 
 
 def test_a_session_at_the_head_of_the_queue_keeps_its_place_when_its_input_comes() -> None:
-    queue = find_policy("priority").create_request_queue()
+    queue = PriorityPolicy(ANY_PARTS).create_request_queue()
     requests = [
         Request(name, number, [1], 1, SamplingParams(), arrival_time=number)
         for number, name in enumerate("abc")
@@ -68,7 +72,7 @@ def test_a_session_at_the_head_of_the_queue_keeps_its_place_when_its_input_comes
 
 
 def test_sessions_move_by_their_input_once_another_request_ends() -> None:
-    queue = find_policy("priority").create_request_queue()
+    queue = PriorityPolicy(ANY_PARTS).create_request_queue()
     requests = [
         Request(name, number, [1], 1, SamplingParams(), arrival_time=number)
         for number, name in enumerate("ba")

@@ -7,7 +7,7 @@ from services.gateway.core.fleet.routing.policy import RoutingParts
 from services.gateway.core.fleet.routing_decision import RoutingDecision, RoutingReason
 from services.gateway.core.request.inflight import Inflight
 from services.scheduler.core.planning.running_requests import RunningRequests
-from services.scheduler.core.policies.policy import RequestQueue
+from services.scheduler.core.policies.policy import PolicyParts, RequestQueue
 from services.scheduler.core.request import Request
 from tests.scheduler.shortest_prompt_first import ShortestPromptFirstPolicy
 
@@ -54,7 +54,8 @@ class PreemptsNobodyThatRuns(ShortestPromptFirstPolicy):
 class Random(ShortestPromptFirstPolicy):
     """Its victims depend on how often it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: PolicyParts) -> None:
+        super().__init__(parts)
         self.num_asked = 0
 
     def victim(self, running: RunningRequests) -> Request:

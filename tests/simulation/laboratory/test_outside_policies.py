@@ -13,7 +13,7 @@ from services.cli.simulate import main
 from services.common.errors import InvalidArgument
 from services.common.process.settings import SettingError, parse_settings
 from services.gateway.settings import GatewaySettings
-from services.scheduler.core.policies import find_policy
+from services.scheduler.core.policies import POLICIES, find_policy
 from services.scheduler.settings import SchedulerSettings
 from tests.scheduler.shortest_prompt_first import ShortestPromptFirstPolicy
 from tests.simulation.laboratory.outside import LAST_REPLICA, SHORTEST
@@ -25,7 +25,7 @@ OUTSIDE = "tests.simulation.laboratory.outside"
 def test_replay_and_server_accept_the_same_name() -> None:
     argv = ["--kvpool", "unix:pool", "--workers", "unix:worker", "--policy", SHORTEST]
     settings = parse_settings(SchedulerSettings, "scheduler", argv, {})
-    assert isinstance(find_policy(settings.policy), ShortestPromptFirstPolicy)
+    assert issubclass(find_policy(settings.policy), ShortestPromptFirstPolicy)
     assert parse_override(f"policy={SHORTEST}") == ("policy", SHORTEST)
     gateway = ["--model", "models/demo", "--schedulers", "unix:s", "--routing-policy", LAST_REPLICA]
     assert parse_settings(GatewaySettings, "gateway", gateway, {}).routing_policy == LAST_REPLICA
@@ -94,7 +94,7 @@ def test_a_name_that_is_no_policy_is_one_sentence(name: str, complaint: str) -> 
         main([*SMALL, "--policy", name])
 
 
-@pytest.mark.parametrize("name", ["fcfs", "priority", SHORTEST])
+@pytest.mark.parametrize("name", [*POLICIES, SHORTEST])
 def test_good_policies_pass_the_kit(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--check-policy", name, "--programs", "12"]) == 0
     assert capsys.readouterr().out == f"{name}: 12 worlds, no problem\n"

@@ -13,8 +13,8 @@ from services.scheduler.core.planning.step_builder import PlannedSteps
 from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.planning.waiting_requests import WaitingRequests
 from services.scheduler.core.policies import find_policy
-from services.scheduler.core.policies.program import ProgramPolicy
-from services.scheduler.core.policies.program.retention import Retention
+from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.retention import Retention
 from services.scheduler.core.ports import KVPool
 from services.scheduler.core.request import Request
 
@@ -32,12 +32,10 @@ class ReplicaState:
         self.config = config
         self.step_costs = StepCosts()
         """The times of the latest steps, as far as the caller has observed them."""
-        self.policy = find_policy(config.policy)
-        self.retention: Retention | None = None
+        parts = PolicyParts(config, clock, self.step_costs)
+        self.policy = find_policy(config.policy)(parts)
+        self.retention: Retention | None = getattr(self.policy, "retention", None)
         """Decides about paused contexts. None if the policy has no such decisions."""
-        if isinstance(self.policy, ProgramPolicy):
-            self.policy = self.policy.bind(config, clock, self.step_costs)
-            self.retention = self.policy.retention
         self.queues = WaitingRequests(self.policy)
         self.running = RunningRequests()
         self.steps = PlannedSteps()

@@ -15,7 +15,7 @@ from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
 
 if TYPE_CHECKING:
-    from services.scheduler.core.policies.program.retention import Retention
+    from services.scheduler.core.policies.retention import Retention
 
 _Filling = tuple[int, int, Request]
 """Admission number of a request, its number of known computed tokens after a step, and itself."""
@@ -201,7 +201,7 @@ class KVCacheManager:
         """Takes the operations that precede all others of a transaction."""
         operations = self.pending.take() if self.pending else []
         if self._retention is not None:
-            operations += self._retention.take_drops()
+            operations += self._retention.operations()
         return operations
 
     def _in_step(self, operations: list[Operation]) -> list[Operation]:

@@ -14,7 +14,7 @@ from services.scheduler.core.planning.step_builder import PassingOver, StepBuild
 from services.scheduler.core.request import Request, RequestStatus
 
 if TYPE_CHECKING:
-    from services.scheduler.core.policies.program.retention import Retention
+    from services.scheduler.core.policies.retention import Retention
 
 
 @dataclass(slots=True)  # see Admission

@@ -2,8 +2,6 @@
 policy of another package is named `package.module:Class`.
 """
 
-from functools import lru_cache
-
 from services.common.errors import InvalidArgument
 from services.common.process.outside_class import load_class, one_of_or_class
 from services.scheduler.core.policies.fcfs import FCFSPolicy
@@ -12,10 +10,10 @@ from services.scheduler.core.policies.priority import PriorityPolicy
 from services.scheduler.core.policies.program import ProgramPolicy
 
 PROGRAM = "program"
-POLICIES: dict[str, SchedulingPolicy] = {
-    "fcfs": FCFSPolicy(),
-    "priority": PriorityPolicy(),
-    PROGRAM: ProgramPolicy(),
+POLICIES: dict[str, type[SchedulingPolicy]] = {
+    "fcfs": FCFSPolicy,
+    "priority": PriorityPolicy,
+    PROGRAM: ProgramPolicy,
 }
 
 _MEMBERS = "uses_priority", "create_request_queue", "victim"
@@ -23,16 +21,8 @@ check_policy = one_of_or_class(POLICIES, *_MEMBERS)
 """The check of a setting."""
 
 
-def find_policy(name: str) -> SchedulingPolicy:
-    """The policy of this name. Raises InvalidArgument if there is none."""
-    if (policy := POLICIES.get(name)) is not None:
-        return policy
+def find_policy(name: str) -> type[SchedulingPolicy]:
+    """The class of this name. Raises InvalidArgument if there is none."""
     if complaint := check_policy(name):
         raise InvalidArgument(f"policy {complaint}, not {name!r}", field="policy")
-    return _outside_policy(name)
-
-
-@lru_cache
-def _outside_policy(name: str) -> SchedulingPolicy:
-    policy: SchedulingPolicy = load_class(name, *_MEMBERS)()
-    return policy
+    return POLICIES.get(name) or load_class(name, *_MEMBERS)

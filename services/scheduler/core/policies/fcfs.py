@@ -3,7 +3,7 @@
 from collections import deque
 
 from services.scheduler.core.planning.running_requests import RunningRequests
-from services.scheduler.core.policies.policy import RequestQueue
+from services.scheduler.core.policies.policy import PolicyParts, RequestQueue
 from services.scheduler.core.request import Request
 
 
@@ -11,6 +11,10 @@ class FCFSPolicy:
     """Admits in the order of arrival, and preempts the request that was admitted last."""
 
     uses_priority = False
+    retention = None
+
+    def __init__(self, _parts: PolicyParts) -> None:
+        """Needs nothing of the scheduler."""
 
     def create_request_queue(self) -> RequestQueue:
         return FCFSRequestQueue()

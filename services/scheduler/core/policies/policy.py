@@ -1,9 +1,13 @@
 """The port of scheduling policies, which choose the order of admission and preemption's victim."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
+from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.planning.running_requests import RunningRequests
+from services.scheduler.core.policies.retention import Retention
 from services.scheduler.core.request import Request
 
 
@@ -30,11 +34,30 @@ class RequestQueue(Protocol):
     def __len__(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyParts:
+    """What a policy is made with."""
+
+    config: SchedulerConfig
+    clock: Callable[[], float]
+    """A monotonic clock in seconds."""
+    step_costs: StepCosts
+    """The times of the latest steps."""
+
+
 class SchedulingPolicy(Protocol):
-    """A scheduling policy. It has no state, because the state is in its queues."""
+    """The scheduling policy of one scheduler."""
 
     uses_priority: bool
     """Whether `Request.priority` has an effect. If not, requests with a priority are refused."""
+
+    def __init__(self, parts: PolicyParts, /) -> None: ...
+
+    @property
+    def retention(self) -> Retention | None:
+        """Decides about the contexts of ended requests. A policy without it lacks the attribute, or
+        has None.
+        """
 
     def create_request_queue(self) -> RequestQueue:
         """An empty waiting queue."""

@@ -4,7 +4,7 @@ from bisect import insort
 from heapq import heappop, heappush
 
 from services.scheduler.core.planning.running_requests import RunningRequests
-from services.scheduler.core.policies.policy import RequestQueue
+from services.scheduler.core.policies.policy import PolicyParts, RequestQueue
 from services.scheduler.core.request import Request
 
 
@@ -12,6 +12,10 @@ class PriorityPolicy:
     """Admits the smallest (priority, arrival time) first, and preempts the largest."""
 
     uses_priority = True
+    retention = None
+
+    def __init__(self, _parts: PolicyParts) -> None:
+        """Needs nothing of the scheduler."""
 
     def create_request_queue(self) -> RequestQueue:
         return PriorityRequestQueue()

@@ -12,7 +12,7 @@ from services.common.request.sampling import SamplingParams
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.policies.program.pauses import NEVER, PausesOfTool, PauseStatistics
 from services.scheduler.core.policies.program.programs import EndedPrograms, Program
-from services.scheduler.core.policies.program.retention import Retention
+from services.scheduler.core.policies.program.retention import ProgramRetention
 from services.scheduler.core.request import Request
 from tests.scheduler.story import Story, prompt
 
@@ -69,7 +69,7 @@ class Agents:
         retention = self.story.scheduler.retention
         assert retention is not None
         retention._clock = lambda: self.now
-        self.retention: Retention = retention
+        self.retention: ProgramRetention = retention
         for number in range(1, 40):
             self.story.scheduler.step_costs.observe(number, number, 1.0 + 0.001 * number)
             self.story.scheduler.step_costs.observe(1, 101, 11.0)

@@ -1,11 +1,8 @@
 """The order of requests by the policy `program`."""
 
-from collections.abc import Callable
-
-from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.planning.running_requests import RunningRequests
-from services.scheduler.core.policies.program.retention import Retention
+from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.program.retention import ProgramRetention
 from services.scheduler.core.request import Request
 
 _Rank = tuple[int, int, float, float, int]
@@ -18,26 +15,8 @@ class ProgramPolicy:
 
     uses_priority = True
 
-    def bind(
-        self, config: SchedulerConfig, clock: Callable[[], float], costs: StepCosts
-    ) -> "BoundProgramPolicy":
-        """The policy with the state of one scheduler."""
-        return BoundProgramPolicy(Retention(config, clock, costs))
-
-    def create_request_queue(self) -> "ProgramQueue":
-        raise AssertionError("the policy is bound to a scheduler first")
-
-    def victim(self, _running: RunningRequests, /) -> Request:
-        raise AssertionError("the policy is bound to a scheduler first")
-
-
-class BoundProgramPolicy:
-    """The policy of one scheduler."""
-
-    uses_priority = True
-
-    def __init__(self, retention: Retention) -> None:
-        self.retention = retention
+    def __init__(self, parts: PolicyParts) -> None:
+        self.retention = ProgramRetention(parts)
 
     def create_request_queue(self) -> "ProgramQueue":
         return ProgramQueue(self)
@@ -53,7 +32,7 @@ class BoundProgramPolicy:
 class ProgramQueue(list[Request]):
     """Waiting requests, which are in order after `put_in_order`."""
 
-    def __init__(self, policy: BoundProgramPolicy) -> None:
+    def __init__(self, policy: ProgramPolicy) -> None:
         super().__init__()
         self._policy = policy
         self._sorted_at: tuple[int, int, int] | None = None

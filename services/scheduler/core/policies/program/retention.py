@@ -1,6 +1,6 @@
 """Decides which paused contexts are worth their blocks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
@@ -11,8 +11,7 @@ from services.common.pool.operations import (
     Outcome,
     RankContexts,
 )
-from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.engine.step_costs import StepCosts
+from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.program.pauses import NEVER, PauseStatistics
 from services.scheduler.core.policies.program.programs import (
     Context,
@@ -62,15 +61,13 @@ class Turns:
         return self.num_cold % AGING_INTERVAL == AGING_INTERVAL - 1
 
 
-class Retention:
+class ProgramRetention:
     """The paused contexts of a replica."""
 
-    def __init__(
-        self, config: SchedulerConfig, clock: Callable[[], float], costs: StepCosts
-    ) -> None:
-        self._config = config
-        self._clock = clock
-        self._costs = costs
+    def __init__(self, parts: PolicyParts) -> None:
+        self._config = config = parts.config
+        self._clock = parts.clock
+        self._costs = parts.step_costs
         self._size = config.hash_block_size
         self._contexts: dict[ContextId, Context] = {}
         """In the order in which their pauses began."""
@@ -193,7 +190,7 @@ class Retention:
                 self._ranked = None
             context.num_blocks, context.num_own_blocks = change.num_blocks, change.num_own_blocks
 
-    def take_drops(self) -> list[Operation]:
+    def operations(self) -> list[Operation]:
         if not self._dropped:
             return []
         dropped, self._dropped = self._dropped, []
