@@ -9,6 +9,7 @@ from services.common.errors import InvalidArgument
 from services.common.request.adapter import Adapter
 from services.common.request.finish import FinishReason
 from services.common.request.pooling import Pooler, PoolingParams, PoolingTask, PoolingType
+from services.common.request.program import DeclaredProgram
 from services.common.request.prompt_embeds import EmbedsDtype, PromptEmbeds
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
@@ -36,6 +37,18 @@ def structured_outputs_from_proto(message: common_pb2.StructuredOutputs) -> Stru
 
 def structured_outputs_to_proto(wanted: StructuredOutputs) -> common_pb2.StructuredOutputs:
     return common_pb2.StructuredOutputs(kind=_KINDS.to_proto(wanted.kind), text=wanted.text)
+
+
+require_same_fields(DeclaredProgram, common_pb2.Program.DESCRIPTOR)
+
+
+def program_from_proto(message: common_pb2.Program) -> DeclaredProgram:
+    """Converts a message, without validation."""
+    return DeclaredProgram(message.id, message.parent_id, message.tool, message.ends)
+
+
+def program_to_proto(program: DeclaredProgram | None) -> common_pb2.Program | None:
+    return None if program is None else common_pb2.Program(**asdict(program))
 
 
 require_same_fields(PoolingParams, common_pb2.PoolingParams.DESCRIPTOR)

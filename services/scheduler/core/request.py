@@ -12,6 +12,7 @@ from services.common.pool.operations import Admission, BlockTables
 from services.common.request.encoder_input import EncoderInput
 from services.common.request.finish import FinishReason, append_until_end, ending_token_ids
 from services.common.request.pooling import PoolingParams
+from services.common.request.program import DeclaredProgram
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.grammar import GrammarStatus
@@ -105,6 +106,10 @@ class Request(ComputedTokens):
     reads_prefix_cache: bool = True
     """False if every prompt position must be computed, as for prompt log-probabilities."""
 
+    program: DeclaredProgram | None = None
+    """What the client says about the program that the request is a turn of."""
+    tenant: bytes = b""
+    """Identifies the owner of the API key. Empty without keys."""
     context: ContextId | None = None
     """The paused context that the request's blocks became at its end."""
     grammar: GrammarStatus | None = None

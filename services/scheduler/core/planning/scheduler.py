@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
+from services.common.pool.ids import ContextId
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
 from services.scheduler.core.config import SchedulerConfig
@@ -108,6 +109,13 @@ class Scheduler(ReplicaState):
         self.queues.add(request)
         if self.retention is not None:
             self.retention.arrived(request)
+
+    def end_turn(self, context: ContextId, tool: str, *, ends: bool = False) -> None:
+        """Notes which tool runs after the turn that left a context, or that it was the last turn of
+        its program. Does nothing without such a context.
+        """
+        if self.retention is not None:
+            self.retention.end_turn(context, tool, ends=ends)
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
         """Adds the next input of a session that has not ended. If `chunk` is None, the session

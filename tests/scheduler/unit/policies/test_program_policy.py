@@ -12,9 +12,9 @@ from services.common.request.sampling import SamplingParams
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.policies.program.pauses import NEVER, PausesOfTool, PauseStatistics
 from services.scheduler.core.policies.program.programs import EndedPrograms, Program
-from services.scheduler.core.policies.program.retention import ProgramRetention
 from services.scheduler.core.request import Request
-from tests.scheduler.story import Story, prompt
+from tests.scheduler.agents import Agents
+from tests.scheduler.story import prompt
 
 TOOL_SECONDS = 1.0
 
@@ -42,11 +42,11 @@ def test_the_index_is_that_of_gittins(seconds: list[float], age: float) -> None:
 
 def test_a_tool_without_pauses_is_judged_by_all_of_them() -> None:
     pauses = PauseStatistics()
-    assert pauses.index("sed", 3.0) == 1 / 4
+    assert pauses.index(b"", "sed", 3.0) == 1 / 4
     for _ in range(10):
-        pauses.ended("sed", 0.5)
-    assert pauses.index("sed", 0.0) == pauses.index("grep", 0.0) > 1
-    assert pauses.index("sed", 5.0) < 1
+        pauses.ended(b"", "sed", 0.5)
+    assert pauses.index(b"", "sed", 0.0) == pauses.index(b"", "grep", 0.0) > 1
+    assert pauses.index(b"", "sed", 5.0) < 1
 
 
 def test_longer_programs_have_more_work_left() -> None:
@@ -58,41 +58,6 @@ def test_longer_programs_have_more_work_left() -> None:
     expected = [ended.expected_tokens(Program(None, 0.0, num_turns=turns)) for turns in (1, 3, 11)]
     # 100 tokens for each of the 6 turns on average, of the 8 that are left, and of half a turn.
     assert expected == pytest.approx([600, 800, 50])
-
-
-class Agents:
-    """Programs that continue with their own answers, on a scheduler with a clock of its own."""
-
-    def __init__(self, **config: object) -> None:
-        self.story = Story(policy="program", **config)
-        self.now = 0.0
-        retention = self.story.scheduler.retention
-        assert retention is not None
-        retention._clock = lambda: self.now
-        self.retention: ProgramRetention = retention
-        for number in range(1, 40):
-            self.story.scheduler.step_costs.observe(number, number, 1.0 + 0.001 * number)
-            self.story.scheduler.step_costs.observe(1, 101, 11.0)
-
-    async def turn(self, name: str, token_ids: list[int], max_tokens: int = 4) -> list[int]:
-        """Runs a request alone. Returns its context."""
-        request = self.story.add(name, token_ids, max_tokens=max_tokens)
-        while not request.is_finished:
-            await self.step()
-        await self.step()
-        return list(request.token_ids)
-
-    async def step(self) -> None:
-        await self.story.step()
-        self.now += 0.01
-
-    def cached(self, token_ids: list[int]) -> int:
-        """The number of tokens of a context that the pool has."""
-        request = Request("probe", 0, token_ids, len(token_ids), SamplingParams())  # type: ignore[arg-type]
-        request.hash_full_blocks(b"", self.story.config.block_size)
-        indexes = self.story.pool.core._blocks.indexes
-        sizes = [one in set(indexes[0].hashes()) for one in request.block_hashes]
-        return self.story.config.block_size * [*sizes, False].index(False)
 
 
 async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program() -> None:
@@ -118,7 +83,7 @@ async def paused_and_running(**config: object) -> tuple[Agents, list[int], Reque
     """
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200, **config)
     for _ in range(12):
-        agents.retention._pauses.ended("", TOOL_SECONDS)
+        agents.retention._pauses.ended(b"", "", TOOL_SECONDS)
     context = await agents.turn("paused", prompt(61), max_tokens=4)
     running = agents.story.add("running", prompt(20, first=300), max_tokens=60)
     await agents.step()

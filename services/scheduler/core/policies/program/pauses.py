@@ -1,7 +1,7 @@
 """How long programs pause, by tool, and how likely it is that they return soon."""
 
 import math
-from collections import defaultdict, deque
+from collections import OrderedDict, deque
 
 _NUM_KEPT = 400
 _LEAST = 10
@@ -10,6 +10,8 @@ _REFRESH = 10
 """Pauses after which the index of a tool is computed anew."""
 _PER_DOUBLING = 4
 """Number of ages, for each doubling, between which an index is not computed anew."""
+_MAX_TOOLS = 1024
+"""Tools, of all tenants, whose pauses are kept."""
 NEVER = math.inf
 """The length of a pause whose program never returned."""
 
@@ -18,23 +20,33 @@ class PauseStatistics:
     """The lengths of the latest pauses of each tool, in seconds."""
 
     def __init__(self) -> None:
-        self._of_tool: defaultdict[str, PausesOfTool] = defaultdict(PausesOfTool)
+        self._of_tool: OrderedDict[tuple[bytes | None, str], PausesOfTool] = OrderedDict()
+        """By tenant and tool, the least recently used first. The tenant None stands for all."""
         self._all = PausesOfTool()
 
-    def ended(self, tool: str, seconds: float) -> None:
+    def ended(self, tenant: bytes, tool: str, seconds: float) -> None:
         """Notes a pause. Its length is NEVER if the program is presumed to have ended."""
-        self._of_tool[tool].add(seconds)
+        for key in ((tenant, tool), (None, tool)):
+            pauses = self._of_tool.get(key)
+            if pauses is None:
+                pauses = self._of_tool[key] = PausesOfTool()
+            self._of_tool.move_to_end(key)
+            pauses.add(seconds)
+        while len(self._of_tool) > _MAX_TOOLS:
+            self._of_tool.popitem(last=False)
         self._all.add(seconds)
 
-    def index(self, tool: str, age: float) -> float:
+    def index(self, tenant: bytes, tool: str, age: float) -> float:
         """The value per second of a context that has paused for `age` seconds, see
-        `PausesOfTool.index`. Without enough pauses of the tool, those of all tools are used, and
-        without enough of these, 1 / (age + 1).
+        `PausesOfTool.index`. Uses the pauses of the tool in the tenant, or without enough of them
+        those of the tool in all tenants, or those of all tools. Without enough of these, the value
+        is 1 / (age + 1).
         """
-        for pauses in (self._of_tool.get(tool), self._all):
+        for key in ((tenant, tool), (None, tool)):
+            pauses = self._of_tool.get(key)
             if pauses is not None and len(pauses) >= _LEAST:
                 return pauses.index(age)
-        return 1 / (age + 1)
+        return self._all.index(age) if len(self._all) >= _LEAST else 1 / (age + 1)
 
 
 class PausesOfTool:

@@ -1,16 +1,23 @@
 """The programs that a scheduler knows, and their contexts."""
 
-from collections import defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
+from services.scheduler.core.request import Request
 
 _LEAST_ENDED = 5
 """Programs of an application that must have ended before its statistics are used."""
 _NUM_KEPT = 400
+_MAX_APPLICATIONS = 1024
+"""Applications whose statistics are kept."""
+_MAX_DEPTH = 32
+"""Programs with more programs above them have no parent."""
+CHILD = "child"
+"""The tool of a program whose children run."""
 _FIRST_TURNS = 8.0
 """The number of turns that are expected while no program has ended."""
 
@@ -21,6 +28,14 @@ class Program:
 
     application: BlockHash | None
     arrived: float
+    tenant: bytes = b""
+    name: "ProgramName | None" = None
+    """What the client calls it. None if the client does not name it."""
+    parent: "Program | None" = None
+    num_children: int = 0
+    """Programs that it started and that have not ended."""
+    depth: int = 0
+    """Number of programs above it."""
     num_turns: int = 0
     """Turns that have begun."""
     num_running: int = 0
@@ -28,6 +43,8 @@ class Program:
     num_tokens: int = 0
     """Tokens that its turns had to compute, and have generated."""
     has_ended: bool = False
+    contexts: dict[ContextId, "Context"] = field(default_factory=dict)
+    """Its contexts in a pause, the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +63,11 @@ class Context:
     """Those among them that would become free without this context."""
     returned_at: float | None = None
     """When the next turn arrived. None in the pause."""
+
+    @property
+    def reason(self) -> str:
+        """The tool for which the program pauses. CHILD if it waits for programs that it started."""
+        return CHILD if self.program.num_children else self.tool
 
 
 @dataclass(slots=True)
@@ -78,10 +100,16 @@ class EndedPrograms:
     """The statistics of programs that have ended, by application."""
 
     def __init__(self) -> None:
-        self._of: defaultdict[BlockHash | None, _Ended] = defaultdict(_Ended)
+        self._of: OrderedDict[BlockHash | None, _Ended] = OrderedDict()
+        """By application, the least recently used first."""
         self._all = _Ended()
 
     def add(self, program: Program) -> None:
+        if program.application not in self._of:
+            self._of[program.application] = _Ended()
+            if len(self._of) > _MAX_APPLICATIONS:
+                self._of.popitem(last=False)
+        self._of.move_to_end(program.application)
         self._of[program.application].add(program)
         self._all.add(program)
 
@@ -93,6 +121,71 @@ class EndedPrograms:
             if ended is not None and len(ended.turns) >= _LEAST_ENDED:
                 return ended.expected_tokens(num_before)
         return max(1.0, _FIRST_TURNS - num_before)
+
+
+ProgramName = tuple[bytes, bytes, str, str]
+"""The tenant, the adapter, the cache salt and the client's id of a program."""
+
+
+class NamedPrograms:
+    """The programs that clients name."""
+
+    def __init__(self, most: int) -> None:
+        """If more than `most` are known, those that have been idle for longest are forgotten."""
+        self._most = most
+        self._programs: OrderedDict[ProgramName, Program] = OrderedDict()
+        """The least recently used first."""
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def find(self, request: Request) -> Program | None:
+        """The unfinished program that a request names."""
+        name = _name_of(request)
+        program = None if name is None else self._programs.get(name)
+        return None if program is None or program.has_ended else program
+
+    def add(self, request: Request, program: Program) -> Program | None:
+        """Stores a program under the name in a request, and its parent. Returns a program that is
+        forgotten for it. Does nothing if the request names none.
+        """
+        name, declared = _name_of(request), request.program
+        if name is None or declared is None:
+            return None
+        forgotten = None
+        if name not in self._programs and len(self._programs) >= self._most:
+            idle = (one for one in self._programs.values() if not one.num_running)
+            if (forgotten := next(idle, None)) is not None:
+                self.remove(forgotten)
+        self._programs[name] = program
+        self._programs.move_to_end(name)
+        program.name = name
+        parent = self._programs.get((*name[:3], declared.parent_id))
+        if program.parent is None and parent is not None and _may_start(parent, program):
+            program.parent, program.depth = parent, parent.depth + 1
+            parent.num_children += 1
+        return forgotten
+
+    def remove(self, program: Program) -> None:
+        if program.name is not None and self._programs.get(program.name) is program:
+            del self._programs[program.name]
+
+
+def _may_start(parent: Program, child: Program) -> bool:
+    """Whether a program can be the parent of another one: the links must form no circle."""
+    ancestor: Program | None = parent
+    while ancestor is not None:
+        if ancestor is child:
+            return False
+        ancestor = ancestor.parent
+    return parent.depth < _MAX_DEPTH
+
+
+def _name_of(request: Request) -> ProgramName | None:
+    declared = request.program
+    if declared is None or not declared.id:
+        return None
+    return request.tenant, request.adapter_digest, request.cache_salt, declared.id
 
 
 def application_of(hashes: Sequence[BlockHash], block_size: int) -> BlockHash | None:

@@ -16,6 +16,7 @@ from services.scheduler.core.policies.program.pauses import NEVER, PauseStatisti
 from services.scheduler.core.policies.program.programs import (
     Context,
     EndedPrograms,
+    NamedPrograms,
     Program,
     application_of,
 )
@@ -73,6 +74,7 @@ class ProgramRetention:
         """In the order in which their pauses began."""
         self._paused: dict[BlockHash, Context] = {}
         """The contexts whose next turn has not arrived, by their last full block."""
+        self._named = NamedPrograms(MAX_PROGRAMS)
         self._programs: dict[Request, Program] = {}
         """The programs of waiting and running requests."""
         self._continued: dict[Request, Context] = {}
@@ -105,20 +107,57 @@ class ProgramRetention:
         if config.pooling or not config.enable_prefix_caching:
             return
         request.hash_full_blocks(config.fingerprint, self._size)
-        hashes = request.block_hashes
-        last = next(filter(self._paused.__contains__, reversed(hashes)), None)
-        if last is None:
-            program = Program(application_of(hashes, self._size), now)
-        else:
-            context = self._paused.pop(last)
-            program = context.program
-            context.returned_at = now
-            self._pauses.ended(context.tool, now - context.paused_at)
+        program = self._named.find(request)
+        context = self._paused_context(request, program)
+        if program is None:
+            program = None if context is None else context.program
+        if program is None:
+            application = application_of(request.block_hashes, self._size)
+            program = Program(application, now, request.tenant)
+        if (forgotten := self._named.add(request, program)) is not None:
+            self._presume_ended(forgotten)
+        if context is not None:
+            self._return(context, now)
             self._continued[request] = context
+        elif program.contexts and not program.num_running:
+            self._supersede(program, now)
         program.num_turns += 1
         program.num_running += 1
         self._programs[request] = program
         self.version += 1
+
+    def _paused_context(self, request: Request, program: Program | None) -> Context | None:
+        """The longest paused context with which a request begins, of any program if the request
+        names none, and otherwise of `program`, or of a program without a name if that is None.
+        """
+        is_named = request.program is not None and request.program.id
+        for one in reversed(request.block_hashes):
+            context = self._paused.get(one)
+            if context is None:
+                continue
+            theirs = context.program
+            if not is_named or theirs is program or (program is None and theirs.name is None):
+                return context
+        return None
+
+    def _return(self, context: Context, now: float) -> None:
+        """The pause of a context ends, because the next turn has arrived."""
+        self._pauses.ended(context.program.tenant, context.reason, now - context.paused_at)
+        context.returned_at = now
+        self._end_pause(context)
+
+    def _supersede(self, program: Program, now: float) -> None:
+        """A program goes on with another context, since it was shortened or branched."""
+        *others, latest = program.contexts.values()
+        self._return(latest, now)
+        for context in (*others, latest):
+            self._end_pause(context)
+            self._drop(context)
+
+    def _end_pause(self, context: Context) -> None:
+        context.program.contexts.pop(context.id, None)
+        if self._paused.get(context.last_hash) is context:
+            del self._paused[context.last_hash]
 
     def admitted(self, request: Request, waiting: Iterable[Request]) -> None:
         """A request was admitted, one of those that wait. Its context is in use and needs no
@@ -151,16 +190,22 @@ class ProgramRetention:
         num_blocks = request.num_committed_blocks
         if not num_blocks or program.has_ended or not request.known_to_pool:
             return None
+        declared = request.program
+        if declared is not None and declared.ends:
+            self._end(program)
+            return None
         last = request.block_hashes[num_blocks - 1]
-        if (same := self._paused.pop(last, None)) is not None:
+        if (same := self._paused.get(last)) is not None:
+            self._end_pause(same)
             self._drop(same)
         self._forget_idle()
         context = Context(
             ContextId(self._next_id), program, last, request.num_tokens, self._clock()
         )
         self._next_id += 1
+        context.tool = "" if declared is None else declared.tool
         context.num_blocks = num_blocks * len(self._config.all_groups)
-        self._contexts[context.id] = self._paused[last] = context
+        self._contexts[context.id] = self._paused[last] = program.contexts[context.id] = context
         request.context = context.id
         return context.id
 
@@ -172,8 +217,6 @@ class ProgramRetention:
         context.tool = tool
         if ends and context.returned_at is None:
             self._end(context.program)
-            self._paused.pop(context.last_hash, None)
-            self._drop(context)
 
     # What the pool says, and is asked to do.
 
@@ -207,13 +250,12 @@ class ProgramRetention:
         return [RankContexts([context.id for _, context in ranked])]
 
     def forget(self) -> None:
-        """The pool is empty."""
+        """The pool is empty. Programs and their pauses go on, without blocks."""
         self.first_cold = None
         self._num_other_blocks = self._config.num_blocks - 1
-        for context in list(self._contexts.values()):
-            self._drop(context)
-        self._paused.clear()
-        self._continued.clear()
+        for context in self._contexts.values():
+            context.num_blocks = context.num_own_blocks = 0
+        self._ranked = None
         self._dropped.clear()
         self.version += 1
 
@@ -302,7 +344,7 @@ class ProgramRetention:
             (
                 waiting
                 if context.returned_at is not None
-                else index(context.tool, now - context.paused_at),
+                else index(context.program.tenant, context.reason, now - context.paused_at),
                 context.id,
                 context,
             )
@@ -318,18 +360,34 @@ class ProgramRetention:
         """Presumes that programs have ended which paused for long, and the longest if too many."""
         now = self._clock()
         while self._paused:
-            last, context = next(iter(self._paused.items()))
+            context = next(iter(self._paused.values()))
             if now - context.paused_at < IDLE_SECONDS and len(self._paused) < MAX_PROGRAMS:
                 return
-            del self._paused[last]
-            self._pauses.ended(context.tool, NEVER)
-            self._end(context.program)
-            self._drop(context)
+            program = context.program
+            if program.num_running or len(program.contexts) > 1:
+                self._end_pause(context)
+                self._drop(context)
+            else:
+                self._presume_ended(program)
+
+    def _presume_ended(self, program: Program) -> None:
+        """A program has been idle for long, so that it will not come back."""
+        for context in program.contexts.values():
+            self._pauses.ended(program.tenant, context.reason, NEVER)
+        self._end(program)
 
     def _end(self, program: Program) -> None:
-        if not program.has_ended:
-            program.has_ended = True
-            self._ended.add(program)
+        """A program has no further turn."""
+        if program.has_ended:
+            return
+        program.has_ended = True
+        self._ended.add(program)
+        self._named.remove(program)
+        if program.parent is not None:
+            program.parent.num_children -= 1
+        for context in list(program.contexts.values()):
+            self._end_pause(context)
+            self._drop(context)
 
     def _drop(self, context: Context) -> None:
         del self._contexts[context.id]
