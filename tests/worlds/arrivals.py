@@ -1,13 +1,16 @@
 """Generates the random requests of a world."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
 from services.common.request.encoder_input import EncoderInput
+from services.common.request.program import DeclaredProgram
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_transfer import KVRole
+from services.scheduler.core.policies import PROGRAM
 from tests.scenarios.connector import ExternalTokens
 from tests.scenarios.stand_in_grammar import StandInGrammar
 from tests.worlds.expected import next_tokens
@@ -22,15 +25,21 @@ _STEMS = (tuple(range(100, 125)), tuple(range(500, 525)))
 
 
 def make_arrival(
-    random: Random, config: SchedulerConfig, families: set[str], index: int
+    random: Random, config: SchedulerConfig, families: set[str], earlier: Sequence[Arrival]
 ) -> Arrival:
-    """A random request for a replica with these features."""
+    """A random request for a replica with these features. With the policy `program` it may continue
+    one of the earlier requests.
+    """
     tick = random.randrange(LAST_ARRIVAL)
     prompt = _prompt(random)
+    if config.policy == PROGRAM and earlier and random.random() < 0.5:
+        one = random.choice(earlier)
+        tick = min(one.tick + random.randrange(20), LAST_ARRIVAL)
+        prompt = (*one.token_ids, *next_tokens(one.token_ids, 4), *prompt[-2:])[:MAX_PROMPT]
     sampling = _sampling(random)
     arrival = Arrival(
         tick,
-        f"r{index:02}",
+        f"r{len(earlier):02}",
         prompt,
         0,
         sampling,
@@ -40,6 +49,8 @@ def make_arrival(
         abort_at=tick + random.randrange(25) if random.random() < 0.15 else None,
         must_start_within=random.randrange(1, 12) if random.random() < 0.08 else None,
     )
+    if config.policy == PROGRAM:
+        arrival = replace(arrival, program=_program(random), tenant=bytes(random.choice((0, 16))))
     if config.pooling:
         arrival = replace(arrival, sampling=SamplingParams())
     elif random.random() < 0.15 and arrival.sampling.max_tokens:
@@ -59,6 +70,14 @@ def make_arrival(
     if random.random() < 0.04 and not config.pooling:
         arrival = replace(arrival, nan_after=random.randrange(6))
     return arrival
+
+
+def _program(random: Random) -> DeclaredProgram | None:
+    if random.random() < 0.5:
+        return None
+    name, *parents = random.sample("abcd", 2)
+    parent = random.choice(("", *parents))
+    return DeclaredProgram(name, parent, random.choice(("", "sed")), ends=random.random() < 0.2)
 
 
 def _prompt(random: Random) -> tuple[int, ...]:

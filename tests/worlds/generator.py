@@ -13,7 +13,7 @@ from services.scheduler.core.policies import POLICIES, PROGRAM
 from services.simulation.inprocess_pool import pool_config_of
 from tests.scenarios.connector import HAS_TRANSFERS
 from tests.worlds.arrivals import LAST_ARRIVAL, MAX_ITEM, MAX_OUTPUT, MAX_PROMPT, make_arrival
-from tests.worlds.world import Event, Incident, World
+from tests.worlds.world import Arrival, Event, Incident, World
 
 FAMILIES = {
     "groups": 0.5,
@@ -34,6 +34,7 @@ FAMILIES = {
     "poison": 0.1,
 }
 """The features that a world may have, with their probabilities."""
+_CONNECTORS = {"connector", "tier"}
 
 
 def make_world(number: int) -> World:
@@ -49,14 +50,14 @@ def make_world(number: int) -> World:
         config = _config(random, families)
         if config is not None:
             break
-    arrivals = tuple(
-        make_arrival(random, config, families, index) for index in range(random.randint(2, 11))
-    )
+    arrivals: list[Arrival] = []
+    for _ in range(random.randint(2, 30 if config.policy == PROGRAM else 11)):
+        arrivals.append(make_arrival(random, config, families, arrivals))
     return World(
         number,
         config,
         random.random() < 0.3,
-        arrivals,
+        tuple(arrivals),
         _events(random, families),
         random.choice((random.randint(1, 6), random.randint(7, 30), 300, 300))
         if "tier" in families
@@ -104,7 +105,9 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
         budget = max_model_len + num_drafts
     max_num_seqs = random.randint(1, 6)
     named: dict[str, Any] = {
-        "policy": random.choice([name for name in POLICIES if name != PROGRAM]),
+        "policy": random.choice(
+            [name for name in POLICIES if name != PROGRAM or families.isdisjoint(_CONNECTORS)]
+        ),
         "block_size": block_size,
         "num_blocks": 2,
         "max_model_len": max_model_len,

@@ -37,6 +37,8 @@ class Before:
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Before":
         """Returns the current state."""
+        if scheduler.retention is not None:
+            scheduler.queues.put_in_order()
         queue = list(scheduler.queues.queued)
         holding = frozenset(request for request in queue if request.holds_blocks)
         return cls(queue, holding, scheduler.pause_mode)

@@ -13,7 +13,7 @@ from tests.worlds.world import Incident
 NUM_WORLDS = 192
 RARE = (
     *("preemptions", "hits", "drafts", "copies", "STOP", "ABORT", "ERROR"),
-    "worlds in which steps were put off",
+    *("worlds in which steps were put off", "waits for contexts", "ends of turns"),
 )
 OF_TRANSFERS = (
     *("connector", "tier", "loads"),

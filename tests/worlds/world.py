@@ -4,6 +4,7 @@ import enum
 from dataclasses import dataclass, field
 
 from services.common.request.encoder_input import EncoderInput
+from services.common.request.program import DeclaredProgram
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from tests.scenarios.connector import ExternalTokens
@@ -44,6 +45,8 @@ class Arrival:
     abort_at: int | None = None
     must_start_within: int | None = None
     """The number of ticks after which the request is aborted if it was not scheduled."""
+    program: DeclaredProgram | None = None
+    tenant: bytes = b""
     nan_after: int | None = None
     """The number of output tokens after which the request's logits contain NaN."""
     breaks_workers_at: int | None = None

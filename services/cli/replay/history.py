@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from services.common.pool.ids import RequestKey
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
+from services.scheduler.core.engine.step_costs import ObservedStep
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput
 from services.scheduler.core.request import Request
@@ -36,11 +37,20 @@ class GrammarCompiled:
     """The finish reason of the request if the compilation failed."""
 
 
-Event = Request | NextChunk | Abort | GrammarCompiled | PauseMode | str
-"""An added request, further input of a session, an abort, the end of a grammar compilation, a
-pause, or the name of a scheduler method that concerns no single request: resume, forget_pool,
-preempt_all, reset_prefix_cache, reset_encoder_cache. The name may also be COMPLETE, which is not a
-method.
+@dataclass(frozen=True, slots=True)
+class EndTurn:
+    """The tool that runs after a request has ended, or that the request ended its program."""
+
+    key: RequestKey
+    tool: str
+    ends: bool
+
+
+Event = Request | NextChunk | EndTurn | Abort | GrammarCompiled | PauseMode | str
+"""An added request, further input of a session, the end of a program's turn, an abort, the end of a
+grammar compilation, a pause, or the name of a scheduler method that concerns no single request:
+resume, forget_pool, preempt_all, reset_prefix_cache, reset_encoder_cache. The name may also be
+COMPLETE, which is not a method.
 """
 COMPLETE = "complete"
 """The oldest step's output arrived, and no step was planned since the previous one's."""
@@ -71,6 +81,10 @@ class History:
         """The output tokens of each turn of a session, including the last token of the turn."""
         self.throttled: set[int] = set()
         """The numbers of the steps whose caller throttled prefills."""
+        self.times: list[float] = []
+        """For each step, the clock when it was planned. Empty if the log has no times."""
+        self.observed: dict[int, Sequence[ObservedStep]] = {}
+        """Maps a step to the steps whose times became known before it, see `StepCosts.observe`."""
         self.without_tokens: set[int] = set()
         """The numbers of the steps without scheduled requests. These steps still count as time."""
         self._follows_plan = False
@@ -81,7 +95,18 @@ class History:
         else:
             self.before_plan[self.num_plans].append(event)
 
-    def add_plan(self, plan: SchedulerOutput, *, throttled: bool) -> None:
+    def add_plan(
+        self,
+        plan: SchedulerOutput,
+        *,
+        throttled: bool,
+        now: float | None,
+        observed: Sequence[ObservedStep],
+    ) -> None:
+        if now is not None:
+            self.times.append(now)
+        if observed:
+            self.observed[self.num_plans] = observed
         if throttled:
             self.throttled.add(self.num_plans)
         if not plan.requests:

@@ -13,7 +13,7 @@ from services.cli.replay.groups import MAX_GROUPS, read_group, require_a_pool
 from services.cli.replay.settings import read_config
 from services.common.errors import StepwellError
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.step_log.log_entry import SCHEMA, VERSION
+from services.scheduler.core.step_log.log_entry import SCHEMA, TIMED_VERSION, VERSION
 
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
@@ -123,8 +123,10 @@ def _decompressed_lines(file: IO[bytes]) -> Iterator[bytes]:
 
 def _read_header(top: Field) -> Header:
     top["schema"].one_of([SCHEMA])
-    if top["version"].integer(1) != VERSION:
-        raise top["version"].wrong(f"must be {VERSION}: logs of other versions mean something else")
+    if top["version"].integer(1) not in (VERSION, TIMED_VERSION):
+        raise top["version"].wrong(
+            f"must be {VERSION} or {TIMED_VERSION}: logs of other versions mean something else"
+        )
     fingerprint = top["fingerprint"]
     try:
         root = bytes.fromhex(fingerprint.text())

@@ -4,21 +4,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from services.cli.replay.entry_parts import (
+    read_digest,
+    read_grammar,
+    read_items,
+    read_observed,
+    read_output,
+    read_program,
+    read_sampling,
+    read_tenant,
+)
 from services.cli.replay.fields import Field
-from services.cli.replay.history import Abort, Event, GrammarCompiled, History, NextChunk
+from services.cli.replay.history import Abort, EndTurn, Event, GrammarCompiled, History, NextChunk
 from services.cli.replay.log_file import Header
 from services.cli.replay.logged_transfers import LoggedAnswers, read_transfers
 from services.cli.replay.scheduler_run import SchedulerRun
-from services.common.errors import InvalidArgument
-from services.common.pool.ids import RequestKey
+from services.common.pool.ids import ContextId, RequestKey
 from services.common.replica.pause_mode import PauseMode
-from services.common.request.encoder_input import EncoderInput
 from services.common.request.finish import FinishReason
-from services.common.request.repetition import RepetitionDetection
-from services.common.request.sampling import SamplingParams
-from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
-from services.scheduler.core.output import ModelRunnerOutput
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
@@ -31,6 +35,7 @@ _CALLS = (
     *(
         "add",
         "add_chunk",
+        "end_turn",
         "grammar_compiled",
         "abort",
         "pause",
@@ -60,10 +65,14 @@ class LogReplay(SchedulerRun):
 
     def __init__(self, header: Header) -> None:
         self._recorded: list[Entry] = []
+        self._now = 0.0
+        """The clock in the last entry that has one."""
         pool = InProcessPool(header.config)
         self._answers = LoggedAnswers() if header.config.kv_role else None
         connect = None if self._answers is None else TRANSFERS.replaying(self._answers)
-        scheduler = RecordingScheduler(header.config, pool, self._recorded.append, connect)
+        scheduler = RecordingScheduler(
+            header.config, pool, self._recorded.append, connect, lambda: self._now
+        )
         super().__init__(scheduler, pool)
         self.history = History()
         self.requests = self.history.requests
@@ -80,6 +89,8 @@ class LogReplay(SchedulerRun):
         if call == "end":
             self.is_complete = True
             return []
+        if "now" in entry.members():
+            self._now = entry["now"].number(-1e18, 1e18)
         if "lost_after" in entry.members():
             self.pool.num_answers_left = entry["lost_after"].integer()
         if self._answers is not None:
@@ -104,12 +115,18 @@ class LogReplay(SchedulerRun):
                 await self.scheduler.flush()
             case "schedule":
                 throttled = entry.get("throttle_prefills", False).boolean()
+                observed = read_observed(entry)
+                for step in observed:
+                    self.scheduler.step_costs.observe(*step)
                 plan = await self.scheduler.schedule(throttle_prefills=throttled)
                 self.statistics.planned(plan, self.history.num_plans)
                 self.in_flight[plan.step] = plan
-                self.history.add_plan(plan, throttled=throttled)
+                now = self._now if "now" in entry.members() else None
+                self.history.add_plan(plan, throttled=throttled, now=now, observed=observed)
             case "update_from_output":
                 self._update_from_output(entry)
+            case "end_turn":
+                self._end_turn(entry)
             case _:
                 await self._apply(self._read_event(call, entry))
 
@@ -138,7 +155,7 @@ class LogReplay(SchedulerRun):
         plan = self.in_flight.get(step.integer())
         if plan is None:
             raise step.wrong("must be a step in flight")
-        output = _read_output(entry, len(plan.requests))
+        output = read_output(entry, len(plan.requests))
         if self._answers is not None:
             transfers = read_transfers(entry, self.scheduler.config.num_blocks)
             output = replace(output, kv_transfers=transfers)
@@ -147,6 +164,14 @@ class LogReplay(SchedulerRun):
         update = self.scheduler.update_from_output(plan, output)
         self.statistics.updated(update)
         self.history.add_update(update, output.draft_token_ids)
+
+    def _end_turn(self, entry: Field) -> None:
+        context = ContextId(entry["context"].integer(1))
+        tool, ends = entry["tool"].text(), entry["ends"].boolean()
+        self.scheduler.end_turn(context, tool, ends=ends)
+        ended = (one.key for one in reversed(self.requests.values()) if one.context == context)
+        if (key := next(ended, None)) is not None:
+            self.history.add(EndTurn(key, tool, ends))
 
     def _unfinished(self, key: Field) -> Request:
         request = self.requests.get(RequestKey(key.integer()))
@@ -170,15 +195,17 @@ class LogReplay(SchedulerRun):
             key=key,
             token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
-            sampling=_read_sampling(entry, max_tokens),
+            sampling=read_sampling(entry, max_tokens),
             priority=entry["priority"].integer(-(2**31)),
             arrival_time=entry["arrival_time"].number(-1e18, 1e18),
             cache_salt=entry["cache_salt"].text(),
             reads_prefix_cache=entry["reads_prefix_cache"].boolean(),
-            adapter_digest=_read_digest(entry.get("adapter", "")),
+            adapter_digest=read_digest(entry.get("adapter", "")),
             resumable=entry.get("resumable", False).boolean(),
-            grammar=_read_grammar(entry),
-            encoder_inputs=_read_items(entry.get("encoder_inputs", []), len(token_ids)),
+            grammar=read_grammar(entry),
+            program=read_program(entry),
+            tenant=read_tenant(entry.get("tenant", "")),
+            encoder_inputs=read_items(entry.get("encoder_inputs", []), len(token_ids)),
         )
 
     def _read_chunk(self, entry: Field) -> InputChunk | None:
@@ -188,99 +215,9 @@ class LogReplay(SchedulerRun):
         token_ids = entry["tokens"].integers()
         if not token_ids:
             raise entry["tokens"].wrong("must hold tokens")
-        sampling = _read_sampling(entry, entry["max_tokens"].integer(1))
+        sampling = read_sampling(entry, entry["max_tokens"].integer(1))
         arrival_time = entry["arrival_time"].number(-1e18, 1e18)
         return InputChunk(tuple(token_ids), sampling, arrival_time)
-
-
-def _read_sampling(entry: Field, max_tokens: int | None) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=max_tokens,
-        eos_token_ids=tuple(entry["eos_token_ids"].integers()),
-        stop_token_ids=tuple(entry["stop_token_ids"].integers()),
-        repetition_detection=_read_repetition(entry["repetition_detection"]),
-        min_tokens=entry["min_tokens"].integer(),
-    )
-
-
-def _read_items(field: Field, num_tokens: int) -> tuple[EncoderInput, ...]:
-    items: list[EncoderInput] = []
-    for entry in field.items():
-        parts = list(entry.items())
-        if len(parts) != 4:
-            raise entry.wrong("must be an identifier, an offset, a length, and positions or null")
-        name, offset, length, embeds = parts
-        begin = offset.integer(items[-1].end if items else 0, num_tokens - 1)
-        count = length.integer(1, num_tokens - begin)
-        positions = None if embeds.value is None else tuple(embeds.integers(0, count - 1))
-        items.append(EncoderInput(name.text(), begin, count, positions))
-    return tuple(items)
-
-
-def _read_grammar(entry: Field) -> GrammarStatus | None:
-    if "grammar" not in entry.members():
-        return None
-    return entry["grammar"].member(GrammarStatus)
-
-
-def _read_refused(entry: Field, token_ids: list[list[int]]) -> dict[int, int]:
-    """Maps the index of a request to the position of its first refused token."""
-    refused = _by_index(entry.get("refused_tokens", {}), len(token_ids))
-    return {index: of.integer(0, len(token_ids[index])) for index, of in refused.items()}
-
-
-def _by_index(entry: Field, num_requests: int) -> dict[int, Field]:
-    """Maps the index of a request in the step to the request's value in the entry."""
-    found = {}
-    for name in entry.members():
-        index = int(name) if name.isdecimal() else num_requests
-        if index >= num_requests:
-            raise entry[name].wrong("must be of a request of the step")
-        found[index] = entry[name]
-    return found
-
-
-def _read_digest(entry: Field) -> bytes:
-    with suppress(ValueError):
-        digest = bytes.fromhex(entry.text())
-        if len(digest) in (0, 32):
-            return digest
-    raise entry.wrong("must be a SHA-256 in hexadecimal")
-
-
-def _read_repetition(entry: Field) -> RepetitionDetection | None:
-    if entry.value is None:
-        return None
-    values = entry.integers()
-    if len(values) != 3:
-        raise entry.wrong("must be two sizes and a count")
-    repetition = RepetitionDetection(*values)
-    try:
-        repetition.validate()
-    except InvalidArgument as error:
-        raise entry.wrong(f"must describe a repetition ({error.message})") from None
-    return repetition
-
-
-def _read_output(entry: Field, num_requests: int) -> ModelRunnerOutput:
-    tokens, drafts = entry["token_ids"], entry["draft_token_ids"]
-    token_ids = [item.integers() for item in tokens.items()]
-    if len(token_ids) != num_requests:
-        raise tokens.wrong(f"must list tokens of {num_requests} requests")
-    draft_token_ids = [item.integers(-1) for item in drafts.items()]
-    if len(draft_token_ids) not in (0, num_requests):
-        raise drafts.wrong(f"must list drafts of {num_requests} requests, or nothing")
-    nan = entry["nan_requests"].integers(0, num_requests - 1)
-    pooled = entry.get("pooled", []).integers(0, num_requests - 1)
-    errors = _by_index(entry.get("grammar_errors", {}), num_requests)
-    return ModelRunnerOutput(
-        token_ids,
-        draft_token_ids=draft_token_ids,
-        nan_requests=frozenset(nan),
-        pooled=dict.fromkeys(pooled),
-        refused_tokens=_read_refused(entry, token_ids),
-        grammar_errors={index: error.text() for index, error in errors.items()},
-    )
 
 
 def _compare(step: int, logged: Entry, replayed: Entry) -> list[Difference]:

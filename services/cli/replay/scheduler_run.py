@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import replace
 
-from services.cli.replay.history import Abort, Event, GrammarCompiled, NextChunk
+from services.cli.replay.history import Abort, EndTurn, Event, GrammarCompiled, NextChunk
 from services.cli.replay.statistics import RunStatistics
 from services.common.pool.ids import RequestKey
 from services.common.replica.pause_mode import PauseMode
@@ -23,21 +23,15 @@ class SchedulerRun:
         """Maps step numbers to the plans whose output has not arrived yet."""
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes an event's scheduler call. Aborting a request not yet added does nothing."""
+        """Makes an event's scheduler call. Does nothing if its request was not added."""
         if isinstance(event, Request):
             request = as_added(event)
             self.requests[request.key] = request
             self.statistics.arrived(request, now)
             self.scheduler.add(request)
-        elif isinstance(event, Abort):
+        elif isinstance(event, Abort | NextChunk | EndTurn | GrammarCompiled):
             if event.key in self.requests:
-                self.scheduler.abort(self.requests[event.key], event.reason)
-        elif isinstance(event, NextChunk):
-            self.scheduler.add_chunk(self.requests[event.key], event.chunk)
-        elif isinstance(event, GrammarCompiled):
-            if event.key in self.requests:
-                request = self.requests[event.key]
-                self.scheduler.grammar_compiled(request, event.error, event.reason)
+                self._apply_to(self.requests[event.key], event)
         elif isinstance(event, PauseMode):
             self.scheduler.pause(event)
         elif event == "resume":
@@ -54,6 +48,18 @@ class SchedulerRun:
             self.scheduler.forget_pool()
             self.statistics.preempted()
             self.pool.reopen()
+
+    def _apply_to(
+        self, request: Request, event: Abort | NextChunk | EndTurn | GrammarCompiled
+    ) -> None:
+        if isinstance(event, Abort):
+            self.scheduler.abort(request, event.reason)
+        elif isinstance(event, NextChunk):
+            self.scheduler.add_chunk(request, event.chunk)
+        elif isinstance(event, GrammarCompiled):
+            self.scheduler.grammar_compiled(request, event.error, event.reason)
+        elif request.context is not None:
+            self.scheduler.end_turn(request.context, event.tool, ends=event.ends)
 
 
 def as_added(request: Request) -> Request:

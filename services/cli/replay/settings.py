@@ -9,7 +9,7 @@ from typing import Any
 from services.cli.replay.fields import Field
 from services.common.process.settings import without_none
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.policies import PROGRAM, check_policy
+from services.scheduler.core.policies import check_policy
 
 MAX_BLOCKS = 2_000_000
 _MAX_SEQS = 1_000_000
@@ -63,8 +63,6 @@ def read_setting(name: str, field: Field) -> Any:
     if name == "policy":
         if complaint := check_policy(field.text()):
             raise field.wrong(complaint)
-        if field.value == PROGRAM:
-            raise field.wrong(f"must not be {PROGRAM}: step logs have no times of requests")
         return field.value
     if issubclass(hint, Enum):
         return field.member(hint)

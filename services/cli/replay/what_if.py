@@ -3,7 +3,9 @@
 Time is counted in steps, including steps of the log that scheduled nothing. Requests arrive and are
 aborted at the steps of the log. Whenever a step computes a request's last known token, the next
 token of the log is appended to the request. The number of accepted draft tokens is the number
-logged when the request had the same number of tokens. If the log aborts a request, arbitrary tokens
+logged when the request had the same number of tokens. A policy that asks for the time gets the time
+at which the log's step of the same number was planned, and the observed times of the log's steps.
+If the log aborts a request, arbitrary tokens
 follow its logged tokens until the abort. If a request does not end in the log, it is aborted at its
 last logged token.
 """
@@ -14,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from services.cli.errors import CommandError
-from services.cli.replay.history import COMPLETE, Event, History
+from services.cli.replay.history import COMPLETE, EndTurn, Event, History
 from services.cli.replay.scheduler_run import SchedulerRun
 from services.cli.replay.statistics import RunStatistics
 from services.common.errors import StepwellError
@@ -49,7 +51,8 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
 async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
     """Runs the history with another configuration. Raises CommandError if the pool is not possible.
     Also raises CommandError if the scheduler has a connector, because the log contains only the
-    loads that took place, not the loads that other settings would have allowed.
+    loads that took place, not the loads that other settings would have allowed. Also raises
+    CommandError if the policy decides about contexts, and the log has no times.
     """
     if config.kv_role is not None:
         raise CommandError("--set cannot be used on a log of a scheduler with a KV connector")
@@ -57,18 +60,24 @@ async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
         run = WhatIf(history, config)
     except StepwellError as error:
         raise CommandError(f"with these settings there is no pool: {error.message}") from None
+    if run.scheduler.retention is not None and not history.times:
+        raise CommandError(
+            f"policy {config.policy} needs the times of steps: only logs of such policies have them"
+        )
     return await run.run()
 
 
 class WhatIf(SchedulerRun):
     def __init__(self, history: History, config: SchedulerConfig) -> None:
         pool = InProcessPool(config)
-        super().__init__(Scheduler(config, pool), pool)
+        super().__init__(Scheduler(config, pool, clock=self._time), pool)
         self._history = history
         self._depth = config.num_steps_in_flight
         self._now = 0
         self._turns: Counter[RequestKey] = Counter()
         """Maps each session to the number of its turns that have ended."""
+        self._early: list[EndTurn] = []
+        """Ends of turns whose requests have not ended yet."""
 
     async def run(self) -> RunStatistics:
         """Runs until no request is left that can continue."""
@@ -79,8 +88,11 @@ class WhatIf(SchedulerRun):
         return self.statistics
 
     async def _step(self, *, is_last: bool) -> None:
-        for event in self._history.before_plan.get(self._now, ()):
+        early, self._early = self._early, []
+        for event in (*early, *self._history.before_plan.get(self._now, ())):
             await self.apply(event, self._now)
+        for step in self._history.observed.get(self._now, ()):
+            self.scheduler.step_costs.observe(*step)
         plan = None
         if self.scheduler.has_requests or self._now in self._history.without_tokens:
             throttled = self._now in self._history.throttled
@@ -107,8 +119,21 @@ class WhatIf(SchedulerRun):
             self._complete()
         elif isinstance(event, Request) and event.num_tokens > self.scheduler.config.max_prompt_len:
             self.statistics.num_refused += 1
+        elif isinstance(event, EndTurn) and self._has_not_ended(event.key):
+            self._early.append(event)
         else:
             await super().apply(event, now)
+
+    def _has_not_ended(self, key: RequestKey) -> bool:
+        return key in self.requests and not self.requests[key].is_finished
+
+    def _time(self) -> float:
+        """The time of the log's step. After the log, steps take as long as its mean step."""
+        times = self._history.times
+        num_more = self._now - len(times) + 1
+        if num_more <= 0:
+            return times[self._now]
+        return times[-1] + num_more * (times[-1] - times[0]) / len(times) if times else 0.0
 
     def _complete(self) -> None:
         """Processes the output of the oldest step in flight, if there is one."""

@@ -6,7 +6,10 @@ from pathlib import Path
 SERVICES = Path(__file__).parents[3] / "services"
 CORE = SERVICES / "scheduler" / "core"
 ENDS = SERVICES / "common" / "request" / "finish.py"
-RECORDER, REPLAY = CORE / "step_log" / "log_entry.py", SERVICES / "cli" / "replay" / "log_replay.py"
+RECORDER, REPLAY = (
+    CORE / "step_log" / "log_entry.py",
+    SERVICES / "cli" / "replay" / "entry_parts.py",
+)
 
 
 def nodes(path: Path) -> list[ast.AST]:

@@ -123,19 +123,23 @@ def scheduler_with_log(
         return
     log = StepLog(create_log_file(path))
     try:
-        log.write(header(config, shape, time.time_ns()))
-        yield RecordingScheduler(config, pool, log.write, connect)
+        scheduler = RecordingScheduler(config, pool, log.write, connect, time.monotonic)
+        log.write(header(config, shape, time.time_ns(), scheduler.log_version))
+        yield scheduler
     finally:
         log.close()
 
 
 def header(
-    config: SchedulerConfig, shape: ReplicaShape, started_unix_nanos: int
+    config: SchedulerConfig,
+    shape: ReplicaShape,
+    started_unix_nanos: int,
+    version: int = log_entry.VERSION,
 ) -> log_entry.Entry:
     """The first line of a log: the configuration that a replay needs."""
     return {
         "schema": log_entry.SCHEMA,
-        "version": log_entry.VERSION,
+        "version": version,
         "model_name": shape.description.model_name,
         "started_unix_nanos": started_unix_nanos,
         "fingerprint": config.fingerprint.hex(),

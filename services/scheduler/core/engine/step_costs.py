@@ -12,6 +12,9 @@ MIN_PROMPT_TOKENS = 16
 MIN_COMPUTED_TOKENS = 128
 """Number of prompt tokens that recent steps must have computed before their cost is estimated."""
 
+ObservedStep = tuple[int, int, float]
+"""The number of requests of a step, its number of tokens, and the seconds that it took."""
+
 
 class StepCosts:
     """Fits the costs, in seconds, of a step, of a decoding request and of a prompt token to recent

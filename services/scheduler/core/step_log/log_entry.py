@@ -10,11 +10,14 @@ calls, in order, can be replayed.
                          cache_salt, reads_prefix_cache; adapter (SHA-256 of its files, in
                          hexadecimal) and grammar (compiling, ready or failed) if it has one;
                          encoder_inputs, if it has any (identifier, offset, length, embeds or
-                         null); resumable, if it is a session
+                         null); resumable, if it is a session; program (id, parent_id, tool, ends)
+                         and tenant (hexadecimal), if the request has them and the policy decides
+                         about contexts
     grammar_compiled key, error (why it cannot be compiled. Empty if it is) and, with an error,
                          reason (how the request ends; error without it)
     add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
                          ends, as in `add`; without these, the end of the session
+    end_turn             context (the number of the context that the turn left), tool, ends
     pause                mode: keep or abort the requests, and no step until resume, or wait
     resume
     abort                key, reason
@@ -45,6 +48,12 @@ calls, in order, can be replayed.
     reset_encoder_cache
     end                  the last entry; a log without it was cut short
 
+If the policy decides about the contexts of ended requests, as `program` does, an entry has further
+fields. `now` is the reading of a monotonic clock in seconds, in each `schedule`, and in other calls
+if the policy asked for the time. `observed_steps` of a `schedule` lists the steps whose times
+became known before it: the number of requests, the number of tokens, and seconds. A replay counts
+contexts as the scheduler did, so the log does not name those that requests leave.
+
 If the scheduler queried a connector during a call, the field `connector` of the entry has the
 connector's answers in order. There are three kinds of answers: the number of tokens that can be
 loaded and whether they are loaded between steps (null if not known yet); whether blocks of an ended
@@ -53,7 +62,7 @@ request are still read; whether transfers will free blocks.
 Requests are identified by their key. A block table is a list of block ids for each group. A pause
 calls `abort` and `flush`. The entries of these calls follow the entry of the pause. A reset that
 preempts requests is recorded as preempt_all and reset_prefix_cache. VERSION increases with every
-change that makes older logs unreadable.
+change that makes older logs unreadable. Logs with times have TIMED_VERSION.
 """
 
 from collections.abc import Mapping, Sequence
@@ -73,6 +82,7 @@ from services.scheduler.core.request import Request, TurnEnd
 
 SCHEMA = "stepwell.step_log"
 VERSION = 4
+TIMED_VERSION = 5
 
 Entry = dict[str, Any]
 """A dictionary of JSON types. An entry that was written as JSON and read again equals the original.
@@ -127,6 +137,12 @@ def item_entry(item: EncoderInput) -> list[str | int | list[int] | None]:
 
 def grammar_entry(request: Request) -> str | None:
     return request.grammar and request.grammar.value
+
+
+def program_entry(request: Request) -> Entry:
+    """What the client says about the program of a request, and the digest of its tenant."""
+    program = request.program
+    return without_empty({"program": program and asdict(program), "tenant": request.tenant.hex()})
 
 
 def reasons_entry(passed_over: Mapping[Request, WaitReason]) -> dict[str, str]:

@@ -4,17 +4,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import starmap
 
+from services.common.pool.ids import ContextId
 from services.common.pool.operations import Operation, Outcome
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.replica_state import Connect
+from services.scheduler.core.engine.step_costs import ObservedStep
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import KVPool, PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import (
+    TIMED_VERSION,
+    VERSION,
     Entry,
     by_key,
     end_entry,
@@ -22,21 +26,27 @@ from services.scheduler.core.step_log.log_entry import (
     item_entry,
     keys_of,
     loads_entry,
+    program_entry,
     reasons_entry,
     sampling_entry,
     tables_entry,
     transfers_entry,
     without_empty,
 )
+from services.scheduler.core.step_log.logged_times import CallClock, NotedCosts
 
 
 class RecordingScheduler(Scheduler):
     """A scheduler that calls `record` with an entry for each call of its methods.
 
-    Some calls, such as `add` and `admit_only`, are recorded before they change anything, all others
+    Some calls, such as `admit_only`, are recorded before they change anything, all others
     afterwards. If a call failed because the pool was lost, its entry has a field `lost_after`, the
     number of transactions that the pool had answered during the call. If the connector was queried
-    during a call, its entry has a field `connector`.
+    during a call, its entry has a field `connector`. If the policy asked for the time, its entry
+    has a field `now`. During one call the clock stands still.
+
+    With a policy that decides about contexts, `step_costs` passes the times of steps to the policy
+    only when the next step is planned, so that the entry of that call can list them.
     """
 
     def __init__(
@@ -45,20 +55,46 @@ class RecordingScheduler(Scheduler):
         pool: KVPool,
         record: Callable[[Entry], None],
         connect: Connect | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._answers = _CountedAnswers(pool)
-        super().__init__(config, self._answers, connect)
+        self._clock = CallClock(clock)
+        super().__init__(config, self._answers, connect, self._clock)
         if self.transfers is not None:
             self.transfers.record_answers()
         self._pass_entry = record
+        self._observed: list[ObservedStep] = []
+        """The steps whose times the policy got in this call."""
+        self._policy_costs = self.step_costs
+        self._noted_costs = None if self.retention is None else NotedCosts()
+        if self._noted_costs is not None:
+            self.step_costs = self._noted_costs
+
+    @property
+    def log_version(self) -> int:
+        """The version of the log's format."""
+        return VERSION if self.retention is None else TIMED_VERSION
 
     def _record(self, entry: Entry) -> None:
         if self.transfers is not None and (answers := self.transfers.take_answers()):
             entry["connector"] = answers
+        if self._observed:
+            entry["observed_steps"] = list(map(list, self._observed))
+            self._observed = []
+        if (now := self._clock.take()) is not None:
+            entry["now"] = now
         self._pass_entry(entry)
 
+    def _pass_times(self) -> None:
+        """Passes the times of steps to the policy, and reads the clock."""
+        if self._noted_costs is not None:
+            self._observed = self._noted_costs.take()
+            for observed in self._observed:
+                self._policy_costs.observe(*observed)
+            self._clock()
+
     def add(self, request: Request) -> None:
-        self._record(
+        entry = (
             without_empty(
                 {"adapter": request.adapter_digest.hex(), "grammar": grammar_entry(request)}
             )
@@ -78,8 +114,10 @@ class RecordingScheduler(Scheduler):
                 "reads_prefix_cache": request.reads_prefix_cache,
             }
             | ({"resumable": True} if request.resumable else {})
+            | ({} if self.retention is None else program_entry(request))
         )
         super().add(request)
+        self._record(entry)
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
         entry: Entry = {"call": "add_chunk", "key": session.key}
@@ -91,6 +129,11 @@ class RecordingScheduler(Scheduler):
             }
         super().add_chunk(session, chunk)
         self._record(entry)
+
+    def end_turn(self, context: ContextId, tool: str, *, ends: bool = False) -> None:
+        super().end_turn(context, tool, ends=ends)
+        if self.retention is not None:
+            self._record({"call": "end_turn", "context": context, "tool": tool, "ends": ends})
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         if not request.is_finished:
@@ -116,6 +159,7 @@ class RecordingScheduler(Scheduler):
     async def schedule(
         self, traceparent: str = "", *, throttle_prefills: bool = False
     ) -> SchedulerOutput:
+        self._pass_times()
         with self._noting_loss("schedule"):
             plan = await super().schedule(traceparent, throttle_prefills=throttle_prefills)
         self._record(
