@@ -181,6 +181,9 @@ class _Link:
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
         """Aborts nothing."""
 
+    def end_turn(self, handle: int, tool: str) -> None:
+        """Sends nothing."""
+
 
 class _Listener:
     """A ReplicaListener of the gateway's core that ignores all events."""

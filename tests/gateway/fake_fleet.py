@@ -76,6 +76,7 @@ class FakeLink:
 
     added: dict[int, Inflight] = field(default_factory=dict)
     aborted: list[int] = field(default_factory=list)
+    tools: dict[int, str] = field(default_factory=dict)
     chunks: list[tuple[int, Inflight, int]] = field(default_factory=list)
 
     def add(self, handle: int, inflight: Inflight) -> None:
@@ -86,6 +87,9 @@ class FakeLink:
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:  # noqa: ARG002
         self.aborted.append(handle)
+
+    def end_turn(self, handle: int, tool: str) -> None:
+        self.tools[handle] = tool
 
 
 class FakeFleet:
@@ -147,12 +151,20 @@ class FakeFleet:
         fingerprint: bytes = b"f",
         limits: ModelLimits = LIMITS,
         max_num_seqs: int = 0,
+        retains_contexts: bool = False,
     ) -> None:
         """Opens sessions with replicas that can run steps."""
         for name in names:
             replica = self.replicas[name]
             description = ReplicaDescription(
-                "tiny", limits, fingerprint, b"", BLOCK_SIZE, name, max_num_seqs=max_num_seqs
+                "tiny",
+                limits,
+                fingerprint,
+                b"",
+                BLOCK_SIZE,
+                name,
+                max_num_seqs=max_num_seqs,
+                retains_contexts=retains_contexts,
             )
             replica.opened(description)
             replica.state_changed(ReplicaState(ready=True))

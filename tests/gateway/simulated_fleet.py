@@ -110,6 +110,9 @@ class SimulatedReplica:
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
         """Does nothing, since no request is aborted here."""
 
+    def end_turn(self, handle: int, tool: str) -> None:
+        """Does nothing: the replicas retain no contexts."""
+
     def cached_depth(self, keys: Sequence[int]) -> int:
         """The number of leading blocks of a chain that are in the pool."""
         for depth, key in enumerate(keys):

@@ -1,11 +1,17 @@
 """What a client says about the program that a request is a turn of."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.common.errors import InvalidArgument
 
 MAX_PROGRAM_ID_BYTES = 256
 MAX_TOOL_BYTES = 256
+
+
+def joined_tools(names: Iterable[str]) -> str:
+    """One name for the tools that run after a turn, of at most MAX_TOOL_BYTES."""
+    return ",".join(sorted(set(names))).encode()[:MAX_TOOL_BYTES].decode(errors="ignore")
 
 
 @dataclass(frozen=True, slots=True)

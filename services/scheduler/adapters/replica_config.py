@@ -104,6 +104,7 @@ def session_opened_to_proto(
         hash_block_size=config.hash_block_size,
         eos_token_ids=built.eos_token_ids,
         priority_scheduling=find_policy(config.policy).uses_priority,
+        retains_contexts=config.policy == PROGRAM,
         hidden_size=built.hidden_size,
         max_num_seqs=config.max_running,
         pooler=pooler_to_proto(shape.pooler),

@@ -110,6 +110,9 @@ class SimulatedReplica:
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:  # noqa: ARG002
         raise AssertionError("no request of the laboratory is aborted")
 
+    def end_turn(self, handle: int, tool: str) -> None:  # noqa: ARG002
+        raise AssertionError("the laboratory's clients name their tools themselves")
+
     # The engine loop.
 
     def finish(self) -> None:

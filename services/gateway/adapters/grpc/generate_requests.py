@@ -3,11 +3,17 @@ messages.
 """
 
 import asyncio
+from dataclasses import replace
 
 from stepwell.gateway.v1 import gateway_pb2
 
 from services.common.errors import InvalidArgument
-from services.common.request.messages import finish_reason_to_proto, prompt_embeds_from_proto
+from services.common.request.messages import (
+    finish_reason_to_proto,
+    program_from_proto,
+    prompt_embeds_from_proto,
+)
+from services.common.request.program import DeclaredProgram
 from services.common.telemetry.time_parts import time_line
 from services.gateway.adapters.access import CALLER
 from services.gateway.adapters.schedulers.converters import (
@@ -57,7 +63,8 @@ class GenerateRequests:
             priority=request.priority,
             cache_salt=request.cache_salt,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
-            session_id=request.session_id,
+            session_id=request.session_id or request.program.id,
+            program=_program(request),
             caller=CALLER.get(),
             adapter=self._inference.adapters.find(request.model),
         )
@@ -103,6 +110,16 @@ class GenerateRequests:
         )
         [token_ids] = await self._inference.texts.encode([text], add_special_tokens=False)
         return token_ids
+
+
+def _program(request: gateway_pb2.GenerateRequest) -> DeclaredProgram | None:
+    """The program that a message names. Raises InvalidArgument if it names two."""
+    if not request.HasField("program"):
+        return DeclaredProgram(request.session_id) if request.session_id else None
+    program = program_from_proto(request.program)
+    if request.session_id and program.id and program.id != request.session_id:
+        raise InvalidArgument("session_id and program.id name two programs", field="session_id")
+    return replace(program, id=program.id or request.session_id)
 
 
 def to_response(

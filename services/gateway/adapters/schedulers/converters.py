@@ -1,5 +1,8 @@
 """Converts between the core's types and the scheduler's messages."""
 
+from functools import lru_cache
+from hashlib import blake2b
+
 import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -12,6 +15,7 @@ from services.common.request.messages import (
     finish_reason_from_proto,
     pooler_from_proto,
     pooling_to_proto,
+    program_to_proto,
     prompt_embeds_to_proto,
     sampling_from_proto,
     sampling_to_proto,
@@ -104,7 +108,15 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         resumable=request.turn is not None,
         adapter=adapter_to_proto(request.adapter),
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+        program=program_to_proto(request.program),
+        tenant=_tenant(request.caller.caller_id),
     )
+
+
+@lru_cache
+def _tenant(caller_id: str) -> bytes:
+    """Identifies the caller to a scheduler without its name."""
+    return blake2b(caller_id.encode(), digest_size=16).digest() if caller_id else b""
 
 
 def chunk_to_proto(handle: int, inflight: Inflight, num_tokens: int) -> scheduler_pb2.AddChunk:
@@ -231,6 +243,7 @@ def description_from_proto(message: scheduler_pb2.SessionOpened) -> ReplicaDescr
         kvpool_address=message.kvpool_address,
         pool_id=message.pool_id,
         max_num_seqs=message.max_num_seqs,
+        retains_contexts=message.retains_contexts,
     )
 
 

@@ -109,6 +109,10 @@ class SchedulerLink:
         if was_stopped:
             message.abort.stopped_handles.append(handle)
 
+    def end_turn(self, handle: int, tool: str) -> None:
+        end_turn = scheduler_pb2.EndTurn(handle=handle, tool=tool)
+        self._post(scheduler_pb2.SessionRequest(end_turn=end_turn))
+
     def keep_trace(self, request_id: str, trace: TraceHeaders) -> None:
         """Asks the scheduler to export the spans of a sequence whose trace was not sampled. The
         spans become children of the span in `trace`.

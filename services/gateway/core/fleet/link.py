@@ -31,6 +31,9 @@ class Link(Protocol):
         string ended the sequence.
         """
 
+    def end_turn(self, handle: int, tool: str) -> None:
+        """Sends the name of the tool that the client runs after a sequence that has ended."""
+
 
 class ReplicaListener(Protocol):
     """The methods of the fleet that a replica calls for its events."""

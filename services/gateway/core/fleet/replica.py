@@ -157,7 +157,7 @@ class Replica:
         handle = self._free_handle()
         self.running[handle] = inflight
         self._unadmitted.add(handle)
-        inflight.sent(release=lambda: self._abort(handle), route=route)
+        inflight.sent(lambda: self._abort(handle), route, partial(self._end_turn, handle))
         self.load.sent(handle, inflight, route)
         self._link.add(handle, inflight)
 
@@ -310,6 +310,10 @@ class Replica:
     def _abort(self, handle: int) -> None:
         if (inflight := self._forget(handle)) is not None:
             self._link.abort(handle, was_stopped=inflight.was_stopped)
+
+    def _end_turn(self, handle: int, tool: str) -> None:
+        if self.is_connected and self.description and self.description.retains_contexts:
+            self._link.end_turn(handle, tool)
 
     def _forget(self, handle: int) -> Inflight | None:
         self._unadmitted.discard(handle)

@@ -26,6 +26,8 @@ class ReplicaDescription:
     """The pool's id at `kvpool_address`."""
     max_num_seqs: int = 0
     """The limit on the number of running sequences. It is 0 if it was not reported."""
+    retains_contexts: bool = False
+    """Whether the scheduler retains contexts of programs, so that it uses the names of tools."""
     hash_block_size: int | None = None
     """Number of tokens that one block hash covers, if it is smaller than the block size."""
 

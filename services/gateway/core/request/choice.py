@@ -8,7 +8,7 @@ from services.gateway.core.request.delta import Delta
 from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import ClientRequest, EngineRequest
 from services.gateway.core.text.detokenizer import new_detokenizer
-from services.gateway.core.text.parsing.events import OutputEvent
+from services.gateway.core.text.parsing.events import CallStart, OutputEvent
 from services.gateway.core.text.stop_strings import StopPatterns, StopStrings
 
 
@@ -72,6 +72,8 @@ class Choice:
         self.num_output_tokens = 0
         self.num_reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self.called: list[str] = []
+        """Names of the tools that the answer calls."""
         self._detokenizer = new_detokenizer(
             tokenizer,
             sequence.prompt_token_ids if sequence.prompt_embeds is None else (),
@@ -114,6 +116,7 @@ class Choice:
         text += rest
         if self._parser is not None and events is not None and reason is not None:
             events += [*self._parser.feed(rest), *self._parser.finish()]
+        self.called += [event.name for event in events or () if isinstance(event, CallStart)]
         tokens = delta.token_ids if num_tokens is None else delta.token_ids[:num_tokens]
         logprobs = delta.logprobs
         if logprobs is not None and len(logprobs) > len(tokens):

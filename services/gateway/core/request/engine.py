@@ -37,6 +37,11 @@ class DeltaSource(Protocol):
     def abort(self, index: int) -> None:
         """Ends this sequence, because a stop string was found. Idempotent."""
 
+    def end_turn(self, index: int, tool: str) -> None:
+        """Notes which tool the client runs after the answer of an ended sequence. A source may
+        ignore it.
+        """
+
     def close(self) -> None:
         """Ends all sequences and their output. Idempotent."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.common.request.program import joined_tools
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.choice import Choice, Piece
 from services.gateway.core.request.delta import Delta
@@ -103,9 +104,13 @@ class Generation:
             )
         if delta.error is not None:
             raise delta.take_error()
-        piece = self.choices[index].accept(delta)
-        if piece.finish_reason is not None and delta.finish is None and self.mailbox is not None:
-            self.mailbox.abort(index)
+        choice = self.choices[index]
+        piece = choice.accept(delta)
+        if piece.finish_reason is not None and self.mailbox is not None:
+            if delta.finish is None:
+                self.mailbox.abort(index)
+            if choice.called and not (self.request.program and self.request.program.tool):
+                self.mailbox.end_turn(index, joined_tools(choice.called))
         if self.request.turn is not None:
             self.request.turn.add(piece.token_ids, piece.finish_reason, piece.stop_reason)
         return piece

@@ -61,6 +61,10 @@ def _nothing() -> None:
     return None
 
 
+def _ignore(_tool: str) -> None:
+    return None
+
+
 @dataclass(slots=True, eq=False)
 class Inflight:
     """One unfinished sequence. A replica can continue the sequence from its request and its tokens
@@ -95,6 +99,8 @@ class Inflight:
     """Time on the event loop's clock at which the current wait for a replica ends with an error."""
     release: Callable[[], None] = _nothing
     """Aborts the sequence at its replica."""
+    end_turn: Callable[[str], None] = _ignore
+    """Tells the replica which tool runs after the sequence has ended there."""
     trace: SequenceTrace = field(init=False)
     _num_prompt_rows: int = 0
     """Number of rows of prompt log-probabilities that were delivered."""
@@ -122,11 +128,17 @@ class Inflight:
         self.was_accepted = bool(progress.token_ids)
         self._num_prompt_rows = progress.num_prompt_rows
 
-    def sent(self, release: Callable[[], None], route: RoutingDecision) -> None:
-        """Records that the sequence was sent to a replica. `release` aborts the sequence there. The
-        replica sends all log-probabilities of the prompt, including those already delivered.
+    def sent(
+        self,
+        release: Callable[[], None],
+        route: RoutingDecision,
+        end_turn: Callable[[str], None] = _ignore,
+    ) -> None:
+        """Records that the sequence was sent to a replica. `release` aborts the sequence there, and
+        `end_turn` sends the tool that runs after it. The replica sends all log-probabilities of the
+        prompt, including those already delivered.
         """
-        self.release = release
+        self.release, self.end_turn = release, end_turn
         self.was_sent = True
         self.mailbox.routes.append(route)
         self.trace.sent(route)
@@ -329,6 +341,9 @@ class Mailbox:
         if index in self._unfinished:
             self.inflights[index].was_stopped = True
             self._abort(index)
+
+    def end_turn(self, index: int, tool: str) -> None:
+        self.inflights[index].end_turn(tool)
 
     def close(self) -> None:
         """Aborts the unfinished sequences and drops all references. Idempotent."""

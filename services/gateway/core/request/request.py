@@ -7,6 +7,7 @@ from typing import Literal, Protocol, get_args
 from services.common.request.adapter import Adapter
 from services.common.request.finish import FinishReason
 from services.common.request.pooling import PoolingParams
+from services.common.request.program import DeclaredProgram
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.common.request.seeds import answer_seed
@@ -65,6 +66,8 @@ class ClientRequest:
     """Whether only the prompt is returned (echo with max_tokens 0)."""
     session_id: str = ""
     """Requests with the same id are expected to share prompt prefixes."""
+    program: DeclaredProgram | None = None
+    """What the client says about the program that the request is a turn of."""
     caller: Caller = ANYONE
     best_of: int | None = None
     """Number of answers that are generated for each prompt. The best `n` of them are returned. None
@@ -112,6 +115,7 @@ class EngineRequest:
     deadline: float | None = None
     """The client's deadline on the engine's clock. It is None if the client set none."""
     session_id: str = ""
+    program: DeclaredProgram | None = None
     caller: Caller = ANYONE
     num_choices: int = 0
     """For metrics: in the first sequence of a prompt, the number of answers that the client
@@ -221,6 +225,7 @@ def to_engine_requests(
                     trace=trace,
                     deadline=deadline,
                     session_id=request.session_id,
+                    program=request.program,
                     caller=request.caller,
                     num_choices=0 if child else request.n,
                     skip_reading_prefix_cache=request.skip_reading_prefix_cache,

@@ -59,6 +59,8 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
         raise InvalidArgument(
             f"session_id may be {MAX_SESSION_ID_BYTES} bytes long", field="session_id"
         )
+    if request.program is not None:
+        request.program.check()
     _check_priority(request.priority, limits)
 
 

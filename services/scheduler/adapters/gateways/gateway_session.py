@@ -6,11 +6,15 @@ from typing import Protocol, runtime_checkable
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import InvalidArgument, StepwellError
+from services.common.pool.ids import ContextId
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
 from services.common.rpc.status import status_code
 from services.scheduler.adapters.gateways.outbox import Outbox
 from services.scheduler.core.request import Request
+
+_MAX_CONTEXTS = 4096
+"""Ended requests of a gateway whose contexts are remembered."""
 
 
 @runtime_checkable
@@ -38,6 +42,8 @@ class GatewaySession:
     """
     requests: dict[int, Request] = field(default_factory=dict)
     """Maps handles, which the gateway chose, to unfinished requests."""
+    contexts: dict[int, ContextId] = field(default_factory=dict)
+    """Maps the handles of requests that ended last to the contexts that they left."""
     queue_announced: QueueState | None = None
     """The queue state that was sent last. None if no queue state was sent."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
@@ -57,6 +63,13 @@ class GatewaySession:
             )
         self.taken_number = message.number
         self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
+
+    def note_context(self, handle: int, context: ContextId | None) -> None:
+        """Records the context that an ended request left, for a message about its tool."""
+        if context is not None:
+            self.contexts[handle] = context
+            if len(self.contexts) > _MAX_CONTEXTS:
+                del self.contexts[next(iter(self.contexts))]
 
     def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
         """Sets the number of the next message to send, and acknowledges the received messages."""

@@ -14,10 +14,12 @@ from services.common.pool.ids import RequestKey
 from services.common.replica.queue_state import QueueState
 from services.common.request.messages import (
     pooling_from_proto,
+    program_from_proto,
     prompt_embeds_from_proto,
     sampling_from_proto,
 )
 from services.common.request.pooling import Pooler, PoolingParams
+from services.common.request.program import DeclaredProgram
 from services.common.request.prompt_embeds import PromptEmbeds
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
@@ -87,6 +89,8 @@ class RequestIntake:
             baggage=message.baggage,
             queued_unix_nanos=time.time_ns(),
             num_choices=message.num_choices,
+            program=self._program(message),
+            tenant=message.tenant,
             pooling=pooling,
             reads_prefix_cache=self._may_read_prefix_cache(sampling)
             and not message.skip_reading_prefix_cache,
@@ -154,6 +158,14 @@ class RequestIntake:
         params = pooling_from_proto(message.pooling)
         self.pooler.check(params, num_tokens)
         return params
+
+    def _program(self, message: scheduler_pb2.AddRequest) -> DeclaredProgram | None:
+        """What the client says about the request's program. Raises InvalidArgument."""
+        if not message.HasField("program"):
+            return None
+        program = program_from_proto(message.program)
+        program.check()
+        return program
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
         """The latest time of the request's first scheduling, or None. Raises ResourceExhausted if

@@ -11,6 +11,7 @@ from stepwell.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.common.request.finish import FinishReason
+from services.common.request.program import MAX_TOOL_BYTES
 from services.common.rpc.protocol import require_same_protocol
 from services.common.telemetry.span_collector import SpanCollector
 from services.common.telemetry.span_encoding import encoded_spans
@@ -124,13 +125,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                         session.reject(message.chunk.handle, error)
                 case "abort":
                     self._abort(session, message.abort)
+                case "end_turn":
+                    self._end_turn(session, message.end_turn)
                 case "keep":
                     keep = message.keep
                     self.tracer.keep(keep.request_id, keep.traceparent, keep.tracestate)
                 case kind:
                     raise InvalidArgument(
-                        "an open session takes add, adds, chunk, abort and keep, "
-                        f"not {kind or 'an empty message'}"
+                        "an open session takes add, adds, chunk, abort, end_turn and "
+                        f"keep, not {kind or 'an empty message'}"
                     )
 
     def _abort(self, session: GatewaySession, message: scheduler_pb2.AbortRequests) -> None:
@@ -144,6 +147,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             found = map(session.requests.get, handles)
             if requests := [request for request in found if request is not None]:
                 self.engine.changes.abort(requests, reason)
+
+    def _end_turn(self, session: GatewaySession, message: scheduler_pb2.EndTurn) -> None:
+        """The tool of a request that has ended, or whose abort is pending."""
+        if len(message.tool.encode()) > MAX_TOOL_BYTES:
+            raise InvalidArgument(f"tool may be {MAX_TOOL_BYTES} bytes long", field="tool")
+        of = session.requests.get(message.handle) or session.contexts.pop(message.handle, None)
+        if of is not None:
+            self.engine.changes.end_turn(of, message.tool)
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         if message.handle in session.requests:

@@ -275,6 +275,7 @@ class Sessions:
             if owner is not None:
                 owner.session.outbox.finished(owner.handle, request)
                 owner.session.requests.pop(owner.handle, None)
+                owner.session.note_context(owner.handle, request.context)
                 owner.session.outbox.flush()
                 self._sorted = ()
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from services.common.pool.ids import ContextId
 from services.common.request.finish import FinishReason
 from services.scheduler.core.engine.batch_queue import BatchQueue
 from services.scheduler.core.input_chunk import InputChunk
@@ -35,9 +36,10 @@ class PendingChanges:
         self._compiled: dict[Request, tuple[str, FinishReason]] = {}
         self._chunks: list[tuple[Request, InputChunk | None]] = []
         self._ends: dict[Request, FinishReason] = {}
+        self._tools: list[tuple[Request | ContextId, str]] = []
 
     def __bool__(self) -> bool:
-        return bool(self.arrivals or self._compiled or self._chunks or self._ends)
+        return bool(self.arrivals or self._compiled or self._chunks or self._ends or self._tools)
 
     def add(self, request: Request) -> None:
         self.arrivals.append(request)
@@ -70,8 +72,17 @@ class PendingChanges:
         self._chunks.append((session, chunk))
         self._wake.set()
 
+    def end_turn(self, of: Request | ContextId, tool: str) -> None:
+        """Names the tool that runs after a request whose end is pending, or whose context is
+        given.
+        """
+        self._tools.append((of, tool))
+        self._wake.set()
+
     def apply(self) -> None:
-        """Applies the changes: arrivals, then compiled grammars, inputs of sessions, and ends."""
+        """Applies the changes: arrivals, then compiled grammars, inputs of sessions, ends, and the
+        tools that follow.
+        """
         if self.arrivals:
             arrivals, self.arrivals = self.arrivals, []
             for request in arrivals:
@@ -86,6 +97,12 @@ class PendingChanges:
         if self._ends:
             ends, self._ends = self._ends, {}
             self.end(ends)
+        if self._tools:
+            tools, self._tools = self._tools, []
+            for of, tool in tools:
+                context = of.context if isinstance(of, Request) else of
+                if context is not None:
+                    self._scheduler.end_turn(context, tool)
 
     def end(self, ends: Mapping[Request, FinishReason]) -> None:
         """Ends these requests now. Requests that have already ended are skipped."""

@@ -18,6 +18,7 @@ from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.common.request.structured_outputs import StructuredOutputs, StructuredOutputsKind
 from services.common.request.thinking_budget import ThinkingBudget
+from services.gateway.adapters.http.exchange.program_fields import ProgramFields
 from services.gateway.adapters.http.openai.bodies import (
     ChatCompletionBody,
     CompletionBody,
@@ -130,7 +131,7 @@ def test_request_bodies_have_the_fields_of_the_dataclass() -> None:
     shared = set(SamplingBody.model_fields)
     for body in (CompletionBody, ChatCompletionBody):
         assert set(body.model_fields) >= CLIENT_FIELDS
-    shared -= UnservedSamplingFields.model_fields.keys()
+    shared -= UnservedSamplingFields.model_fields.keys() | ProgramFields.model_fields.keys()
     assert shared | {"logprobs", "thinking_token_budget"} == CLIENT_FIELDS | OTHER_FIELDS
 
 

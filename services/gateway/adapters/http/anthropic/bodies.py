@@ -28,8 +28,6 @@ from services.gateway.adapters.http.openai.tool_bodies import (
 )
 from services.gateway.core.request.request_check import CONTEXT_LENGTH_EXCEEDED
 
-SESSION_HEADER = "X-Claude-Code-Session-Id"
-"""The header with the id of the agent session that a request belongs to."""
 _ONE_TIER = "there is one service tier"
 _ONE_PLACE = "requests are computed where this server is"
 _NO_ACCOUNTS = "the API key says whose a request is"
@@ -123,7 +121,6 @@ class CountTokensBody(Body):
         names = {
             "prompt": "messages",
             "continue_final_message": "messages",
-            "session_id": SESSION_HEADER,
             "stop": "stop_sequences",
             "structured_outputs": "output_config.format" if has_form else "tools",
         }

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from services.common.errors import StepwellError
 from services.gateway.adapters.http.exchange.fields import Body, Int
+from services.gateway.adapters.http.exchange.program_fields import ProgramFields
 
 
 class AskingBody(Body):
@@ -26,7 +27,7 @@ class AskingBody(Body):
         """Returns the error with the core's field name replaced by the name in this body."""
 
 
-class StreamedBody(AskingBody):
+class StreamedBody(AskingBody, ProgramFields):
     """The body of a request whose answer may be streamed."""
 
     stream: bool | None = None

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
+from services.common.request.program import MAX_PROGRAM_ID_BYTES
 from services.common.telemetry.exposition import CONTENT_TYPE
 from services.gateway.adapters.http.anthropic.bodies import (
-    SESSION_HEADER,
     CountTokensBody,
     MessagesBody,
 )
+from services.gateway.adapters.http.exchange import program_fields
 from services.gateway.adapters.http.exchange.deadline import HEADER as TIMEOUT_HEADER
 from services.gateway.adapters.http.exchange.deadline import MAX_SECONDS
 from services.gateway.adapters.http.exchange.errors import MESSAGES
@@ -29,7 +30,6 @@ from services.gateway.adapters.http.openapi import (
     server_answers,
 )
 from services.gateway.adapters.http.operators.server_routes import METRICS, MODELS, ServerRoutes
-from services.gateway.core.request.request_check import MAX_SESSION_ID_BYTES
 
 HEADERS = (
     RequestHeader(
@@ -43,11 +43,20 @@ HEADERS = (
 )
 """Headers of every request that a model computes."""
 
-_SESSION_HEADER = RequestHeader(
-    SESSION_HEADER,
-    "Of which session of an agent a request is: they go to the same replica, while it has room.",
-    {"type": "string", "maxLength": MAX_SESSION_ID_BYTES},
+_ID = {"type": "string", "maxLength": MAX_PROGRAM_ID_BYTES}
+_PROGRAM_HEADERS = (
+    *(
+        RequestHeader(name, "Which program (session of an agent) the request is a turn of.", _ID)
+        for name in (*program_fields.SESSION_HEADERS, program_fields.CLAUDE_CODE_HEADER)
+    ),
+    RequestHeader(program_fields.AGENT_HEADER, "Which agent of the session sends it.", _ID),
+    RequestHeader(program_fields.PARENT_AGENT_HEADER, "Which agent started that agent.", _ID),
+    RequestHeader(program_fields.PARENT_HEADER, "The program that started this one.", _ID),
+    RequestHeader(
+        program_fields.FINAL_HEADER, "`true` in the program's last turn.", {"type": "string"}
+    ),
 )
+"""Headers of every request that generates text."""
 
 
 def client_routes(
@@ -82,6 +91,7 @@ def client_routes(
 def _generating(
     generation: generation_routes.GenerationRoutes, headers: tuple[RequestHeader, ...]
 ) -> Sequence[Route]:
+    headers = (*headers, *_PROGRAM_HEADERS)
     generating = partial(computed_route, tag="openai", headers=headers)
     return (
         generating(
@@ -108,7 +118,6 @@ def _generating(
             events=messages_answers.AnthropicEvent,
             has_named_events=True,
             error=messages_answers.AnthropicError,
-            headers=(*headers, _SESSION_HEADER),
         ),
         generating(
             generation_routes.RESPONSES,

@@ -10,13 +10,14 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from services.gateway.adapters.http.anthropic.bodies import SESSION_HEADER, MessagesBody
+from services.gateway.adapters.http.anthropic.bodies import MessagesBody
 from services.gateway.adapters.http.anthropic.dialect import MessagesDialect
 from services.gateway.adapters.http.anthropic.request import messages_request
-from services.gateway.adapters.http.exchange.asking_body import AskingBody
+from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody
 from services.gateway.adapters.http.exchange.deadline import deadline_of
 from services.gateway.adapters.http.exchange.errors import MESSAGES
 from services.gateway.adapters.http.exchange.parse import BodyReader
+from services.gateway.adapters.http.exchange.program_fields import program_of
 from services.gateway.adapters.http.exchange.reply import Exchange, GenerationReply
 from services.gateway.adapters.http.exchange.request_state import ARRIVAL
 from services.gateway.adapters.http.openai.bodies import (
@@ -100,13 +101,8 @@ class GenerationRoutes:
         return self.reply(request, ChatCompletionBody, chat_request, ChatDialect)
 
     async def messages(self, request: Request) -> ASGIApp:
-        """Anthropic's messages. All requests of an agent session are sent to the same replica."""
-
-        async def to_request(body: MessagesBody, inference: Inference, name: str) -> ClientRequest:
-            asked = await messages_request(body, inference, name)
-            return replace(asked, session_id=request.headers.get(SESSION_HEADER, ""))
-
-        return self.reply(request, MessagesBody, to_request, MessagesDialect)
+        """Anthropic's messages."""
+        return self.reply(request, MessagesBody, messages_request, MessagesDialect)
 
     async def responses(self, request: Request) -> ASGIApp:
         """OpenAI's responses. They are not stored."""
@@ -150,9 +146,13 @@ class GenerationRoutes:
             body = await self._bodies.read(request, body_type)
             self._inference.check_model(body.model, caller)
             name = _request_id(api.id_prefix, body, record)
+            program = program_of(body, record.headers) if isinstance(body, StreamedBody) else None
 
             async def client_request() -> ClientRequest:
                 asked = await to_request(body, self._inference, name)
+                if program is not None:
+                    session_id = program.id or asked.session_id
+                    asked = replace(asked, program=program, session_id=session_id)
                 adapter = self._inference.adapters.find(body.model)
                 if caller is ANYONE and adapter is None:
                     return asked

@@ -54,12 +54,10 @@ class UnservedSamplingFields(UnservedMediaFields):
     stream_interval: Annotated[Any, Only(1, why="it is a setting of the server")] = None
     kv_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
     ec_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
-    vllm_xargs: Annotated[Any, Only({}, why=_NO_EXTENSIONS)] = None
     guided_whitespace_pattern: Annotated[Any, Only(why="JSON is written as it is")] = None
     guided_decoding_backend: Annotated[Any, Only("auto", why="there is one backend")] = None
     # vLLM ignores these fields, too.
     return_mm_kwargs: Ignored = None
-    session_id: Ignored = None
 
 
 class UnservedChatFields(Body):
@@ -87,7 +85,6 @@ class UnservedResponsesFields(UnservedPromptFields):
     previous_input_messages: Annotated[Any, Only([], why="send items as input")] = None
     previous_response: Annotated[Any, Only(why="send items as input")] = None
     kv_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
-    vllm_xargs: Annotated[Any, Only({}, why=_NO_EXTENSIONS)] = None
 
 
 class UnservedPoolingFields(UnservedMediaFields):

@@ -114,6 +114,9 @@ class KeyedRequest:
         sequences = self.recording.sequences
         return Made(self.recording.num_tokens, tuple(one.num_cached_tokens for one in sequences))
 
+    def end_turn(self, index: int, tool: str) -> None:
+        """Does nothing, because the replica of a recorded sequence is not known."""
+
     def cut(self, error: StepwellError) -> None:
         """Ends all readers with an error."""
         for reader in self.readers:
@@ -152,6 +155,9 @@ class Reader:
     def abort(self, index: int) -> None:
         """Stops reading a sequence. The recording continues."""
         self._aborted.add(index)
+
+    def end_turn(self, index: int, tool: str) -> None:
+        """Does nothing, because the replica of a recorded sequence is not known."""
 
     def cut(self, error: StepwellError) -> None:
         """Ends the reader with an error. The recording is not changed."""

@@ -187,12 +187,11 @@ class ProgramRetention:
         program.num_running -= 1
         cached = request.num_cached_tokens or 0
         program.num_tokens += request.num_tokens - cached
-        num_blocks = request.num_committed_blocks
-        if not num_blocks or program.has_ended or not request.known_to_pool:
-            return None
         declared = request.program
         if declared is not None and declared.ends:
             self._end(program)
+        num_blocks = request.num_committed_blocks
+        if not num_blocks or program.has_ended or not request.known_to_pool:
             return None
         last = request.block_hashes[num_blocks - 1]
         if (same := self._paused.get(last)) is not None:

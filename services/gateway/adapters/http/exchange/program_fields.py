@@ -1,0 +1,111 @@
+"""What a request says about its program, in fields of its body and in headers.
+
+The fields are those of Continuum (`job_id`, `is_last_step`, `this_func_call`, `last_func_call`) and
+of vLLM (`session_id`, `vllm_xargs`). The headers are those of agents and of routers before engines.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from services.common.errors import InvalidArgument
+from services.common.request.program import DeclaredProgram
+from services.gateway.adapters.http.exchange.fields import Body, Ignored
+
+SESSION_HEADERS = ("X-Session-ID", "X-Dynamo-Session-ID", "Session-Id")
+CLAUDE_CODE_HEADER = "X-Claude-Code-Session-Id"
+"""An agent's session. The next two headers name agents within the session."""
+AGENT_HEADER = "X-Claude-Code-Agent-Id"
+PARENT_AGENT_HEADER = "X-Claude-Code-Parent-Agent-Id"
+PARENT_HEADER = "X-Dynamo-Parent-Session-ID"
+FINAL_HEADER = "X-Dynamo-Session-Final"
+
+
+class ProgramArguments(Body):
+    """Fields about a program that clients may also send in `vllm_xargs`."""
+
+    job_id: str | None = None
+    session_id: str | None = None
+    this_func_call: str | None = None
+    # Not used, because the server knows which tool followed the turn before.
+    last_func_call: Ignored = None
+    is_last_step: bool | None = None
+
+
+def _no_others(value: Any) -> Any:
+    """Refuses the arguments of vLLM's extensions, which change answers."""
+    if isinstance(value, dict) and (others := value.keys() - ProgramArguments.model_fields):
+        raise PydanticCustomError(
+            "not_supported",
+            "may have no {name}: the server has no extensions",
+            {"name": min(others)},
+        )
+    return value
+
+
+class ProgramFields(ProgramArguments):
+    """What a body says about the program."""
+
+    vllm_xargs: Annotated[ProgramArguments, BeforeValidator(_no_others)] | None = None
+
+
+def program_of(body: ProgramFields, headers: Mapping[str, str]) -> DeclaredProgram | None:
+    """The program that a request names in its body or in its headers, whose names are lower-case.
+    None if it says nothing about a program. Raises InvalidArgument, which names field or header.
+    """
+    names = [(where, name) for where, name in _names(body, headers) if name]
+    where, name = names[0] if names else ("job_id", "")
+    for other, theirs in names[1:]:
+        if theirs != name:
+            raise InvalidArgument(f"{where} and {other} name two programs", field=other)
+    more = body.vllm_xargs or body
+    tool, tool_field = body.this_func_call or more.this_func_call or "", "this_func_call"
+    parent, parent_header = _parent(headers)
+    is_final = headers.get(FINAL_HEADER.lower(), "").lower() == "true"
+    ends = bool(body.is_last_step or more.is_last_step or is_final)
+    if not (name or tool or parent or ends):
+        return None
+    program = DeclaredProgram(name, parent, tool, ends)
+    try:
+        program.check()
+    except InvalidArgument as error:
+        own = {
+            "program.id": where,
+            "program.parent_id": parent_header,
+            "program.tool": tool_field,
+            "program.ends": FINAL_HEADER if is_final else "is_last_step",
+        }
+        field = error.field or ""
+        raise InvalidArgument(error.message.replace(field, own[field]), field=own[field]) from None
+    return program
+
+
+def _names(body: ProgramFields, headers: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+    """Each field and header that may name the program, with its value."""
+    yield "job_id", body.job_id
+    yield "session_id", body.session_id
+    if body.vllm_xargs is not None:
+        yield "vllm_xargs.job_id", body.vllm_xargs.job_id
+        yield "vllm_xargs.session_id", body.vllm_xargs.session_id
+    for header in SESSION_HEADERS:
+        yield header, headers.get(header.lower())
+    if session := headers.get(CLAUDE_CODE_HEADER.lower()):
+        yield CLAUDE_CODE_HEADER, _agent(session, headers.get(AGENT_HEADER.lower()))
+
+
+def _parent(headers: Mapping[str, str]) -> tuple[str, str]:
+    """The program that started this one, and the header that says so. An agent without a parent was
+    started by the session's first agent, which has no id.
+    """
+    if parent := headers.get(PARENT_HEADER.lower()):
+        return parent, PARENT_HEADER
+    session = headers.get(CLAUDE_CODE_HEADER.lower())
+    if session and headers.get(AGENT_HEADER.lower()):
+        return _agent(session, headers.get(PARENT_AGENT_HEADER.lower())), PARENT_AGENT_HEADER
+    return "", PARENT_HEADER
+
+
+def _agent(session: str, agent: str | None) -> str:
+    return f"{session}/{agent}" if agent else session
