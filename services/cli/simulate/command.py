@@ -19,7 +19,7 @@ from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.step_log.log_entry import SCHEMA
 from services.simulation.laboratory.policy_check import PolicyProblem, check_policy
 from services.simulation.laboratory.programs import Program
-from services.simulation.laboratory.run import RunResult, Setup, simulate
+from services.simulation.laboratory.run import RunResult, Setup, bounds, simulate
 from services.simulation.laboratory.traces import read_trace
 from services.simulation.laboratory.workloads import NAMES, Traffic, generate
 from services.worker.profiles.profile import MeasuredProfile, profile_names, read_profile
@@ -97,7 +97,7 @@ def _parser() -> CommandParser:
     )
     add("--programs", type=_count, default=100, metavar="N", help="default: 100")
     add("--rate", type=_positive, default=0.1, metavar="X", help="programs a second (default: 0.1)")
-    add("--scale", type=_positive, default=1.0, metavar="X", help="factor on agents' tokens")
+    add("--scale", type=_positive, default=1.0, metavar="X", help="factor on numbers of tokens")
     add("--seed", type=int, default=0, metavar="N", help="fixes everything (default: 0)")
     add("--replicas", type=_count, default=1, metavar="N", help="default: 1")
     add(
@@ -129,6 +129,11 @@ def _parser() -> CommandParser:
         help="run the checks for policies' authors in --programs small worlds, and nothing else",
     )
     add("--no-optimum", action="store_true", help="leave the offline optimum out")
+    add(
+        "--bounds",
+        action="store_true",
+        help="add unlimited memory (fcfs), and known work (program)",
+    )
     add("--json", type=Path, metavar="FILE", help="write all measures")
     add("--plot", type=Path, metavar="DIRECTORY", help="write a plot of each group of measures")
     return parser
@@ -163,8 +168,10 @@ def _setups(arguments: argparse.Namespace) -> dict[str, Setup]:
         for policy in policies:
             name = policy if len(routings) == 1 else f"{policy}, {routing}"
             setups[name] = replace(base, config=replace(config, policy=policy), routing=routing)
+    first = next(iter(setups.values()))
+    if arguments.bounds:
+        setups |= bounds(first)
     if not arguments.no_optimum:
-        first = next(iter(setups.values()))
         setups["optimum (offline)"] = replace(first, is_optimum=True)
     return setups
 

@@ -29,6 +29,10 @@ class Accounts:
         self.num_preempted_tokens = self.num_evicted_tokens = self.num_cold_tokens = 0
         self.num_reusable_tokens = 0
         """Number of prompt tokens that an unlimited cache, shared by all replicas, would hit."""
+        self.context_seconds = 0.0
+        """The sum of contexts of live programs, in tokens, times the seconds for which they last.
+        Contexts of running requests count without their answers.
+        """
         self.last_end = 0.0
         self._speeds: defaultdict[str, list[float]] = defaultdict(list)
         """For each tenant and job, the time alone divided by the time taken."""

@@ -1,13 +1,15 @@
 """Loads of agents by their published statistics: turns, prompts, answers and tools.
 
 `swe` and `web` follow the paper on Continuum (2025): SWE-bench with 10.9 turns and tools of 0.9 s,
-and searches of the web with 6.3 turns and tools of 1.9 s. `smith` follows a replay of SWE-smith.
+and searches of the web with 6.3 turns and tools of 1.9 s. `swe-50` has the tokens of `swe` in 50
+turns. `smith` follows a replay of SWE-smith. `chat` is conversations of people. `mixed` is 45 % of
+`swe`, 45 % of `chat`, and 10 % of `swe` with four times the turns.
 """
 
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.simulation.laboratory.programs import Turn
 
@@ -45,14 +47,15 @@ class AgentLoad:
         turns = []
         for place in range(number):
             (tool,) = rng.choices(self.tools, [tool.share for tool in self.tools])
-            median, sigma = self.later_tokens if place else self.first_tokens
-            new = scale * rng.lognormvariate(math.log(median), sigma)
-            output = scale * rng.lognormvariate(
-                math.log(self.output_tokens[0]), self.output_tokens[1]
-            )
-            pause = tool.seconds(rng)
-            turns.append(Turn(max(1, round(new)), max(1, round(output)), pause, tool=tool.name))
+            new = _tokens(rng, scale, self.later_tokens if place else self.first_tokens)
+            output = _tokens(rng, scale, self.output_tokens)
+            turns.append(Turn(new, output, tool.seconds(rng), tool=tool.name))
         return tuple(turns)
+
+
+def _tokens(rng: random.Random, scale: float, of: tuple[float, float]) -> int:
+    median, sigma = of
+    return max(1, round(scale * rng.lognormvariate(math.log(median), sigma)))
 
 
 SWE = AgentLoad(
@@ -76,13 +79,49 @@ WEB = AgentLoad(
 SMITH = AgentLoad(
     17.9, 6.0, 1536, (1464, 0.001), (500, 0.9), (30, 0.6), (Tool("bash", 1.0, 1.0, 0.001),)
 )
+SWE_50 = replace(
+    SWE,
+    mean_turns=50.0,
+    deviation=9.6,
+    later_tokens=(270 / 4.6, 1.0),
+    output_tokens=(144 / 4.6, 0.6),
+)
 
 Load = Callable[[random.Random, float], tuple[tuple[Turn, ...], int]]
 """Draws the turns of a program, and says how many tokens the application shares."""
 
 
-def _of(load: AgentLoad) -> Load:
-    return lambda rng, scale: (load.turns(rng, scale), round(scale * load.num_shared_tokens))
+def _of(load: AgentLoad, longer: float = 1.0) -> Load:
+    return lambda rng, scale: (
+        load.turns(rng, scale, longer),
+        round(scale * load.num_shared_tokens),
+    )
 
 
-LOADS: dict[str, Load] = {"swe": _of(SWE), "web": _of(WEB), "smith": _of(SMITH)}
+def _chat(rng: random.Random, scale: float) -> tuple[tuple[Turn, ...], int]:
+    """A person reads an answer before the next turn."""
+    number = 1 if rng.random() < 0.5 else rng.randint(2, 4)
+    turns = [
+        Turn(
+            _tokens(rng, scale, (400, 1.0)),
+            _tokens(rng, scale, (200, 0.6)),
+            8 + rng.expovariate(1 / 30),
+        )
+        for _ in range(number)
+    ]
+    return tuple(turns), 0
+
+
+def _mixed(rng: random.Random, scale: float) -> tuple[tuple[Turn, ...], int]:
+    (load,) = rng.choices((_of(SWE), _chat, _of(SWE, longer=4)), (0.45, 0.45, 0.1))
+    return load(rng, scale)
+
+
+LOADS: dict[str, Load] = {
+    "swe": _of(SWE),
+    "swe-50": _of(SWE_50),
+    "web": _of(WEB),
+    "smith": _of(SMITH),
+    "chat": _chat,
+    "mixed": _mixed,
+}

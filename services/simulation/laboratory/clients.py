@@ -37,7 +37,10 @@ class Clients:
         config: SchedulerConfig,
         accounts: Accounts,
         progress: Callable[[], object] = lambda: None,
+        *,
+        tells_work: bool = False,
     ) -> None:
+        """If `tells_work`, the priority of a request is the work that its program has left."""
         self.fleet: SimulatedFleet
         self.live: dict[int, LiveProgram] = {}
         self.sent: dict[str, SentTurn] = {}
@@ -46,6 +49,7 @@ class Clients:
         self._config = config
         self._accounts = accounts
         self._progress = progress
+        self._tells_work = tells_work
         self._num_contexts = _MAX_PROGRAMS
         self._applications = Applications()
 
@@ -83,7 +87,9 @@ class Clients:
     def _send(self, live: LiveProgram) -> None:
         program, context = live.program, live.context
         turn = program.turns[live.num_turns]
+        priority = work(program.turns[live.num_turns :]) if self._tells_work else program.priority
         live.num_turns += 1
+        self._note_context(live)
         live.next_use = self._clock.now
         self._extend(live, turn)
         num_tokens = context.num_tokens + turn.num_output_tokens
@@ -103,18 +109,25 @@ class Clients:
             self._clock.now,
             context.own_token,
             f"{program.number}-{live.num_turns}",
+            priority,
         )
         self.sent[sent.request_id] = sent
         request = EngineRequest(
             sent.request_id,
             prompt,
             sampling_of(turn.num_output_tokens),
-            program.priority,
+            priority,
             "",
             0,
             session_id=program.session_id or str(program.number),
         )
         self.fleet.fleet.start([request])
+
+    def _note_context(self, live: LiveProgram) -> None:
+        """Adds the time for which a program has had its present context."""
+        now = self._clock.now
+        self._accounts.context_seconds += live.context.num_tokens * (now - live.noted_at)
+        live.noted_at = now
 
     def _extend(self, live: LiveProgram, turn: Turn) -> None:
         """Adds the turn's prompt to the context."""
@@ -161,6 +174,7 @@ class Clients:
             tool = following[0].tool if following else ""
             retention.end_turn(request.context, tool, ends=not following)
         self._accounts.turn_ended(sent, address, now)
+        self._note_context(live)
         context.num_tokens = len(request.token_ids)
         context.hashes = request.block_hashes
         live.known[address] = context.num_tokens - 1
@@ -190,3 +204,8 @@ class Clients:
         parent.num_subagents -= 1
         if not parent.num_subagents:
             self._continue(parent)
+
+
+def work(turns: Sequence[Turn]) -> int:
+    """The tokens that turns compute if their contexts are cached."""
+    return sum(turn.num_new_tokens + turn.num_output_tokens for turn in turns)

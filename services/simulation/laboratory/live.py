@@ -31,6 +31,8 @@ class LiveProgram:
     """The time at which the next request will be sent, or infinity after the last. While a request
     waits or runs, the time at which it was sent.
     """
+    noted_at: float = 0.0
+    """When the time of the present context was last added to the accounts."""
     known: dict[str, int] = field(default_factory=dict)
     """Maps a replica to the number of tokens of the context that it has computed."""
 
@@ -47,6 +49,7 @@ class SentTurn:
     own_token: int
     """Every token of the answer."""
     request_id: str
+    priority: int
     handle: int = 0
     inflight: Inflight = None  # type: ignore[assignment]
     num_cached: int = 0
@@ -60,7 +63,7 @@ class SentTurn:
             list(self.prompt),
             len(self.prompt),
             sampling_of(self.turn.num_output_tokens),
-            priority=self.live.program.priority,
+            priority=self.priority,
             arrival_time=now,
             block_hashes=list(self.live.context.hashes),
         )

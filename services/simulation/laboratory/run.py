@@ -9,6 +9,7 @@ from functools import partial
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import max_request_tokens
 from services.scheduler.core.output import SchedulerOutput
+from services.scheduler.core.policies import PROGRAM
 from services.simulation.inprocess_pool import InProcessPool
 from services.simulation.laboratory.accounts import Accounts
 from services.simulation.laboratory.clients import Clients
@@ -23,6 +24,9 @@ from services.worker.core.step_times import NO_SERVING, ServingCosts, StepTimes
 _FINGERPRINT = bytes(32)
 """The beginning of all chains of block hashes, at the replicas and at the gateway."""
 
+_UNLIMITED = 30
+"""The factor on a pool's blocks that stands for unlimited memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -36,10 +40,20 @@ class Setup:
     seed: int = 0
     is_optimum: bool = False
     """Whether blocks are evicted with known future."""
+    tells_work: bool = False
+    """Whether the priority of a request is the work that its program has left (SRPT)."""
     watch: Callable[[SimulatedReplica, SchedulerOutput], object] | None = None
     """Called after each step that was planned, not skipped."""
     may_skip: bool = True
     """Whether runs of equal steps are skipped. The results are the same without."""
+
+
+def bounds(setup: Setup) -> dict[str, Setup]:
+    """Setups with what no scheduler has: unlimited memory, and the work that programs have left."""
+    config = setup.config
+    unlimited = replace(config, policy="fcfs", num_blocks=_UNLIMITED * config.num_blocks)
+    known = replace(setup, config=replace(config, policy=PROGRAM), tells_work=True)
+    return {"unlimited memory": replace(setup, config=unlimited), "known work": known}
 
 
 @dataclass(slots=True)
@@ -63,7 +77,8 @@ def simulate(
     config = replace(config, max_model_len=max_request_tokens(config), fingerprint=_FINGERPRINT)
     clock, device = EventClock(), Device(setup.times, setup.serving)
     accounts = Accounts(device, config.token_budget, config.block_size)
-    clients = Clients(iter(programs), clock, config, accounts, progress)
+    tells_work = setup.tells_work
+    clients = Clients(iter(programs), clock, config, accounts, progress, tells_work=tells_work)
     began = time.perf_counter()
 
     def make_replica() -> SimulatedReplica:

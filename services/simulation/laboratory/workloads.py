@@ -1,4 +1,4 @@
-"""Generated workloads: agents in three regimes, and chat.
+"""Generated workloads: the loads of `agents.py`, and agents in four regimes.
 
 The quantiles are of 692 sessions of a coding agent (kv-cache-tester, 2026). Values are drawn by
 inverse CDF, log-linear between the quantiles, since a lognormal distribution has another tail.
@@ -27,7 +27,8 @@ FIRST_OWN: Quantiles = ((0, 1_000), (0.5, 9_200), (0.9, 245_000), (1, 330_000))
 SHARED_TOKENS = 14_800
 COMPACTION, KEPT = 0.004, 0.3
 SUBAGENTS, SUBAGENT_TURNS = 0.04, 11
-NUM_APPLICATIONS, ZIPF = 6, 1.1
+NUM_APPLICATIONS, PARETO = 6, 1.1
+CODING_SCALE = 0.25
 
 
 def draw(rng: random.Random, quantiles: Quantiles) -> float:
@@ -48,7 +49,7 @@ class Traffic:
     programs_per_second: float
     seed: int
     scale: float = 1.0
-    """Factor on all numbers of tokens of the agents' workloads."""
+    """Factor on all numbers of tokens."""
     max_tokens: int = 1 << 20
     """The longest context, prompt and output. A program ends before a turn that exceeds it."""
 
@@ -62,52 +63,56 @@ def interactive_pause(rng: random.Random) -> float:
     return draw(rng, PAUSES)
 
 
-def mixed_pause(rng: random.Random) -> float:
+def alternating_pause(rng: random.Random) -> float:
     return automated_pause(rng) if rng.random() < 0.5 else interactive_pause(rng)
 
 
 PAUSES_OF: dict[str, Callable[[random.Random], float]] = {
     "automated": automated_pause,
     "interactive": interactive_pause,
-    "mixed": mixed_pause,
+    "alternating": alternating_pause,
+    "coding": interactive_pause,
 }
-NAMES = (*PAUSES_OF, "chat", *LOADS)
+NAMES = (*PAUSES_OF, *LOADS)
 
 
 def generate(name: str, traffic: Traffic) -> Iterator[Program]:
     """The programs of a workload in order of arrival, which is a Poisson process."""
     rng = random.Random(f"{name} {traffic.seed}")
-    weights = [1 / (1 + number) ** ZIPF for number in range(NUM_APPLICATIONS)]
     numbers = iter(range(1, 1 << 27))
+    if name == "coding":
+        traffic = replace(traffic, scale=CODING_SCALE * traffic.scale)
     now = 0.0
     for _ in range(traffic.num_programs):
         now += rng.expovariate(traffic.programs_per_second)
-        (application,) = rng.choices(range(NUM_APPLICATIONS), weights)
-        if name == "chat":
-            turns, shared = _chat(rng, traffic.max_tokens), 0
-        elif name in LOADS:
+        application = min(NUM_APPLICATIONS, int(rng.paretovariate(PARETO))) - 1
+        if name in LOADS:
             turns, shared = LOADS[name](rng, traffic.scale)
+            turns = _that_fit(turns, shared, traffic.max_tokens)
         else:
-            turns, shared = _agent(rng, PAUSES_OF[name], traffic, application, numbers)
+            has_subagents = name != "coding" and rng.random() < 0.25
+            turns, shared = _agent(
+                rng, PAUSES_OF[name], traffic, application, numbers, has_subagents=has_subagents
+            )
         yield Program(
             next(numbers), now, turns, application, shared, tenant=f"application-{application}"
         )
 
 
-def _chat(rng: random.Random, max_tokens: int) -> tuple[Turn, ...]:
-    """A conversation of people. A turn that would exceed the longest context is left out."""
-    turns: list[Turn] = []
-    context = 0
-    for _ in range(1 if rng.random() < 0.5 else rng.randint(2, 4)):
-        new = _tokens(rng.lognormvariate(math.log(400), 1.0))
-        output = _tokens(rng.lognormvariate(math.log(200), 0.6))
-        if not turns:
-            new, output = min(new, max_tokens // 2), min(output, max_tokens // 4)
-        pause = 8 + rng.expovariate(1 / 30)
-        if context + new + output <= max_tokens:
-            turns.append(Turn(new, output, pause))
-            context += new + output
-    return tuple(turns)
+def _that_fit(turns: Sequence[Turn], context: int, max_tokens: int) -> tuple[Turn, ...]:
+    """The turns up to the first that would exceed the longest context. The first one is shortened.
+    `context` is the number of shared tokens.
+    """
+    fitting: list[Turn] = []
+    for turn in turns:
+        new, output = turn.num_new_tokens, turn.num_output_tokens
+        if not fitting:
+            new, output = max(1, min(new, max_tokens // 2 - context)), min(output, max_tokens // 4)
+        context += new + output
+        if context > max_tokens:
+            break
+        fitting.append(replace(turn, num_new_tokens=new, num_output_tokens=output))
+    return tuple(fitting)
 
 
 def _agent(
@@ -116,11 +121,12 @@ def _agent(
     traffic: Traffic,
     application: int,
     numbers: Iterator[int],
+    *,
+    has_subagents: bool,
 ) -> tuple[tuple[Turn, ...], int]:
     scale = traffic.scale
     shared = round(SHARED_TOKENS * scale)
     num_turns = max(1, round(draw(rng, TURNS)))
-    has_subagents = rng.random() < 0.25
     turns = _turns(rng, pause, traffic, num_turns, shared, draw(rng, FIRST_OWN))
     if has_subagents:
         for index, turn in enumerate(turns[:-1]):

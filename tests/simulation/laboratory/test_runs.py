@@ -146,7 +146,7 @@ def crowded(workload: str, num_replicas: int = 1, *, is_async: bool = True) -> S
         times=TIMES,
         async_scheduling=is_async,
         max_num_batched_tokens=512,
-        scheduler_reserve_full_isl=workload == "mixed",
+        scheduler_reserve_full_isl=workload == "alternating",
     )
     return replace(crowd, num_replicas=num_replicas)
 
@@ -155,7 +155,8 @@ def crowded(workload: str, num_replicas: int = 1, *, is_async: bool = True) -> S
 @pytest.mark.parametrize("is_async", [True, False])
 @pytest.mark.parametrize("workload", ["automated", "chat"])
 def test_skipped_steps_change_nothing(workload: str, *, is_async: bool, is_optimum: bool) -> None:
-    traffic = Traffic(25, 2.0, seed=5, scale=0.01, max_tokens=2_000)
+    scale = 1.0 if workload == "chat" else 0.01
+    traffic = Traffic(25, 2.0, seed=5, scale=scale, max_tokens=2_000)
     simulated = replace(crowded(workload, 2, is_async=is_async), is_optimum=is_optimum)
     skipped = simulate(simulated, generate(workload, traffic))
     stepped = simulate(replace(simulated, may_skip=False), generate(workload, traffic))
@@ -169,11 +170,12 @@ def test_all_steps_between_the_first_and_the_last_tokens_are_skipped() -> None:
     assert (run.num_steps, run.num_planned_steps) == (400, 4)
 
 
-@pytest.mark.parametrize("workload", ["automated", "interactive", "mixed", "chat"])
+@pytest.mark.parametrize("workload", ["automated", "interactive", "alternating", "chat"])
 def test_eviction_with_known_future_has_no_fewer_hits(workload: str) -> None:
     num_better = 0
     for seed in range(4):
-        traffic = Traffic(12, 1.0, seed=seed, scale=0.01, max_tokens=2_000)
+        scale = 1.0 if workload == "chat" else 0.01
+        traffic = Traffic(12, 1.0, seed=seed, scale=scale, max_tokens=2_000)
         simulated = crowded(workload)
         lru = simulate(simulated, generate(workload, traffic)).accounts
         best = simulate(replace(simulated, is_optimum=True), generate(workload, traffic)).accounts

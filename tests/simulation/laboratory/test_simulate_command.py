@@ -41,6 +41,17 @@ def test_there_is_a_row_for_each_pair_of_policies_and_the_optimum(tmp_path: Path
     assert all(row["num_jobs"] == 6 for row in rows)
 
 
+def test_the_bounds_are_no_worse_than_the_policies(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    crowd = ["--workload", "swe", "--programs", "30", "--rate", "1.5", "--scale", "0.1"]
+    limits = ["--kv-tokens", "6000", "--max-num-batched-tokens", "512", "--no-optimum", "--bounds"]
+    assert main([*crowd, *limits, "--json", str(path)]) == 0
+    rows = {row["name"]: row["job_time"] for row in json.loads(path.read_text())["rows"]}
+    assert list(rows) == ["fcfs", "unlimited memory", "known work"]
+    fcfs, unlimited, known = (row["job_seconds_mean"] for row in rows.values())
+    assert unlimited <= known < fcfs
+
+
 def test_progress_ends_at_100_percent(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--no-optimum"]) == 0
     shown = capsys.readouterr()
