@@ -3,7 +3,8 @@
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from services.cli.replay.log_file import StepLogFile
 from services.cli.replay.log_replay import Difference, LogReplay
 from services.cli.replay.plot import draw
 from services.cli.replay.settings import NAMES, parse_override
+from services.cli.replay.step_records import Write
 from services.cli.replay.table import comparison, summary
 from services.cli.replay.what_if import changed_config, what_if
 
@@ -49,21 +51,43 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--plot", type=Path, metavar="PNG", help="draw the run, with --set the one that was not"
     )
+    parser.add_argument(
+        "--jsonl",
+        type=Path,
+        metavar="FILE",
+        help="write records of steps, admissions and decisions, with --set of the run that was not",
+    )
     arguments = parser.parse_args(argv)
     try:
         overrides = dict(map(parse_override, arguments.set))
     except ValueError as error:
         raise CommandError(str(error), exit_status=2) from None
-    return asyncio.run(_replay_log(arguments, overrides))
+    with _record_file(arguments.jsonl) as write:
+        return asyncio.run(_replay_log(arguments, overrides, write))
 
 
-async def _replay_log(arguments: argparse.Namespace, overrides: dict[str, Any]) -> int:
+@contextmanager
+def _record_file(path: Path | None) -> Iterator[Write | None]:
+    """What writes records to a file. Raises CommandError if the file cannot be written."""
+    if path is None:
+        yield None
+        return
+    try:
+        with path.open("w") as file:
+            yield lambda record: print(json.dumps(record), file=file)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror}") from None
+
+
+async def _replay_log(
+    arguments: argparse.Namespace, overrides: dict[str, Any], write: Write | None
+) -> int:
     """Replays the log to its end, or to damage, after which CommandError is raised."""
     path, plot = arguments.file, arguments.plot
     log = StepLogFile(path)
     config = changed_config(log.header.config, overrides)
     with log.naming(log.header_line):
-        replay = LogReplay(log.header)
+        replay = LogReplay(log.header, None if overrides else write)
     damage: CommandError | None = None
     try:
         for line in log:
@@ -91,9 +115,11 @@ async def _replay_log(arguments: argparse.Namespace, overrides: dict[str, Any]) 
         print("0 differences")
     run = replay.statistics
     if overrides:
-        run = await what_if(replay.history, config)
+        run = await what_if(replay.history, config, write)
         print()
         print(comparison(replay.statistics, run))
+    if arguments.jsonl is not None:
+        print(f"records written to {arguments.jsonl}")
     if plot is not None:
         what_if_text = f", what if {', '.join(arguments.set)}" if overrides else ""
         draw(run, f"{path.name}: {log.header.model_name}{what_if_text}", plot)

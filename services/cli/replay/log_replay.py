@@ -19,6 +19,7 @@ from services.cli.replay.history import Abort, EndTurn, Event, GrammarCompiled, 
 from services.cli.replay.log_file import Header
 from services.cli.replay.logged_transfers import LoggedAnswers, read_transfers
 from services.cli.replay.scheduler_run import SchedulerRun
+from services.cli.replay.step_records import Write
 from services.common.pool.ids import ContextId, RequestKey
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
@@ -63,7 +64,8 @@ class Difference:
 class LogReplay(SchedulerRun):
     """Replays the entries of a log in order, and stores the history for a what-if run."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: Header, write: Write | None = None) -> None:
+        """If `write` is set, it gets the records of each step."""
         self._recorded: list[Entry] = []
         self._now = 0.0
         """The clock in the last entry that has one."""
@@ -73,7 +75,7 @@ class LogReplay(SchedulerRun):
         scheduler = RecordingScheduler(
             header.config, pool, self._recorded.append, connect, lambda: self._now
         )
-        super().__init__(scheduler, pool)
+        super().__init__(scheduler, pool, write)
         self.history = History()
         self.requests = self.history.requests
         self.is_complete = False
@@ -118,8 +120,7 @@ class LogReplay(SchedulerRun):
                 observed = read_observed(entry)
                 for step in observed:
                     self.scheduler.step_costs.observe(*step)
-                plan = await self.scheduler.schedule(throttle_prefills=throttled)
-                self.statistics.planned(plan, self.history.num_plans)
+                plan = await self.schedule(self.history.num_plans, throttled=throttled)
                 self.in_flight[plan.step] = plan
                 now = self._now if "now" in entry.members() else None
                 self.history.add_plan(plan, throttled=throttled, now=now, observed=observed)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from services.cli.replay.history import Abort, EndTurn, Event, GrammarCompiled, NextChunk
 from services.cli.replay.statistics import RunStatistics
+from services.cli.replay.step_records import StepRecords, Write
 from services.common.pool.ids import RequestKey
 from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.output import SchedulerOutput
@@ -14,13 +15,30 @@ from services.simulation.inprocess_pool import InProcessPool
 
 
 class SchedulerRun:
-    def __init__(self, scheduler: Scheduler, pool: InProcessPool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, pool: InProcessPool, write: Write | None = None
+    ) -> None:
+        """If `write` is set, it gets the records of each step."""
         self.scheduler = scheduler
         self.pool = pool
         self.statistics = RunStatistics(scheduler)
         self.requests: dict[RequestKey, Request] = {}
         self.in_flight: dict[int, SchedulerOutput] = {}
         """Maps step numbers to the plans whose output has not arrived yet."""
+        self._write = write
+        self._records: StepRecords | None = None
+
+    async def schedule(self, now: int, *, throttled: bool) -> SchedulerOutput:
+        """Plans a step after `now` steps had been planned."""
+        if self._write is not None and self._records is None:
+            self._records = StepRecords(self.scheduler, self.requests, self._write)
+        if self._records is not None:
+            self._records.before_plan(self.pool.core)
+        plan = await self.scheduler.schedule(throttle_prefills=throttled)
+        self.statistics.planned(plan, now)
+        if self._records is not None:
+            self._records.planned(plan)
+        return plan
 
     async def apply(self, event: Event, now: int) -> None:
         """Makes an event's scheduler call. Does nothing if its request was not added."""

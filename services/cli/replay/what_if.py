@@ -19,6 +19,7 @@ from services.cli.errors import CommandError
 from services.cli.replay.history import COMPLETE, EndTurn, Event, History
 from services.cli.replay.scheduler_run import SchedulerRun
 from services.cli.replay.statistics import RunStatistics
+from services.cli.replay.step_records import Write
 from services.common.errors import StepwellError
 from services.common.pool.ids import RequestKey
 from services.common.request.finish import FinishReason
@@ -48,8 +49,11 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
     return changed
 
 
-async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
-    """Runs the history with another configuration. Raises CommandError if the pool is not possible.
+async def what_if(
+    history: History, config: SchedulerConfig, write: Write | None = None
+) -> RunStatistics:
+    """Runs the history with another configuration. Passes the records of its steps to `write`.
+    Raises CommandError if the pool is not possible.
     Also raises CommandError if the scheduler has a connector, because the log contains only the
     loads that took place, not the loads that other settings would have allowed. Also raises
     CommandError if the policy decides about contexts, and the log has no times.
@@ -57,7 +61,7 @@ async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
     if config.kv_role is not None:
         raise CommandError("--set cannot be used on a log of a scheduler with a KV connector")
     try:
-        run = WhatIf(history, config)
+        run = WhatIf(history, config, write)
     except StepwellError as error:
         raise CommandError(f"with these settings there is no pool: {error.message}") from None
     if run.scheduler.retention is not None and not history.times:
@@ -68,9 +72,11 @@ async def what_if(history: History, config: SchedulerConfig) -> RunStatistics:
 
 
 class WhatIf(SchedulerRun):
-    def __init__(self, history: History, config: SchedulerConfig) -> None:
+    def __init__(
+        self, history: History, config: SchedulerConfig, write: Write | None = None
+    ) -> None:
         pool = InProcessPool(config)
-        super().__init__(Scheduler(config, pool, clock=self._time), pool)
+        super().__init__(Scheduler(config, pool, clock=self._time), pool, write)
         self._history = history
         self._depth = config.num_steps_in_flight
         self._now = 0
@@ -96,8 +102,7 @@ class WhatIf(SchedulerRun):
         plan = None
         if self.scheduler.has_requests or self._now in self._history.without_tokens:
             throttled = self._now in self._history.throttled
-            plan = await self.scheduler.schedule(throttle_prefills=throttled)
-            self.statistics.planned(plan, self._now)
+            plan = await self.schedule(self._now, throttled=throttled)
             if plan.requests or plan.removed_rows:
                 self.in_flight[plan.step] = plan
         for event in self._history.before_update.get(self._now, ()):

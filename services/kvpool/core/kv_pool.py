@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from services.common.pool import operations as ops
 from services.common.pool.block_hash import BlockHash
-from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.ids import BlockId, ContextId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
 from services.kvpool.core.block_map import BlockMap, block_map
 from services.kvpool.core.block_pool import BlockPool
@@ -93,6 +93,18 @@ class KVPool:
     def num_free_blocks(self) -> int:
         """The number of blocks that no request uses, cached blocks included."""
         return self._blocks.num_free_blocks
+
+    @property
+    def num_retained_blocks(self) -> int:
+        """The number of free blocks in contexts."""
+        contexts = self._blocks.contexts
+        return 0 if contexts is None else contexts.num_retained
+
+    @property
+    def context_ids(self) -> list[ContextId]:
+        """The contexts that have blocks, in the order of reuse."""
+        contexts = self._blocks.contexts
+        return [] if contexts is None else contexts.ids
 
     @property
     def num_cached_hashes(self) -> int:

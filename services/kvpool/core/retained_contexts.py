@@ -43,6 +43,11 @@ class RetainingFreeQueue(FreeQueue):
         """The number of free blocks in contexts."""
         return len(self._free)
 
+    @property
+    def ids(self) -> list[ContextId]:
+        """The contexts, in the order of reuse."""
+        return [context for context, owned in self._contexts.items() if owned]
+
     def retain(self, context: ContextId, blocks: Iterable[BlockId]) -> None:
         """Makes a context of blocks in use. It is reused last. Ends an older one of this number."""
         self.drop([context])
