@@ -23,6 +23,7 @@ from services.scheduler.adapters.telemetry.engine_metrics import (
     SpeculationMetrics,
 )
 from services.scheduler.adapters.telemetry.engine_observer import EngineObserver
+from services.scheduler.adapters.telemetry.program_metrics import ProgramMetrics
 from services.scheduler.adapters.telemetry.request_metrics import RequestMetrics
 from services.scheduler.adapters.telemetry.statistics import Statistics, StepCounts
 from services.scheduler.adapters.telemetry.step_tracer import StepTracer
@@ -33,6 +34,7 @@ from services.scheduler.adapters.workers.worker_client import WorkerGroup
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.policies.program.retention import ProgramRetention
 from services.scheduler.settings import SchedulerSettings
 
 
@@ -102,6 +104,7 @@ class Parts:
             ResumableSessionsCollector(client_sessions),
             requests,
             speculation,
+            *_program_metrics(scheduler),
         )
         """Collectors of the metrics of the engine and its requests."""
         self.adapters = AdapterLoader(
@@ -125,6 +128,11 @@ class Parts:
         """The first message that is sent to a gateway in each session."""
         self.opened.cache_node = cache_node
         self.opened.kvpool_address, self.opened.pool_id = settings.kvpool, settings.replica
+
+
+def _program_metrics(scheduler: Scheduler) -> list[ProgramMetrics]:
+    retention = scheduler.retention
+    return [ProgramMetrics(retention)] if isinstance(retention, ProgramRetention) else []
 
 
 def _intake(shape: ReplicaShape, config: SchedulerConfig, watch: QueueWatch) -> RequestIntake:

@@ -18,6 +18,7 @@ from services.common.request.sampling import SamplingParams
 from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.planning.running_requests import ComputedTokens
+from services.scheduler.core.program_turn import ProgramTurn
 from services.scheduler.core.timelines.timeline import RequestTimes
 
 
@@ -108,6 +109,8 @@ class Request(ComputedTokens):
 
     program: DeclaredProgram | None = None
     """What the client says about the program that the request is a turn of."""
+    program_turn: ProgramTurn | None = None
+    """Which turn of which program it is. None if the policy knows no programs."""
     tenant: bytes = b""
     """Identifies the owner of the API key. Empty without keys."""
     context: ContextId | None = None

@@ -26,5 +26,10 @@ REQUEST_TOKENS = tuple(
 """1, 2, 5, 10 up to 500000. vLLM's bounds end at its model's longest sequence. Bounds that do not
 depend on the model make sums over replicas of several models possible.
 """
+PAUSE_SECONDS = (
+    0.03, 0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+PROGRAM_SECONDS = (1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 14400.0)
+PROGRAM_TURNS = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 30.0, 50.0, 100.0, 200.0)
 CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 HTTP_SECONDS = (0.1, 0.5, 1.0)

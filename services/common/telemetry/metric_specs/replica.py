@@ -52,6 +52,48 @@ STEP_LATE_SECONDS = _scheduler.counter(
 LOST_TOKENS = _scheduler.counter(
     "stepwell_preempted_tokens", "tokens", "Computed tokens that preemptions for blocks discarded."
 )
+PROGRAMS = _scheduler.gauge(
+    "stepwell_programs",
+    "programs",
+    "Programs of agents with a turn that waits or runs, and programs in a pause.",
+    "state",
+)
+PROGRAMS_BEGUN = _scheduler.counter(
+    "stepwell_programs_begun",
+    "programs",
+    "Programs that began, named by an id or found by the hashes of prompts.",
+    "source",
+)
+PROGRAM_SECONDS = _scheduler.histogram(
+    "stepwell_program_seconds",
+    "seconds",
+    "Time from a program's first turn to the end of its last one.",
+    buckets.PROGRAM_SECONDS,
+)
+PROGRAM_TURNS = _scheduler.histogram(
+    "stepwell_program_turns", "turns", "Turns of programs that have ended.", buckets.PROGRAM_TURNS
+)
+PAUSE_SECONDS = _scheduler.histogram(
+    "stepwell_pause_seconds",
+    "seconds",
+    "Pauses between turns, by the tool; at most 64 tools and (others).",
+    buckets.PAUSE_SECONDS,
+    "tool",
+)
+RETAINED_BLOCKS = _scheduler.gauge(
+    "stepwell_retained_blocks", "blocks", "Free blocks that belong to contexts of programs."
+)
+RETAINED_BLOCKS_TAKEN = _scheduler.counter(
+    "stepwell_retained_blocks_taken",
+    "blocks",
+    "Blocks that other requests took from contexts of programs, paused or with a waiting turn.",
+    "state",
+)
+RECOMPUTED_TOKENS = _scheduler.counter(
+    "stepwell_recomputed_tokens",
+    "tokens",
+    "Tokens of contexts that a program's next turn had to compute again.",
+)
 RECOVERIES = _scheduler.counter(
     "stepwell_recoveries",
     "recoveries",

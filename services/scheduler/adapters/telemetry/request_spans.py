@@ -57,6 +57,15 @@ def request_attributes(request: Request) -> Attributes:
     if request.turn_ended_unix_nanos:
         nanos = max(0, request.queued_unix_nanos - request.turn_ended_unix_nanos)
         attributes[names.ATTR_SESSION_WAIT_SECONDS] = nanos / 1e9
+    if (turn := request.program_turn) is not None:
+        attributes |= {names.ATTR_PROGRAM: turn.program, names.ATTR_TURN: turn.number}
+        if turn.pause_seconds is not None:
+            attributes |= {
+                names.ATTR_TOOL: turn.tool,
+                names.ATTR_PAUSE_SECONDS: turn.pause_seconds,
+                names.ATTR_CONTEXT_TOKENS: turn.num_context_tokens,
+                names.ATTR_RECOMPUTED_TOKENS: turn.num_recomputed_tokens,
+            }
     if request.num_external_tokens:
         attributes[names.ATTR_NUM_EXTERNAL_TOKENS] = request.num_external_tokens
     if request.finish_reason is not None:
@@ -94,6 +103,7 @@ class RequestSpans:
         *,
         failed: bool = False,
         is_running: bool = False,
+        links: Sequence[Link] = (),
     ) -> None:
         """Records the span `scheduler.request` with `context`, under `parent`, and all its child
         spans. `is_running` becomes an attribute of this span and of the span of the last phase.
@@ -107,6 +117,7 @@ class RequestSpans:
             timeline.queued,
             end,
             attributes=attributes | time_attributes(timeline.times().parts) | _running(is_running),
+            links=links,
             status=status,
         )
         has_run = False

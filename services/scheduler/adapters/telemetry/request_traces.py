@@ -97,7 +97,14 @@ class RequestTraces:
         if sampled is None:
             self._kept.add(request.request_id, KeptTrace(timeline, attributes, failed))
         else:
-            self._spans.record(timeline, attributes, sampled.context, sampled.parent, failed=failed)
+            self._spans.record(
+                timeline,
+                attributes,
+                sampled.context,
+                sampled.parent,
+                failed=failed,
+                links=_turn_before(request),
+            )
 
     def end_turn(self, session: Request, turn: Request) -> None:
         """Moves the sampling state of a session to its ended turn."""
@@ -138,3 +145,10 @@ class RequestTraces:
         if parent is not None:
             context = child_of(parent)
             self._sampled[request] = _Sampled(context, parent, Link(context))
+
+
+def _turn_before(request: Request) -> list[Link]:
+    """A link to the turn before, if the request is a turn of a program and that one was traced."""
+    turn = request.program_turn
+    before = None if turn is None else sampled_parent(turn.traceparent_before, "")
+    return [] if before is None else [Link(before)]

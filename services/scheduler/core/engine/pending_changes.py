@@ -80,9 +80,16 @@ class PendingChanges:
         self._wake.set()
 
     def apply(self) -> None:
-        """Applies the changes: arrivals, then compiled grammars, inputs of sessions, ends, and the
-        tools that follow.
+        """Applies the changes: ends, tools that follow, arrivals, compiled grammars, inputs of
+        sessions, and ends of requests that have just arrived. A client sends the next turn of a
+        program after the end of the turn before, so that the next turn finds its context.
         """
+        ends, self._ends = self._ends, {}
+        new = set(self.arrivals) if ends else set[Request]()
+        if ends:
+            self.end({one: reason for one, reason in ends.items() if one not in new})
+        if self._tools:
+            self._apply_tools()
         if self.arrivals:
             arrivals, self.arrivals = self.arrivals, []
             for request in arrivals:
@@ -94,15 +101,15 @@ class PendingChanges:
                 self._scheduler.grammar_compiled(request, error, reason)
         if self._chunks:
             self._apply_chunks()
-        if self._ends:
-            ends, self._ends = self._ends, {}
-            self.end(ends)
-        if self._tools:
-            tools, self._tools = self._tools, []
-            for of, tool in tools:
-                context = of.context if isinstance(of, Request) else of
-                if context is not None:
-                    self._scheduler.end_turn(context, tool)
+        if new:
+            self.end({one: reason for one, reason in ends.items() if one in new})
+
+    def _apply_tools(self) -> None:
+        tools, self._tools = self._tools, []
+        for of, tool in tools:
+            context = of.context if isinstance(of, Request) else of
+            if context is not None:
+                self._scheduler.end_turn(context, tool)
 
     def end(self, ends: Mapping[Request, FinishReason]) -> None:
         """Ends these requests now. Requests that have already ended are skipped."""

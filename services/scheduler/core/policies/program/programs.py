@@ -29,6 +29,10 @@ class Program:
     application: BlockHash | None
     arrived: float
     tenant: bytes = b""
+    label: str = ""
+    """The client's id, or a number."""
+    last_active: float = 0.0
+    """When a turn ended last."""
     name: "ProgramName | None" = None
     """What the client calls it. None if the client does not name it."""
     parent: "Program | None" = None
@@ -57,6 +61,8 @@ class Context:
     num_tokens: int
     paused_at: float
     tool: str = ""
+    traceparent: str = ""
+    """The trace context of the turn that left it."""
     num_blocks: int = 0
     """Its blocks that the pool still has, as far as is known."""
     num_own_blocks: int = 0
@@ -159,7 +165,7 @@ class NamedPrograms:
                 self.remove(forgotten)
         self._programs[name] = program
         self._programs.move_to_end(name)
-        program.name = name
+        program.name, program.label = name, declared.id
         parent = self._programs.get((*name[:3], declared.parent_id))
         if program.parent is None and parent is not None and _may_start(parent, program):
             program.parent, program.depth = parent, parent.depth + 1

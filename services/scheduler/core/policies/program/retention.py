@@ -12,6 +12,7 @@ from services.common.pool.operations import (
     RankContexts,
 )
 from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.program.observer import ProgramObserver
 from services.scheduler.core.policies.program.pauses import NEVER, PauseStatistics
 from services.scheduler.core.policies.program.programs import (
     Context,
@@ -20,6 +21,7 @@ from services.scheduler.core.policies.program.programs import (
     Program,
     application_of,
 )
+from services.scheduler.core.program_turn import ProgramTurn
 from services.scheduler.core.request import Request
 
 HEADROOM = 0.1
@@ -93,6 +95,10 @@ class ProgramRetention:
         self._mean_wait = 1.0
         self._credit = 0.0
         self._held_up_since: float | None = None
+        self.observer = ProgramObserver()
+        self._num_begun = 0
+        self.num_retained_blocks = 0
+        """Free blocks that belong to contexts."""
         self.turns = Turns()
         self.first_cold: Request | None = None
         """The request without its context that comes before all others, if one does."""
@@ -113,15 +119,18 @@ class ProgramRetention:
             program = None if context is None else context.program
         if program is None:
             application = application_of(request.block_hashes, self._size)
-            program = Program(application, now, request.tenant)
+            self._num_begun += 1
+            program = Program(application, now, request.tenant, f"#{self._num_begun}")
+            self.observer.began(is_named=bool(request.program and request.program.id))
         if (forgotten := self._named.add(request, program)) is not None:
             self._presume_ended(forgotten)
+        program.num_turns += 1
+        turn = request.program_turn = ProgramTurn(program.label, program.num_turns)
         if context is not None:
-            self._return(context, now)
+            self._return(context, now, turn)
             self._continued[request] = context
         elif program.contexts and not program.num_running:
-            self._supersede(program, now)
-        program.num_turns += 1
+            self._supersede(program, now, turn)
         program.num_running += 1
         self._programs[request] = program
         self.version += 1
@@ -140,16 +149,20 @@ class ProgramRetention:
                 return context
         return None
 
-    def _return(self, context: Context, now: float) -> None:
+    def _return(self, context: Context, now: float, turn: ProgramTurn) -> None:
         """The pause of a context ends, because the next turn has arrived."""
-        self._pauses.ended(context.program.tenant, context.reason, now - context.paused_at)
+        turn.tool, turn.pause_seconds = context.reason, now - context.paused_at
+        turn.num_context_tokens = context.num_tokens
+        turn.traceparent_before = context.traceparent
+        self._pauses.ended(context.program.tenant, turn.tool, turn.pause_seconds)
+        self.observer.returned(turn.tool, turn.pause_seconds)
         context.returned_at = now
         self._end_pause(context)
 
-    def _supersede(self, program: Program, now: float) -> None:
+    def _supersede(self, program: Program, now: float, turn: ProgramTurn) -> None:
         """A program goes on with another context, since it was shortened or branched."""
         *others, latest = program.contexts.values()
-        self._return(latest, now)
+        self._return(latest, now, turn)
         for context in (*others, latest):
             self._end_pause(context)
             self._drop(context)
@@ -185,8 +198,11 @@ class ProgramRetention:
         if program is None:
             return None
         program.num_running -= 1
+        program.last_active = now = self._clock()
         cached = request.num_cached_tokens or 0
         program.num_tokens += request.num_tokens - cached
+        if (turn := request.program_turn) is not None and self._find_recomputed(turn, cached):
+            self.observer.recomputed(turn.num_recomputed_tokens)
         declared = request.program
         if declared is not None and declared.ends:
             self._end(program)
@@ -198,15 +214,19 @@ class ProgramRetention:
             self._end_pause(same)
             self._drop(same)
         self._forget_idle()
-        context = Context(
-            ContextId(self._next_id), program, last, request.num_tokens, self._clock()
-        )
+        context = Context(ContextId(self._next_id), program, last, request.num_tokens, now)
+        context.traceparent = request.traceparent
         self._next_id += 1
         context.tool = "" if declared is None else declared.tool
         context.num_blocks = num_blocks * len(self._config.all_groups)
         self._contexts[context.id] = self._paused[last] = program.contexts[context.id] = context
         request.context = context.id
         return context.id
+
+    def _find_recomputed(self, turn: ProgramTurn, num_cached_tokens: int) -> int:
+        num_whole = turn.num_context_tokens // self._size * self._size
+        turn.num_recomputed_tokens = max(0, num_whole - num_cached_tokens)
+        return turn.num_recomputed_tokens
 
     def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
         """Says which tool runs after a turn, or that the turn was the program's last."""
@@ -221,6 +241,7 @@ class ProgramRetention:
 
     def note(self, outcome: Outcome) -> None:
         """Notes what is left of contexts, and of other free blocks."""
+        self.num_retained_blocks = outcome.num_retained_blocks
         self._num_other_blocks = outcome.num_free_blocks - outcome.num_retained_blocks
         for change in outcome.contexts:
             context = self._contexts.get(change.context)
@@ -228,6 +249,9 @@ class ProgramRetention:
                 continue
             if change.num_blocks != context.num_blocks and context.returned_at is not None:
                 self.version += 1
+            if change.num_blocks < context.num_blocks:
+                num_taken = context.num_blocks - change.num_blocks
+                self.observer.taken(num_taken, waits=context.returned_at is not None)
             if not (change.num_blocks and context.num_blocks):
                 self._ranked = None
             context.num_blocks, context.num_own_blocks = change.num_blocks, change.num_own_blocks
@@ -369,6 +393,15 @@ class ProgramRetention:
             else:
                 self._presume_ended(program)
 
+    @property
+    def num_in_turn(self) -> int:
+        """Programs with a turn that waits or runs."""
+        return len(self._programs)
+
+    @property
+    def num_paused(self) -> int:
+        return len(self._paused)
+
     def _presume_ended(self, program: Program) -> None:
         """A program has been idle for long, so that it will not come back."""
         for context in program.contexts.values():
@@ -381,6 +414,7 @@ class ProgramRetention:
             return
         program.has_ended = True
         self._ended.add(program)
+        self.observer.ended(program.last_active - program.arrived, program.num_turns)
         self._named.remove(program)
         if program.parent is not None:
             program.parent.num_children -= 1

@@ -1,0 +1,77 @@
+"""Prometheus metrics of programs and their contexts."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from services.common.telemetry.histogram import Histogram
+from services.common.telemetry.metric_specs import histogram_family, replica, single, value_family
+from services.scheduler.core.policies.program.observer import ProgramObserver
+from services.scheduler.core.policies.program.retention import ProgramRetention
+
+_MAX_TOOLS = 64
+_OTHERS = "(others)"
+
+
+class ProgramMetrics(ProgramObserver, Collector):
+    """Counts what happens to the programs of a scheduler."""
+
+    def __init__(self, retention: ProgramRetention) -> None:
+        self._retention = retention
+        retention.observer = self
+        self._begun: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
+        self._num_recomputed_tokens = 0
+        self._program_seconds = Histogram(replica.PROGRAM_SECONDS)
+        self._program_turns = Histogram(replica.PROGRAM_TURNS)
+        self._pauses: dict[str, Histogram] = {}
+        """By tool. Tools that come after the first `_MAX_TOOLS` share one entry."""
+
+    def began(self, *, is_named: bool) -> None:
+        self._begun["id" if is_named else "hash"] += 1
+
+    def returned(self, tool: str, pause_seconds: float) -> None:
+        if tool not in self._pauses and len(self._pauses) >= _MAX_TOOLS:
+            tool = _OTHERS
+        if tool not in self._pauses:
+            self._pauses[tool] = Histogram(replica.PAUSE_SECONDS)
+        self._pauses[tool].observe(pause_seconds)
+
+    def ended(self, seconds: float, num_turns: int) -> None:
+        self._program_seconds.observe(seconds)
+        self._program_turns.observe(num_turns)
+
+    def taken(self, num_blocks: int, *, waits: bool) -> None:
+        self._taken["waiting" if waits else "paused"] += num_blocks
+
+    def recomputed(self, num_tokens: int) -> None:
+        self._num_recomputed_tokens += num_tokens
+
+    def collect(self) -> Iterator[Metric]:
+        programs = value_family(replica.PROGRAMS)
+        programs.add_metric(["in_turn"], self._retention.num_in_turn)
+        programs.add_metric(["paused"], self._retention.num_paused)
+        yield programs
+        yield single(replica.RETAINED_BLOCKS, self._retention.num_retained_blocks)
+        yield single(replica.RECOMPUTED_TOKENS, self._num_recomputed_tokens)
+        for spec, counts, labels in (
+            (replica.PROGRAMS_BEGUN, self._begun, ("id", "hash")),
+            (replica.RETAINED_BLOCKS_TAKEN, self._taken, ("paused", "waiting")),
+        ):
+            family = value_family(spec)
+            for label in labels:
+                family.add_metric([label], counts[label])
+            yield family
+        for spec, histogram in (
+            (replica.PROGRAM_SECONDS, self._program_seconds),
+            (replica.PROGRAM_TURNS, self._program_turns),
+        ):
+            one = histogram_family(spec)
+            histogram.add_to(one)
+            yield one
+        pauses = histogram_family(replica.PAUSE_SECONDS)
+        for tool, histogram in list(self._pauses.items()):
+            histogram.add_to(pauses, [tool])
+        yield pauses

@@ -1,0 +1,23 @@
+"""Which turn of which program a request is, for traces and views."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class ProgramTurn:
+    """Set when a request is queued, by a policy that knows programs."""
+
+    program: str
+    """The client's id of the program, or a number with a # before it."""
+    number: int
+    """The number of the turn in its program, from 1."""
+    tool: str = ""
+    """The tool that ran before the turn."""
+    pause_seconds: float | None = None
+    """The time since the end of the turn before. None if no context of the program paused."""
+    num_context_tokens: int = 0
+    """Tokens of the context with which the turn begins."""
+    traceparent_before: str = ""
+    """The trace context of the turn before. Empty if it was not traced."""
+    num_recomputed_tokens: int = 0
+    """Tokens in whole blocks of the context that were not cached any more. Set at the end."""
