@@ -1,16 +1,17 @@
 """All four services with the policy `program`, and agents whose contexts exceed the pool."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.stack import Stack
+from tests.e2e.stack import SERVICES, Stack
 from tests.e2e.tiny import save_servable_model
-from tests.plain_http import http_post
+from tests.plain_http import http_get, http_post
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.options.simulated.oracle import Oracle
 
@@ -50,4 +51,63 @@ def test_agents_get_their_answers_and_find_their_contexts(stack: Stack) -> None:
         cached = list(pool.map(lambda number: run_program(stack, number), range(NUM_PROGRAMS)))
     # At most 64 + 80 + 96 tokens in whole blocks of the last three prompts of each.
     assert sum(cached) > 0.5 * NUM_PROGRAMS * 240
+    stack.wait_until_nothing_is_held()
+
+
+def turn(stack: Stack, context: list[int], **fields: object) -> tuple[list[int], int]:
+    """Sends a turn. Checks its answer. Returns the context after it, and its cached tokens."""
+    body = {"prompt": context, "max_tokens": 12, "return_token_ids": True} | fields
+    answer = http_post(f"{stack.url}/v1/completions", json=body).json()
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] == ORACLE.continuation(context, 12)
+    num_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return [*context, *choice["token_ids"]], num_cached
+
+
+def num_begun(stack: Stack) -> float:
+    """The number of programs that the present scheduler process has seen to begin."""
+    text = http_get(f"{stack.url}/metrics").text
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "stepwell_programs_begun_total"
+    )
+
+
+@pytest.mark.parametrize("service", ["kvpool", "worker", "scheduler"])
+def test_a_loss_in_a_pause_costs_the_context_and_nothing_else(stack: Stack, service: str) -> None:
+    job = {"job_id": f"loses-{service}", "this_func_call": "grep"}
+    context, _ = turn(stack, [*range(30, 90), SERVICES.index(service)], **job)
+    before, pid = num_begun(stack), stack.pids()[service]
+    stack.hit(service)
+    stack.wait_until_back(service, pid)
+    context, num_cached = turn(stack, [*context, *range(20, 28)], **job)
+    assert num_cached == 0
+    assert num_begun(stack) == (1 if service == "scheduler" else before)
+    _, num_cached = turn(stack, [*context, *range(20, 28)], **job, is_last_step=True)
+    assert num_cached >= 64
+    stack.wait_until_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    "fields_of",
+    [
+        lambda _agent, turn: {"job_id": "the only one", "this_func_call": f"tool {turn}"},
+        lambda agent, turn: {"session_id": f"{agent} {turn}"},
+        lambda agent, turn: {"job_id": f"{agent}", "is_last_step": True, "cache_salt": f"{turn}"},
+    ],
+    ids=["one name for all", "another name for each turn", "always the last turn"],
+)
+def test_wrong_names_change_no_answer(
+    stack: Stack, fields_of: Callable[[int, int], dict[str, object]]
+) -> None:
+    def run(agent: int) -> None:
+        context = [7 + (agent * 37 + place) % 90 for place in range(60)]
+        for number in range(NUM_TURNS):
+            context, _ = turn(stack, context, **fields_of(agent, number))
+            context += range(20, 28)
+
+    with ThreadPoolExecutor(NUM_PROGRAMS) as pool:
+        list(pool.map(run, range(NUM_PROGRAMS)))
     stack.wait_until_nothing_is_held()
