@@ -34,7 +34,6 @@ FAMILIES = {
     "poison": 0.1,
 }
 """The features that a world may have, with their probabilities."""
-_CONNECTORS = {"connector", "tier"}
 
 
 def make_world(number: int) -> World:
@@ -105,9 +104,7 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
         budget = max_model_len + num_drafts
     max_num_seqs = random.randint(1, 6)
     named: dict[str, Any] = {
-        "policy": random.choice(
-            [name for name in POLICIES if name != PROGRAM or families.isdisjoint(_CONNECTORS)]
-        ),
+        "policy": random.choice(list(POLICIES)),
         "block_size": block_size,
         "num_blocks": 2,
         "max_model_len": max_model_len,

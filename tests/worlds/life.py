@@ -26,6 +26,7 @@ from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
 from services.scheduler.core.output import EngineCoreOutputs, SchedulerOutput, WaitReason
+from services.scheduler.core.policies.program.retention import ProgramRetention
 from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
@@ -318,7 +319,10 @@ class Life:
         for request in ended:
             if request.context is not None and request.key % 3:  # of the others nothing is said
                 tool = self.world.arrivals[0].name if request.key % 4 else ""
-                self.scheduler.end_turn(request.context, tool, ends=not request.key % 5)
+                if request.key % 5:
+                    self.engine.changes.end_turn(request.context, tool)
+                else:
+                    self.scheduler.end_turn(request.context, tool, ends=True)
                 self.happened["ends of turns"] += 1
         self.in_flight = [later for later in self.in_flight if later.step > plan.step]
         self.workers.taken_in(plan)
@@ -345,12 +349,20 @@ class Life:
             self.pool.is_lost or self.pool.core.num_free_blocks == self.world.config.num_blocks - 1
         )
         assert not self.scheduler.requests
+        self._check_contexts()
         if self.offloading is not None:
             stats, index = self.offloading.stats, self.offloading.index
             self.happened["blocks stored in tiers"] += stats.num_stored_blocks
             self.happened["blocks loaded from tiers"] += stats.num_loaded_blocks
             self.happened["blocks damaged in tiers"] += stats.num_invalid_blocks
             self.happened["blocks replaced in tiers"] += index.num_evictions
+
+    def _check_contexts(self) -> None:
+        """Asserts that the policy knows every context in the pool."""
+        retention, contexts = self.scheduler.retention, self.pool.core._blocks.contexts
+        if isinstance(retention, ProgramRetention) and contexts is not None:
+            self.happened["contexts at the end"] += len(contexts._contexts)
+            assert contexts._contexts.keys() <= {*retention._contexts, *retention._dropped}
 
     def _new_connector(self) -> "StandInConnector | None":
         """The connector for external storage other than the tier."""

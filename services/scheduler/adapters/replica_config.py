@@ -74,9 +74,6 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
         )
     if conflict := TRANSFERS.conflict(config):
         raise FailedPrecondition(conflict)
-    if config.policy == PROGRAM and (config.kv_role or settings.step_log):
-        option = "a tier of offloaded blocks" if config.kv_role else "a step log"
-        raise FailedPrecondition(f"policy {PROGRAM} does not work with {option}")
     if settings.prefix_match_unit is not None and not config.aligns_states:
         raise FailedPrecondition(
             "prefix_match_unit is for models with recurrent layers whose states are cached: "

@@ -102,6 +102,6 @@ def _draw_shape(rng: random.Random) -> Shape:
     settings = dict(setting for setting in _SETTINGS if rng.random() < _CHANGED)
     if not has_tier and rng.random() < _CHANGED:  # a tier is found as cached prefixes are
         settings["enable_prefix_caching"] = False
-    if not (has_tier or shape.has_step_log) and rng.random() < 0.3:
+    if rng.random() < 0.3:
         settings["policy"] = "program"
     return replace(shape, drafts=drafts, has_tier=has_tier, settings=tuple(settings.items()))

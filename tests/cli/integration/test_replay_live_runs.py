@@ -45,7 +45,7 @@ async def expect_no_difference(path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "ends early" not in said
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "program"])
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["two in flight", "one in flight"])
 async def test_a_run_under_load_is_reproduced_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], policy: str, async_scheduling: bool

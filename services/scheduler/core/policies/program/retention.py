@@ -246,6 +246,8 @@ class ProgramRetention:
         for change in outcome.contexts:
             context = self._contexts.get(change.context)
             if context is None:
+                if change.num_blocks:  # it was dropped before its blocks were free
+                    self._dropped.append(change.context)
                 continue
             if change.num_blocks != context.num_blocks and context.returned_at is not None:
                 self.version += 1
@@ -308,7 +310,8 @@ class ProgramRetention:
         if not num_running or request is self.first_cold:
             return
         if self.is_cold(request):
-            terms.num_blocks_kept_free = int(HEADROOM * (self._config.num_blocks - 1))
+            headroom = int(HEADROOM * (self._config.num_blocks - 1))
+            terms.num_blocks_kept_free = max(terms.num_blocks_kept_free, headroom)
         if self._contexts:
             number = self._num_retained_blocks(num_running) if self._is_short else 0
             terms.num_retained_blocks = number

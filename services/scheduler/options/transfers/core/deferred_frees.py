@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 
-from services.common.pool.ids import BlockId, RequestKey
+from services.common.pool.ids import BlockId
 from services.common.pool.operations import (
     BlockCopy,
     BlockTables,
@@ -14,6 +14,7 @@ from services.common.pool.operations import (
     ReleaseCopies,
 )
 from services.scheduler.core.kv.kv_cache_manager import KVCacheManager
+from services.scheduler.core.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,14 @@ class DeferredFrees:
         """
         return [list(free.blocks) for free in self._waiting]
 
-    def add_request(self, key: RequestKey, tables: BlockTables, fence: int) -> None:
-        """Adds the blocks of an ended request. They are freed after the output of step `fence`."""
+    def add_request(self, request: Request, tables: BlockTables, fence: int) -> None:
+        """Adds the blocks of an ended request. They are freed after the output of step `fence`, and
+        become the request's context if it has one.
+        """
         held = (block for table in tables for block in dropwhile(lambda block: not block, table))
-        self._waiting.append(_DeferredFree(Release((key,), as_one_list=True), [*held], fence))
+        contexts = () if request.context is None else (request.context,)
+        release = Release((request.key,), as_one_list=True, contexts=contexts)
+        self._waiting.append(_DeferredFree(release, [*held], fence))
 
     def add_copies(self, copies: Sequence[BlockCopy], fence: int) -> None:
         """Adds the source and target blocks of the copies that step `fence` makes."""

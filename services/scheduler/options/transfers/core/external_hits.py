@@ -4,7 +4,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from services.common.pool.kv_cache_groups import AttentionType, hit_block_size
-from services.common.pool.operations import Admission
+from services.common.pool.operations import Admission, StopReason
 from services.scheduler.core.engine.replica_state import ReplicaState
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.planning.admission import AdmissionPlan, PassedOver
@@ -35,6 +35,7 @@ class ExternalHits:
         self._running = state.running
         self._steps = state.steps
         self._kv_cache_manager = state.kv_cache_manager
+        self._retention = state.retention
         self._transfers = transfers
         self._hit_block_size = hit_block_size(state.config.all_groups)
         self._has_states_only = all(
@@ -62,9 +63,8 @@ class ExternalHits:
         builder.prefixes.external[request] = match.num_tokens
         if not (match.is_async and match.num_tokens):
             return None
-        if not await self._begin_load(builder, request, traceparent):
-            plan.stop(WaitReason.NO_BLOCKS)
-        return plan
+        reason = await self._begin_load(builder, request, traceparent)
+        return plan if reason is None else plan.stop(reason)
 
     def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
         """The number of tokens that the connector can load after the local hit, and whether they
@@ -118,12 +118,20 @@ class ExternalHits:
             unknown = list(dict.fromkeys([request, *islice(others, LOOKUP_BATCH)]))
             await self._kv_cache_manager.look_up(builder, unknown, traceparent)
 
-    async def _begin_load(self, builder: StepBuilder, request: Request, traceparent: str) -> bool:
-        """Allocates the blocks of a load, and begins it. Returns False if the blocks do not fit."""
+    async def _begin_load(
+        self, builder: StepBuilder, request: Request, traceparent: str
+    ) -> WaitReason | None:
+        """Allocates the blocks of a load, and begins it. Returns why it cannot begin, or None."""
         terms = self._load_terms(builder, request)
+        if self._retention is not None:
+            self._retention.limit(terms, request, len(self._running))
         outcome = await self._kv_cache_manager.admit([terms], traceparent)
+        if outcome.stop is not None and outcome.stop.reason is StopReason.RETAINED:
+            assert self._retention is not None
+            self._retention.held_up(len(self._running))
+            return WaitReason.RETAINED
         if not outcome.admitted:
-            return False
+            return WaitReason.NO_BLOCKS
         (blocks,) = outcome.admitted
         self._queues.hold(request)
         request.take_blocks(terms, blocks, self._config.block_size, self._config.hash_block_size)
@@ -131,7 +139,7 @@ class ExternalHits:
         request.num_computed_tokens = prefixes.hits[request] + prefixes.external[request]
         self._transfers.begin_load(request, blocks, prefixes.external[request])
         prefixes.forget_hits()
-        return True
+        return None
 
     def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
         """The terms of an admission for an asynchronous load. The admission allocates blocks only

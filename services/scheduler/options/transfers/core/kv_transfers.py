@@ -208,9 +208,9 @@ class KVTransfers:
         if is_loading or is_sent:
             self._leaving[request.key] = request, blocks
         elif blocks[0] and self._is_written(request, in_flight):
-            self.deferred_frees.add_request(request.key, blocks, in_flight[-1].step)
+            self.deferred_frees.add_request(request, blocks, in_flight[-1].step)
         else:
-            self._kv_cache_manager.release(request)
+            self._kv_cache_manager.release(request, request.context)
 
     # When the output of a step has arrived
 
@@ -336,9 +336,9 @@ class KVTransfers:
             return
         request, blocks = self._leaving.pop(key)
         if self._is_written(request, in_flight):
-            self.deferred_frees.add_request(key, blocks, in_flight[-1].step)
+            self.deferred_frees.add_request(request, blocks, in_flight[-1].step)
         else:
-            self._kv_cache_manager.pending.release(key)
+            self._kv_cache_manager.pending.release(key, request.context)
 
 
 def _leave_moved(table: list[BlockId], appended: Sequence[BlockId]) -> None:
