@@ -13,6 +13,7 @@ from rich.text import Text
 from services.cli.amounts import seconds_text
 from services.cli.arguments import ClientParser, client_of
 from services.cli.errors import CommandError
+from services.cli.views.program_view import program_lines
 from services.cli.views.waterfall import in_ascii, waterfall
 
 _PIPE_WIDTH = 120
@@ -30,6 +31,14 @@ def main(argv: Sequence[str]) -> int:
             lines = waterfall(
                 trace, arguments.width or columns, every_attribute=arguments.attributes
             )
+        elif arguments.program is not None:
+            query = f"program={quote(arguments.program, safe='')}&limit=200"
+            turns = client.get(f"/traces?{query}")["traces"]
+            if not turns:
+                raise CommandError(f"no turn of program {arguments.program} has been traced")
+            columns = shutil.get_terminal_size((_PIPE_WIDTH, 40)).columns
+            drawn = program_lines(arguments.program, turns, arguments.width or columns)
+            lines = list(map(Text, drawn))
         else:
             listed = client.get(f"/traces?order={arguments.order}&limit={arguments.limit}")
             if not listed["are_kept"] and not listed["traces"]:
@@ -91,6 +100,9 @@ def _parser() -> ClientParser:
     )
     parser.add_argument(
         "name", nargs="?", metavar="ID", help="id of a request, or of its trace (default: a list)"
+    )
+    parser.add_argument(
+        "--program", metavar="ID", help="draw the turns and pauses of a program, see docs/agents.md"
     )
     order = parser.add_mutually_exclusive_group()
     for name in ("slowest", "failed"):

@@ -1,5 +1,7 @@
 """All four services with the policy `program`, and agents whose contexts exceed the pool."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from tests.e2e.stack import SERVICES, Stack
 from tests.e2e.tiny import save_servable_model
 from tests.plain_http import http_get, http_post
 from tests.tiny_models import VOCAB_SIZE
+from tests.waiting import wait_for
 from tests.worker.options.simulated.oracle import Oracle
 
 PROFILE = "kv_cache_memory_bytes = 1_500_000\n[mixed]\nseconds = 0.01\nseconds_per_token = 2e-4\n"
@@ -27,7 +30,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     (directory / "model.safetensors").unlink()
     (directory / "steps.toml").write_text(PROFILE)
     flags = ("--device", "simulated", "--profile", "steps.toml", "--policy", "program")
-    flags += ("--num-blocks", "41", "--max-num-seqs", "4")
+    flags += ("--num-blocks", "41", "--max-num-seqs", "4", "--trace-sample-ratio", "1")
     with closing(Stack(directory, *flags, directory=directory)) as running:
         yield running
 
@@ -62,6 +65,30 @@ def turn(stack: Stack, context: list[int], **fields: object) -> tuple[list[int],
     assert choice["token_ids"] == ORACLE.continuation(context, 12)
     num_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return [*context, *choice["token_ids"]], num_cached
+
+
+def test_a_programs_turns_are_drawn(stack: Stack) -> None:
+    job = {"job_id": "drawn", "this_func_call": "grep"}
+    context, _ = turn(stack, [*range(33, 93)], **job)
+    time.sleep(0.2)
+    turn(stack, [*context, 21, 22], **job)
+    command = [sys.executable, "-m", "services.cli", "trace", "--url", stack.url]
+
+    def drawn() -> str:
+        asked = [*command, "--program", "drawn", "--width", "100"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=False)
+        return done.stdout
+
+    wait_for(lambda: "turn 2" in drawn(), 20)
+    title, first, pause, second = drawn().splitlines()
+    assert title.startswith("drawn: 2 turns traced, ")
+    assert first.startswith("turn 1 ")
+    assert "grep" in pause
+    assert "context 72" in second
+    unknown = subprocess.run(
+        [*command, "--program", "other"], capture_output=True, text=True, check=False
+    )
+    assert "no turn of program other has been traced" in unknown.stderr
 
 
 def num_begun(stack: Stack) -> float:

@@ -7,9 +7,22 @@ from typing import Any
 from services.gateway.adapters.http.openapi.answers import Answer
 
 
+class ProgramTurn(Answer):
+    """A turn of a program: its number, and the tool and the pause before it. `recomputed_tokens`
+    are those of the context that were not cached any more.
+    """
+
+    number: int
+    tool: str
+    pause_seconds: float | None
+    context_tokens: int
+    recomputed_tokens: int
+
+
 class TraceSummary(Answer):
     """A request that has ended or is running. For a running request, `seconds` is its time so far,
-    and `num_spans` is 1. `error` is null if nothing failed.
+    and `num_spans` is 1. `error` is null if nothing failed. `turn` is null unless a program is
+    queried.
     """
 
     trace_id: str
@@ -21,6 +34,7 @@ class TraceSummary(Answer):
     is_running: bool
     num_spans: int
     attributes: dict[str, Any]
+    turn: ProgramTurn | None = None
 
 
 class Traces(Answer):

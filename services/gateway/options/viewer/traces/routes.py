@@ -3,7 +3,7 @@ its spans.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -15,19 +15,27 @@ from services.common.errors import NotFound
 from services.gateway.adapters.http.exchange.query import Query, read_query
 from services.gateway.adapters.http.exchange.route import Route
 from services.gateway.options.viewer import answers
-from services.gateway.options.viewer.core.trace_store import TraceStore
+from services.gateway.options.viewer.core.trace_store import StoredTrace, TraceStore
 from services.gateway.options.viewer.traces.running import Order, RunningTraces
-from services.gateway.options.viewer.traces.trace_document import Document, document, summary
+from services.gateway.options.viewer.traces.trace_document import (
+    Document,
+    document,
+    summary,
+    turn_of,
+)
 
 TRACES = "/traces"
 _MAX_LISTED = 200
 
 
 class TracesQuery(Query):
-    """The query of /traces: the order of the list, and its maximum length."""
+    """The query of /traces: the order of the list, its maximum length, and a program whose ended
+    turns are listed.
+    """
 
     order: Literal["newest", "slowest", "failed"] = "newest"
     limit: int = Field(default=20, ge=1, le=_MAX_LISTED)
+    program: str | None = Field(default=None, max_length=256)
 
 
 _CHOICES: dict[str, Callable[[list[Document]], list[Document]]] = {
@@ -35,6 +43,11 @@ _CHOICES: dict[str, Callable[[list[Document]], list[Document]]] = {
     "slowest": lambda traces: sorted(traces, key=lambda trace: -trace["seconds"]),
     "failed": lambda traces: [trace for trace in traces if trace["error"] is not None],
 }
+
+
+def _turns(traces: Iterable[StoredTrace], program: str) -> list[Document]:
+    turns = ((trace, turn_of(trace, program)) for trace in traces)
+    return [summary(trace) | {"turn": turn} for trace, turn in turns if turn is not None]
 
 
 class TraceRoutes:
@@ -61,18 +74,25 @@ class TraceRoutes:
         may_see = partial(self._may_see, request)
         kept = [] if self._store is None else list(self._store.requests())
         mine = [trace for trace in kept if may_see(trace.caller_id)]
+        if query.program is not None:
+            turns = await asyncio.to_thread(_turns, mine, query.program)
+            shown = _CHOICES[query.order](turns)[: query.limit]
+            return self._answer(len(mine), shown)
         order = Order.OLDEST if query.order == "slowest" else Order.NEWEST
         running = self._running.requests(may_see, query.limit, order)
         listed = await asyncio.to_thread(
             lambda: _CHOICES[query.order](list(map(summary, [*running, *mine])))
         )
         shown = listed[: query.limit]
+        return self._answer(len(mine), shown)
+
+    def _answer(self, num_kept: int, shown: list[Document]) -> Response:
         if self._store is not None:
             for one in shown:
                 if not one["is_running"]:
                     self._store.shown(one["trace_id"])
         return JSONResponse(
-            {"are_kept": self._store is not None, "num_kept": len(mine), "traces": shown}
+            {"are_kept": self._store is not None, "num_kept": num_kept, "traces": shown}
         )
 
     async def trace(self, request: Request) -> Response:

@@ -33,6 +33,23 @@ def summary(trace: StoredTrace) -> Document:
     }
 
 
+def turn_of(trace: StoredTrace, program: str) -> Document | None:
+    """Returns which turn of a program a request is. None if it is none."""
+    for one in trace.spans:
+        if names.ATTR_PROGRAM.encode() not in one.encoded:
+            continue
+        attributes = attributes_of(trace_pb2.Span.FromString(one.encoded).attributes)
+        if attributes.get(names.ATTR_PROGRAM) == program:
+            return {
+                "number": attributes[names.ATTR_TURN],
+                "tool": attributes.get(names.ATTR_TOOL, ""),
+                "pause_seconds": attributes.get(names.ATTR_PAUSE_SECONDS),
+                "context_tokens": attributes.get(names.ATTR_CONTEXT_TOKENS, 0),
+                "recomputed_tokens": attributes.get(names.ATTR_RECOMPUTED_TOKENS, 0),
+            }
+    return None
+
+
 def document(trace: StoredTrace) -> Document:
     """Returns a trace with all its spans. A span precedes its children, which are ordered by time.
     Times are in seconds from the start of the first span.
