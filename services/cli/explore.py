@@ -17,9 +17,11 @@ def main(argv: Sequence[str]) -> int:
     if not (arguments.model / "config.json").exists():
         raise CommandError(f"{arguments.model} is no model directory")
     install()
-    from services.simulation.explore.search import replay, search  # noqa: PLC0415 - after `install`
+    # After `install`:
+    from services.cli.replay.log_check import log_differences  # noqa: PLC0415
+    from services.simulation.explore.search import replay, search  # noqa: PLC0415
 
     if arguments.seed is not None:
-        return replay(arguments.model, arguments.seed)
+        return replay(arguments.model, arguments.seed, log_differences)
     first = arguments.first
-    return search(arguments.model, range(first, first + arguments.seeds))
+    return search(arguments.model, range(first, first + arguments.seeds), log_differences)

@@ -55,7 +55,7 @@ class StepLogFile:
             raise CommandError(f"{path} line 1 is missing: there is no header")
         self.header_line = first
         with self.naming(first):
-            self.header = _read_header(first.entry)
+            self.header = read_header(first.entry)
 
     def __iter__(self) -> Iterator[Line]:
         return self._lines
@@ -121,7 +121,7 @@ def _decompressed_lines(file: IO[bytes]) -> Iterator[bytes]:
         raise ValueError(error) from None
 
 
-def _read_header(top: Field) -> Header:
+def read_header(top: Field) -> Header:
     top["schema"].one_of([SCHEMA])
     if top["version"].integer(1) not in (VERSION, TIMED_VERSION):
         raise top["version"].wrong(

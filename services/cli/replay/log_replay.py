@@ -24,6 +24,7 @@ from services.common.pool.ids import ContextId, RequestKey
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
 from services.scheduler.core.input_chunk import InputChunk
+from services.scheduler.core.output import WaitReason
 from services.scheduler.core.ports import PoolLost
 from services.scheduler.core.request import Request
 from services.scheduler.core.step_log.log_entry import Entry
@@ -120,6 +121,7 @@ class LogReplay(SchedulerRun):
                 observed = read_observed(entry)
                 for step in observed:
                     self.scheduler.step_costs.observe(*step)
+                self._note_preparations(entry)
                 plan = await self.schedule(self.history.num_plans, throttled=throttled)
                 self.in_flight[plan.step] = plan
                 now = self._now if "now" in entry.members() else None
@@ -165,6 +167,16 @@ class LogReplay(SchedulerRun):
         update = self.scheduler.update_from_output(plan, output)
         self.statistics.updated(update)
         self.history.add_update(update, output.draft_token_ids)
+
+    def _note_preparations(self, entry: Field) -> None:
+        """Takes from a plan's reasons whether requests with a grammar wait for it, or until then
+        for the load of their adapter. The scheduler does not decide this, and the log does not say
+        when the load ends.
+        """
+        for name, reason in entry.get("passed_over", {}).members().items():
+            request = self.requests.get(RequestKey(int(name))) if name.isdecimal() else None
+            if request is not None:
+                request.awaits_adapter = reason == WaitReason.ADAPTERS.value
 
     def _end_turn(self, entry: Field) -> None:
         context = ContextId(entry["context"].integer(1))

@@ -2,7 +2,7 @@
 
 import asyncio
 from asyncio import create_task
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -57,11 +57,16 @@ class Report:
     failures: list[str] = field(default_factory=list)
 
 
+CheckLog = Callable[[bytes], Sequence[str]]
+"""Returns what is wrong with a step log, as sentences."""
+
+
 class Explorer:
     """Runs plans with one model. Keeps the answers of requests alone."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, check_log: CheckLog) -> None:
         self._model = model
+        self._check_log = check_log
         self._alone: dict[Request, Answer] = {}
 
     def run(self, plan: Plan) -> Report:
@@ -79,6 +84,9 @@ class Explorer:
             report.failures.append(f"{type(error).__name__}: {error}")
         report.failures += network.errors
         report.failures += self._compare(plan, answers)
+        for name, service in fleet.services.items():
+            for file in service.process.files:
+                report.failures += [f"{name}: {what}" for what in self._check_log(file.content)]
         return report
 
     def prepare(self, plans: Iterable[Plan]) -> None:

@@ -8,14 +8,14 @@ from hashlib import sha256
 from pathlib import Path
 
 from services.simulation.explore.plan import Plan, make_plan
-from services.simulation.explore.run import Explorer, Report
+from services.simulation.explore.run import CheckLog, Explorer, Report
 
 _PREPARED_AT_ONCE = 10
 
 
-def search(model: Path, seeds: Sequence[int]) -> int:
+def search(model: Path, seeds: Sequence[int], check_log: CheckLog) -> int:
     """Runs seeds. Prints failures, and a digest of all logs. Returns the exit status."""
-    explorer, digest, num_failed = Explorer(model), sha256(), 0
+    explorer, digest, num_failed = Explorer(model, check_log), sha256(), 0
     gc.collect()
     gc.freeze()
     for start in range(0, len(seeds), _PREPARED_AT_ONCE):
@@ -31,11 +31,11 @@ def search(model: Path, seeds: Sequence[int]) -> int:
     return 1 if num_failed else 0
 
 
-def replay(model: Path, seed: int) -> int:
+def replay(model: Path, seed: int, check_log: CheckLog) -> int:
     """Runs one seed, and prints its log. If it fails, prints the log of a smaller run that fails,
     too. Returns the exit status.
     """
-    explorer = Explorer(model)
+    explorer = Explorer(model, check_log)
     report = explorer.run(make_plan(seed))
     if report.failures:
         _complain(report)

@@ -14,9 +14,11 @@ from stepwell.common.v1 import common_pb2
 from services.cli.replay.fields import Field
 from services.cli.replay.log_file import Header
 from services.cli.replay.log_replay import LogReplay
+from services.common.pool.ids import RequestKey
 from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.grammar import GrammarStatus
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.policies import POLICIES
 from services.scheduler.core.ports import PoolLost
@@ -145,6 +147,23 @@ def test_a_replay_of_any_run_makes_the_same_decisions(
             assert sum(sample.num_preemptions for sample in run.samples) == run.num_preemptions
 
     asyncio.run(again())
+
+
+async def test_why_a_grammar_waits_is_replayed() -> None:
+    """A request with a grammar waits for its adapter first. The scheduler is not called between."""
+    config = SchedulerConfig(8, 32, 32, block_size=4, num_blocks=30, max_loras=2)
+    entries: list[Entry] = []
+    scheduler = RecordingScheduler(config, InProcessPool(config), entries.append)
+    request = Request("a", RequestKey(1), [1, 2, 3], 3, SamplingParams(max_tokens=2))
+    request.grammar, request.awaits_adapter = GrammarStatus.COMPILING, True
+    scheduler.add(request)
+    await scheduler.schedule()
+    request.awaits_adapter = False
+    await scheduler.schedule()
+    assert [entry["passed_over"] for entry in entries[1:]] == [{"1": "adapters"}, {"1": "grammar"}]
+    replay = LogReplay(Header("none", config))
+    for entry in entries:
+        assert await replay.replay_entry(Field(entry)) == []
 
 
 # A changed log
