@@ -81,10 +81,18 @@ class Client:
         return _parse(response.text)
 
     def default_model(self) -> str:
-        models = self.get("/v1/models").get("data", [])
+        return str(self._models()[0]["id"])
+
+    def max_model_len(self, model: str) -> int | None:
+        """The longest context of a model. None if the server does not say it."""
+        lengths = {one["id"]: one.get("max_model_len") for one in self._models()}
+        return lengths.get(model)
+
+    def _models(self) -> list[dict[str, Any]]:
+        models: list[dict[str, Any]] = self.get("/v1/models").get("data", [])
         if not models:
             raise CommandError(f"{self._url} serves no model")
-        return str(models[0]["id"])
+        return models
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
         """Posts `body` and yields the JSON of each event until `[DONE]`."""

@@ -19,7 +19,8 @@ from services.cli.bench.argument_types import (
     request_rate,
 )
 from services.cli.bench.core.lengths import Range
-from services.cli.bench.settings import DEFAULT_REQUESTS, BenchSettings, check
+from services.cli.bench.settings import DEFAULT_PROGRAMS, DEFAULT_REQUESTS, BenchSettings, check
+from services.simulation.laboratory.agents import LOADS
 
 DESCRIPTION = """\
 Sends a load to any server with OpenAI's API (Stepwell, vLLM, SGLang, llama.cpp) and measures time
@@ -35,7 +36,8 @@ def parse(argv: Sequence[str]) -> tuple[BenchSettings, argparse.Namespace]:
     flags = _parser().parse_args(argv)
     given = {name for name, value in vars(flags).items() if value is not None}
     num_requests = flags.num_requests
-    if num_requests is None and flags.duration is None and flags.trace is None:
+    is_bounded = flags.duration is not None or flags.trace is not None or flags.programs is not None
+    if num_requests is None and not is_bounded:
         num_requests = DEFAULT_REQUESTS
     settings = BenchSettings(
         url=flags.url,
@@ -62,6 +64,9 @@ def parse(argv: Sequence[str]) -> tuple[BenchSettings, argparse.Namespace]:
         tokenizer=flags.tokenizer,
         dataset=flags.dataset,
         trace=flags.trace,
+        programs=flags.programs,
+        num_programs=flags.num_programs or DEFAULT_PROGRAMS,
+        anonymous=flags.anonymous is not None,
         time_scale=1.0 if flags.time_scale is None else flags.time_scale,
         token_scale=1.0 if flags.token_scale is None else flags.token_scale,
         goodput=dict(flags.goodput),
@@ -216,7 +221,28 @@ def _add_prompts(group: Any) -> None:
         "--time-scale", type=above_zero, metavar="X", help="multiplies a trace's times"
     )
     group.add_argument(
-        "--token-scale", type=above_zero, metavar="X", help="multiplies a trace's lengths"
+        "--token-scale",
+        type=above_zero,
+        metavar="X",
+        help="multiplies lengths of a trace or of programs",
+    )
+    group.add_argument(
+        "--programs",
+        choices=LOADS,
+        help="agents' programs, whose turns follow each other after the pauses of tools; arrivals "
+        "are programs",
+    )
+    group.add_argument(
+        "--num-programs",
+        type=count,
+        metavar="N",
+        help=f"how many programs (default: {DEFAULT_PROGRAMS})",
+    )
+    group.add_argument(
+        "--anonymous",
+        action="store_const",
+        const=True,
+        help="do not say which program, tool and last turn a request is of",
     )
 
 

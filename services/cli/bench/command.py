@@ -22,6 +22,7 @@ from services.cli.bench.core.result import (
 )
 from services.cli.bench.core.summary import Summary, summarize
 from services.cli.bench.core.vocabulary import Vocabulary, counted_vocabulary
+from services.cli.bench.loads import MAX_TOKENS
 from services.cli.bench.run import BenchRun, Outcome
 from services.cli.bench.settings import BenchSettings
 from services.cli.client import Client
@@ -60,7 +61,10 @@ def _measure(settings: BenchSettings) -> Outcome:
     with Client(address.url, settings.api_key) as client:
         model = settings.model or client.default_model()
         vocabulary = _vocabulary(settings, client, model)
-    return uvloop.run(BenchRun(settings, address, model, vocabulary, _warn).run())
+        run = BenchRun(settings, address, model, vocabulary, _warn)
+        if settings.programs is not None:
+            run.max_tokens = client.max_model_len(model) or MAX_TOKENS
+    return uvloop.run(run.run())
 
 
 def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabulary | None:

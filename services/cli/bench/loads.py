@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from services.cli.bench.core.dataset import DatasetError, DatasetLoad, read_dataset
+from services.cli.bench.core.program_load import ProgramLoad
 from services.cli.bench.core.rate import RequestRate, unit_arrivals
 from services.cli.bench.core.session import Session
 from services.cli.bench.core.synthetic import SyntheticLoad
@@ -12,6 +13,10 @@ from services.cli.bench.core.trace import TraceError, TraceLine, TraceLoad, read
 from services.cli.bench.core.vocabulary import Vocabulary
 from services.cli.bench.settings import BenchSettings
 from services.cli.errors import CommandError
+from services.simulation.laboratory.workloads import Traffic, generate
+
+MAX_TOKENS = 1 << 20
+"""The longest context of a program if the server does not say how long contexts may be."""
 
 
 def trace_lines(path: Path) -> list[TraceLine]:
@@ -46,6 +51,21 @@ def synthetic_load(settings: BenchSettings, vocabulary: Vocabulary) -> Synthetic
         turns=settings.turns,
         think_seconds=settings.think_seconds,
         seed=settings.seed,
+    )
+
+
+def program_load(
+    settings: BenchSettings, name: str, vocabulary: Vocabulary, max_tokens: int
+) -> ProgramLoad:
+    """The programs of a workload, cut before their contexts exceed `max_tokens`."""
+    traffic = Traffic(
+        settings.num_programs, 1.0, settings.seed, settings.token_scale, max_tokens=max_tokens
+    )
+    return ProgramLoad(
+        generate(name, traffic),
+        vocabulary,
+        seed=settings.seed,
+        says_names=not settings.anonymous,
     )
 
 

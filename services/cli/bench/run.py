@@ -26,7 +26,15 @@ from services.cli.bench.core.record import RequestRecord
 from services.cli.bench.core.session import Session
 from services.cli.bench.core.session_run import Budget, SessionRun
 from services.cli.bench.core.vocabulary import Vocabulary
-from services.cli.bench.loads import arrivals, dataset_load, synthetic_load, trace_lines, trace_load
+from services.cli.bench.loads import (
+    MAX_TOKENS,
+    arrivals,
+    dataset_load,
+    program_load,
+    synthetic_load,
+    trace_lines,
+    trace_load,
+)
 from services.cli.bench.settings import BenchSettings
 
 
@@ -88,6 +96,8 @@ class BenchRun:
     model: str
     vocabulary: Vocabulary | None
     warn: Callable[[str], None]
+    max_tokens: int = MAX_TOKENS
+    """The longest context of a program."""
     _clock: RunClock = field(init=False, default_factory=RunClock)
 
     async def run(self) -> Outcome:
@@ -171,6 +181,8 @@ class BenchRun:
         if settings.dataset is not None:
             return dataset_load(settings, settings.dataset)
         assert self.vocabulary is not None
+        if settings.programs is not None:
+            return program_load(settings, settings.programs, self.vocabulary, self.max_tokens)
         if settings.trace is not None:
             return trace_load(settings, trace_lines(settings.trace), self.vocabulary)
         return synthetic_load(settings, self.vocabulary)

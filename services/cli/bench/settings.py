@@ -10,6 +10,7 @@ from services.cli.bench.core.rate import RequestRate
 from services.cli.errors import CommandError
 
 DEFAULT_REQUESTS = 100
+DEFAULT_PROGRAMS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,9 @@ class BenchSettings:
     tokenizer: Path | None
     dataset: Path | None
     trace: Path | None
+    programs: str | None
+    num_programs: int
+    anonymous: bool
     time_scale: float
     token_scale: float
     goodput: dict[str, float]
@@ -85,17 +89,21 @@ def check(settings: BenchSettings, given: set[str]) -> None:
         ("trace", {"dataset", "request_rate", "burstiness", "turns", "think_time", "output_len"}),
         ("trace", only_synthetic),
         ("dataset", only_synthetic),
+        ("programs", only_synthetic | {"dataset", "trace", "turns", "think_time", "output_len"}),
     ):
         if getattr(settings, source) is not None and (also := sorted(others & given)):
             raise CommandError(f"--{source} and {_flag(also[0])} contradict", exit_status=2)
     for name, needs in (
         ("time_scale", "trace"),
-        ("token_scale", "trace"),
         ("burstiness", "request_rate"),
         ("num_prefixes", "prefix_len"),
+        ("num_programs", "programs"),
+        ("anonymous", "programs"),
     ):
         if name in given and needs not in given:
             raise CommandError(f"{_flag(name)} needs {_flag(needs)}", exit_status=2)
+    if "token_scale" in given and not given & {"trace", "programs"}:
+        raise CommandError("--token-scale needs --trace or --programs", exit_status=2)
     for name in ("input_len", "output_len", "turns"):
         value: Range = getattr(settings, name)
         if not (value.is_whole and value.low >= 1):

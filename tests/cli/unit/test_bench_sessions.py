@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from services.cli.bench.core.dataset import DatasetError, DatasetLoad, read_dataset
 from services.cli.bench.core.lengths import Range
+from services.cli.bench.core.program_load import ProgramLoad
 from services.cli.bench.core.session import Conversation, Message, Turn
 from services.cli.bench.core.synthetic import SyntheticLoad
 from services.cli.bench.core.trace import TraceError, TraceLine, TraceLoad, read_trace
 from services.cli.bench.core.vocabulary import WORDS, Vocabulary, counted_vocabulary
+from services.simulation.laboratory.workloads import Traffic, generate
 
 ONE_TOKEN_WORDS = Vocabulary(WORDS, 1.0, "test")
 
@@ -217,3 +219,33 @@ def test_a_dataset_in_share_gpts_form() -> None:
 def test_a_bad_item_of_a_dataset_is_named(text: str, sentence: str) -> None:
     with pytest.raises(DatasetError, match=sentence):
         read_dataset(text)
+
+
+def swe_programs(*, says_names: bool = True) -> ProgramLoad:
+    traffic = Traffic(12, 1.0, seed=3, scale=0.1, max_tokens=600)
+    return ProgramLoad(generate("swe", traffic), ONE_TOKEN_WORDS, seed=3, says_names=says_names)
+
+
+def test_programs_have_the_lengths_and_pauses_of_the_laboratory() -> None:
+    traffic = Traffic(12, 1.0, seed=3, scale=0.1, max_tokens=600)
+    for program, session in zip(generate("swe", traffic), swe_programs(), strict=True):
+        new = [num_words(turn.messages[-1].content) for turn in session.turns]
+        assert new == [turn.num_new_tokens for turn in program.turns]
+        pauses = [turn.think_seconds for turn in session.turns]
+        assert pauses == [0.0, *(turn.pause_seconds for turn in program.turns[1:])]
+        assert num_words(session.turns[0].messages[0].content) == program.num_shared_tokens
+
+
+def test_a_program_names_itself_its_tools_and_its_last_turn() -> None:
+    sessions = list(swe_programs())
+    names = {turn.fields["job_id"] for session in sessions for turn in session.turns}
+    assert len(names) == len(sessions) == 12
+    for session in sessions:
+        *turns, last = session.turns
+        assert {turn.fields["this_func_call"] for turn in turns} <= {"sed", "python", "pytest"}
+        assert last.fields["is_last_step"]
+    anonymous = list(swe_programs(says_names=False))
+    assert [len(one.turns) for one in anonymous] == [len(one.turns) for one in sessions]
+    assert not any(turn.fields for session in anonymous for turn in session.turns)
+    asked = Conversation(is_chat=True).ask(sessions[0].turns[-1])
+    assert asked["is_last_step"]

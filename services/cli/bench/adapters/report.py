@@ -12,6 +12,7 @@ _NAMES = {
     "tpot_ms": "time per output token",
     "itl_ms": "inter-token latency",
     "e2el_ms": "end-to-end latency",
+    "program_ms": "program",
     "schedule_lag_ms": "schedule lag",
 }
 

@@ -1,7 +1,7 @@
 """The requests of a load, in sessions of one or several turns. Each turn is one request."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -22,6 +22,8 @@ class Turn:
     messages: tuple[Message, ...]
     output_len: int
     think_seconds: float = 0.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +49,9 @@ class Conversation:
         """Adds a turn. Returns the fields of its request, `messages` or `prompt`."""
         self._messages += turn.messages
         if self._is_chat:
-            return {
-                "messages": [
-                    {"role": message.role, "content": message.content} for message in self._messages
-                ]
-            }
-        return {"prompt": self._text()}
+            messages = [{"role": one.role, "content": one.content} for one in self._messages]
+            return {"messages": messages, **turn.fields}
+        return {"prompt": self._text(), **turn.fields}
 
     def answered(self, text: str) -> None:
         """Adds the server's answer to the history."""

@@ -11,6 +11,8 @@ send an empty first event before they have computed anything.
 * ITL: the gaps between consecutive events with output, over all requests. Several tokens that
   arrive in one event add only one gap.
 * E2EL: from the intended time to the last event of the answer.
+* Program: from the intended time of a session's first request to the end of its last answer, if
+  sessions have several turns.
 * Throughput: successful requests, divided by the time from the first measured request's intended
   time to the end of the last answer.
 """
@@ -83,6 +85,10 @@ class Summary:
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
     e2el_ms: Distribution | None
+    program_ms: Distribution | None
+    """From a session's first intended time to the end of its last answer. None if all sessions have
+    one turn.
+    """
     schedule_lag_ms: Distribution | None
 
 
@@ -122,8 +128,20 @@ def summarize(records: Iterable[RequestRecord], objectives: Mapping[str, float])
         tpot_ms=_of(done, lambda record: record.tpot),
         itl_ms=distribution([gap * _MILLIS for record in done for gap in record.itls]),
         e2el_ms=_of(done, lambda record: record.e2el),
+        program_ms=_programs(done),
         schedule_lag_ms=_of(measured, lambda record: record.schedule_lag),
     )
+
+
+def _programs(done: Sequence[RequestRecord]) -> Distribution | None:
+    spans: dict[int, tuple[float, float, int]] = {}
+    for record in done:
+        begin, end, num_turns = spans.get(record.session, (record.intended, 0.0, 0))
+        end = max(end, record.ended or 0.0)
+        spans[record.session] = min(begin, record.intended), end, num_turns + 1
+    if all(num_turns == 1 for _, _, num_turns in spans.values()):
+        return None
+    return distribution([(end - begin) * _MILLIS for begin, end, _ in spans.values()])
 
 
 def _of(

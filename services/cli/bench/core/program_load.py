@@ -1,0 +1,56 @@
+"""A load of agents' programs, from the workloads of the laboratory."""
+
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from services.cli.bench.core.session import Message, Session, Turn
+from services.cli.bench.core.vocabulary import Vocabulary
+from services.simulation.laboratory import programs
+
+
+class ProgramLoad:
+    """Yields each program as a session. The pauses of tools are its think times. Programs of an
+    application begin with equal text. If `says_names`, each request names its program, the tool
+    that runs after the turn, and whether the turn is the last.
+    """
+
+    def __init__(
+        self,
+        items: Iterable[programs.Program],
+        vocabulary: Vocabulary,
+        *,
+        seed: int,
+        says_names: bool,
+    ) -> None:
+        self._items = items
+        self._vocabulary = vocabulary
+        self._seed = seed
+        self._says_names = says_names
+
+    def __iter__(self) -> Iterator[Session]:
+        for program in self._items:
+            yield Session(program.number, list(self._turns(program)), program.arrival_seconds)
+
+    def _turns(self, program: programs.Program) -> Iterator[Turn]:
+        draw = random.Random(f"{self._seed}/program/{program.number}")
+        for index, turn in enumerate(program.turns):
+            messages: tuple[Message, ...] = (
+                Message("user", self._vocabulary.text(draw, turn.num_new_tokens)),
+            )
+            if index == 0 and program.num_shared_tokens:
+                shared = random.Random(f"{self._seed}/application/{program.application}")
+                text = self._vocabulary.text(shared, program.num_shared_tokens)
+                messages = (Message("system", text), *messages)
+            yield Turn(
+                messages,
+                turn.num_output_tokens,
+                turn.pause_seconds if index else 0.0,
+                self._names(program, index) if self._says_names else {},
+            )
+
+    def _names(self, program: programs.Program, index: int) -> dict[str, Any]:
+        name = {"job_id": f"{self._seed}/{program.number}"}
+        if index + 1 == len(program.turns):
+            return name | {"is_last_step": True}
+        return name | {"this_func_call": program.turns[index + 1].tool}
