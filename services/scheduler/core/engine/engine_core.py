@@ -32,6 +32,10 @@ RETRY_SECONDS = 0.001
 """Delay before planning is tried again if no request could be scheduled and no step is in flight.
 In this case the requests wait for an external event, such as a connector's answer. As in vLLM.
 """
+SWEEP_SECONDS = 0.5
+"""Time after which an idle engine plans a step because requests that have ended keep blocks. The
+step frees those blocks that were kept for long enough.
+"""
 
 
 class EngineState(enum.Enum):
@@ -176,7 +180,7 @@ class EngineCore:
         """
         self.changes.apply()
         planned = False
-        if self._may_plan() and self.scheduler.has_work:
+        if self._may_plan() and (self.scheduler.has_work or self.scheduler.holds_ended):
             traceparent = self._observer.begin()
             plan = await self.scheduler.schedule(traceparent)
             self._observer.planned(plan)
@@ -240,6 +244,9 @@ class EngineCore:
             self._deliver()
             if self._lost is not None:
                 raise self._lost
+            if self.scheduler.holds_ended:
+                await self._until_woken(SWEEP_SECONDS)
+                break
             self._wake.clear()
             await self._wake.wait()
             self._awaits_sessions = False
@@ -251,12 +258,16 @@ class EngineCore:
     async def _linger(self) -> None:
         """Waits a short time for a request if the next step would only free blocks and rows."""
         if self.scheduler.only_frees:
-            self._wake.clear()
-            timer = asyncio.get_running_loop().call_later(self._linger_seconds, self._wake.set)
-            try:
-                await self._wake.wait()
-            finally:
-                timer.cancel()
+            await self._until_woken(self._linger_seconds)
+
+    async def _until_woken(self, seconds: float) -> None:
+        """Waits for a change, but no longer than `seconds`."""
+        self._wake.clear()
+        timer = asyncio.get_running_loop().call_later(seconds, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            timer.cancel()
 
     async def _recover(self, lost: ports.PoolLost | ports.WorkersLost) -> None:
         """Restarts with an empty pool and workers once both are open. Requests keep tokens."""

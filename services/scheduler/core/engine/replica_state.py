@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from services.common.pool.ids import RequestKey
 from services.common.pool.operations import BlockCopy
 from services.common.replica.pause_mode import PauseMode
 from services.scheduler.core.config import SchedulerConfig
@@ -32,7 +33,7 @@ class ReplicaState:
         self.config = config
         self.step_costs = StepCosts()
         """The times of the latest steps, as far as the caller has observed them."""
-        parts = PolicyParts(config, clock, self.step_costs)
+        parts = PolicyParts(config, clock, self.step_costs, self._release_held)
         self.policy = find_policy(config.policy)(parts)
         self.retention: Retention | None = getattr(self.policy, "retention", None)
         """Decides about paused contexts. None if the policy has no such decisions."""
@@ -56,6 +57,15 @@ class ReplicaState:
         num_taken = len(self.running) + len(self.queues.between_turns)
         return max(0, self.config.max_running - num_taken)
 
+    def _release_held(self, key: RequestKey) -> None:
+        """Makes the next transaction free the blocks of an ended request that was held."""
+        self.kv_cache_manager.pending.release(key)
+
+    @property
+    def holds_ended(self) -> bool:
+        """Whether requests that have ended keep blocks."""
+        return self.retention is not None and bool(self.retention.held)
+
     async def take_copies(self, step: int, traceparent: str) -> list[BlockCopy]:
         """Returns the block copies that the workers make before the planned step, and frees the
         blocks that were reserved for them. If a connector's loads are not ordered with the steps,
@@ -76,13 +86,14 @@ class ReplicaState:
             self.running.remove(request)
 
     def free(self, request: Request) -> None:
-        """Frees the row of a request. The next transaction frees its blocks."""
-        context = None
+        """Frees the row of a request. If it is not held, the next transaction frees its blocks."""
+        context, is_held = None, False
         if self.retention is not None and request.is_finished:
             context = self.retention.ended(request)
+            is_held = request.key in self.retention.held
         if self.transfers is not None and request.is_finished:
             self.transfers.ended(request, self.steps.in_flight)
-        else:
+        elif not is_held:
             self.kv_cache_manager.release(request, context)
         if self.transfers is not None:
             self.transfers.preempted(request)

@@ -254,13 +254,19 @@ class RunningScheduler:
         await self._grow(builder, (), traceparent)
 
     def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
-        """Preempts the policy's victim because `request` lacks blocks. Returns the index in the
+        """Preempts the policy's victim because `request` lacks blocks. If only `request` runs, an
+        ended request that is held is released instead, if there is one. Returns the index in the
         order of admission from which to plan again, and the number of tokens that `request` was
         scheduled. The number is None if `request` is the victim.
         """
         num_decided = builder.unschedule_from(request)
+        index = self._running.index(request)
+        retention = self._state.retention
+        if retention is not None and len(self._running) == 1 and retention.make_room():
+            builder.encoder.keep(request)
+            return index, num_decided
         victim = self._state.policy.victim(self._running)
-        index, victim_index = self._running.index(request), self._running.index(victim)
+        victim_index = self._running.index(victim)
         if victim in builder.plan.requests:
             num_stored = min(victim.num_computed_tokens, len(victim.token_ids))
             self._kv_cache_manager.publish(victim, num_stored)

@@ -76,6 +76,7 @@ class Scheduler(ReplicaState):
             or self.transfers
             or self.failed
             or self.pause_mode
+            or self.holds_ended
         ) and self.config.token_budget >= len(self.running)
 
     @property
@@ -209,6 +210,7 @@ class Scheduler(ReplicaState):
                 self.running, throttled=throttle_prefills
             )
         if self.retention is not None:
+            self.retention.sweep()
             self.queues.put_in_order()
         self.kv_cache_manager.step_begins = self.kv_cache_manager.needs_steps
         if self.transfers is not None:
@@ -217,6 +219,9 @@ class Scheduler(ReplicaState):
         wait_reason: WaitReason | None = WaitReason.NO_BLOCKS
         if not builder.plan.preemptions:
             wait_reason = await self._waiting_scheduler.schedule(builder, traceparent)
+            while wait_reason is WaitReason.NO_BLOCKS and not self.running and self._make_room():
+                await self.kv_cache_manager.flush()
+                wait_reason = await self._waiting_scheduler.schedule(builder, traceparent)
             if not builder.defers_prefills:
                 self._pacing.left_waiting = (
                     wait_reason is not None and next(self.queues.ready, None) is not None
@@ -227,7 +232,8 @@ class Scheduler(ReplicaState):
             self._pacing.planned(builder)
         if self.kv_cache_manager.copies:
             builder.plan.copies = await self.take_copies(builder.plan.step, traceparent)
-        if not (self.running or self.queues or self.transfers or self.kv_cache_manager.pending):
+        is_busy = self.running or self.queues or self.transfers or self.kv_cache_manager.pending
+        if not (is_busy or self.holds_ended):
             self.kv_cache_manager.check_all_free()
         return self._finish_step(builder, wait_reason)
 
@@ -269,16 +275,28 @@ class Scheduler(ReplicaState):
         return victims
 
     async def flush(self) -> None:
-        """Sends the pending operations to the pool now, instead of with the next step."""
+        """Frees the blocks of ended requests, and sends the pending operations to the pool now,
+        instead of with the next step.
+        """
+        if self.retention is not None:
+            self.retention.release_all()
         await self.kv_cache_manager.flush()
 
     async def reset_prefix_cache(self) -> bool:
-        """Removes every cached prefix. If blocks are in use, changes nothing and returns False."""
+        """Removes every cached prefix. If requests that have not ended use blocks, no prefix is
+        removed, and the result is False.
+        """
+        if self.retention is not None:
+            self.retention.release_all()
         return await self.kv_cache_manager.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> None:
         """Removes all encoder outputs. Sends nothing to the workers."""
         self.encoder_cache.reset()
+
+    def _make_room(self) -> bool:
+        """Releases an ended request that is held. Returns False if there is none."""
+        return self.retention is not None and self.retention.make_room()
 
     def _release(self, waiting: Iterable[Request]) -> None:
         """Frees the blocks of waiting requests. Their tokens are computed again."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from services.common.pool.ids import RequestKey
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.step_costs import StepCosts
 from services.scheduler.core.planning.running_requests import RunningRequests
@@ -43,6 +44,8 @@ class PolicyParts:
     """A monotonic clock in seconds."""
     step_costs: StepCosts
     """The times of the latest steps."""
+    release: Callable[[RequestKey], None] = lambda _key: None
+    """Frees the blocks of a held request (`Retention.held`) with the next transaction."""
 
 
 class SchedulingPolicy(Protocol):

@@ -1,9 +1,9 @@
 """The port of decisions about the cached contexts of requests that have ended."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
-from services.common.pool.ids import ContextId
+from services.common.pool.ids import ContextId, RequestKey
 from services.common.pool.operations import Admission, Operation, Outcome
 from services.scheduler.core.request import Request
 
@@ -29,6 +29,23 @@ class Retention(Protocol):
         turn was the last one of its program.
         """
 
+    @property
+    def held(self) -> Collection[RequestKey]:
+        """The ended requests that keep their blocks until the policy frees them with
+        `PolicyParts.release`.
+        """
+
+    def sweep(self) -> None:
+        """Releases the requests that are held for too long. Called before each step is planned."""
+
+    def make_room(self) -> bool:
+        """Releases a held request, because nothing else can free the blocks that a request needs.
+        Returns False if none is held.
+        """
+
+    def release_all(self) -> None:
+        """Releases all held requests, because every block must become free."""
+
     def operations(self) -> list[Operation]:
         """The operations that precede all others of the next transaction."""
 
@@ -48,3 +65,41 @@ class Retention(Protocol):
 
     def forget(self) -> None:
         """The pool is empty."""
+
+
+class NoRetention:
+    """Retains and holds nothing. Policies derive from it the parts of the port that they use."""
+
+    @property
+    def held(self) -> Collection[RequestKey]:
+        return ()
+
+    def arrived(self, request: Request) -> None: ...
+
+    def admitted(self, request: Request, waiting: Iterable[Request]) -> None: ...
+
+    def ended(self, request: Request) -> ContextId | None:  # noqa: ARG002
+        return None
+
+    def end_turn(self, context: ContextId, tool: str, *, ends: bool) -> None: ...
+
+    def sweep(self) -> None: ...
+
+    def make_room(self) -> bool:
+        return False
+
+    def release_all(self) -> None: ...
+
+    def operations(self) -> list[Operation]:
+        return []
+
+    def rank(self) -> list[Operation]:
+        return []
+
+    def note(self, outcome: Outcome) -> None: ...
+
+    def limit(self, terms: Admission, request: Request, num_running: int) -> None: ...
+
+    def held_up(self, num_running: int) -> None: ...
+
+    def forget(self) -> None: ...

@@ -8,21 +8,19 @@ from services.common.errors import InvalidArgument
 from services.common.pool.ids import RequestKey
 from services.common.request.program import DeclaredProgram
 from services.common.request.sampling import SamplingParams
-from services.scheduler.core.policies.program import pauses, programs
+from services.scheduler.core.policies.program import ended_programs, pauses
+from services.scheduler.core.policies.program.ended_programs import EndedPrograms
 from services.scheduler.core.policies.program.pauses import PauseStatistics
-from services.scheduler.core.policies.program.programs import (
-    CHILD,
-    EndedPrograms,
-    NamedPrograms,
-    Program,
-)
+from services.scheduler.core.policies.programs import CHILD, NamedPrograms, Program
 from services.scheduler.core.request import Request
 from tests.scheduler.agents import Agents
 from tests.scheduler.story import prompt
 
 
 def program_of(agents: Agents, name: str) -> Program:
-    (found,) = [one for key, one in agents.retention._named._programs.items() if key[-1] == name]
+    (found,) = [
+        one for key, one in agents.retention._known._named._programs.items() if key[-1] == name
+    ]
     return found
 
 
@@ -47,7 +45,7 @@ async def test_a_name_counts_within_tenant_adapter_and_salt() -> None:
     job = DeclaredProgram("job")
     for scope in ({"tenant": b"a"}, {"tenant": b"b"}, {"cache_salt": "s"}):
         await agents.turn("one", prompt(16), program=job, **scope)
-    assert len(agents.retention._named) == 3
+    assert len(agents.retention._known._named) == 3
 
 
 async def test_a_prompt_continues_the_context_of_the_program_that_it_names() -> None:
@@ -80,7 +78,7 @@ async def test_the_last_turn_leaves_no_context() -> None:
     last = DeclaredProgram("job", ends=True)
     await agents.turn("two", [*context, *prompt(8, first=600)], program=last)
     assert not agents.retention._contexts
-    assert not len(agents.retention._named)
+    assert not len(agents.retention._known._named)
 
 
 async def test_the_named_tool_follows_the_turn() -> None:
@@ -116,8 +114,8 @@ async def test_a_program_that_never_says_goodbye_ends_with_its_parents_wait() ->
 
 
 def program_of_or_none(agents: Agents, name: str) -> Program | None:
-    keys = [key for key in agents.retention._named._programs if key[-1] == name]
-    return agents.retention._named._programs[keys[0]] if keys else None
+    keys = [key for key in agents.retention._known._named._programs if key[-1] == name]
+    return agents.retention._known._named._programs[keys[0]] if keys else None
 
 
 async def test_parents_form_no_circle() -> None:
@@ -133,7 +131,7 @@ async def test_chains_of_parents_are_bounded() -> None:
     for number in range(40):
         named = DeclaredProgram(f"{number}", f"{number - 1}")
         agents.story.add(f"{number}", prompt(16), program=named)
-    assert max(one.depth for one in agents.retention._named._programs.values()) == 32
+    assert max(one.depth for one in agents.retention._known._named._programs.values()) == 32
 
 
 async def test_programs_survive_the_loss_of_the_pool() -> None:
@@ -169,7 +167,7 @@ def test_what_is_remembered_of_tools_and_applications_is_bounded() -> None:
         statistics.ended(b"", f"tool {number}", 1.0)
         ended.add(Program(number.to_bytes(32, "big"), 0.0, num_turns=1, num_tokens=1))  # type: ignore[arg-type]
     assert len(statistics._of_tool) == pauses._MAX_TOOLS
-    assert len(ended._of) == programs._MAX_APPLICATIONS
+    assert len(ended._of) == ended_programs._MAX_APPLICATIONS
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from services.common.pool.ids import ContextId
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.output import WaitReason
+from services.scheduler.core.policies.program.ended_programs import EndedPrograms
 from services.scheduler.core.policies.program.pauses import NEVER, PausesOfTool, PauseStatistics
-from services.scheduler.core.policies.program.programs import EndedPrograms, Program
+from services.scheduler.core.policies.programs import Program
 from services.scheduler.core.request import Request
 from tests.scheduler.agents import Agents
 from tests.scheduler.story import prompt

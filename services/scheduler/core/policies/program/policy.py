@@ -14,6 +14,7 @@ class ProgramPolicy:
     """
 
     uses_priority = True
+    retains_contexts = True
 
     def __init__(self, parts: PolicyParts) -> None:
         self.retention = ProgramRetention(parts)

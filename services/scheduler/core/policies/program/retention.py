@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
 from services.common.pool.operations import (
     Admission,
@@ -12,15 +11,11 @@ from services.common.pool.operations import (
     RankContexts,
 )
 from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.program.ended_programs import EndedPrograms, application_of
 from services.scheduler.core.policies.program.observer import ProgramObserver
 from services.scheduler.core.policies.program.pauses import NEVER, PauseStatistics
-from services.scheduler.core.policies.program.programs import (
-    Context,
-    EndedPrograms,
-    NamedPrograms,
-    Program,
-    application_of,
-)
+from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
+from services.scheduler.core.policies.retention import NoRetention
 from services.scheduler.core.program_turn import ProgramTurn
 from services.scheduler.core.request import Request
 
@@ -31,9 +26,6 @@ AGING_INTERVAL = 8
 MAX_WARM_ADMISSIONS = 32
 """Admissions of requests with their contexts, while one without waits, after which it comes first.
 """
-IDLE_SECONDS = 600.0
-"""The pause after which a program is presumed to have ended."""
-MAX_PROGRAMS = 65_536
 _RANK_SECONDS = 0.01
 """The time for which an order of contexts is kept."""
 _WAIT_SMOOTHING = 0.1
@@ -64,7 +56,7 @@ class Turns:
         return self.num_cold % AGING_INTERVAL == AGING_INTERVAL - 1
 
 
-class ProgramRetention:
+class ProgramRetention(NoRetention):
     """The paused contexts of a replica."""
 
     def __init__(self, parts: PolicyParts) -> None:
@@ -74,9 +66,7 @@ class ProgramRetention:
         self._size = config.hash_block_size
         self._contexts: dict[ContextId, Context] = {}
         """In the order in which their pauses began."""
-        self._paused: dict[BlockHash, Context] = {}
-        """The contexts whose next turn has not arrived, by their last full block."""
-        self._named = NamedPrograms(MAX_PROGRAMS)
+        self._known = KnownPrograms()
         self._programs: dict[Request, Program] = {}
         """The programs of waiting and running requests."""
         self._continued: dict[Request, Context] = {}
@@ -113,16 +103,13 @@ class ProgramRetention:
         if config.pooling or not config.enable_prefix_caching:
             return
         request.hash_full_blocks(config.fingerprint, self._size)
-        program = self._named.find(request)
-        context = self._paused_context(request, program)
-        if program is None:
-            program = None if context is None else context.program
+        program, context = self._known.find(request)
         if program is None:
             application = application_of(request.block_hashes, self._size)
             self._num_begun += 1
             program = Program(application, now, request.tenant, f"#{self._num_begun}")
             self.observer.began(is_named=bool(request.program and request.program.id))
-        if (forgotten := self._named.add(request, program)) is not None:
+        if (forgotten := self._known.add(request, program)) is not None:
             self._presume_ended(forgotten)
         program.num_turns += 1
         turn = request.program_turn = ProgramTurn(program.label, program.num_turns)
@@ -135,20 +122,6 @@ class ProgramRetention:
         self._programs[request] = program
         self.version += 1
 
-    def _paused_context(self, request: Request, program: Program | None) -> Context | None:
-        """The longest paused context with which a request begins, of any program if the request
-        names none, and otherwise of `program`, or of a program without a name if that is None.
-        """
-        is_named = request.program is not None and request.program.id
-        for one in reversed(request.block_hashes):
-            context = self._paused.get(one)
-            if context is None:
-                continue
-            theirs = context.program
-            if not is_named or theirs is program or (program is None and theirs.name is None):
-                return context
-        return None
-
     def _return(self, context: Context, now: float, turn: ProgramTurn) -> None:
         """The pause of a context ends, because the next turn has arrived."""
         turn.tool, turn.pause_seconds = context.reason, now - context.paused_at
@@ -157,20 +130,15 @@ class ProgramRetention:
         self._pauses.ended(context.program.tenant, turn.tool, turn.pause_seconds)
         self.observer.returned(turn.tool, turn.pause_seconds)
         context.returned_at = now
-        self._end_pause(context)
+        self._known.end_pause(context)
 
     def _supersede(self, program: Program, now: float, turn: ProgramTurn) -> None:
         """A program goes on with another context, since it was shortened or branched."""
         *others, latest = program.contexts.values()
         self._return(latest, now, turn)
         for context in (*others, latest):
-            self._end_pause(context)
+            self._known.end_pause(context)
             self._drop(context)
-
-    def _end_pause(self, context: Context) -> None:
-        context.program.contexts.pop(context.id, None)
-        if self._paused.get(context.last_hash) is context:
-            del self._paused[context.last_hash]
 
     def admitted(self, request: Request, waiting: Iterable[Request]) -> None:
         """A request was admitted, one of those that wait. Its context is in use and needs no
@@ -210,16 +178,15 @@ class ProgramRetention:
         if not num_blocks or program.has_ended or not request.known_to_pool:
             return None
         last = request.block_hashes[num_blocks - 1]
-        if (same := self._paused.get(last)) is not None:
-            self._end_pause(same)
-            self._drop(same)
-        self._forget_idle()
         context = Context(ContextId(self._next_id), program, last, request.num_tokens, now)
         context.traceparent = request.traceparent
         self._next_id += 1
         context.tool = "" if declared is None else declared.tool
         context.num_blocks = num_blocks * len(self._config.all_groups)
-        self._contexts[context.id] = self._paused[last] = program.contexts[context.id] = context
+        self._contexts[context.id] = context
+        if (same := self._known.pause(context)) is not None:
+            self._drop(same)
+        self._forget_idle()
         request.context = context.id
         return context.id
 
@@ -384,14 +351,10 @@ class ProgramRetention:
 
     def _forget_idle(self) -> None:
         """Presumes that programs have ended which paused for long, and the longest if too many."""
-        now = self._clock()
-        while self._paused:
-            context = next(iter(self._paused.values()))
-            if now - context.paused_at < IDLE_SECONDS and len(self._paused) < MAX_PROGRAMS:
-                return
+        for context in self._known.idle(self._clock()):
             program = context.program
             if program.num_running or len(program.contexts) > 1:
-                self._end_pause(context)
+                self._known.end_pause(context)
                 self._drop(context)
             else:
                 self._presume_ended(program)
@@ -403,7 +366,7 @@ class ProgramRetention:
 
     @property
     def num_paused(self) -> int:
-        return len(self._paused)
+        return self._known.num_paused
 
     def _presume_ended(self, program: Program) -> None:
         """A program has been idle for long, so that it will not come back."""
@@ -415,14 +378,9 @@ class ProgramRetention:
         """A program has no further turn."""
         if program.has_ended:
             return
-        program.has_ended = True
         self._ended.add(program)
         self.observer.ended(program.last_active - program.arrived, program.num_turns)
-        self._named.remove(program)
-        if program.parent is not None:
-            program.parent.num_children -= 1
-        for context in list(program.contexts.values()):
-            self._end_pause(context)
+        for context in self._known.end(program):
             self._drop(context)
 
     def _drop(self, context: Context) -> None:

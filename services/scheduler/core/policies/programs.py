@@ -1,25 +1,20 @@
-"""The programs that a scheduler knows, and their contexts."""
+"""The programs of agents that a scheduler knows, and their contexts."""
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from statistics import fmean
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
 from services.scheduler.core.request import Request
 
-_LEAST_ENDED = 5
-"""Programs of an application that must have ended before its statistics are used."""
-_NUM_KEPT = 400
-_MAX_APPLICATIONS = 1024
-"""Applications whose statistics are kept."""
+IDLE_SECONDS = 600.0
+"""The pause after which a program is presumed to have ended."""
+MAX_PROGRAMS = 65_536
 _MAX_DEPTH = 32
 """Programs with more programs above them have no parent."""
 CHILD = "child"
 """The tool of a program whose children run."""
-_FIRST_TURNS = 8.0
-"""The number of turns that are expected while no program has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,59 +69,6 @@ class Context:
     def reason(self) -> str:
         """The tool for which the program pauses. CHILD if it waits for programs that it started."""
         return CHILD if self.program.num_children else self.tool
-
-
-@dataclass(slots=True)
-class _Ended:
-    """The turns and tokens of ended programs."""
-
-    turns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
-    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
-    expected: dict[int, float] = field(default_factory=dict)
-    """The results of `expected_tokens` since the last program ended."""
-
-    def add(self, program: Program) -> None:
-        self.turns.append(program.num_turns)
-        self.tokens.append(program.num_tokens)
-        self.expected.clear()
-
-    def expected_tokens(self, num_turns: int) -> float:
-        """The tokens of the turns after `num_turns`. If no program had so many, half a turn."""
-        if (known := self.expected.get(num_turns)) is None:
-            known = self.expected[num_turns] = self._expected_tokens(num_turns)
-        return known
-
-    def _expected_tokens(self, num_turns: int) -> float:
-        more = [turns - num_turns for turns in self.turns if turns > num_turns]
-        each = sum(self.tokens) / sum(self.turns)
-        return each * (fmean(more) if more else 0.5)
-
-
-class EndedPrograms:
-    """The statistics of programs that have ended, by application."""
-
-    def __init__(self) -> None:
-        self._of: OrderedDict[BlockHash | None, _Ended] = OrderedDict()
-        """By application, the least recently used first."""
-        self._all = _Ended()
-
-    def add(self, program: Program) -> None:
-        if program.application not in self._of:
-            self._of[program.application] = _Ended()
-            if len(self._of) > _MAX_APPLICATIONS:
-                self._of.popitem(last=False)
-        self._of.move_to_end(program.application)
-        self._of[program.application].add(program)
-        self._all.add(program)
-
-    def expected_tokens(self, program: Program) -> float:
-        """The expected work of a program's next turn and those after it, in tokens."""
-        num_before = max(0, program.num_turns - 1)
-        own = self._of.get(program.application)
-        for ended in (own, self._all):
-            if ended is not None and len(ended.turns) >= _LEAST_ENDED:
-                return ended.expected_tokens(num_before)
-        return max(1.0, _FIRST_TURNS - num_before)
 
 
 ProgramName = tuple[bytes, bytes, str, str]
@@ -194,6 +136,76 @@ def _name_of(request: Request) -> ProgramName | None:
     return request.tenant, request.adapter_digest, request.cache_salt, declared.id
 
 
-def application_of(hashes: Sequence[BlockHash], block_size: int) -> BlockHash | None:
-    """The hash of about the first 64 tokens of a program's first prompt."""
-    return hashes[min(len(hashes), -(-64 // block_size)) - 1] if hashes else None
+class KnownPrograms:
+    """The programs that clients name, and those that are found by the hash of the last full block
+    of a paused context.
+    """
+
+    def __init__(self) -> None:
+        self._paused: dict[BlockHash, Context] = {}
+        """The contexts whose next turn has not arrived, the longest paused first."""
+        self._named = NamedPrograms(MAX_PROGRAMS)
+
+    @property
+    def num_paused(self) -> int:
+        """The number of paused contexts."""
+        return len(self._paused)
+
+    def find(self, request: Request) -> tuple[Program | None, Context | None]:
+        """The program that a request continues, and the longest paused context with which the
+        request begins. The full blocks of the request must be hashed. If it names a program, only
+        this program's contexts count, or if there is no such program, those of programs without
+        names.
+        """
+        program = self._named.find(request)
+        is_named = request.program is not None and request.program.id
+        for one in reversed(request.block_hashes):
+            context = self._paused.get(one)
+            if context is None:
+                continue
+            theirs = context.program
+            if not is_named or theirs is program or (program is None and theirs.name is None):
+                return theirs, context
+        return program, None
+
+    def add(self, request: Request, program: Program) -> Program | None:
+        """Stores the name that a request gives its program, if any. Returns a program that is
+        forgotten for it.
+        """
+        return self._named.add(request, program)
+
+    def pause(self, context: Context) -> Context | None:
+        """Begins a pause. It ends the pause of a context with the same last block, if there is one,
+        and returns this context.
+        """
+        same = self._paused.get(context.last_hash)
+        if same is not None:
+            self.end_pause(same)
+        self._paused[context.last_hash] = context.program.contexts[context.id] = context
+        return same
+
+    def end_pause(self, context: Context) -> None:
+        context.program.contexts.pop(context.id, None)
+        if self._paused.get(context.last_hash) is context:
+            del self._paused[context.last_hash]
+
+    def idle(self, now: float) -> Iterator[Context]:
+        """Contexts that have paused for too long, and the longest paused ones if there are too
+        many. The caller must end the pause of each.
+        """
+        while self._paused:
+            context = next(iter(self._paused.values()))
+            if now - context.paused_at < IDLE_SECONDS and len(self._paused) <= MAX_PROGRAMS:
+                return
+            yield context
+
+    def end(self, program: Program) -> list[Context]:
+        """Ends a program that has not ended. Returns its contexts, whose pauses end."""
+        program.has_ended = True
+        self._named.remove(program)
+        if program.parent is not None:
+            program.parent.num_children -= 1
+        contexts = list(program.contexts.values())
+        for context in contexts:
+            self.end_pause(context)
+        return contexts

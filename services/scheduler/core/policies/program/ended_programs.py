@@ -1,0 +1,75 @@
+"""What is known of the programs that have ended."""
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from services.common.pool.block_hash import BlockHash
+from services.scheduler.core.policies.programs import Program
+
+_LEAST_ENDED = 5
+"""Programs of an application that must have ended before its statistics are used."""
+_NUM_KEPT = 400
+_MAX_APPLICATIONS = 1024
+"""Applications whose statistics are kept."""
+_FIRST_TURNS = 8.0
+"""The number of turns that are expected while no program has ended."""
+
+
+@dataclass(slots=True)
+class _Ended:
+    """The turns and tokens of ended programs."""
+
+    turns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    expected: dict[int, float] = field(default_factory=dict)
+    """The results of `expected_tokens` since the last program ended."""
+
+    def add(self, program: Program) -> None:
+        self.turns.append(program.num_turns)
+        self.tokens.append(program.num_tokens)
+        self.expected.clear()
+
+    def expected_tokens(self, num_turns: int) -> float:
+        """The tokens of the turns after `num_turns`. If no program had so many, half a turn."""
+        if (known := self.expected.get(num_turns)) is None:
+            known = self.expected[num_turns] = self._expected_tokens(num_turns)
+        return known
+
+    def _expected_tokens(self, num_turns: int) -> float:
+        more = [turns - num_turns for turns in self.turns if turns > num_turns]
+        each = sum(self.tokens) / sum(self.turns)
+        return each * (fmean(more) if more else 0.5)
+
+
+class EndedPrograms:
+    """The statistics of programs that have ended, by application."""
+
+    def __init__(self) -> None:
+        self._of: OrderedDict[BlockHash | None, _Ended] = OrderedDict()
+        """By application, the least recently used first."""
+        self._all = _Ended()
+
+    def add(self, program: Program) -> None:
+        if program.application not in self._of:
+            self._of[program.application] = _Ended()
+            if len(self._of) > _MAX_APPLICATIONS:
+                self._of.popitem(last=False)
+        self._of.move_to_end(program.application)
+        self._of[program.application].add(program)
+        self._all.add(program)
+
+    def expected_tokens(self, program: Program) -> float:
+        """The expected work of a program's next turn and those after it, in tokens."""
+        num_before = max(0, program.num_turns - 1)
+        own = self._of.get(program.application)
+        for ended in (own, self._all):
+            if ended is not None and len(ended.turns) >= _LEAST_ENDED:
+                return ended.expected_tokens(num_before)
+        return max(1.0, _FIRST_TURNS - num_before)
+
+
+def application_of(hashes: Sequence[BlockHash], block_size: int) -> BlockHash | None:
+    """The hash of about the first 64 tokens of a program's first prompt."""
+    return hashes[min(len(hashes), -(-64 // block_size)) - 1] if hashes else None
