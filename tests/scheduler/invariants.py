@@ -58,13 +58,17 @@ def check_rows(story: Story) -> None:
 
 
 def check_nothing_leaks(story: Story) -> None:
-    """Only running requests have blocks. All other blocks are free."""
-    core, running = story.pool.core, story.scheduler.running
-    tables = [table for request in running for table in _tables(story, request)]
-    assert core.stats().num_requests == len(running)
+    """Only running requests, and ended ones that the policy holds, have blocks. All other blocks
+    are free.
+    """
+    core, scheduler = story.pool.core, story.scheduler
+    held = () if scheduler.retention is None else scheduler.retention.held
+    keys = [*(request.key for request in scheduler.running), *held]
+    tables = [table for key in keys for table in core.block_tables(key)]
+    assert core.stats().num_requests == len(set(keys)) == len(keys)
     assert all(tables)
-    held = {block for table in tables for block in table if block != NULL_BLOCK}
-    assert len(held) + core.num_free_blocks == core.config.num_blocks - 1
+    used = {block for table in tables for block in table if block != NULL_BLOCK}
+    assert len(used) + core.num_free_blocks == core.config.num_blocks - 1
 
 
 def check_one_owner_of_writable_blocks(story: Story) -> None:

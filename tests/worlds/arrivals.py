@@ -10,7 +10,7 @@ from services.common.request.repetition import RepetitionDetection
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv_transfer import KVRole
-from services.scheduler.core.policies import PROGRAM
+from services.scheduler.core.policies import retains_contexts
 from tests.scenarios.connector import ExternalTokens
 from tests.scenarios.stand_in_grammar import StandInGrammar
 from tests.worlds.expected import next_tokens
@@ -27,12 +27,12 @@ _STEMS = (tuple(range(100, 125)), tuple(range(500, 525)))
 def make_arrival(
     random: Random, config: SchedulerConfig, families: set[str], earlier: Sequence[Arrival]
 ) -> Arrival:
-    """A random request for a replica with these features. With the policy `program` it may continue
-    one of the earlier requests.
+    """A random request for a replica with these features. If the policy retains contexts, it may
+    continue one of the earlier requests.
     """
     tick = random.randrange(LAST_ARRIVAL)
     prompt = _prompt(random)
-    if config.policy == PROGRAM and earlier and random.random() < 0.5:
+    if retains_contexts(config.policy) and earlier and random.random() < 0.5:
         one = random.choice(earlier)
         tick = min(one.tick + random.randrange(20), LAST_ARRIVAL)
         prompt = (*one.token_ids, *next_tokens(one.token_ids, 4), *prompt[-2:])[:MAX_PROMPT]
@@ -49,7 +49,7 @@ def make_arrival(
         abort_at=tick + random.randrange(25) if random.random() < 0.15 else None,
         must_start_within=random.randrange(1, 12) if random.random() < 0.08 else None,
     )
-    if config.policy == PROGRAM:
+    if retains_contexts(config.policy):
         arrival = replace(arrival, program=_program(random), tenant=bytes(random.choice((0, 16))))
     if config.pooling:
         arrival = replace(arrival, sampling=SamplingParams())

@@ -9,7 +9,7 @@ from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, Ma
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
-from services.scheduler.core.policies import POLICIES, PROGRAM
+from services.scheduler.core.policies import POLICIES, holds_ended, retains_contexts
 from services.simulation.inprocess_pool import pool_config_of
 from tests.scenarios.connector import HAS_TRANSFERS
 from tests.worlds.arrivals import LAST_ARRIVAL, MAX_ITEM, MAX_OUTPUT, MAX_PROMPT, make_arrival
@@ -34,6 +34,7 @@ FAMILIES = {
     "poison": 0.1,
 }
 """The features that a world may have, with their probabilities."""
+_CONNECTORS = {"connector", "tier"}
 
 
 def make_world(number: int) -> World:
@@ -50,7 +51,7 @@ def make_world(number: int) -> World:
         if config is not None:
             break
     arrivals: list[Arrival] = []
-    for _ in range(random.randint(2, 30 if config.policy == PROGRAM else 11)):
+    for _ in range(random.randint(2, 30 if retains_contexts(config.policy) else 11)):
         arrivals.append(make_arrival(random, config, families, arrivals))
     return World(
         number,
@@ -104,7 +105,9 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
         budget = max_model_len + num_drafts
     max_num_seqs = random.randint(1, 6)
     named: dict[str, Any] = {
-        "policy": random.choice(list(POLICIES)),
+        "policy": random.choice(
+            [name for name in POLICIES if not holds_ended(name) or families.isdisjoint(_CONNECTORS)]
+        ),
         "block_size": block_size,
         "num_blocks": 2,
         "max_model_len": max_model_len,

@@ -47,8 +47,10 @@ if TYPE_CHECKING:
 TICK = 0.001
 """Length of a tick in virtual seconds."""
 TICKS_IN_SECONDS = 0.1
-"""Length of a tick in seconds for the queue estimate, which is updated ten times a second."""
-MAX_TICKS = 4000
+"""Length of a tick in seconds for the policy, whose pauses last for seconds, and for the queue
+estimate, which is updated ten times a second.
+"""
+MAX_TICKS = 6000
 """The maximum number of ticks after the last external event. No world needs that many."""
 
 
@@ -72,7 +74,7 @@ class Life:
             self.pool,
             self.entries.append,
             connected(self.connector or self.offloading),
-            lambda: asyncio.get_running_loop().time(),
+            lambda: asyncio.get_running_loop().time() / TICK * TICKS_IN_SECONDS,
         )
         self.observer = _Observer(self)
         self._queue_estimate = QueueEstimate(config.max_running)

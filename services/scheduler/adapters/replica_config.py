@@ -12,7 +12,7 @@ from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
-from services.scheduler.core.policies import PROGRAM, find_policy
+from services.scheduler.core.policies import find_policy, holds_ended, retains_contexts
 from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.settings import SchedulerSettings
 
@@ -74,6 +74,10 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
         )
     if conflict := TRANSFERS.conflict(config):
         raise FailedPrecondition(conflict)
+    if config.kv_role and holds_ended(config.policy):
+        raise FailedPrecondition(
+            f"policy {config.policy} does not work with a tier of offloaded blocks"
+        )
     if settings.prefix_match_unit is not None and not config.aligns_states:
         raise FailedPrecondition(
             "prefix_match_unit is for models with recurrent layers whose states are cached: "
@@ -101,7 +105,7 @@ def session_opened_to_proto(
         hash_block_size=config.hash_block_size,
         eos_token_ids=built.eos_token_ids,
         priority_scheduling=find_policy(config.policy).uses_priority,
-        retains_contexts=config.policy == PROGRAM,
+        retains_contexts=retains_contexts(config.policy),
         hidden_size=built.hidden_size,
         max_num_seqs=config.max_running,
         pooler=pooler_to_proto(shape.pooler),

@@ -20,6 +20,7 @@ from services.cli.replay.statistics import RunStatistics
 from services.cli.replay.what_if import WhatIf, changed_config
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import WaitReason
+from services.scheduler.core.policies import POLICIES
 from tests.cli.recorded_logs import crowded, record
 from tests.cli.replaying import replayed
 
@@ -149,7 +150,7 @@ def test_the_table_shows_the_difference(capsys: pytest.CaptureFixture[str], tmp_
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ("policy=lottery", 'policy must be one of fcfs, priority, program, not "lottery"'),
+        ("policy=lottery", f'policy must be one of {", ".join(POLICIES)}, not "lottery"'),
         ("block_size=0", "block_size must be a whole number from 1 to 1000000, not 0"),
         ("watermark=2", "watermark must be a number from 0 to 1, not 2"),
         ("async_scheduling=perhaps", 'async_scheduling must be true or false, not "perhaps"'),

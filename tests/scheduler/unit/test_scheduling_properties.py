@@ -20,7 +20,7 @@ from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story
 from tests.scheduler.worlds import Arrival, Event, Incident, World, worlds
 
-NUM_WORLDS = 2000
+NUM_WORLDS = 3300
 KINDS = [(policy, in_flight) for policy in POLICIES for in_flight in (1, 2)]
 RARE = ("preemptions", "hits", "drafts", "STOP", "ABORT")
 MAX_STEPS = 1500
@@ -81,6 +81,8 @@ class Life:
                 self.pool.live()
                 self.story.lose()
             step += 1
+        self.pool.live()
+        await self.story.scheduler.flush()  # frees what the policy holds
         self._check_ends()
         self._count(step)
 

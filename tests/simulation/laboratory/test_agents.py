@@ -1,4 +1,4 @@
-"""Loads of agents, and what the policy `program` is worth with them."""
+"""Loads of agents, and what policies that retain contexts are worth with them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -144,9 +144,17 @@ def test_programs_end_sooner_where_contexts_do_not_fit() -> None:
     assert program.num_computed_tokens < 0.6 * fcfs.num_computed_tokens
 
 
-def test_nothing_changes_where_all_contexts_fit() -> None:
-    fcfs, program = run("fcfs", 4001), run("program", 4001)
-    assert fmean(program.accounts.job_seconds) == pytest.approx(
+@pytest.mark.parametrize(("policy", "ratio"), [("continuum-fixed", 2.0), ("continuum-ttl", 1.6)])
+def test_pins_pay_where_contexts_do_not_fit(policy: str, ratio: float) -> None:
+    fcfs, pins = run("fcfs", 251), run(policy, 251)
+    assert fmean(fcfs.accounts.job_seconds) > ratio * fmean(pins.accounts.job_seconds)
+    assert pins.num_computed_tokens < 0.7 * fcfs.num_computed_tokens
+
+
+@pytest.mark.parametrize("policy", ["program", "continuum-fixed", "continuum-ttl"])
+def test_nothing_changes_where_all_contexts_fit(policy: str) -> None:
+    fcfs, other = run("fcfs", 4001), run(policy, 4001)
+    assert fmean(other.accounts.job_seconds) == pytest.approx(
         fmean(fcfs.accounts.job_seconds), rel=0.02
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
+from services.scheduler.core.program_turn import ProgramTurn
 from services.scheduler.core.request import Request
 
 IDLE_SECONDS = 600.0
@@ -69,6 +70,12 @@ class Context:
     def reason(self) -> str:
         """The tool for which the program pauses. CHILD if it waits for programs that it started."""
         return CHILD if self.program.num_children else self.tool
+
+    def describe(self, turn: ProgramTurn, now: float) -> None:
+        """Describes the pause in the turn that ends it."""
+        turn.tool, turn.pause_seconds = self.reason, now - self.paused_at
+        turn.num_context_tokens = self.num_tokens
+        turn.traceparent_before = self.traceparent
 
 
 ProgramName = tuple[bytes, bytes, str, str]

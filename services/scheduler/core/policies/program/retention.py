@@ -124,11 +124,10 @@ class ProgramRetention(NoRetention):
 
     def _return(self, context: Context, now: float, turn: ProgramTurn) -> None:
         """The pause of a context ends, because the next turn has arrived."""
-        turn.tool, turn.pause_seconds = context.reason, now - context.paused_at
-        turn.num_context_tokens = context.num_tokens
-        turn.traceparent_before = context.traceparent
-        self._pauses.ended(context.program.tenant, turn.tool, turn.pause_seconds)
-        self.observer.returned(turn.tool, turn.pause_seconds)
+        reason, seconds = context.reason, now - context.paused_at
+        context.describe(turn, now)
+        self._pauses.ended(context.program.tenant, reason, seconds)
+        self.observer.returned(reason, seconds)
         context.returned_at = now
         self._known.end_pause(context)
 

@@ -1,0 +1,125 @@
+"""How long a turn's blocks are pinned."""
+
+from collections import deque
+from math import log, sqrt
+from statistics import fmean
+
+from services.scheduler.core.engine.step_costs import StepCosts
+
+FIXED_SECONDS = 2.0
+LEAST_PAUSES = 100
+"""So many pauses, and one more, must be known before they are used: the paper's K."""
+_NUM_KEPT = 400
+_NUM_WAITS = 100
+_MAX_TOOLS = 256
+
+
+class Pauses:
+    """The lengths of the latest pauses in seconds, in all and by tool. The tools whose latest pause
+    is the oldest are forgotten if there are too many.
+    """
+
+    def __init__(self) -> None:
+        self.all: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._of_tool: dict[str, deque[float]] = {}
+
+    def add(self, tool: str, seconds: float) -> None:
+        self.all.append(seconds)
+        of_tool = self._of_tool.pop(tool, None) or deque(maxlen=_NUM_KEPT)
+        self._of_tool[tool] = of_tool
+        of_tool.append(seconds)
+        if len(self._of_tool) > _MAX_TOOLS:
+            del self._of_tool[next(iter(self._of_tool))]
+
+    def of(self, tool: str) -> deque[float]:
+        return self._of_tool.get(tool) or deque()
+
+
+class FixedTimes:
+    """Two seconds, and none for a tool that takes longer on average. A tool without a known pause
+    counts as quick.
+    """
+
+    def __init__(self) -> None:
+        self.pauses = Pauses()
+
+    def seconds(self, tool: str, num_tokens: int) -> float:  # noqa: ARG002 - see OptimalTimes
+        known = self.pauses.of(tool)
+        return 0.0 if known and fmean(known) > FIXED_SECONDS else FIXED_SECONDS
+
+    def waited(self, seconds: float) -> None:
+        """Does nothing: waits do not matter."""
+
+    def program_ended(self, num_turns: int) -> None:
+        """Does nothing: numbers of turns do not matter."""
+
+
+class OptimalTimes:
+    """The time t that maximizes P(pause <= t) * benefit - t. The benefit of a pin is what it saves:
+    the computation of the context, and the wait of a program without a pin, so far as the order of
+    programs matters. The paper multiplies both terms by the context's part of the memory, which
+    does not change the maximum.
+    """
+
+    def __init__(self, costs: StepCosts, token_budget: int) -> None:
+        self.pauses = Pauses()
+        self._costs = costs
+        self._token_budget = token_budget
+        self._waits: deque[float] = deque(maxlen=_NUM_WAITS)
+        self._num_turns: deque[int] = deque(maxlen=_NUM_KEPT)
+        self._regularity: float | None = None
+        """The result of `regularity` since the last program ended."""
+
+    def seconds(self, tool: str, num_tokens: int) -> float:
+        """The time for a context of `num_tokens` tokens."""
+        reload_seconds = self._costs.seconds_of_prompt(num_tokens, 0, self._token_budget)
+        wait = fmean(self._waits) if self._waits else 0.0
+        if len(self.pauses.all) <= LEAST_PAUSES:
+            # Pauses are presumed to be exponential with a mean of a second, programs equally long.
+            benefit = wait + reload_seconds
+            return log(benefit) if benefit > 1 else 0.0
+        known = self.pauses.of(tool)
+        if len(known) <= LEAST_PAUSES:
+            known = self.pauses.all
+        return best_time(known, wait * self.regularity() + reload_seconds)
+
+    def waited(self, seconds: float) -> None:
+        """Notes the time that a turn waited whose program had no pin."""
+        self._waits.append(seconds)
+
+    def program_ended(self, num_turns: int) -> None:
+        self._num_turns.append(num_turns)
+        self._regularity = None
+
+    def regularity(self) -> float:
+        """Minus the correlation of the number of served turns and of those that remain, over the
+        turns of programs that have ended. 1 if all programs have as many turns, 0 if the number of
+        served turns says nothing. 1 while it is not defined.
+        """
+        if self._regularity is None:
+            self._regularity = _regularity(self._num_turns)
+        return self._regularity
+
+
+def best_time(pauses: deque[float], benefit: float) -> float:
+    """The time t, 0 or one of the pauses, with the largest P(pause <= t) * benefit - t. The
+    smallest of equals.
+    """
+    best, best_gain = 0.0, 0.0
+    for number, seconds in enumerate(sorted(pauses), 1):
+        gain = number / len(pauses) * benefit - seconds
+        if gain > best_gain:
+            best, best_gain = seconds, gain
+    return best
+
+
+def _regularity(num_turns: deque[int]) -> float:
+    """Minus the correlation of k and n - k, for k from 1 to n, over all n."""
+    count = sum(num_turns)
+    served = sum(n * (n + 1) // 2 for n in num_turns)
+    left = sum(n * (n - 1) // 2 for n in num_turns)
+    served_squares = sum(n * (n + 1) * (2 * n + 1) // 6 for n in num_turns)
+    left_squares = sum(n * (n - 1) * (2 * n - 1) // 6 for n in num_turns)
+    products = sum((n - 1) * n * (n + 1) // 6 for n in num_turns)
+    variances = (count * served_squares - served**2) * (count * left_squares - left**2)
+    return (served * left - count * products) / sqrt(variances) if variances > 0 else 1.0

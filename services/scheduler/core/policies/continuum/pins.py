@@ -1,0 +1,253 @@
+"""Pins: requests that have ended and keep their blocks."""
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.pool.ids import ContextId, RequestKey
+from services.common.request.finish import FinishReason
+from services.scheduler.core.policies.continuum.pin_times import FIXED_SECONDS, Pauses
+from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
+from services.scheduler.core.policies.retention import NoRetention
+from services.scheduler.core.program_turn import ProgramTurn
+from services.scheduler.core.request import Request, RequestStatus
+
+UNDECIDED_SECONDS = FIXED_SECONDS
+"""The longest time for which the blocks of a turn are kept while its tool is unknown."""
+_WHOLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
+
+
+class PinTimes(Protocol):
+    """Decides how long turns are pinned."""
+
+    pauses: Pauses
+
+    def seconds(self, tool: str, num_tokens: int) -> float:
+        """The time for a context of `num_tokens` tokens while this tool runs. 0 means no pin."""
+
+    def waited(self, seconds: float) -> None:
+        """Notes the wait of a turn, not the first of its program, whose program had no pin."""
+
+    def program_ended(self, num_turns: int) -> None:
+        """Notes the end of a program after so many turns."""
+
+
+@dataclass(slots=True, eq=False)
+class EndedTurn:
+    context: Context
+    key: RequestKey
+    deadline: float
+    """The time at which its pin ends, if it has one."""
+
+
+class Pins(NoRetention):
+    """The pins of a replica, and the programs that it knows.
+
+    The blocks of a turn are kept from its end until its tool is known, for two seconds at most.
+    Then the turn is pinned for the time that `times` decides, counted from its end, or its blocks
+    are freed. A new pin of a program ends the earlier one, and the end of a program ends all. While
+    a turn of its program waits, a pin stays beyond its deadline. A turn that was aborted or failed
+    gets no pin.
+    """
+
+    def __init__(self, parts: PolicyParts, times: PinTimes, *, follows_paper: bool = False) -> None:
+        """With `follows_paper`, a pin ends in the step after the admission of its program's next
+        turn, and pins of the latest programs are given up first. Without it, these are the pins
+        with the latest deadlines.
+        """
+        self._config = parts.config
+        self._clock = parts.clock
+        self._release_blocks = parts.release
+        self._times = times
+        self._follows_paper = follows_paper
+        self._known = KnownPrograms()
+        self._programs: dict[Request, Program] = {}
+        """The programs of waiting and running requests."""
+        self._undecided: dict[ContextId, EndedTurn] = {}
+        """Paused turns whose tool is not known."""
+        self._pinned: dict[RequestKey, EndedTurn] = {}
+        self._pinned_of: dict[Program, list[EndedTurn]] = {}
+        self._without_pin: dict[Request, float] = {}
+        """The arrivals of waiting requests whose programs were known, and had no pin then."""
+        self._first_deadline = math.inf
+        """No pin has an earlier deadline."""
+        self._next_id = 1
+        self._num_begun = 0
+        self.version = 0
+        """Changes with all that the order of the queue depends on."""
+
+    # What the order of requests depends on.
+
+    def has_pin(self, request: Request) -> bool:
+        """Whether a turn of a request's program is pinned."""
+        return self._programs.get(request) in self._pinned_of
+
+    def program_arrival(self, request: Request) -> float:
+        """The arrival of the first request of a request's program. Infinity without a program."""
+        program = self._programs.get(request)
+        return math.inf if program is None else program.arrived
+
+    # What happens to requests.
+
+    def arrived(self, request: Request) -> None:
+        now, config = self._clock(), self._config
+        if config.pooling or not config.enable_prefix_caching:
+            return
+        request.hash_full_blocks(config.fingerprint, config.hash_block_size)
+        program, context = self._known.find(request)
+        if program is None:
+            self._num_begun += 1
+            program = Program(None, now, request.tenant, f"#{self._num_begun}")
+        elif program not in self._pinned_of:
+            self._without_pin[request] = now
+        if (forgotten := self._known.add(request, program)) is not None:
+            self._end(forgotten)
+        program.num_turns += 1
+        turn = request.program_turn = ProgramTurn(program.label, program.num_turns)
+        if context is None and program.contexts and not program.num_running:
+            context = list(program.contexts.values())[-1]
+        if context is not None:
+            if context.tool:
+                self._times.pauses.add(context.tool, now - context.paused_at)
+            context.describe(turn, now)
+            self._end_pause(context)
+        program.num_running += 1
+        self._programs[request] = program
+
+    def admitted(self, request: Request, waiting: Iterable[Request]) -> None:  # noqa: ARG002
+        now, arrived = self._clock(), self._without_pin.pop(request, None)
+        if arrived is not None:
+            self._times.waited(now - arrived)
+        if self._follows_paper and request in self._programs:
+            for turn in self._pinned_of.get(self._programs[request], ()):
+                self._set_deadline(turn, now)
+
+    def ended(self, request: Request) -> None:
+        program, declared = self._programs.pop(request, None), request.program
+        self._without_pin.pop(request, None)
+        if program is None:
+            return
+        program.num_running -= 1
+        num_blocks = request.num_committed_blocks
+        if declared is not None and declared.ends:
+            self._end(program)
+        elif num_blocks and request.known_to_pool and not program.has_ended:
+            turn = self._pause(request, program, num_blocks)
+            if request.finish_reason in _WHOLE:
+                self._pinned[turn.key] = turn
+                self._pinned_of.setdefault(program, []).append(turn)
+                self._set_deadline(turn, turn.context.paused_at + UNDECIDED_SECONDS)
+            if declared is not None and declared.tool:
+                self.end_turn(turn.context.id, declared.tool, ends=False)
+
+    def end_turn(self, context: ContextId, tool: str, *, ends: bool) -> None:
+        turn = self._undecided.pop(context, None)
+        if turn is None:
+            return
+        turn.context.tool = tool
+        if ends:
+            self._end(turn.context.program)
+        elif turn.key in self._pinned:
+            seconds = self._times.seconds(tool, turn.context.num_tokens) if tool else 0.0
+            if seconds > 0:
+                self._release_all_of(turn.context.program, but=turn)
+                self._set_deadline(turn, turn.context.paused_at + seconds)
+            else:
+                self._release(turn)
+
+    def _pause(self, request: Request, program: Program, num_blocks: int) -> EndedTurn:
+        """Begins the pause of a program after a request with `num_blocks` published blocks."""
+        context = Context(
+            ContextId(self._next_id),
+            program,
+            request.block_hashes[num_blocks - 1],
+            request.num_tokens,
+            self._clock(),
+            traceparent=request.traceparent,
+        )
+        self._next_id += 1
+        request.context = context.id
+        turn = self._undecided[context.id] = EndedTurn(context, request.key, math.inf)
+        if (same := self._known.pause(context)) is not None:
+            self._end_pause(same)
+        for idle in self._known.idle(context.paused_at):
+            if idle.program.num_running or len(idle.program.contexts) > 1:
+                self._end_pause(idle)
+            else:
+                self._end(idle.program)
+        return turn
+
+    def _end_pause(self, context: Context) -> None:
+        self._known.end_pause(context)
+        self._undecided.pop(context.id, None)
+
+    def _end(self, program: Program) -> None:
+        """A program has no further turn."""
+        self._release_all_of(program)
+        if not program.has_ended:
+            self._times.program_ended(program.num_turns)
+            for context in self._known.end(program):
+                self._undecided.pop(context.id, None)
+
+    # The pins.
+
+    @property
+    def held(self) -> Collection[RequestKey]:
+        return self._pinned.keys()
+
+    def sweep(self) -> None:
+        now = self._clock()
+        if now < self._first_deadline:
+            return
+        waiting = {
+            program
+            for request, program in self._programs.items()
+            if request.status is not RequestStatus.RUNNING
+        }
+        for turn in list(self._pinned.values()):
+            if now >= turn.deadline and turn.context.program not in waiting:
+                self._release(turn)
+        deadlines = [turn.deadline for turn in self._pinned.values()]
+        self._first_deadline = min(deadlines, default=math.inf)
+
+    def make_room(self) -> bool:
+        if not self._pinned:
+            return False
+        turns = self._pinned.values()
+        if self._follows_paper:
+            self._release(max(turns, key=lambda turn: turn.context.program.arrived))
+        else:
+            self._release(max(turns, key=lambda turn: turn.deadline))
+        return True
+
+    def release_all(self) -> None:
+        for turn in list(self._pinned.values()):
+            self._release(turn)
+
+    def forget(self) -> None:
+        """The pool is empty. Programs and statistics stay."""
+        self._pinned.clear()
+        self._pinned_of.clear()
+        self.version += 1
+
+    def _set_deadline(self, turn: EndedTurn, deadline: float) -> None:
+        turn.deadline = deadline
+        self._first_deadline = min(self._first_deadline, deadline)
+        self.version += 1
+
+    def _release_all_of(self, program: Program, but: EndedTurn | None = None) -> None:
+        for turn in list(self._pinned_of.get(program, ())):
+            if turn is not but:
+                self._release(turn)
+
+    def _release(self, turn: EndedTurn) -> None:
+        """Ends a pin."""
+        del self._pinned[turn.key]
+        turns = self._pinned_of[turn.context.program]
+        turns.remove(turn)
+        if not turns:
+            del self._pinned_of[turn.context.program]
+        self._release_blocks(turn.key)
+        self.version += 1

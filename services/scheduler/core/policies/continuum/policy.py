@@ -1,0 +1,92 @@
+"""The order of requests by the policies `continuum-fixed` and `continuum-ttl`."""
+
+from collections.abc import Callable
+
+from services.scheduler.core.planning.running_requests import RunningRequests
+from services.scheduler.core.policies.continuum.pin_times import FixedTimes, OptimalTimes
+from services.scheduler.core.policies.continuum.pins import Pins
+from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.request import Request, RequestStatus
+
+_Rank = tuple[bool, bool, float, int]
+
+
+class FixedPolicy:
+    """As the code published with Continuum: requests of programs with a pin first, then those of
+    the oldest programs. The victim is the last admitted request whose program has no pin.
+    """
+
+    uses_priority = False
+    retains_contexts = holds_ended = True
+
+    def __init__(self, parts: PolicyParts) -> None:
+        self.retention = Pins(parts, FixedTimes())
+
+    def create_request_queue(self) -> "ProgramOrder":
+        return ProgramOrder(self.retention, self._rank)
+
+    def victim(self, running: RunningRequests) -> Request:
+        """The last admitted request whose program has no pin, or else the last admitted one."""
+        last = next(reversed(running))
+        return next(filter(self._has_no_pin, reversed(running)), last)
+
+    def _has_no_pin(self, request: Request) -> bool:
+        return not self.retention.has_pin(request)
+
+    def _rank(self, request: Request) -> _Rank:
+        pins = self.retention
+        return False, not pins.has_pin(request), pins.program_arrival(request), request.key
+
+
+class TTLPolicy:
+    """As the paper on Continuum: preempted requests first, then those of programs with a pin, then
+    those of the oldest programs. A pin ends when its program's next turn is admitted. The victim is
+    a request of the latest program.
+    """
+
+    uses_priority = False
+    retains_contexts = holds_ended = True
+
+    def __init__(self, parts: PolicyParts) -> None:
+        times = OptimalTimes(parts.step_costs, parts.config.token_budget)
+        self.retention = Pins(parts, times, follows_paper=True)
+
+    def create_request_queue(self) -> "ProgramOrder":
+        return ProgramOrder(self.retention, self._rank)
+
+    def victim(self, running: RunningRequests) -> Request:
+        arrival = self.retention.program_arrival
+        return max(running, key=lambda request: (arrival(request), request.key))
+
+    def _rank(self, request: Request) -> _Rank:
+        pins, is_preempted = self.retention, request.status is RequestStatus.PREEMPTED
+        return (
+            not is_preempted,
+            not pins.has_pin(request),
+            pins.program_arrival(request),
+            request.key,
+        )
+
+
+class ProgramOrder(list[Request]):
+    """Waiting requests, which are in order after `put_in_order`."""
+
+    def __init__(self, pins: Pins, rank: Callable[[Request], _Rank]) -> None:
+        super().__init__()
+        self._pins = pins
+        self._rank = rank
+        self._sorted_at: int | None = None
+
+    def add(self, request: Request, /) -> None:
+        self.append(request)
+        self._sorted_at = None
+
+    prepend = add
+
+    def reorder(self) -> None:
+        self._sorted_at = None
+
+    def put_in_order(self) -> None:
+        if self._sorted_at != self._pins.version:
+            self._sorted_at = self._pins.version
+            self.sort(key=self._rank)
