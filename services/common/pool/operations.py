@@ -154,7 +154,8 @@ class Admission:
     """Whether the request was preempted before. Hit statistics exclude resumed requests."""
     num_retained_blocks: int | None = None
     """How many blocks of contexts, its hit left aside, this admission and those before it in the
-    transaction may reuse. None means that there is no limit.
+    transaction may reuse. Those among the blocks that it keeps free count, too. None means that
+    there is no limit.
     """
     num_external_tokens: int = 0
     """Number of tokens after the hit that are loaded from elsewhere. These tokens need blocks and

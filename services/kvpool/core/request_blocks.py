@@ -186,10 +186,11 @@ class RequestBlocks:
             hits = [GroupHit(blocks, hit.num_tokens, num_stored) for blocks in hit.tables]
             if not self._fits(admission, hits):
                 return result, ops.Stop(index, item, ops.StopReason.NO_BLOCKS)
-            num_taken += self._num_retained_needed(admission, hits)
-            limit = admission.num_retained_blocks
-            if limit is not None and num_taken > limit:
+            num_retained = self._num_retained_needed(admission, hits)
+            limit, num_kept_free = admission.num_retained_blocks, admission.num_blocks_kept_free
+            if limit is not None and num_taken + max(0, num_retained + num_kept_free) > limit:
                 return result, ops.Stop(index, item, ops.StopReason.RETAINED)
+            num_taken += max(0, num_retained)
             tables = self._admit_one(admission, hits)
             for granted, table in zip(result.groups, tables, strict=True):
                 _append(granted, table.blocks)
@@ -226,18 +227,18 @@ class RequestBlocks:
 
     def _num_retained_needed(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> int:
         """The number of blocks of contexts that an admission needs besides its hit, for all slots
-        that it reserves.
+        that it reserves. It is negative if other free blocks are left.
         """
         contexts = self._blocks.contexts
-        if contexts is None or not contexts.num_retained:
-            return 0
+        if contexts is None:
+            return -self._blocks.num_free_blocks
         need, num_new, num_others = _need(admission), 0, len(contexts) - contexts.num_retained
         for group, hit in zip(self._groups, hits, strict=True):
             num_reserved = group.num_reserved_behind(hit, admission.num_reserve_slots)
             num_new += max(group.num_missing_behind(hit, need), num_reserved)
             blocks = group.counted_hits(hit)
             num_others -= self._blocks.count_free(blocks) - contexts.count_retained(blocks)
-        return max(0, num_new - num_others)
+        return num_new - num_others
 
     def _admit_one(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> Tables:
         tables = self.coordinator.admit(hits, _need(admission), admission.num_computed_tokens)

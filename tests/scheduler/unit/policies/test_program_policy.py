@@ -159,6 +159,17 @@ async def test_a_request_without_its_context_leaves_headroom() -> None:
     assert (plan.new, plan.wait_reason) == ([], WaitReason.NO_BLOCKS)
 
 
+@pytest.mark.parametrize(("num_tokens", "is_admitted"), [(60, True), (68, False)])
+async def test_headroom_is_left_beside_contexts(num_tokens: int, is_admitted: bool) -> None:
+    """Of 40 blocks, 16 are of a context, which may lose one, and 6 are in use. Four stay free."""
+    agents, context, _ = await paused_and_running()
+    agents.story.add("new", prompt(num_tokens, first=600), max_tokens=2)
+    plan = await agents.story.scheduler.schedule()
+    assert len(plan.new) == is_admitted
+    assert plan.wait_reason is (None if is_admitted else WaitReason.RETAINED)
+    assert agents.cached(context) == 64
+
+
 async def test_requests_with_their_contexts_come_first_but_not_for_ever() -> None:
     """Two programs always have a turn that waits or runs."""
     agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800)

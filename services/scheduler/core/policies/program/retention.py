@@ -20,7 +20,9 @@ from services.scheduler.core.program_turn import ProgramTurn
 from services.scheduler.core.request import Request
 
 HEADROOM = 0.1
-"""The fraction of the pool that a request without its context leaves free, beside running ones."""
+"""The fraction of the pool that a request without its context leaves free, beside running ones and
+contexts that it may not take.
+"""
 AGING_INTERVAL = 8
 """Of so many admissions of requests without their contexts, one is of the longest waiting."""
 MAX_WARM_ADMISSIONS = 32
@@ -64,6 +66,7 @@ class ProgramRetention(NoRetention):
         self._clock = parts.clock
         self._costs = parts.step_costs
         self._size = config.hash_block_size
+        self._headroom = int(HEADROOM * (config.num_blocks - 1))
         self._contexts: dict[ContextId, Context] = {}
         """In the order in which their pauses began."""
         self._known = KnownPrograms()
@@ -276,8 +279,7 @@ class ProgramRetention(NoRetention):
         if not num_running or request is self.first_cold:
             return
         if self.is_cold(request):
-            headroom = int(HEADROOM * (self._config.num_blocks - 1))
-            terms.num_blocks_kept_free = max(terms.num_blocks_kept_free, headroom)
+            terms.num_blocks_kept_free = max(terms.num_blocks_kept_free, self._headroom)
         if self._contexts:
             number = self._num_retained_blocks(num_running) if self._is_short else 0
             terms.num_retained_blocks = number
@@ -312,7 +314,7 @@ class ProgramRetention(NoRetention):
             return True
         config = self._config
         num_needed = 2 * config.token_budget // self._size + config.max_num_seqs
-        return self._num_other_blocks < num_needed * len(config.all_groups)
+        return self._num_other_blocks < num_needed * len(config.all_groups) + self._headroom
 
     def _gain(self, num_running: int) -> float:
         """What one more running request gains, in seconds of the engine for each second."""
