@@ -1,0 +1,1 @@
+"""`python -m benchmarks.agents`: compares policies on agents' programs."""
