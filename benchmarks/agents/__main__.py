@@ -2,9 +2,9 @@
 
     python -m benchmarks.agents --simulated [--quick] [--seeds N] [--load NAME]... [--json FILE]
 
-Each load has a pool and a rate. Its pressure is the mean of the contexts of live programs with
-unlimited memory, divided by the pool. A ratio is the mean job time with fcfs divided by the mean
-job time of a row, as geometric mean over the seeds.
+Each load has a pool and a rate. Its pressure is the mean sum of contexts of live programs, while
+programs arrive, with unlimited memory, divided by the pool. A ratio is the mean job time with fcfs
+divided by the mean job time of a row, as geometric mean over the seeds.
 """
 
 import argparse
@@ -66,6 +66,17 @@ class Load:
         return Traffic(self.num_programs, self.rate, seed, self.scale, longest)
 
 
+_CPU = Load(
+    "swe",
+    8_000,
+    0.3,
+    required=10.0,
+    scale=0.2,
+    num_programs=150,
+    profile="135m-epyc-2-cores",
+    max_num_seqs=64,
+    token_budget=512,
+)
 LOADS = (
     Load("swe", 200_000, 0.8, required=3.7),
     Load("swe", 200_000, 1.0, required=4.0),
@@ -74,17 +85,8 @@ LOADS = (
     Load("smith", 420_000, 0.9, required=8.5),
     Load("mixed", 200_000, 0.6, required=1.7),
     Load("mixed", 54_000, 0.27, required=2.0),
-    Load(
-        "swe",
-        8_000,
-        0.12,
-        required=10.0,
-        scale=0.2,
-        num_programs=150,
-        profile="135m-epyc-2-cores",
-        max_num_seqs=64,
-        token_budget=512,
-    ),
+    replace(_CPU, rate=0.12),
+    _CPU,
 )
 
 
@@ -99,7 +101,7 @@ class Figures:
     """The fraction of the computed tokens that was computed before."""
     longest_wait_seconds: float
     context_tokens: float
-    """The mean of the contexts of live programs."""
+    """The mean sum of contexts of live programs while programs arrived."""
 
 
 def figures(run: RunResult) -> Figures:
@@ -111,7 +113,7 @@ def figures(run: RunResult) -> Figures:
         accounts.num_cached_tokens / accounts.num_prompt_tokens,
         recomputed / run.num_computed_tokens,
         max(accounts.wait_seconds),
-        accounts.context_seconds / run.simulated_seconds,
+        accounts.mean_context_tokens,
     )
 
 

@@ -33,6 +33,8 @@ class Accounts:
         """The sum of contexts of live programs, in tokens, times the seconds for which they last.
         Contexts of running requests count without their answers.
         """
+        self.mean_context_tokens = 0.0
+        """The mean sum of contexts of live programs while programs arrived."""
         self.last_end = 0.0
         self._speeds: defaultdict[str, list[float]] = defaultdict(list)
         """For each tenant and job, the time alone divided by the time taken."""

@@ -58,6 +58,11 @@ class Clients:
         program = next(self._programs, None)
         if program is not None:
             self._clock.call_at(program.arrival_seconds, partial(self._arrive, program))
+            return
+        for live in self.live.values():
+            self._note_context(live)
+        if now := self._clock.now:
+            self._accounts.mean_context_tokens = self._accounts.context_seconds / now
 
     def take_sent(self, inflight: Inflight) -> SentTurn:
         sent = self.sent[inflight.request.request_id]

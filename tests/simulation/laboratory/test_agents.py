@@ -169,8 +169,9 @@ def test_the_work_that_is_left_is_the_order_if_it_is_known() -> None:
     assert sorted(run.accounts.job_seconds) == list(run.accounts.job_seconds)
 
 
-def test_contexts_of_live_programs_are_counted_over_time() -> None:
+def test_contexts_of_live_programs_are_counted_while_programs_arrive() -> None:
     """A step takes a second, and 0.1 s more for each token of a prompt."""
-    run = simulate(setup(), [program(1, 0.0, (10, 3, 0.0), (10, 1, 5.0))])
+    turns, last = [(10, 3, 0.0), (10, 1, 5.0)], [(1, 1, 0.0)]
+    run = simulate(setup(), [program(1, 0.0, *turns), program(2, 40.0, *last)])
     first, pause, second = 10 * (2.0 + 1.0 + 1.0), 13 * 5.0, 23 * 3.3
-    assert run.accounts.context_seconds == pytest.approx(first + pause + second)
+    assert run.accounts.mean_context_tokens == pytest.approx((first + pause + second) / 40)
