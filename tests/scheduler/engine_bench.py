@@ -60,12 +60,8 @@ class Bench:
         self.replica = FakeReplica(self.pool, self.executor)
         self.inbox = Inbox()
         self.watcher = Watcher()
+        scheduler = Scheduler(shape, self.pool, connected(connector))
         self.readiness = ReadinessLog()
-
-        def now() -> float:
-            return asyncio.get_running_loop().time()
-
-        scheduler = Scheduler(shape, self.pool, connected(connector), now)
         self.engine = EngineCore(
             scheduler,
             self.executor,
@@ -73,7 +69,7 @@ class Bench:
             self.inbox,
             self.watcher,
             self.readiness,
-            now,
+            lambda: asyncio.get_running_loop().time(),
             linger_seconds,
         )
         self._num_requests = 0

@@ -7,15 +7,16 @@ step have its number as `step`.
 * `prefix_cache_event`: a request is admitted, and which of its tokens were cached.
 * `step_decision`: what the step computes.
 
-The fork pins contexts: their blocks are not free. Here the contexts of ended requests are retained,
-and their blocks are free, so `pinned_blocks` are among `free_blocks`. A log does not have the state
-of a tier of offloaded blocks: the fields `cpu_` are null with a connector, and 0 without one.
+The fork pins requests that have ended: their blocks are not free. So do the policies of Continuum
+here. The policy `program` retains contexts instead, whose blocks are free. Both count as pinned. A
+log does not have the state of a tier of offloaded blocks: the fields `cpu_` are null with a
+connector, and 0 without one.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from services.common.pool.ids import ContextId
+from services.common.pool.ids import NULL_BLOCK, ContextId
 from services.kvpool.core.kv_pool import KVPool
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
@@ -44,7 +45,11 @@ class StepRecords:
         self._loading = {request for request in self._loading if request.holds_blocks}
         contexts = pool.context_ids
         self._owners = {context: self._owner(context) for context in contexts}
-        names = {_job_id(request) for request in self._owners.values()} - {None}
+        held = [] if scheduler.retention is None else scheduler.retention.held
+        tables = (table for key in held for table in pool.block_tables(key))
+        num_held = len({block for table in tables for block in table} - {NULL_BLOCK})
+        pinned = (*self._owners.values(), *map(self._requests.__getitem__, held))
+        names = set(map(_job_id, pinned)) - {None}
         in_tier = 0 if config.kv_role is None else None
         self._snapshot = {
             "event": "step_snapshot",
@@ -57,8 +62,8 @@ class StepRecords:
             "cpu_free_blocks": in_tier,
             "cpu_total_blocks": in_tier,
             "cpu_cached_blocks": in_tier,
-            "num_pinned": len(contexts),
-            "pinned_blocks": pool.num_retained_blocks,
+            "num_pinned": len(pinned),
+            "pinned_blocks": pool.num_retained_blocks + num_held,
             "pinned_job_ids": sorted(filter(None, names)),
             "max_num_running_reqs": config.max_running,
             "max_num_scheduled_tokens": config.token_budget,

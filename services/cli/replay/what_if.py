@@ -27,13 +27,15 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.policies import retains_contexts
 from services.scheduler.core.request import Request, RequestStatus
 from services.simulation.inprocess_pool import InProcessPool
 
 
 def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> SchedulerConfig:
     """The configuration with some settings changed. `max_model_len` is reduced to the length that
-    the pool can store. Raises CommandError if the configuration could not serve any request.
+    the pool can store. Raises CommandError if the configuration could not serve any request, or if
+    its policy needs times that the log does not have.
     """
     if overrides.get("num_speculative_tokens", 0) > config.num_speculative_tokens:
         raise CommandError(
@@ -41,6 +43,11 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
             "which others would have been right"
         )
     changed = replace(config, **overrides)
+    if retains_contexts(changed.policy) and not retains_contexts(config.policy):
+        raise CommandError(
+            f"--set policy={changed.policy} needs the times of steps, which only logs of policies "
+            "that retain contexts have"
+        )
     groups = tuple(replace(group, block_size=changed.block_size) for group in changed.groups)
     changed = replace(changed, groups=groups)
     changed = replace(changed, max_model_len=max_request_tokens(changed))
@@ -53,10 +60,9 @@ async def what_if(
     history: History, config: SchedulerConfig, write: Write | None = None
 ) -> RunStatistics:
     """Runs the history with another configuration. Passes the records of its steps to `write`.
-    Raises CommandError if the pool is not possible.
-    Also raises CommandError if the scheduler has a connector, because the log contains only the
-    loads that took place, not the loads that other settings would have allowed. Also raises
-    CommandError if the policy decides about contexts, and the log has no times.
+    Raises CommandError if the pool is not possible, or if the scheduler has a connector, because
+    the log contains only the loads that took place, not the loads that other settings would have
+    allowed.
     """
     if config.kv_role is not None:
         raise CommandError("--set cannot be used on a log of a scheduler with a KV connector")
@@ -64,10 +70,6 @@ async def what_if(
         run = WhatIf(history, config, write)
     except StepwellError as error:
         raise CommandError(f"with these settings there is no pool: {error.message}") from None
-    if run.scheduler.retention is not None and not history.times:
-        raise CommandError(
-            f"policy {config.policy} needs the times of steps: only logs of such policies have them"
-        )
     return await run.run()
 
 

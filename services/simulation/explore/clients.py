@@ -9,6 +9,7 @@ import grpc
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 
+from services.common.request.messages import program_to_proto
 from services.common.rpc.channel import open_channel
 from services.simulation.explore.answer import Answer
 from services.simulation.explore.http_clients import LOST, ask_http
@@ -106,6 +107,7 @@ def _message(request: Request, prompt: Iterable[int]) -> gateway_pb2.GenerateReq
         stop=request.stop,
         ignore_eos=request.ignores_end,
         cache_salt=request.salt,
+        program=program_to_proto(request.program),
     )
     if request.regex:
         forms = message.sampling.structured_outputs

@@ -166,6 +166,9 @@ async def _send(
 def _completion(request: Request, prompt: tuple[int, ...]) -> dict[str, Any]:
     body: dict[str, Any] = {"model": request.model, "prompt": prompt, "n": request.n}
     body |= {"stream": request.edge is Edge.STREAM} | request.sampling()
+    if (program := request.program) is not None:
+        body |= {"job_id": program.id, "is_last_step": program.ends}
+        body |= {"this_func_call": program.tool} if program.tool else {}
     return body | {"ignore_eos": request.ignores_end, "stop": request.stop}
 
 

@@ -10,6 +10,8 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+from services.common.request.program import DeclaredProgram
+
 MODEL = "demo"
 ADAPTERS = ("first-adapter", "second-adapter", "third-adapter")
 _NUM_DOCUMENTS = 4
@@ -79,6 +81,8 @@ class Request:
     """Its idempotency key. The answer does not depend on it."""
     wrong: str = ""
     """What is wrong with it."""
+    program: DeclaredProgram | None = None
+    """The program that it is a turn of. The answer does not depend on it."""
 
     def sampling(self) -> dict[str, Any]:
         sampling = {"temperature": self.temperature, "seed": self.seed}
@@ -103,6 +107,7 @@ class Request:
             ends_in_turn=False,
             salt="",
             key="",
+            program=None,
         )
 
 
@@ -131,6 +136,8 @@ def draw_arrivals(
         gateway = rng.randrange(num_gateways)
         leaves = rng.random() * rng.choice((0.5, 0.5, 0.002)) if rng.random() < 0.15 else None
         request = draw_vector(rng) if pools else draw_request(rng)
+        if request.kind in (Kind.TEXT, Kind.CALL, Kind.TALK):
+            request = replace(request, program=_draw_program(random.Random(f"{number} {at}")))
         if request.kind is Kind.TEXT and leaves is not None and request.max_tokens:
             request = replace(request, max_tokens=_LONG_ANSWER, ignores_end=True)
         elif _may_have_salt(request) and rng.random() < 0.1:
@@ -141,6 +148,14 @@ def draw_arrivals(
             arrivals.append(Arrival(count + number, again, request, rng.randrange(num_gateways)))
         arrivals.append(Arrival(number, at, request, gateway, leaves))
     return arrivals
+
+
+def _draw_program(rng: random.Random) -> DeclaredProgram | None:
+    if rng.random() < 0.6:
+        return None
+    name, parent = rng.sample(("one", "two", "three"), 2)
+    parent = parent if rng.random() < 0.2 else ""
+    return DeclaredProgram(name, parent, rng.choice(("", "sed")), ends=rng.random() < 0.2)
 
 
 def _may_have_salt(request: Request) -> bool:

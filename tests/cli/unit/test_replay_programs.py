@@ -20,6 +20,7 @@ from services.cli.replay.what_if import changed_config, what_if
 from services.common.request.program import DeclaredProgram
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import WaitReason
+from services.scheduler.core.policies import POLICIES, retains_contexts
 from services.scheduler.core.step_log.log_entry import TIMED_VERSION, VERSION, Entry
 from tests.cli.recorded_agents import Agents, Turn, configuration, crowded
 
@@ -60,11 +61,12 @@ TURNS = st.lists(
     losses=st.dictionaries(st.integers(0, 40), st.integers(0, 3), max_size=2),
     depth=st.sampled_from((1, 2)),
     num_blocks=st.integers(17, 40),
+    policy=st.sampled_from([name for name in POLICIES if retains_contexts(name)]),
 )
 def test_a_replay_of_any_run_of_programs_makes_the_same_decisions(
-    turns: list[Turn], losses: dict[int, int], depth: int, num_blocks: int
+    turns: list[Turn], losses: dict[int, int], depth: int, num_blocks: int, policy: str
 ) -> None:
-    config = configuration(num_blocks=num_blocks, depth=depth)
+    config = configuration(policy, num_blocks=num_blocks, depth=depth)
     agents = Agents(config, turns, losses)
     asyncio.run(agents.run())
     asyncio.run(replayed(config, agents.entries))
@@ -127,5 +129,5 @@ async def test_with_the_settings_of_the_log_programs_are_scheduled_as_in_the_log
 async def test_a_log_without_times_cannot_be_replayed_with_the_policy() -> None:
     agents = await crowded("fcfs")
     history = await replayed(agents.config, agents.entries)
-    with pytest.raises(CommandError, match="policy program needs the times of steps"):
+    with pytest.raises(CommandError, match="policy=program needs the times of steps"):
         await what_if(history, changed_config(agents.config, {"policy": "program"}))

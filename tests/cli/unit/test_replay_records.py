@@ -101,6 +101,15 @@ async def test_retained_contexts_are_the_pinned_ones_and_programs_are_jobs() -> 
     assert {one["job_id"] for one in admitted} == {None, *(f"job{number}" for number in range(5))}
 
 
+async def test_requests_that_keep_their_blocks_after_their_end_are_pinned() -> None:
+    records = await records_of(await crowded("continuum-fixed"))
+    pins = [one for one in records if one["event"] == "step_snapshot" and one["num_pinned"]]
+    assert len(pins) > 10
+    assert all(one["pinned_blocks"] for one in pins)
+    assert any(len(one["pinned_job_ids"]) > 1 for one in pins)
+    assert all(one["pinned_blocks"] + one["free_blocks"] < one["total_blocks"] for one in pins)
+
+
 def test_with_other_settings_the_records_are_of_the_other_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

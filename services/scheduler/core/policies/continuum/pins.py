@@ -7,17 +7,15 @@ from typing import Protocol
 
 from services.common.pool.ids import ContextId, RequestKey
 from services.common.request.finish import FinishReason
-from services.scheduler.core.policies.continuum.pin_times import Pauses
+from services.scheduler.core.policies.continuum.pin_times import FIXED_SECONDS, Pauses
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
 from services.scheduler.core.policies.retention import NoRetention
 from services.scheduler.core.program_turn import ProgramTurn
 from services.scheduler.core.request import Request, RequestStatus
 
-UNDECIDED_SECONDS = 0.5
-"""The longest time for which the blocks of a turn are kept while its tool is unknown. A gateway
-names the tool a moment after the end, or never if the answer has no call.
-"""
+UNDECIDED_SECONDS = FIXED_SECONDS
+"""The longest time for which the blocks of a turn are kept while its tool is unknown."""
 _WHOLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
@@ -47,7 +45,7 @@ class EndedTurn:
 class Pins(NoRetention):
     """The pins of a replica, and the programs that it knows.
 
-    The blocks of a turn are kept from its end until its tool is known, but only for a moment.
+    The blocks of a turn are kept from its end until its tool is known, for two seconds at most.
     Then the turn is pinned for the time that `times` decides, counted from its end, or its blocks
     are freed. A new pin of a program ends the earlier one, and the end of a program ends all. While
     a turn of its program waits, a pin stays beyond its deadline. A turn that was aborted or failed
@@ -75,6 +73,7 @@ class Pins(NoRetention):
         """The arrivals of waiting requests whose programs were known, and had no pin then."""
         self._first_deadline = math.inf
         """No pin has an earlier deadline."""
+        self._next_id = 1
         self._num_begun = 0
         self.version = 0
         """Changes with all that the order of the queue depends on."""
@@ -106,13 +105,13 @@ class Pins(NoRetention):
         if (forgotten := self._known.add(request, program)) is not None:
             self._end(forgotten)
         program.num_turns += 1
-        request.program_turn = ProgramTurn(program.label, program.num_turns)
+        turn = request.program_turn = ProgramTurn(program.label, program.num_turns)
         if context is None and program.contexts and not program.num_running:
             context = list(program.contexts.values())[-1]
         if context is not None:
             if context.tool:
                 self._times.pauses.add(context.tool, now - context.paused_at)
-            context.describe(request, now)
+            context.describe(turn, now)
             self._end_pause(context)
         program.num_running += 1
         self._programs[request] = program
@@ -131,10 +130,11 @@ class Pins(NoRetention):
         if program is None:
             return
         program.num_running -= 1
+        num_blocks = request.num_committed_blocks
         if declared is not None and declared.ends:
             self._end(program)
-        elif request.num_committed_blocks and request.known_to_pool and not program.has_ended:
-            turn = self._pause(request, program)
+        elif num_blocks and request.known_to_pool and not program.has_ended:
+            turn = self._pause(request, program, num_blocks)
             if request.finish_reason in _WHOLE:
                 self._pinned[turn.key] = turn
                 self._pinned_of.setdefault(program, []).append(turn)
@@ -157,13 +157,20 @@ class Pins(NoRetention):
             else:
                 self._release(turn)
 
-    def _pause(self, request: Request, program: Program) -> EndedTurn:
-        """Begins the pause of a program after a request with published blocks."""
-        size = self._config.hash_block_size
-        context, same = self._known.pause(request, program, self._clock(), size)
+    def _pause(self, request: Request, program: Program, num_blocks: int) -> EndedTurn:
+        """Begins the pause of a program after a request with `num_blocks` published blocks."""
+        context = Context(
+            ContextId(self._next_id),
+            program,
+            request.block_hashes[num_blocks - 1],
+            request.num_tokens,
+            self._clock(),
+            traceparent=request.traceparent,
+        )
+        self._next_id += 1
         request.context = context.id
         turn = self._undecided[context.id] = EndedTurn(context, request.key, math.inf)
-        if same is not None:
+        if (same := self._known.pause(context)) is not None:
             self._end_pause(same)
         for idle in self._known.idle(context.paused_at):
             if idle.program.num_running or len(idle.program.contexts) > 1:
@@ -208,13 +215,12 @@ class Pins(NoRetention):
     def make_room(self) -> bool:
         if not self._pinned:
             return False
-        self._release(max(self._pinned.values(), key=self._priority_of_release))
+        turns = self._pinned.values()
+        if self._follows_paper:
+            self._release(max(turns, key=lambda turn: turn.context.program.arrived))
+        else:
+            self._release(max(turns, key=lambda turn: turn.deadline))
         return True
-
-    def _priority_of_release(self, turn: EndedTurn) -> tuple[bool, float]:
-        """The largest is released first. Turns with unknown tools are released before pins."""
-        latest = turn.context.program.arrived if self._follows_paper else turn.deadline
-        return turn.context.id in self._undecided, latest
 
     def release_all(self) -> None:
         for turn in list(self._pinned.values()):
