@@ -149,8 +149,11 @@ async def test_running_requests_take_blocks_of_contexts_before_any_is_preempted(
     assert agents.cached(context) < 64
 
 
-async def test_a_request_without_its_context_leaves_headroom() -> None:
+@pytest.mark.parametrize("num_warm", [0, 32])
+async def test_a_request_without_its_context_leaves_headroom(num_warm: int) -> None:
+    """Also if it comes before all others."""
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
+    agents.retention.turns.num_warm = num_warm
     agents.story.add("first", prompt(20, first=300), max_tokens=60)
     await agents.step()
     agents.story.add("large", prompt(130, first=600), max_tokens=2)

@@ -276,11 +276,11 @@ class ProgramRetention(NoRetention):
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
         """Says in the terms of an admission beside running requests which blocks it leaves free."""
-        if not num_running or request is self.first_cold:
+        if not num_running:
             return
         if self.is_cold(request):
             terms.num_blocks_kept_free = max(terms.num_blocks_kept_free, self._headroom)
-        if self._contexts:
+        if self._contexts and request is not self.first_cold:
             number = self._num_retained_blocks(num_running) if self._is_short else 0
             terms.num_retained_blocks = number
 
