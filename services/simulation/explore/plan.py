@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from services.scheduler.core.policies import POLICIES, holds_ended, retains_contexts
 from services.simulation.explore.faults import Fault, Kind, draw_faults
 from services.simulation.explore.members import REDIS, Shape, links, service_names
 from services.simulation.explore.requests import Arrival, draw_arrivals
@@ -103,5 +104,11 @@ def _draw_shape(rng: random.Random) -> Shape:
     if not has_tier and rng.random() < _CHANGED:  # a tier is found as cached prefixes are
         settings["enable_prefix_caching"] = False
     if rng.random() < 0.3:
-        settings["policy"] = "program"
+        settings["policy"] = rng.choice(
+            [
+                name
+                for name in POLICIES
+                if retains_contexts(name) and not (has_tier and holds_ended(name))
+            ]
+        )
     return replace(shape, drafts=drafts, has_tier=has_tier, settings=tuple(settings.items()))
