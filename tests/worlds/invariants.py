@@ -114,10 +114,13 @@ def check_known_tokens(
 def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> None:
     """Each block that a step writes is written for one request only, and requests outside the step
     do not have the block. Requests that start a load are an exception, because their prefix hit may
-    be computed in this step. Positions of states after drafts are not checked, because only the
-    workers know them.
+    be computed in this step. So are blocks of a failed load: the first request that shares them
+    computes them again for all others, as in vLLM. Positions of states after drafts are not
+    checked, because only the workers know them.
     """
     written: Counter[int] = Counter()
+    again: set[int] = set()
+    failed_loads = getattr(scheduler.transfers, "_first_invalid", {})
     read: set[int] = set()
     starts = plan.num_computed_tokens
     for request, start, end in zip(plan.requests, starts, _ends(plan), strict=True):
@@ -132,12 +135,14 @@ def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> N
             assert blocks, f"{request.request_id} has no block to write to"
             assert NULL_BLOCK not in blocks, request.request_id
             written.update(blocks)
+            if request in failed_loads:
+                again.update(blocks)
     begun = {load.request for load in plan.loads}
     for request in set(scheduler.requests) - set(plan.requests) - begun:
         for table in pool.block_tables(request.key):
             read.update(table)
     assert all(count == 1 for count in written.values())
-    assert read.isdisjoint(written)
+    assert read.isdisjoint(written.keys() - again)
 
 
 def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
