@@ -1,10 +1,12 @@
 """Compares policies of scheduling on agents' programs, by job time.
 
-    python -m benchmarks.agents --simulated [--quick] [--seeds N] [--load NAME]... [--json FILE]
+    python -m benchmarks.agents --simulated [--quick] [--ladder] [--seeds N] [--load NAME]...
+                                [--json FILE]
 
 Each load has a pool and a rate. Its pressure is the mean sum of contexts of live programs, while
 programs arrive, with unlimited memory, divided by the pool. A ratio is the mean job time with fcfs
-divided by the mean job time of a row, as geometric mean over the seeds.
+divided by the mean job time of a row, as geometric mean over the seeds. The ladder leaves out each
+rule of the policy `program` in turn.
 """
 
 import argparse
@@ -16,11 +18,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.agents.ladder import RULES
 from benchmarks.common.arguments import count, make_parser
 from benchmarks.common.console import log, show
 from benchmarks.common.tables import number_text, table_text
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.policies import POLICIES
+from services.scheduler.core.policies import POLICIES, PROGRAM
 from services.simulation.laboratory.accounts import percentile
 from services.simulation.laboratory.run import RunResult, Setup, bounds, simulate
 from services.simulation.laboratory.workloads import Traffic, generate
@@ -36,7 +39,7 @@ class Load:
     kv_tokens: int
     rate: float
     required: float
-    """The ratio that the policy `program` must reach."""
+    """The ratio that the policy `program` should reach."""
     scale: float = 1.0
     num_programs: int = 200
     profile: str = "h100-8b"
@@ -140,14 +143,26 @@ class Comparison:
         return fmean(getattr(one, figure) for one in self.rows[row])
 
 
-def compare(load: Load, seeds: Iterable[int]) -> Comparison:
+def policy_setups(load: Load) -> dict[str, Setup]:
     base = load.setup()
-    setups = {
-        name: replace(base, config=replace(base.config, policy=name))
-        for name in POLICIES
-        if name != "priority"  # programs have no priorities
+    names = [name for name in POLICIES if name != "priority"]  # programs have no priorities
+    return {name: with_policy(base, name) for name in names} | bounds(base)
+
+
+def ladder_setups(load: Load) -> dict[str, Setup]:
+    base = load.setup()
+    rules = {
+        rule: with_policy(base, f"{kind.__module__}:{kind.__name__}")
+        for rule, kind in RULES.items()
     }
-    setups |= bounds(base)
+    return {name: with_policy(base, name) for name in (BASE, PROGRAM)} | rules
+
+
+def with_policy(setup: Setup, policy: str) -> Setup:
+    return replace(setup, config=replace(setup.config, policy=policy))
+
+
+def compare(load: Load, seeds: Iterable[int], setups: Mapping[str, Setup]) -> Comparison:
     rows: dict[str, list[Figures]] = {name: [] for name in setups}
     for seed in seeds:
         for name, setup in setups.items():
@@ -175,6 +190,14 @@ def _ratios(one: Comparison) -> list[str]:
         *(number_text(one.ratio(name), 2) for name in one.rows if name != BASE),
         number_text(load.required, 1),
     ]
+
+
+def ladder_table(comparisons: Sequence[Comparison]) -> str:
+    """The ratios, with a row for each rule."""
+    header = ("row", *(f"{one.load.text}, {one.load.rate:g}" for one in comparisons))
+    rows = [name for name in comparisons[0].rows if name != BASE]
+    ratios = ((row, *(number_text(one.ratio(row), 2) for one in comparisons)) for row in rows)
+    return table_text(header, ratios)
 
 
 def detail_table(comparisons: Sequence[Comparison]) -> str:
@@ -211,9 +234,11 @@ def main(argv: Sequence[str]) -> None:
     num_seeds = arguments.seeds
     if arguments.quick:
         loads, num_seeds = [replace(load, num_programs=20) for load in loads], 1
-    comparisons = [compare(load, range(num_seeds)) for load in loads]
+    setups_of = ladder_setups if arguments.ladder else policy_setups
+    comparisons = [compare(load, range(num_seeds), setups_of(load)) for load in loads]
     text = f"Seeds 0 to {num_seeds - 1}, {' or '.join(_numbers(loads))} programs."
-    show(f"`python -m benchmarks.agents {' '.join(argv)}`. {text}", ratio_table(comparisons))
+    table = ladder_table if arguments.ladder else ratio_table
+    show(f"`python -m benchmarks.agents {' '.join(argv)}`. {text}", table(comparisons))
     show(detail_table(comparisons))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document(comparisons), indent=1) + "\n")
@@ -229,6 +254,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--simulated", action="store_true", required=True, help="on simulated time")
     add("--quick", action="store_true", help="20 programs of each load, and one seed")
+    add("--ladder", action="store_true", help="leave out each rule of the policy program in turn")
     add("--seeds", type=count, default=4, help="number of seeds (default: 4)")
     add("--load", action="append", choices=names, help="default: all; may be given several times")
     add("--json", type=Path, help="write the figures")

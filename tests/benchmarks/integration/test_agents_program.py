@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.agents.__main__ import LOADS, Comparison, Figures
+from benchmarks.agents.ladder import RULES
 from tests.benchmarks.programs import run_program
 
 
@@ -37,3 +38,10 @@ def test_a_quick_run_prints_all_loads_and_rows(tmp_path: Path) -> None:
         (unlimited,) = one["rows"]["unlimited memory"]
         for (run,) in one["rows"].values():
             assert run["mean_seconds"] > 0.95 * unlimited["mean_seconds"]
+
+
+def test_the_ladder_has_a_row_for_each_rule() -> None:
+    done = run_program("agents", "--simulated", "--quick", "--ladder", "--load", "web")
+    ratios = done.stdout.strip().split("\n\n")[1]
+    rules = [line.split(" | ")[0].removeprefix("| ") for line in ratios.splitlines()[2:]]
+    assert rules == ["program", *RULES]
