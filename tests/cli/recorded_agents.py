@@ -35,11 +35,15 @@ class Turn:
 
 class Agents:
     """Runs turns on a recording scheduler. Each step takes a time of its own. The pool may be lost
-    in a step, after it has answered some transactions.
+    in a step, after it has answered some transactions. Each reading of the clock takes a time.
     """
 
     def __init__(
-        self, config: SchedulerConfig, turns: Sequence[Turn], losses: dict[int, int] | None = None
+        self,
+        config: SchedulerConfig,
+        turns: Sequence[Turn],
+        losses: dict[int, int] | None = None,
+        reading_seconds: float = 1e-6,
     ) -> None:
         self.config = config
         self.turns = turns
@@ -50,13 +54,14 @@ class Agents:
         self._turns: dict[Request, Turn] = {}
         self._in_flight: deque[SchedulerOutput] = deque()
         self._losses = losses or {}
+        self._reading_seconds = reading_seconds
         self._pool = InProcessPool(config)
         self.scheduler = RecordingScheduler(
             config, self._pool, self.entries.append, clock=self._clock
         )
 
     def _clock(self) -> float:
-        self.now += 1e-6
+        self.now += self._reading_seconds
         return self.now
 
     async def run(self) -> None:

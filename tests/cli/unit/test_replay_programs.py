@@ -62,12 +62,18 @@ TURNS = st.lists(
     depth=st.sampled_from((1, 2)),
     num_blocks=st.integers(17, 40),
     policy=st.sampled_from([name for name in POLICIES if retains_contexts(name)]),
+    reading_seconds=st.sampled_from((1e-6, 0.7)),
 )
 def test_a_replay_of_any_run_of_programs_makes_the_same_decisions(
-    turns: list[Turn], losses: dict[int, int], depth: int, num_blocks: int, policy: str
+    turns: list[Turn],
+    losses: dict[int, int],
+    depth: int,
+    num_blocks: int,
+    policy: str,
+    reading_seconds: float,
 ) -> None:
     config = configuration(policy, num_blocks=num_blocks, depth=depth)
-    agents = Agents(config, turns, losses)
+    agents = Agents(config, turns, losses, reading_seconds)
     asyncio.run(agents.run())
     asyncio.run(replayed(config, agents.entries))
 
