@@ -15,6 +15,7 @@ from services.cli.errors import CommandError
 from services.cli.replay.log_file import StepLogFile
 from services.common.errors import InvalidArgument
 from services.common.pool.block_hash import pack_token_ids
+from services.scheduler.core.step_log.log_entry import TIMED_VERSION
 from tests.cli.replaying import HANDLES, Disturbance, crowd, live_log, replay
 from tests.scheduler.paged_model import next_token
 from tests.scheduler.scheduler_process import running_scheduler
@@ -56,6 +57,31 @@ async def test_a_run_under_load_is_reproduced_bit_for_bit(
     logged = entries(path)
     assert sum(len(entry.get("preemptions", ())) for entry in logged) > 5
     assert sum(entry.get("call") == "abort" for entry in logged) > 2
+    await expect_no_difference(path, capsys)
+
+
+async def go_on_with_some(_: Replica, gateway: Gateway) -> None:
+    for handle in (0, 3, 6):
+        await gateway.finish(handle)
+        await gateway.say(end_turn=scheduler_pb2.EndTurn(handle=handle, tool="grep"))
+        program = common_pb2.Program(id=f"job {handle}", tool="sed")
+        shared, own = prompt(12, 0), prompt(3 + handle % 7, 400 + 20 * handle)
+        context = [*shared, *own, *gateway.heard[handle].tokens]
+        await gateway.add(50 + handle, [*context, 1, 2, 3], program=program)
+    await gateway.finish(50, 53, 56)
+
+
+async def test_a_run_of_programs_is_reproduced_with_its_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = await live_log(tmp_path / "steps.jsonl", go_on_with_some, policy="program")
+    header, *logged = entries(path)
+    assert header["version"] == TIMED_VERSION
+    assert [one["tool"] for one in logged if one["call"] == "end_turn"] == ["grep"] * 3
+    named = [one["program"]["id"] for one in logged if "program" in one]
+    assert named == ["job 0", "job 3", "job 6"]
+    assert all("now" in one for one in logged if one["call"] == "schedule")
+    assert any("observed_steps" in one for one in logged)
     await expect_no_difference(path, capsys)
 
 

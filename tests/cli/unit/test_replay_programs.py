@@ -118,7 +118,7 @@ async def test_another_time_leads_to_other_decisions(change: Entry) -> None:
 async def test_other_policies_take_the_requests_of_a_log_of_programs() -> None:
     agents = await crowded()
     history = await replayed(agents.config, agents.entries)
-    for policy in ("fcfs", "priority", "program"):
+    for policy in POLICIES:
         run = await what_if(history, changed_config(agents.config, {"policy": policy}))
         assert len(run.accounts) == 60
         assert run.num_generated_tokens == sum(turn.max_tokens for turn in agents.turns)
