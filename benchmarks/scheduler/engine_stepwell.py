@@ -33,8 +33,30 @@ from services.kvpool.core.pool_config import PoolConfig
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.policies import PROGRAM
 from services.scheduler.core.request import Request
 from services.simulation.inprocess_pool import InProcessPool
+
+_CONTEXT_BLOCKS = 16
+"""Blocks of a paused program's context."""
+_STEP_SECONDS = 0.02
+"""The time of a step on the scheduler's clock, on which contexts become older."""
+_SPARE_BLOCKS = 1500
+"""Free blocks beside contexts: so few that contexts are ranked, and enough for all to be admitted.
+"""
+
+
+def measure_programs(num_programs: int) -> Figures:
+    """Measures steps with the policy `program`, without paused programs and with so many. Their
+    contexts fill the pool, so that the running requests take blocks from them.
+    """
+    return {
+        f"step, {num_running} running, {count} paused programs": asyncio.run(
+            _step_micros(num_running, async_scheduling=True, policy=PROGRAM, num_paused=count)
+        )
+        for num_running in SIZES
+        for count in (0, num_programs)
+    }
 
 
 def measure() -> Figures:
@@ -53,19 +75,28 @@ def measure() -> Figures:
     return figures
 
 
-async def _step_micros(num_running: int, *, async_scheduling: bool) -> float:
+async def _step_micros(
+    num_running: int, *, async_scheduling: bool, policy: str = "fcfs", num_paused: int = 0
+) -> float:
     num_blocks = num_running * (CONTEXT + 2 * STEPS) // BLOCK_SIZE + 64
+    if num_paused:
+        running_blocks = num_running * (CONTEXT + num_paused // 4) // BLOCK_SIZE
+        num_blocks = running_blocks + num_paused * _CONTEXT_BLOCKS + _SPARE_BLOCKS
     config = SchedulerConfig(
-        max_num_seqs=num_running,
+        max_num_seqs=num_running + num_paused,
         max_num_batched_tokens=8192,
         max_model_len=4096,
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         async_scheduling=async_scheduling,
+        policy=policy,
     )
-    scheduler = Scheduler(config, InProcessPool(config))
+    num_steps = 0
+    scheduler = Scheduler(config, InProcessPool(config), clock=lambda: num_steps * _STEP_SECONDS)
     for number in range(num_running):
         scheduler.add(_request(number))
+    for number in range(num_running, num_running + num_paused):
+        scheduler.add(_request(number, _CONTEXT_BLOCKS * BLOCK_SIZE, max_tokens=1))
     while scheduler.queues.waiting or any(
         request.is_prefill_chunk for request in scheduler.running
     ):
@@ -74,7 +105,7 @@ async def _step_micros(num_running: int, *, async_scheduling: bool) -> float:
     one_token_each = ModelRunnerOutput([[5]] * num_running)
     taken: list[int] = []
     ahead: SchedulerOutput | None = None
-    for _ in range(STEPS):
+    for num_steps in range(STEPS):  # noqa: B007 - the clock reads it
         begun = time.thread_time_ns()
         plan = await scheduler.schedule()
         done, ahead = (ahead, plan) if async_scheduling else (plan, None)
@@ -84,14 +115,14 @@ async def _step_micros(num_running: int, *, async_scheduling: bool) -> float:
     return median_step_micros(taken)
 
 
-def _request(number: int) -> Request:
-    tokens = context_tokens(number)
+def _request(number: int, num_tokens: int | None = None, max_tokens: int = 100_000) -> Request:
+    tokens = context_tokens(number)[:num_tokens]
     return Request(
         request_id=str(number),
         key=RequestKey(number + 1),
         token_ids=tokens,
         num_prompt_tokens=len(tokens),
-        sampling=SamplingParams(max_tokens=100_000, eos_token_ids=(2,)),
+        sampling=SamplingParams(max_tokens=max_tokens, eos_token_ids=(2,)),
     )
 
 
