@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
-from services.scheduler.core.program_turn import ProgramTurn
 from services.scheduler.core.request import Request
 
 IDLE_SECONDS = 600.0
@@ -56,6 +55,9 @@ class Context:
     last_hash: BlockHash
     num_tokens: int
     paused_at: float
+    prompt_hash: BlockHash | None = None
+    """The hash of the last full block of the turn's prompt. None if the prompt fills no block."""
+    num_prompt_tokens: int = 0
     tool: str = ""
     traceparent: str = ""
     """The trace context of the turn that left it."""
@@ -71,11 +73,16 @@ class Context:
         """The tool for which the program pauses. CHILD if it waits for programs that it started."""
         return CHILD if self.program.num_children else self.tool
 
-    def describe(self, turn: ProgramTurn, now: float) -> None:
-        """Describes the pause in the turn that ends it."""
+    def describe(self, request: Request, now: float) -> None:
+        """Describes the pause in the `program_turn` of the request that ends it."""
+        turn = request.program_turn
+        assert turn is not None
         turn.tool, turn.pause_seconds = self.reason, now - self.paused_at
-        turn.num_context_tokens = self.num_tokens
         turn.traceparent_before = self.traceparent
+        if self.last_hash in request.block_hashes:
+            turn.num_context_tokens = self.num_tokens
+        elif self.prompt_hash in request.block_hashes:
+            turn.num_context_tokens = self.num_prompt_tokens
 
 
 ProgramName = tuple[bytes, bytes, str, str]
@@ -144,13 +151,18 @@ def _name_of(request: Request) -> ProgramName | None:
 
 
 class KnownPrograms:
-    """The programs that clients name, and those that are found by the hash of the last full block
-    of a paused context.
+    """The programs that clients name, and those that are found by hashes of paused contexts.
+
+    A context is found by the last full block of all its tokens. It is also found by the last full
+    block of its prompt, because many chat templates write an answer in another way when it is part
+    of the next prompt: without its reasoning, or with other spaces in a call's arguments.
     """
 
     def __init__(self) -> None:
-        self._paused: dict[BlockHash, Context] = {}
+        self._paused: dict[ContextId, Context] = {}
         """The contexts whose next turn has not arrived, the longest paused first."""
+        self._by_hash: dict[BlockHash, Context] = {}
+        self._next_id = 1
         self._named = NamedPrograms(MAX_PROGRAMS)
 
     @property
@@ -167,9 +179,11 @@ class KnownPrograms:
         program = self._named.find(request)
         is_named = request.program is not None and request.program.id
         for one in reversed(request.block_hashes):
-            context = self._paused.get(one)
+            context = self._by_hash.get(one)
             if context is None:
                 continue
+            if one != context.last_hash and request.num_tokens <= context.num_prompt_tokens:
+                continue  # the same prompt again
             theirs = context.program
             if not is_named or theirs is program or (program is None and theirs.name is None):
                 return theirs, context
@@ -181,20 +195,43 @@ class KnownPrograms:
         """
         return self._named.add(request, program)
 
-    def pause(self, context: Context) -> Context | None:
-        """Begins a pause. It ends the pause of a context with the same last block, if there is one,
-        and returns this context.
+    def pause(
+        self, request: Request, program: Program, now: float, block_size: int
+    ) -> tuple[Context, Context | None]:
+        """Begins the pause after a request that has ended and has a published block. Returns the
+        context that it left, and the context with the same last block, whose pause ends.
         """
-        same = self._paused.get(context.last_hash)
-        if same is not None:
+        hashes, num_in_prompt = request.block_hashes, request.num_prompt_tokens // block_size
+        context = Context(
+            ContextId(self._next_id),
+            program,
+            hashes[request.num_committed_blocks - 1],
+            request.num_tokens,
+            now,
+            hashes[num_in_prompt - 1] if num_in_prompt else None,
+            request.num_prompt_tokens,
+            traceparent=request.traceparent,
+        )
+        self._next_id += 1
+        same = self._by_hash.get(context.last_hash)
+        if same is not None and same.last_hash == context.last_hash:
             self.end_pause(same)
-        self._paused[context.last_hash] = context.program.contexts[context.id] = context
-        return same
+        else:
+            same = None
+        self._by_hash[context.last_hash] = context
+        if context.prompt_hash is not None:
+            known = self._by_hash.get(context.prompt_hash)
+            if known is None or known.last_hash != context.prompt_hash:
+                self._by_hash[context.prompt_hash] = context
+        self._paused[context.id] = program.contexts[context.id] = context
+        return context, same
 
     def end_pause(self, context: Context) -> None:
         context.program.contexts.pop(context.id, None)
-        if self._paused.get(context.last_hash) is context:
-            del self._paused[context.last_hash]
+        self._paused.pop(context.id, None)
+        for one in (context.last_hash, context.prompt_hash):
+            if one is not None and self._by_hash.get(one) is context:
+                del self._by_hash[one]
 
     def idle(self, now: float) -> Iterator[Context]:
         """Contexts that have paused for too long, and the longest paused ones if there are too

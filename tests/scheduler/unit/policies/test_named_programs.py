@@ -65,6 +65,28 @@ async def test_a_prompt_without_a_name_continues_a_named_program() -> None:
     assert program_of(agents, "job").num_turns == 2
 
 
+async def test_an_answer_that_is_written_in_another_way_is_continued() -> None:
+    """As by templates that leave reasoning out of earlier answers."""
+    agents = Agents()
+    await agents.turn("one", prompt(18), max_tokens=12)
+    (context,) = agents.retention._contexts.values()
+    request = agents.story.add("two", [*prompt(18), 7, 8, *prompt(9, first=700)])
+    assert agents.retention._continued[request] is context
+    assert request.program_turn is not None
+    assert (request.program_turn.number, request.program_turn.num_context_tokens) == (2, 18)
+
+
+async def test_the_same_prompt_again_is_another_program() -> None:
+    agents = Agents()
+    context = await agents.turn("one", prompt(18), max_tokens=12)
+    again = agents.story.add("again", prompt(18))
+    assert again.program_turn is not None
+    assert again.program_turn.number == 1
+    request = agents.story.add("two", [*context, *prompt(9, first=700)])
+    assert request.program_turn is not None
+    assert (request.program_turn.number, request.program_turn.num_context_tokens) == (2, 30)
+
+
 async def test_a_name_that_is_sent_later_is_that_of_the_program_before() -> None:
     agents = Agents()
     context = await agents.turn("one", prompt(16))

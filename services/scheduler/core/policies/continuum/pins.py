@@ -73,7 +73,6 @@ class Pins(NoRetention):
         """The arrivals of waiting requests whose programs were known, and had no pin then."""
         self._first_deadline = math.inf
         """No pin has an earlier deadline."""
-        self._next_id = 1
         self._num_begun = 0
         self.version = 0
         """Changes with all that the order of the queue depends on."""
@@ -105,13 +104,13 @@ class Pins(NoRetention):
         if (forgotten := self._known.add(request, program)) is not None:
             self._end(forgotten)
         program.num_turns += 1
-        turn = request.program_turn = ProgramTurn(program.label, program.num_turns)
+        request.program_turn = ProgramTurn(program.label, program.num_turns)
         if context is None and program.contexts and not program.num_running:
             context = list(program.contexts.values())[-1]
         if context is not None:
             if context.tool:
                 self._times.pauses.add(context.tool, now - context.paused_at)
-            context.describe(turn, now)
+            context.describe(request, now)
             self._end_pause(context)
         program.num_running += 1
         self._programs[request] = program
@@ -130,11 +129,10 @@ class Pins(NoRetention):
         if program is None:
             return
         program.num_running -= 1
-        num_blocks = request.num_committed_blocks
         if declared is not None and declared.ends:
             self._end(program)
-        elif num_blocks and request.known_to_pool and not program.has_ended:
-            turn = self._pause(request, program, num_blocks)
+        elif request.num_committed_blocks and request.known_to_pool and not program.has_ended:
+            turn = self._pause(request, program)
             if request.finish_reason in _WHOLE:
                 self._pinned[turn.key] = turn
                 self._pinned_of.setdefault(program, []).append(turn)
@@ -157,20 +155,13 @@ class Pins(NoRetention):
             else:
                 self._release(turn)
 
-    def _pause(self, request: Request, program: Program, num_blocks: int) -> EndedTurn:
-        """Begins the pause of a program after a request with `num_blocks` published blocks."""
-        context = Context(
-            ContextId(self._next_id),
-            program,
-            request.block_hashes[num_blocks - 1],
-            request.num_tokens,
-            self._clock(),
-            traceparent=request.traceparent,
-        )
-        self._next_id += 1
+    def _pause(self, request: Request, program: Program) -> EndedTurn:
+        """Begins the pause of a program after a request with published blocks."""
+        size = self._config.hash_block_size
+        context, same = self._known.pause(request, program, self._clock(), size)
         request.context = context.id
         turn = self._undecided[context.id] = EndedTurn(context, request.key, math.inf)
-        if (same := self._known.pause(context)) is not None:
+        if same is not None:
             self._end_pause(same)
         for idle in self._known.idle(context.paused_at):
             if idle.program.num_running or len(idle.program.contexts) > 1:

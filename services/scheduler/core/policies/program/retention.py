@@ -82,7 +82,6 @@ class ProgramRetention(NoRetention):
         self._ranked_at = 0.0
         self._sent: list[tuple[float, Context]] | None = None
         """The order that the pool has."""
-        self._next_id = 1
         self._pauses = PauseStatistics()
         self._ended = EndedPrograms()
         self._mean_wait = 1.0
@@ -115,29 +114,29 @@ class ProgramRetention(NoRetention):
         if (forgotten := self._known.add(request, program)) is not None:
             self._presume_ended(forgotten)
         program.num_turns += 1
-        turn = request.program_turn = ProgramTurn(program.label, program.num_turns)
+        request.program_turn = ProgramTurn(program.label, program.num_turns)
         if context is not None:
-            self._return(context, now, turn)
+            self._return(context, request, now)
             self._continued[request] = context
         elif program.contexts and not program.num_running:
-            self._supersede(program, now, turn)
+            self._supersede(program, request, now)
         program.num_running += 1
         self._programs[request] = program
         self.version += 1
 
-    def _return(self, context: Context, now: float, turn: ProgramTurn) -> None:
+    def _return(self, context: Context, request: Request, now: float) -> None:
         """The pause of a context ends, because the next turn has arrived."""
         reason, seconds = context.reason, now - context.paused_at
-        context.describe(turn, now)
+        context.describe(request, now)
         self._pauses.ended(context.program.tenant, reason, seconds)
         self.observer.returned(reason, seconds)
         context.returned_at = now
         self._known.end_pause(context)
 
-    def _supersede(self, program: Program, now: float, turn: ProgramTurn) -> None:
+    def _supersede(self, program: Program, request: Request, now: float) -> None:
         """A program goes on with another context, since it was shortened or branched."""
         *others, latest = program.contexts.values()
-        self._return(latest, now, turn)
+        self._return(latest, request, now)
         for context in (*others, latest):
             self._known.end_pause(context)
             self._drop(context)
@@ -179,14 +178,11 @@ class ProgramRetention(NoRetention):
         num_blocks = request.num_committed_blocks
         if not num_blocks or program.has_ended or not request.known_to_pool:
             return None
-        last = request.block_hashes[num_blocks - 1]
-        context = Context(ContextId(self._next_id), program, last, request.num_tokens, now)
-        context.traceparent = request.traceparent
-        self._next_id += 1
+        context, same = self._known.pause(request, program, now, self._size)
         context.tool = "" if declared is None else declared.tool
         context.num_blocks = num_blocks * len(self._config.all_groups)
         self._contexts[context.id] = context
-        if (same := self._known.pause(context)) is not None:
+        if same is not None:
             self._drop(same)
         self._forget_idle()
         request.context = context.id
