@@ -60,8 +60,12 @@ class Bench:
         self.replica = FakeReplica(self.pool, self.executor)
         self.inbox = Inbox()
         self.watcher = Watcher()
-        scheduler = Scheduler(shape, self.pool, connected(connector))
         self.readiness = ReadinessLog()
+
+        def now() -> float:
+            return asyncio.get_running_loop().time()
+
+        scheduler = Scheduler(shape, self.pool, connected(connector), now)
         self.engine = EngineCore(
             scheduler,
             self.executor,
@@ -69,7 +73,7 @@ class Bench:
             self.inbox,
             self.watcher,
             self.readiness,
-            lambda: asyncio.get_running_loop().time(),
+            now,
             linger_seconds,
         )
         self._num_requests = 0

@@ -16,6 +16,7 @@ from services.scheduler.core.engine.fault_search import MAX_FAILURES_ALONE
 from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.ports import WorkersLost
 from services.scheduler.core.request import RequestStatus
+from tests.cli.virtual_time import run
 from tests.scheduler.engine_bench import Bench, eventually, running
 from tests.scheduler.fakes import SECONDS
 from tests.scheduler.paged_model import continuation
@@ -64,6 +65,29 @@ async def test_requests_one_after_another_take_no_step_that_only_gives_back() ->
         assert bench.executor.num_requests == 1, "the workers still have the last one"
         await bench.engine.pause(PauseMode.KEEP)
         assert bench.pool.num_free_blocks == 49, "a pause gives back all blocks at once"
+
+
+def test_an_idle_engine_frees_in_time_what_a_policy_held() -> None:
+    async def two_requests() -> None:
+        async with running(Bench(policy="continuum-fixed")) as bench:
+            for name, first in (("a", 100), ("b", 500)):
+                bench.add(name, prompt(9, first), max_tokens=2)
+                await bench.until_ended(name)
+                await asyncio.sleep(1.5)
+            assert bench.pool.num_free_blocks == 49 - 3, "the first is free"
+            await asyncio.sleep(1.0)
+            await bench.until_idle()
+
+    run(two_requests())
+
+
+async def test_a_pause_frees_what_a_policy_holds() -> None:
+    async with running(Bench(policy="continuum-fixed")) as bench:
+        bench.add("a", prompt(9), max_tokens=2)
+        await bench.until_ended("a")
+        assert bench.pool.num_free_blocks == 49 - 3
+        await bench.engine.pause(PauseMode.KEEP)
+        assert bench.pool.num_free_blocks == 49
 
 
 async def test_a_request_that_comes_during_a_step_runs_in_a_later_one(bench: Bench) -> None:
