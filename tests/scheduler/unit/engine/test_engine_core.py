@@ -10,6 +10,7 @@ import pytest
 from services.common.errors import Aborted, FailedPrecondition, Unavailable
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
+from services.common.request.program import DeclaredProgram
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.engine.engine_core import EngineState
 from services.scheduler.core.engine.fault_search import MAX_FAILURES_ALONE
@@ -71,11 +72,12 @@ def test_an_idle_engine_frees_in_time_what_a_policy_held() -> None:
     async def two_requests() -> None:
         async with running(Bench(policy="continuum-fixed")) as bench:
             for name, first in (("a", 100), ("b", 500)):
-                bench.add(name, prompt(9, first), max_tokens=2)
+                program = DeclaredProgram(name, tool="sed")
+                bench.add(name, prompt(9, first), max_tokens=2, program=program)
                 await bench.until_ended(name)
                 await asyncio.sleep(1.5)
             assert bench.pool.num_free_blocks == 49 - 3, "the first is free"
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.2)
             await bench.until_idle()
 
     run(two_requests())

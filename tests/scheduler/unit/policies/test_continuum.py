@@ -127,15 +127,15 @@ async def test_a_turn_that_was_aborted_is_not_pinned() -> None:
     assert not agents.holds(request)
 
 
-async def test_until_the_tool_is_known_blocks_are_kept_for_two_seconds_at_most() -> None:
+async def test_until_the_tool_is_known_blocks_are_kept_for_half_a_second_at_most() -> None:
     agents = Agents()
     request = await agents.turn()
-    await agents.at(1.9)
+    await agents.at(0.4)
     assert agents.holds(request)
-    await agents.at(2.1)
+    await agents.at(0.5)
     assert not agents.holds(request)
     agents.tool(request)  # too late
-    await agents.at(2.2)
+    await agents.at(0.6)
     assert not agents.holds(request)
 
 
@@ -284,6 +284,15 @@ async def test_pins_are_given_up_for_the_head_of_the_queue_when_nothing_runs() -
     assert told.new == ["large"]
     assert agents.holds(early)
     assert not agents.holds(late)
+
+
+async def test_turns_whose_tool_is_not_known_are_given_up_before_pins() -> None:
+    agents = Agents()
+    pinned, unknown = await agents.pinned(100), await agents.turn(300)
+    agents.story.add("large", prompt(110, first=500), max_tokens=2)
+    await agents.story.step()
+    assert agents.holds(pinned)
+    assert not agents.holds(unknown)
 
 
 async def test_a_victim_that_the_step_has_scheduled_leaves_it() -> None:

@@ -7,15 +7,17 @@ from typing import Protocol
 
 from services.common.pool.ids import ContextId, RequestKey
 from services.common.request.finish import FinishReason
-from services.scheduler.core.policies.continuum.pin_times import FIXED_SECONDS, Pauses
+from services.scheduler.core.policies.continuum.pin_times import Pauses
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
 from services.scheduler.core.policies.retention import NoRetention
 from services.scheduler.core.program_turn import ProgramTurn
 from services.scheduler.core.request import Request, RequestStatus
 
-UNDECIDED_SECONDS = FIXED_SECONDS
-"""The longest time for which the blocks of a turn are kept while its tool is unknown."""
+UNDECIDED_SECONDS = 0.5
+"""The longest time for which the blocks of a turn are kept while its tool is unknown. A gateway
+names the tool a moment after the end, or never if the answer has no call.
+"""
 _WHOLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
@@ -45,7 +47,7 @@ class EndedTurn:
 class Pins(NoRetention):
     """The pins of a replica, and the programs that it knows.
 
-    The blocks of a turn are kept from its end until its tool is known, for two seconds at most.
+    The blocks of a turn are kept from its end until its tool is known, but only for a moment.
     Then the turn is pinned for the time that `times` decides, counted from its end, or its blocks
     are freed. A new pin of a program ends the earlier one, and the end of a program ends all. While
     a turn of its program waits, a pin stays beyond its deadline. A turn that was aborted or failed
@@ -206,12 +208,13 @@ class Pins(NoRetention):
     def make_room(self) -> bool:
         if not self._pinned:
             return False
-        turns = self._pinned.values()
-        if self._follows_paper:
-            self._release(max(turns, key=lambda turn: turn.context.program.arrived))
-        else:
-            self._release(max(turns, key=lambda turn: turn.deadline))
+        self._release(max(self._pinned.values(), key=self._priority_of_release))
         return True
+
+    def _priority_of_release(self, turn: EndedTurn) -> tuple[bool, float]:
+        """The largest is released first. Turns with unknown tools are released before pins."""
+        latest = turn.context.program.arrived if self._follows_paper else turn.deadline
+        return turn.context.id in self._undecided, latest
 
     def release_all(self) -> None:
         for turn in list(self._pinned.values()):
