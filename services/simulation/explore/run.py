@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from services.scheduler.core.policies import holds_ended
 from services.simulation.explore.answer import Answer
 from services.simulation.explore.clients import ask
 from services.simulation.explore.faults import Kind, inject, keep_busy
@@ -166,7 +167,9 @@ class _Run:
         await asyncio.sleep(sum(fault.hang_seconds for fault in plan.faults))
         await self._until_ready()
         calm_seconds = _REDIS_SECONDS if plan.shape.has_redis else _CALM_SETTLE_SECONDS
-        await asyncio.sleep(_SETTLE_SECONDS if plan.faults else calm_seconds)
+        policy = plan.shape.setting("policy")
+        is_slow = plan.faults or (policy is not None and holds_ended(policy))
+        await asyncio.sleep(_SETTLE_SECONDS if is_slow else calm_seconds)
         self._look(num_lines, is_calm=not plan.faults)
         num_lines = len(lines)
         await self._probe()
