@@ -124,6 +124,8 @@ class SchedulerOutput:
     """Why the first request that still waits and was not passed over was not admitted. If all
     waiting requests were passed over, the reason of the first one. None if no request waits.
     """
+    retained: str = ""
+    """If the wait reason is RETAINED: which context is kept, and why, for people."""
     encoder_inputs: dict[Request, list[int]] = field(default_factory=dict)
     """Maps a request to the indexes of its prompt items (such as images) to be encoded."""
     evicted_encoder_inputs: Sequence[str] = ()

@@ -15,7 +15,7 @@ from services.common.telemetry.trace_context import child_of
 from services.common.telemetry.trace_headers import baggage_attributes
 from services.common.telemetry.tracing import Tracing
 from services.scheduler.core.request import Request
-from services.scheduler.core.timelines.phase_parts import Chunk, Wait
+from services.scheduler.core.timelines.phase_parts import RETAINED, Chunk, Wait
 from services.scheduler.core.timelines.timeline import Phase, PhaseKind, Timeline
 
 MAX_STEP_LINKS = 128
@@ -158,7 +158,8 @@ class RequestSpans:
         attributes: Attributes = {names.ATTR_WAIT_REASON: reason}
         links: list[Link] = []
         if wait.holder:
-            attributes[names.ATTR_WAITED_FOR] = wait.holder
+            name = names.ATTR_RETAINED if reason == RETAINED else names.ATTR_WAITED_FOR
+            attributes[name] = wait.holder
         if wait.step is not None:
             attributes[names.ATTR_STEP] = wait.step
             links, _ = self._links(range(wait.step, wait.step + 1))

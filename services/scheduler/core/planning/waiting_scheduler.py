@@ -93,7 +93,8 @@ class WaitingScheduler:
             return WaitReason.NO_BLOCKS
         if stop.reason is StopReason.RETAINED:
             assert self._state.retention is not None
-            self._state.retention.held_up(len(self._state.running))
+            num_running = len(self._state.running)
+            builder.plan.retained = self._state.retention.held_up(num_running)
             return WaitReason.RETAINED
         hit = stop.num_hit_tokens, stop.shared_prefix_boundary
         builder.prefixes.note_hit(stopped.request, *hit)

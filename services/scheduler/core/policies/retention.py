@@ -60,8 +60,10 @@ class Retention(Protocol):
         must not take.
         """
 
-    def held_up(self, num_running: int) -> None:
-        """The next request was refused only because of blocks of contexts."""
+    def held_up(self, num_running: int) -> str:
+        """The next request was refused only because of blocks of contexts. Returns for people which
+        context is kept, and why.
+        """
 
     def forget(self) -> None:
         """The pool is empty."""
@@ -100,6 +102,7 @@ class NoRetention:
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None: ...
 
-    def held_up(self, num_running: int) -> None: ...
+    def held_up(self, num_running: int) -> str:  # noqa: ARG002
+        return ""
 
     def forget(self) -> None: ...

@@ -8,6 +8,8 @@ from services.common.telemetry.time_parts import TimePart, part_of_reason
 
 MAX_WAITS = 16
 """Limit on the number of waits in a phase. If there are more, neighbouring waits are merged."""
+RETAINED = "retained"
+"""The wait reason whose holder is no request."""
 MAX_CHUNKS = 32
 """When a phase has twice this number of parts, neighbouring chunks of the phase are merged."""
 
@@ -20,7 +22,9 @@ class ReasonStart(NamedTuple):
     step: int | None = None
     """The first step that left the request out for this reason. None if there was no step."""
     holder: str = ""
-    """Id of the request that held most of the missing resource. Empty if there was none."""
+    """Id of the request that held most of the missing resource. Empty if there was none. For the
+    reason RETAINED, a text about the context that is kept.
+    """
 
 
 @dataclass(slots=True)
@@ -50,8 +54,9 @@ class Wait:
     def time_parts(self) -> list[TimePart]:
         """One part for each reason. Only the part of the longest reason has `holder` and `step`."""
         longest = self.reason
+        holder = "" if longest == RETAINED else self.holder
         return [
-            TimePart(part_of_reason(reason), nanos, self.holder, self.step)
+            TimePart(part_of_reason(reason), nanos, holder, self.step)
             if reason == longest
             else TimePart(part_of_reason(reason), nanos)
             for reason, nanos in self.reasons.items()

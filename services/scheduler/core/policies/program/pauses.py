@@ -42,11 +42,23 @@ class PauseStatistics:
         those of the tool in all tenants, or those of all tools. Without enough of these, the value
         is 1 / (age + 1).
         """
+        pauses = self._of(tenant, tool)
+        return 1 / (age + 1) if pauses is None else pauses.index(age)
+
+    def best(self, tenant: bytes, tool: str, age: float) -> tuple[float, float]:
+        """The probability and the seconds within which a program returns that give the index."""
+        pauses = self._of(tenant, tool)
+        if pauses is None:
+            return 1.0, age + 1
+        _, chance, seconds = pauses.best(age)
+        return chance, seconds
+
+    def _of(self, tenant: bytes, tool: str) -> "PausesOfTool | None":
         for key in ((tenant, tool), (None, tool)):
             pauses = self._of_tool.get(key)
             if pauses is not None and len(pauses) >= _LEAST:
-                return pauses.index(age)
-        return self._all.index(age) if len(self._all) >= _LEAST else 1 / (age + 1)
+                return pauses
+        return self._all if len(self._all) >= _LEAST else None
 
 
 class PausesOfTool:
@@ -76,17 +88,21 @@ class PausesOfTool:
         found = self._indexes.get(step)
         if found is None:
             age = max(0.0, 2 ** (step / _PER_DOUBLING) - 0.01)
-            found = self._indexes[step] = self._compute(age)
+            found = self._indexes[step] = self.best(age)[0]
         return found
 
-    def _compute(self, age: float) -> float:
-        """Another pause of 2 * age + 1 seconds keeps the index above 0 when all have returned."""
+    def best(self, age: float) -> tuple[float, float, float]:
+        """The index at this age, the probability of a return in the best time, and that time. One
+        more pause of 2 * age + 1 seconds keeps the index above 0 when all have returned.
+        """
         left = sorted([one - age for one in self._latest if one > age] + [age + 1])
-        best, returned_seconds = 0.0, 0.0
+        best, returned_seconds = (0.0, 0.0, 0.0), 0.0
         for place, seconds in enumerate(left):
             if seconds == NEVER:
                 break
             returned_seconds += seconds
             num_others = len(left) - place - 1
-            best = max(best, (place + 1) / (returned_seconds + num_others * seconds))
+            index = (place + 1) / (returned_seconds + num_others * seconds)
+            if index > best[0]:
+                best = index, (place + 1) / len(left), seconds
         return best

@@ -87,6 +87,7 @@ class ProgramRetention(NoRetention):
         self._mean_wait = 1.0
         self._credit = 0.0
         self._held_up_since: float | None = None
+        self._why_held_up = ""
         self.observer = ProgramObserver()
         self._num_begun = 0
         self.num_retained_blocks = 0
@@ -296,12 +297,32 @@ class ProgramRetention(NoRetention):
                 break
         return max(taken, num_worth)
 
-    def held_up(self, num_running: int) -> None:
+    def held_up(self, num_running: int) -> str:
         """Only contexts prevent the admission of the next request."""
         now = self._clock()
-        if self._held_up_since is not None:
+        if self._held_up_since is None:
+            self._why_held_up = self._explanation(num_running, now)
+        else:
             self._credit += (now - self._held_up_since) * self._gain(num_running)
         self._held_up_since = now
+        return self._why_held_up
+
+    def _explanation(self, num_running: int, now: float) -> str:
+        """Which context with the least value is kept, for people."""
+        paused = (one for _, one in self._by_value() if one.num_own_blocks)
+        kept = next(paused, None)
+        if kept is None:
+            return ""
+        blocks = f"kept {kept.num_own_blocks} blocks of {kept.program.label}"
+        seconds = kept.num_own_blocks * self._seconds_per_block()
+        costs = f"{seconds:.2f} s to compute again; the next request gains "
+        costs += f"{self._gain(num_running):.2f}"
+        if kept.returned_at is not None:
+            return f"{blocks}: its next turn waits, {costs}"
+        age = now - kept.paused_at
+        chance, within = self._pauses.best(kept.program.tenant, kept.reason, age)
+        back = f"{chance:.2f} back within {within:.2f} s"
+        return f"{blocks}: {kept.reason or 'no tool'}, {age:.2f} s in, {back}, {costs}"
 
     @property
     def _is_short(self) -> bool:
