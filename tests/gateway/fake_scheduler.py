@@ -92,6 +92,7 @@ class FakeScheduler(
     # The steps that GetActivity reports.
     steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
     blocks: common_pb2.BlockMap | None = None
+    programs: list[scheduler_pb2.PausedProgram] = field(default_factory=list)
     # The received messages.
     looks: list[scheduler_pb2.GetActivityRequest] = field(default_factory=list)
     asked_for_spans: list[scheduler_pb2.GetRunningSpansRequest] = field(default_factory=list)
@@ -260,6 +261,7 @@ class FakeScheduler(
             ],
             steps=[step for step in self.steps if step.step > request.after_step],
             blocks=self.blocks if request.max_cells else None,
+            programs=self.programs,
         )
 
     async def Pause(  # noqa: N802

@@ -20,6 +20,9 @@ _TWO_COLUMNS = 96
 """The minimum screen width at which a replica's rows are laid out in two columns."""
 _LABEL = 10
 _FULL, _EMPTY = "█", "░"
+HIDDEN = "(another tenant's)"
+_MOST_PROGRAMS = 8
+"""Programs in a pause that are named in a replica's line about them."""
 _LEAST_ROWS = 3
 """The minimum number of request rows of each replica, at any screen height."""
 
@@ -52,7 +55,7 @@ def screen(sample: Sample, before: Sample | None, width: int, height: int) -> li
     activity = sample.answer
     lines = [_headline(activity)]
     for queued in islice(activity["queued"], _LEAST_ROWS):
-        name, why = queued["request_id"] or "(another tenant's)", waits_for(queued["wait_reason"])
+        name, why = queued["request_id"] or HIDDEN, waits_for(queued["wait_reason"])
         lines.append(Text(f"  waits here: {name} for {why}", style="yellow"))
     replicas = activity["replicas"]
     rows_of = [_rows_of(one, sample.rates(one, before), width) for one in replicas]
@@ -63,6 +66,7 @@ def screen(sample: Sample, before: Sample | None, width: int, height: int) -> li
         title = Text(f"replica {replica['address']}", style="bold")
         title.append(f"  {replica_state(replica)}", style=state_colour(replica))
         lines += [Text(), title, *rows, *_requests(replica["requests"], width, room)]
+        lines += _programs(replica["programs"])
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
@@ -170,12 +174,26 @@ def _requests(requests: Sequence[Document], width: int, room: int) -> Iterator[T
         yield Text(f"  and {len(requests) - len(shown)} more", style="dim")
 
 
+def _programs(programs: Sequence[Document]) -> Iterator[Text]:
+    """A line about the programs in a pause that paused last."""
+    if not programs:
+        return
+    num_blocks = sum(one["num_blocks"] for one in programs)
+    shown = [
+        f"{_fitted(one['program'] or HIDDEN, 20)} ({one['tool'] or 'no tool'}, "
+        f"{seconds_text(one['seconds'])}, {one['num_blocks']} blocks)"
+        for one in programs[:_MOST_PROGRAMS]
+    ]
+    text = f"  {len(programs)} programs pause with {num_blocks} blocks: {', '.join(shown)}"
+    yield Text(text, style="cyan")
+
+
 def _values(request: Document) -> list[str]:
     total = request["num_prompt_tokens"] + request["num_output_tokens"]
     computed = f"{request['num_computed_tokens']}/{total}"
     reason = request["wait_reason"]
     return [
-        request["request_id"] or "(another tenant's)",
+        request["request_id"] or HIDDEN,
         request["state"],
         computed,
         str(request["num_output_tokens"]),

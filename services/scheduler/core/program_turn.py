@@ -1,4 +1,4 @@
-"""Which turn of which program a request is, for traces and views."""
+"""Turns and pauses of programs, for traces and views."""
 
 from dataclasses import dataclass
 
@@ -21,3 +21,21 @@ class ProgramTurn:
     """The trace context of the turn before. Empty if it was not traced."""
     num_recomputed_tokens: int = 0
     """Tokens in whole blocks of the context that were not cached any more. Set at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class PausedProgram:
+    """A program between two turns."""
+
+    program: str
+    """As in ProgramTurn."""
+    tenant: bytes
+    tool: str
+    """The tool that runs. Empty if none is known."""
+    seconds: float
+    """The time since the end of the last turn."""
+    num_turns: int
+    num_tokens: int
+    """Tokens of its context."""
+    num_blocks: int
+    """Blocks of its context that the pool still has."""

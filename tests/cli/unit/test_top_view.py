@@ -36,6 +36,7 @@ def look(seconds: float = 1.0, **given: Any) -> Sample:
         "requests": [],
         "steps": [step(100, 8), step(20, 8)],
         "blocks": {"num_cached": 30},
+        "programs": [],
     } | given
     activity = {
         "model": "demo",
@@ -97,6 +98,17 @@ def test_where_there_are_many_requests_both_kinds_are_shown() -> None:
     assert sum("running" in line for line in lines[12:]) >= 5
     assert sum("waiting" in line for line in lines[12:]) >= 5
     assert lines[-1].startswith("  and 1")
+
+
+def test_programs_in_a_pause_are_a_line() -> None:
+    programs = [
+        {"program": name, "tool": tool, "seconds": 0.25, "num_blocks": 40}
+        for name, tool in (("job-17", "grep"), ("", ""))
+    ]
+    assert text(look(programs=programs), width=140)[-1] == (
+        "  2 programs pause with 80 blocks: job-17 (grep, 250 ms, 40 blocks), "
+        "(another tenant's) (no tool, 250 ms, 40 blocks)"
+    )
 
 
 def test_a_replica_that_does_not_answer_says_why() -> None:

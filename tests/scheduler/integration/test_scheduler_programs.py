@@ -62,6 +62,11 @@ async def test_pauses_have_the_tools_of_the_answers(replica: Replica, gateway: G
     assert await values(replica, "stepwell_programs_begun_total", "source") == {"id": 0, "hash": 1}
     assert await values(replica, "stepwell_programs", "state") == {"in_turn": 0, "paused": 1}
     assert await values(replica, "stepwell_retained_blocks") == {"": 7}
+    activity = await replica.stub.GetActivity(scheduler_pb2.GetActivityRequest())
+    (paused,) = activity.programs
+    assert (paused.program, paused.tool, paused.num_turns) == ("#1", "", 2)
+    assert (paused.num_tokens, paused.num_blocks) == (29, 7)
+    assert 0 < paused.paused_nanos < 60e9
 
 
 async def test_the_tool_of_an_answer_that_a_stop_string_ended(

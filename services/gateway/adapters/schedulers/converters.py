@@ -109,12 +109,12 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         adapter=adapter_to_proto(request.adapter),
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
         program=program_to_proto(request.program),
-        tenant=_tenant(request.caller.caller_id),
+        tenant=tenant_digest(request.caller.caller_id),
     )
 
 
 @lru_cache
-def _tenant(caller_id: str) -> bytes:
+def tenant_digest(caller_id: str) -> bytes:
     """Identifies the caller to a scheduler without its name."""
     return blake2b(caller_id.encode(), digest_size=16).digest() if caller_id else b""
 

@@ -167,6 +167,19 @@ class ReplicaBlocks(Answer):
     num_shared: int
 
 
+class PausedProgram(Answer):
+    """A program of an agent between two turns. `num_blocks` blocks of its context are still
+    cached.
+    """
+
+    program: str
+    tool: str
+    seconds: float
+    num_turns: int
+    num_tokens: int
+    num_blocks: int
+
+
 class ReplicaActivity(Answer):
     """The activity of a replica. `stats` is null if the replica's scheduler does not answer."""
 
@@ -182,6 +195,7 @@ class ReplicaActivity(Answer):
     requests: list[ReplicaRequest]
     steps: list[ReplicaStep]
     blocks: ReplicaBlocks | None
+    programs: list[PausedProgram]
 
 
 class Activity(Answer):

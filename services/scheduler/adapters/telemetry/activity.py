@@ -24,6 +24,7 @@ MAX_STEPS = 256
 MAX_REQUESTS = 256
 """Limit on the number of running requests in one answer, and on the number of waiting requests."""
 MAX_REQUESTS_OF_STEP = 64
+MAX_PROGRAMS = 64
 
 MAX_CELLS = 65_536
 """Limit on the number of cells in a map of blocks. The pool has the same limit."""
@@ -109,6 +110,7 @@ class Activity:
             requests=requests_to_proto(self._engine, reason),
             steps=self._steps.after(request.after_step),
             blocks=blocks,
+            programs=programs_to_proto(self._engine),
         )
 
     async def _blocks(self, max_cells: int) -> common_pb2.BlockMap | None:
@@ -162,6 +164,21 @@ def requests_to_proto(
     )
     for request, why in islice(waiting, MAX_REQUESTS):
         yield _request_to_proto(request, why)
+
+
+def programs_to_proto(engine: EngineCore) -> Iterator[scheduler_pb2.PausedProgram]:
+    retention = engine.scheduler.retention
+    now = time.monotonic()
+    for one in () if retention is None else retention.paused(MAX_PROGRAMS, now):
+        yield scheduler_pb2.PausedProgram(
+            program=one.program,
+            tenant=one.tenant,
+            tool=one.tool,
+            paused_nanos=round(1e9 * one.seconds),
+            num_turns=one.num_turns,
+            num_tokens=one.num_tokens,
+            num_blocks=one.num_blocks,
+        )
 
 
 def _request_to_proto(request: Request, reason: WaitReason | None) -> scheduler_pb2.RequestActivity:

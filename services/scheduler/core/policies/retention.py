@@ -5,6 +5,7 @@ from typing import Protocol
 
 from services.common.pool.ids import ContextId, RequestKey
 from services.common.pool.operations import Admission, Operation, Outcome
+from services.scheduler.core.program_turn import PausedProgram
 from services.scheduler.core.request import Request
 
 
@@ -65,6 +66,11 @@ class Retention(Protocol):
         context is kept, and why.
         """
 
+    def paused(self, most: int, now: float) -> list[PausedProgram]:
+        """At most so many programs in a pause, those that paused last first. `now` is the time of
+        the policy's clock, which is not read here, because a view must not change decisions.
+        """
+
     def forget(self) -> None:
         """The pool is empty."""
 
@@ -104,5 +110,8 @@ class NoRetention:
 
     def held_up(self, num_running: int) -> str:  # noqa: ARG002
         return ""
+
+    def paused(self, most: int, now: float) -> list[PausedProgram]:  # noqa: ARG002
+        return []
 
     def forget(self) -> None: ...

@@ -12,7 +12,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.rpc.protocol import PROTOCOL, OtherProtocol, own_release, require_same_protocol
 
-CONTRACTS_DIGEST = "31778a0607e7fa736c1933f1cd4c9bba4b2db98739c8267cfc97d972f48d5b01"
+CONTRACTS_DIGEST = "a90a2e9e84edc6acbd099461e34cdbbfb9868e1a304f58a4d0399165f55d2893"
 """The digest of the contracts between services. When they change, decide whether PROTOCOL has to be
 raised, as its description explains, and set the new digest here.
 """

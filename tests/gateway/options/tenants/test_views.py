@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.keys.api_keys import TenantRecord
 from tests.gateway.fake_scheduler import FakeScheduler
@@ -31,6 +32,11 @@ async def running(http: httpx.AsyncClient, key: str) -> list[str]:
     return sorted(request["request_id"][:8] for request in replica["requests"])
 
 
+async def pausing(http: httpx.AsyncClient, key: str) -> list[str]:
+    (replica,) = (await read(http, "/activity", key))["replicas"]
+    return [program["program"] for program in replica["programs"]]
+
+
 async def traced(http: httpx.AsyncClient, key: str) -> list[str]:
     traces = (await read(http, "/traces", key))["traces"]
     return sorted(trace["request_id"] for trace in traces)
@@ -48,9 +54,17 @@ async def test_a_tenant_sees_its_own_requests_and_an_operator_all(
     ):
         streams = [Stream(served, headers=bearer(key) | {"X-Request-Id": key}) for key in KEYS]
         await until(lambda: scheduler.num_running == 2)
+        scheduler.programs = [
+            scheduler_pb2.PausedProgram(
+                program=add.request_id.removeprefix("cmpl-"), tenant=add.tenant
+            )
+            for add in scheduler.adds
+        ]
         for key in KEYS:
             assert await running(served.http, key) == ["", f"cmpl-{key}"]
+            assert sorted(await pausing(served.http, key)) == ["", key]
         assert await running(admin, "operator") == ["cmpl-one", "cmpl-two"]
+        assert sorted(await pausing(admin, "operator")) == ["one", "two"]
         for is_running in (True, False):
             for key, other in permutations(KEYS):
                 assert await traced(served.http, key) == [f"cmpl-{key}"]

@@ -73,6 +73,18 @@ def blocks_document(blocks: common_pb2.BlockMap) -> Document:
     }
 
 
+def program_document(program: scheduler_pb2.PausedProgram) -> Document:
+    """Describes a program in a pause."""
+    return {
+        "program": program.program,
+        "tool": program.tool,
+        "seconds": program.paused_nanos / 1e9,
+        "num_turns": program.num_turns,
+        "num_tokens": program.num_tokens,
+        "num_blocks": program.num_blocks,
+    }
+
+
 def _reason(number: int) -> str | None:
     """Returns the name of the wait reason with this number."""
     if number not in scheduler_pb2.WaitReason.values():

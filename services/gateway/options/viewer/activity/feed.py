@@ -18,6 +18,7 @@ from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 from services.gateway.options.viewer.activity.activity_document import (
     Document,
     blocks_document,
+    program_document,
     request_document,
     step_documents,
 )
@@ -54,6 +55,8 @@ class ReplicaSample:
     requests: list[Document] = field(default_factory=list)
     steps: deque[Document] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     blocks: Document | None = None
+    programs: list[tuple[bytes, Document]] = field(default_factory=list)
+    """Programs in a pause, each with the digest of its tenant."""
 
 
 @dataclass(slots=True)
@@ -104,6 +107,7 @@ class ActivityFeed:
             num_unfinished_here=replica.num_unfinished,
             stats=None,
             requests=[],
+            programs=[],
         )
         cursor = self._cursors.setdefault(replica.address, _Cursor())
         try:
@@ -153,4 +157,5 @@ class ActivityFeed:
             cursor.done_unix_nanos = answer.steps[-1].done_unix_nanos
         unix_nanos = time.time_ns()
         sample.stats = stats_document(answer.stats)
+        sample.programs = [(one.tenant, program_document(one)) for one in answer.programs]
         sample.requests = [request_document(one, unix_nanos) for one in answer.requests]

@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from services.gateway.adapters.http.exchange.query import Query, read_query
 from services.gateway.adapters.http.exchange.route import Route
+from services.gateway.adapters.schedulers.converters import tenant_digest
 from services.gateway.core.fleet.fleet import Fleet
 from services.gateway.core.gate import Gate
 from services.gateway.core.request.inference import Inference
@@ -81,9 +82,10 @@ class ActivityRoutes:
         query = read_query(request, ActivityQuery)
         caller_id: str = request.state.caller.caller_id
         own = None if self._sees_all or not caller_id else set(self._ids_of(caller_id))
+        tenant = None if own is None else tenant_digest(caller_id)
         after = dict(_cursors(query.after))
         replicas = [
-            _replica(sample, after.get(sample.address, -1), own)
+            _replica(sample, after.get(sample.address, -1), own, tenant)
             if query.replica in ("", sample.address)
             else _in_short(sample)
             for sample in await self._feed.samples()
@@ -144,10 +146,13 @@ def _in_short(sample: ReplicaSample) -> Document:
         "requests": [],
         "steps": [],
         "blocks": None,
+        "programs": [],
     }
 
 
-def _replica(sample: ReplicaSample, after: int, own: Collection[str] | None) -> Document:
+def _replica(
+    sample: ReplicaSample, after: int, own: Collection[str] | None, tenant: bytes | None
+) -> Document:
     steps = list(sample.steps)
     if steps and after <= steps[-1]["step"]:  # a higher `after` is from an earlier process
         steps = [step for step in steps if step["step"] > after]
@@ -155,6 +160,10 @@ def _replica(sample: ReplicaSample, after: int, own: Collection[str] | None) -> 
         "requests": [_masked(request, own) for request in sample.requests],
         "steps": steps,
         "blocks": sample.blocks,
+        "programs": [
+            program if tenant in (None, owner) else program | {"program": "", "tool": ""}
+            for owner, program in sample.programs
+        ],
     }
 
 

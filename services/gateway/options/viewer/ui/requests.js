@@ -11,7 +11,8 @@ export function showRequests(queued, replica, open) {
   const requests = replica.requests;
   const running = requests.filter((request) => request.state === "running");
   const waiting = requests.filter((request) => request.state !== "running");
-  byId("requests-say").textContent = said(running, waiting, queued, replica.stats);
+  const parts = [said(running, waiting, queued, replica.stats), ...pausing(replica.programs)];
+  byId("requests-say").textContent = parts.join("; ");
   const rows = [
     ...queued.map(queuedRow),
     ...waiting.map((request) => row(request, open)),
@@ -29,6 +30,18 @@ function said(running, waiting, queued, stats) {
   }
   for (const [why, number] of reasons) parts.push(`${number} ${number === 1 ? "waits" : "wait"} ${why}`);
   return parts.join(", ");
+}
+
+/** A text about the programs in a pause, if there are any. */
+function pausing(programs) {
+  if (!programs.length) return [];
+  const blocks = programs.reduce((sum, one) => sum + one.num_blocks, 0);
+  const names = programs.slice(0, 4).map((one) => {
+    const tool = one.tool ? `${one.tool}, ` : "";
+    return `${idOf(one.program || HIDDEN_ID)} (${tool}${seconds(one.seconds)})`;
+  });
+  const verb = programs.length === 1 ? "program pauses" : "programs pause";
+  return [`${programs.length} ${verb} with ${blocks} blocks: ${names.join(", ")}`];
 }
 
 function queuedRow(queued) {

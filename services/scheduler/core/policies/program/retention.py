@@ -1,6 +1,7 @@
 """Decides which paused contexts are worth their blocks."""
 
 from collections.abc import Iterable
+from itertools import islice
 
 from services.common.pool.ids import ContextId
 from services.common.pool.operations import (
@@ -16,7 +17,7 @@ from services.scheduler.core.policies.program.observer import ProgramObserver
 from services.scheduler.core.policies.program.pauses import NEVER, PauseStatistics
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
 from services.scheduler.core.policies.retention import NoRetention
-from services.scheduler.core.program_turn import ProgramTurn
+from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
 from services.scheduler.core.request import Request
 
 HEADROOM = 0.1
@@ -376,6 +377,22 @@ class ProgramRetention(NoRetention):
                 self._drop(context)
             else:
                 self._presume_ended(program)
+
+    def paused(self, most: int, now: float) -> list[PausedProgram]:
+        latest = reversed(self._contexts.values())
+        contexts = (one for one in latest if one.num_blocks and one.returned_at is None)
+        return [
+            PausedProgram(
+                one.program.label,
+                one.program.tenant,
+                one.reason,
+                now - one.paused_at,
+                one.program.num_turns,
+                one.num_tokens,
+                one.num_blocks,
+            )
+            for one in islice(contexts, most)
+        ]
 
     @property
     def num_in_turn(self) -> int:
