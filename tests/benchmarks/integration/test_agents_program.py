@@ -25,6 +25,7 @@ def test_a_ratio_is_the_geometric_mean_over_the_seeds() -> None:
     assert one.pressure == pytest.approx(200_000 / one.load.kv_tokens)
 
 
+@pytest.mark.slow
 def test_a_quick_run_prints_all_loads_and_rows(tmp_path: Path) -> None:
     path = tmp_path / "agents.json"
     done = run_program("agents", "--simulated", "--quick", "--json", path)
@@ -40,6 +41,7 @@ def test_a_quick_run_prints_all_loads_and_rows(tmp_path: Path) -> None:
             assert run["mean_seconds"] > 0.95 * unlimited["mean_seconds"]
 
 
+@pytest.mark.slow
 def test_the_ladder_has_a_row_for_each_rule() -> None:
     done = run_program("agents", "--simulated", "--quick", "--ladder", "--load", "web")
     ratios = done.stdout.strip().split("\n\n")[1]
