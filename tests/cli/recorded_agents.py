@@ -91,6 +91,7 @@ class Agents:
             sampling,
             program=turn.program,
             tenant=TENANTS[number % 3],
+            tenant_weight=3.0 if TENANTS[number % 3] else 1.0,
         )
         self._turns[request] = turn
         self.now += turn.pause

@@ -219,6 +219,7 @@ class Life:
             encoder_inputs=arrival.items,
             program=arrival.program,
             tenant=arrival.tenant,
+            tenant_weight=3.0 if arrival.tenant else 1.0,
             resumable=arrival.close_at is not None,
             reads_prefix_cache=arrival.reads_prefix_cache,
         )

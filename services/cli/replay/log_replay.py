@@ -218,6 +218,7 @@ class LogReplay(SchedulerRun):
             grammar=read_grammar(entry),
             program=read_program(entry),
             tenant=read_tenant(entry.get("tenant", "")),
+            tenant_weight=entry.get("tenant_weight", 1.0).number(1e-38, 1e38),
             encoder_inputs=read_items(entry.get("encoder_inputs", []), len(token_ids)),
         )
 

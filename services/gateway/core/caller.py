@@ -10,6 +10,8 @@ class Caller:
     """
 
     caller_id: str
+    weight: float = 1.0
+    """The caller's share where callers compete, relative to the shares of others."""
 
     def may_use(self, _model: str) -> bool:
         return True

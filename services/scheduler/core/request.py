@@ -113,6 +113,8 @@ class Request(ComputedTokens):
     """Which turn of which program it is. None if the policy knows no programs."""
     tenant: bytes = b""
     """Identifies the owner of the API key. Empty without keys."""
+    tenant_weight: float = 1.0
+    """The owner's share of retained blocks, relative to those of others."""
     context: ContextId | None = None
     """The paused context that the request's blocks became at its end."""
     grammar: GrammarStatus | None = None

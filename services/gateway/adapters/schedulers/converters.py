@@ -110,6 +110,7 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         skip_reading_prefix_cache=request.skip_reading_prefix_cache,
         program=program_to_proto(request.program),
         tenant=tenant_digest(request.caller.caller_id),
+        tenant_weight=request.caller.weight,
     )
 
 

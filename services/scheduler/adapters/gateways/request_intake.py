@@ -1,6 +1,7 @@
 """Checks arriving requests. Refuses requests that could never run, before they are queued."""
 
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,6 +92,7 @@ class RequestIntake:
             num_choices=message.num_choices,
             program=self._program(message),
             tenant=message.tenant,
+            tenant_weight=self._tenant_weight(message),
             pooling=pooling,
             reads_prefix_cache=self._may_read_prefix_cache(sampling)
             and not message.skip_reading_prefix_cache,
@@ -166,6 +168,13 @@ class RequestIntake:
         program = program_from_proto(message.program)
         program.check()
         return program
+
+    def _tenant_weight(self, message: scheduler_pb2.AddRequest) -> float:
+        """Raises InvalidArgument if the weight is no positive number."""
+        weight = message.tenant_weight or 1.0
+        if not 0 < weight < math.inf:
+            raise InvalidArgument("tenant_weight must be above 0", field="tenant_weight")
+        return weight
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
         """The latest time of the request's first scheduling, or None. Raises ResourceExhausted if

@@ -24,6 +24,8 @@ class Program:
     application: BlockHash | None
     arrived: float
     tenant: bytes = b""
+    weight: float = 1.0
+    """The tenant's share of retained blocks, relative to those of others."""
     label: str = ""
     """The client's id, or a number."""
     last_active: float = 0.0
@@ -163,6 +165,7 @@ class KnownPrograms:
         """The contexts whose next turn has not arrived, the longest paused first."""
         self._by_hash: dict[BlockHash, Context] = {}
         self._next_id = 1
+        self._num_begun = 0
         self._named = NamedPrograms(MAX_PROGRAMS)
 
     @property
@@ -188,6 +191,12 @@ class KnownPrograms:
             if not is_named or theirs is program or (program is None and theirs.name is None):
                 return theirs, context
         return program, None
+
+    def begin(self, request: Request, application: BlockHash | None, now: float) -> Program:
+        """A program whose first turn is this request."""
+        self._num_begun += 1
+        label = f"#{self._num_begun}"
+        return Program(application, now, request.tenant, request.tenant_weight, label)
 
     def add(self, request: Request, program: Program) -> Program | None:
         """Stores the name that a request gives its program, if any. Returns a program that is

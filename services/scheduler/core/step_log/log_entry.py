@@ -11,8 +11,8 @@ calls, in order, can be replayed.
                          hexadecimal) and grammar (compiling, ready or failed) if it has one;
                          encoder_inputs, if it has any (identifier, offset, length, embeds or
                          null); resumable, if it is a session; program (id, parent_id, tool, ends)
-                         and tenant (hexadecimal), if the request has them and the policy decides
-                         about contexts
+                         and tenant (hexadecimal) with its tenant_weight, if the request has them
+                         and the policy decides about contexts
     grammar_compiled key, error (why it cannot be compiled. Empty if it is) and, with an error,
                          reason (how the request ends; error without it)
     add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
@@ -140,9 +140,12 @@ def grammar_entry(request: Request) -> str | None:
 
 
 def program_entry(request: Request) -> Entry:
-    """What the client says about the program of a request, and the digest of its tenant."""
+    """What the client says about the program of a request, and the request's tenant."""
     program = request.program
-    return without_empty({"program": program and asdict(program), "tenant": request.tenant.hex()})
+    weight = {"tenant_weight": request.tenant_weight} if request.tenant else {}
+    return weight | without_empty(
+        {"program": program and asdict(program), "tenant": request.tenant.hex()}
+    )
 
 
 def reasons_entry(passed_over: Mapping[Request, WaitReason]) -> dict[str, str]:

@@ -140,6 +140,18 @@ async def test_a_program_that_has_ended_holds_nothing() -> None:
     assert agents.cached(context) < 64
 
 
+async def test_contexts_of_a_tenant_with_more_than_its_share_are_worth_less() -> None:
+    agents = Agents(num_blocks=101, max_model_len=160, max_num_batched_tokens=200)
+    for number in range(4):
+        tokens = prompt(41, first=100 * number)
+        await agents.turn(f"{number}", tokens, tenant=b"many")
+    await agents.turn("few", prompt(41, first=600), tenant=b"few", tenant_weight=3.0)
+    values = {context.program.tenant: value for value, context in agents.retention._by_value()}
+    # 80 % of the blocks in place of a quarter of them.
+    assert values[b"few"] / values[b"many"] > 2.5
+    assert agents.retention._tenants_factors() == {b"many": pytest.approx(3.2), b"few": 1.0}
+
+
 async def test_running_requests_take_blocks_of_contexts_before_any_is_preempted() -> None:
     agents, context, running = await paused_and_running()
     agents.story.add("more", prompt(20, first=800), max_tokens=80)

@@ -14,7 +14,6 @@ class Tenant(Caller):
     limit on tokens per minute counts uncached prompt tokens and generated tokens.
     """
 
-    weight: float = 1.0
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent_requests: int | None = None

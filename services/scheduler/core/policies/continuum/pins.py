@@ -75,7 +75,6 @@ class Pins(NoRetention):
         """The arrivals of waiting requests whose programs were known, and had no pin then."""
         self._first_deadline = math.inf
         """No pin has an earlier deadline."""
-        self._num_begun = 0
         self.version = 0
         """Changes with all that the order of the queue depends on."""
 
@@ -99,8 +98,7 @@ class Pins(NoRetention):
         request.hash_full_blocks(config.fingerprint, config.hash_block_size)
         program, context = self._known.find(request)
         if program is None:
-            self._num_begun += 1
-            program = Program(None, now, request.tenant, f"#{self._num_begun}")
+            program = self._known.begin(request, None, now)
         elif program not in self._pinned_of:
             self._without_pin[request] = now
         if (forgotten := self._known.add(request, program)) is not None:

@@ -1,5 +1,6 @@
 """Decides which paused contexts are worth their blocks."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
@@ -90,7 +91,6 @@ class ProgramRetention(NoRetention):
         self._held_up_since: float | None = None
         self._why_held_up = ""
         self.observer = ProgramObserver()
-        self._num_begun = 0
         self.num_retained_blocks = 0
         """Free blocks that belong to contexts."""
         self.turns = Turns()
@@ -110,8 +110,7 @@ class ProgramRetention(NoRetention):
         program, context = self._known.find(request)
         if program is None:
             application = application_of(request.block_hashes, self._size)
-            self._num_begun += 1
-            program = Program(application, now, request.tenant, f"#{self._num_begun}")
+            program = self._known.begin(request, application, now)
             self.observer.began(is_named=bool(request.program and request.program.id))
         if (forgotten := self._known.add(request, program)) is not None:
             self._presume_ended(forgotten)
@@ -363,10 +362,28 @@ class ProgramRetention(NoRetention):
             for context in self._contexts.values()
             if context.num_blocks
         ]
+        if factors := self._tenants_factors():
+            values = [
+                (value / factors[one.program.tenant], number, one) for value, number, one in values
+            ]
         values.sort()
         self._ranked_at = now
         self._ranked = [(value, context) for value, _, context in values]
         return self._ranked
+
+    def _tenants_factors(self) -> dict[bytes, float]:
+        """By how much each tenant has more than its weight's share of the retained blocks, at least
+        1. Empty if only one tenant has contexts.
+        """
+        blocks, weights = Counter[bytes](), dict[bytes, float]()
+        for context in self._contexts.values():
+            blocks[context.program.tenant] += context.num_own_blocks
+            weights[context.program.tenant] = context.program.weight
+        total = blocks.total()
+        if len(weights) < 2 or not total:
+            return {}
+        each = total / sum(weights.values())
+        return {one: max(1.0, blocks[one] / (weight * each)) for one, weight in weights.items()}
 
     def _forget_idle(self) -> None:
         """Presumes that programs have ended which paused for long, and the longest if too many."""
