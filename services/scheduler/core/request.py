@@ -293,7 +293,8 @@ class Request(ComputedTokens):
     ) -> None:
         """Records the blocks and hashes that the request has in the pool after its admission."""
         self.num_computed_tokens = terms.num_computed_tokens
-        self.num_slots = len(blocks[0]) * block_size
+        # A group with states has no block for the load of a prompt of one token.
+        self.num_slots = len(blocks[0]) * block_size or terms.num_slots
         self.num_committed_blocks = terms.num_commit_tokens // hash_block_size
         self.num_hashes_sent = len(self.block_hashes)
         self.known_to_pool = True

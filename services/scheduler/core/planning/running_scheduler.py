@@ -10,6 +10,7 @@ from services.scheduler.core.planning.chunks import aligned_chunk
 from services.scheduler.core.planning.running_requests import with_num_computed_tokens
 from services.scheduler.core.planning.step_builder import PlannedSteps, StepBuilder
 from services.scheduler.core.planning.step_encoder import mismatch_error
+from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.planning.waiting_scheduler import WaitingScheduler
 from services.scheduler.core.request import Request, RequestStatus
 
@@ -107,6 +108,8 @@ class RunningScheduler:
         is_busy = state.transfers is not None and state.transfers.is_moving
         if is_busy or state.steps.in_flight or self._kv_cache_manager.pending:
             return
+        if state.transfers is not None and self._promote(state.transfers):
+            return
         passed_over = builder.plan.passed_over
         first, *others = (
             one for one in state.queues.queued if not (one.is_blocked or one in passed_over)
@@ -119,6 +122,17 @@ class RunningScheduler:
             lost = Preemption(victim, first, victim.num_computed_tokens)
             builder.plan.preemptions.append(lost)
             self._preempt(victim)
+
+    def _promote(self, transfers: Transfers) -> bool:
+        """Makes the requests behind the first one ready whose loads have ended, so that they can be
+        preempted. Returns whether one of them frees its blocks because its load failed.
+        """
+        queues = self._state.queues
+        promoted = [request for request in queues.kv_waiting if transfers.promote(request)]
+        failed = [request for request in promoted if not request.holds_blocks]
+        for request in failed:
+            queues.note_lost_blocks(request)
+        return bool(failed)
 
     def _plan(
         self, builder: StepBuilder, begin: int = 0, num_decided: int | None = None

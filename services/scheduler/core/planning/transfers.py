@@ -45,6 +45,12 @@ class Transfers(Protocol):
         load within the step.
         """
 
+    def promote(self, request: Request) -> bool:
+        """Makes a request ready for admission after its load, and publishes the valid blocks. If no
+        block is valid, frees all blocks of the request. Does nothing and returns False if no load
+        of the request has ended.
+        """
+
     def admitted(
         self, request: Request, blocks: BlockTables, num_new_tokens: int, num_external_tokens: int
     ) -> None:

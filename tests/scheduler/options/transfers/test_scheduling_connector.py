@@ -188,6 +188,21 @@ async def test_two_failed_loads_do_not_wait_for_each_other():
     assert [load[0] for step in steps for load in step.get("loads", [])] == ["a", "b", "a", "b"]
 
 
+async def test_a_failed_load_does_not_wait_for_a_loaded_request_behind_it():
+    """The second request was loaded and holds blocks, but is not admitted before the first one,
+    which lacks them. So it is preempted.
+    """
+    failing = {"async": True, "fail_recving": True}
+    steps = await story(
+        (0, request("a", 16, **elsewhere(16, **failing))),
+        (0, request("b", 16, first=300, **elsewhere(8, **{"async": True, "delay": 2}))),
+        num_gpu_blocks=8,
+        scheduler_reserve_full_isl=False,
+    )
+    assert [load[0] for step in steps for load in step.get("loads", [])] == ["a", "b", "a"]
+    assert [step["preempted"] for step in steps if "preempted" in step] == [["b"]]
+
+
 async def test_drafts_of_a_step_whose_token_is_dropped_follow_the_tokens_before_it():
     """The next step computes the tokens again, and also the drafts after them."""
     remote = elsewhere(8, fail_blocks=[1])
@@ -206,6 +221,18 @@ async def test_a_prompt_of_one_token_is_loaded_once():
     steps = await story((0, request("a", 1, **elsewhere(1, **{"async": True}))))
     assert [step["step"] for step in steps if "loads" in step] == [0]
     assert steps[2]["scheduled"] == [["a", 1]]
+
+
+async def test_a_failed_load_of_a_prompt_of_one_token_ends_the_request():
+    """The first group keeps states, and has no block for the load. The request has blocks."""
+    steps = await story(
+        (0, request("a", 1, **elsewhere(1, **{"async": True, "fail_recving": True}))),
+        kv_cache_groups=STATES[::-1],
+        connector={"load_failure_policy": "fail"},
+    )
+    assert steps[0]["loads"] == [["a", 1, True, [[], [1]]]]
+    outputs = [output for step in steps for output in step.get("outputs", [])]
+    assert outputs == [["a", [], "error", None]]
 
 
 async def test_where_all_layers_keep_states_nothing_is_loaded_for_a_prompt_of_one_token():
@@ -258,6 +285,19 @@ async def test_by_policy_a_failed_load_ends_the_request_and_its_blocks_are_not_f
     )
     assert steps[0]["outputs"] == [["a", [], "error", None]]
     assert steps[1]["cached"] == {"b": 4}
+
+
+async def test_blocks_computed_after_a_block_that_another_request_failed_to_load_are_not_found():
+    """The second request hits what the first one loads in the same step."""
+    steps = await story(
+        (0, request("a", 9, **elsewhere(8, fail_blocks=[1]))),
+        (0, request("b", 13)),
+        (1, request("c", 5, first=300)),
+        connector={"load_failure_policy": "fail"},
+    )
+    assert steps[0]["start"] == [8, 8]
+    assert steps[0]["outputs"] == [["a", [], "error", None], ["b", [], "error", None]]
+    assert steps[1]["num_cached_hashes"] == 2, "those of the first block, and of c's"
 
 
 async def test_a_step_in_flight_keeps_the_blocks_that_it_writes():

@@ -215,3 +215,15 @@ def test_the_programs_that_are_known_are_bounded() -> None:
     assert max(ages) <= 660
     assert all(one > other for one, other in pairwise(ages))
     assert not retention._programs
+
+
+async def test_after_a_loss_nothing_is_said_to_the_pool_about_contexts_that_were_lost() -> None:
+    """While the pool is away, an operator may end all requests, which flushes operations."""
+    agents = Agents()
+    await agents.turn("one", prompt(16))
+    (context,) = agents.retention._contexts
+    agents.story.lose()
+    num_transactions = agents.story.pool.num_transactions
+    agents.story.scheduler.end_turn(context, "", ends=True)
+    await agents.story.scheduler.flush()
+    assert agents.story.pool.num_transactions == num_transactions

@@ -77,6 +77,8 @@ class ProgramRetention(NoRetention):
         self._continued: dict[Request, Context] = {}
         """The contexts with which waiting requests begin."""
         self._dropped: list[ContextId] = []
+        self._last_lost = ContextId(0)
+        """The latest context that was in a pool that was lost. Later ones have greater numbers."""
         self._num_other_blocks = config.num_blocks - 1
         """Free blocks that are in no context."""
         self._ranked: list[tuple[float, Context]] | None = None
@@ -246,6 +248,7 @@ class ProgramRetention(NoRetention):
         self._num_other_blocks = self._config.num_blocks - 1
         for context in self._contexts.values():
             context.num_blocks = context.num_own_blocks = 0
+        self._last_lost = max(self._contexts, default=self._last_lost)
         self._ranked = None
         self._dropped.clear()
         self.version += 1
@@ -438,4 +441,5 @@ class ProgramRetention(NoRetention):
     def _drop(self, context: Context) -> None:
         del self._contexts[context.id]
         self._ranked = None
-        self._dropped.append(context.id)
+        if context.id > self._last_lost:
+            self._dropped.append(context.id)

@@ -55,5 +55,5 @@ def set_back(
             request.num_computed_tokens = num_computed
         else:
             request.num_computed_tokens = first * group.block_size
-            stale += blocks[first:]
+        stale += blocks[bad[0] :]
     return affected, stale

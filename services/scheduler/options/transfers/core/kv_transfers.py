@@ -111,10 +111,6 @@ class KVTransfers:
         self._begin(request, num_external_tokens, is_async=True)
 
     def promote(self, request: Request) -> bool:
-        """Makes a request ready for admission after its load, and publishes the valid blocks. If no
-        block is valid, frees all blocks of the request. Does nothing and returns False if the load
-        has not ended.
-        """
         if request not in self._finished_recving:
             return False
         self._finished_recving.remove(request)
