@@ -58,7 +58,9 @@ class Context:
     num_tokens: int
     paused_at: float
     prompt_hash: BlockHash | None = None
-    """The hash of the last full block of the turn's prompt. None if the prompt fills no block."""
+    """The hash of the last full block of the turn's prompt. None if the prompt fills no block, or
+    is the input of a session that was not hashed before the session was aborted.
+    """
     num_prompt_tokens: int = 0
     tool: str = ""
     traceparent: str = ""
@@ -217,7 +219,7 @@ class KnownPrograms:
             hashes[request.num_committed_blocks - 1],
             request.num_tokens,
             now,
-            hashes[num_in_prompt - 1] if num_in_prompt else None,
+            hashes[num_in_prompt - 1] if 0 < num_in_prompt <= len(hashes) else None,
             request.num_prompt_tokens,
             traceparent=request.traceparent,
         )

@@ -6,6 +6,8 @@ import pytest
 
 from services.common.request.finish import FinishReason
 from services.common.request.program import DeclaredProgram
+from services.common.request.sampling import SamplingParams
+from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.policies.continuum.pins import Pins
 from services.scheduler.core.request import Request
 from tests.scheduler.story import Story, prompt
@@ -125,6 +127,18 @@ async def test_a_turn_that_was_aborted_is_not_pinned() -> None:
     assert request.finish_reason is FinishReason.ABORT
     await agents.at(0.1)
     assert not agents.holds(request)
+
+
+async def test_a_session_that_is_aborted_before_its_input_is_hashed_is_not_pinned() -> None:
+    agents = Agents()
+    session = agents.story.add("session", prompt(6), max_tokens=1, resumable=True)
+    await agents.story.step()
+    chunk = InputChunk(tuple(prompt(40, 700)), SamplingParams(max_tokens=2))
+    agents.story.scheduler.add_chunk(session, chunk)
+    agents.story.scheduler.abort(session)
+    assert len(session.block_hashes) < session.num_prompt_tokens // 4
+    await agents.at(0.1)
+    assert not agents.holds(session)
 
 
 async def test_until_the_tool_is_known_blocks_are_kept_for_half_a_second_at_most() -> None:
