@@ -50,6 +50,28 @@ def test_a_tool_without_pauses_is_judged_by_all_of_them() -> None:
     assert pauses.index(b"", "sed", 5.0) < 1
 
 
+def test_a_tool_after_which_nobody_returns_is_worth_little() -> None:
+    """20 programs that paused without a call have not returned for 1 to 20 seconds."""
+    pauses = PauseStatistics()
+    for _ in range(20):
+        pauses.ended(b"", "sed", 0.5)
+    assert pauses.index(b"", "", 0.0) == pauses.index(b"", "sed", 0.0)
+    pauses.note_ongoing((b"", "", float(seconds)) for seconds in range(1, 21))
+    assert pauses.index(b"", "", 0.0) == pytest.approx(1 / 21)  # 1 s each, and 1 s of the phantom
+    assert pauses.index(b"", "sed", 0.0) == pytest.approx(21 / 11)
+    pauses.note_ongoing([])
+    assert pauses.index(b"", "", 0.0) == pauses.index(b"", "sed", 0.0)
+
+
+async def test_pauses_that_have_not_ended_are_noted_when_memory_is_short() -> None:
+    agents, _, _ = await paused_and_running()
+    agents.now += 3.0
+    agents.story.add("new", prompt(80, first=600), max_tokens=2)
+    await agents.step()
+    (seconds,) = agents.retention._pauses._of_tool[b"", ""]._ongoing
+    assert seconds > 3.0
+
+
 def test_longer_programs_have_more_work_left() -> None:
     ended = EndedPrograms()
     fresh = Program(None, 0.0, num_turns=1)

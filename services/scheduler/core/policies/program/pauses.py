@@ -1,7 +1,9 @@
 """How long programs pause, by tool, and how likely it is that they return soon."""
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 _NUM_KEPT = 400
 _LEAST = 10
@@ -36,6 +38,19 @@ class PauseStatistics:
             self._of_tool.popitem(last=False)
         self._all.add(seconds)
 
+    def note_ongoing(self, pauses: Iterable[tuple[bytes, str, float]]) -> None:
+        """Replaces the pauses that have not ended: tenants, tools, and seconds so far. They count
+        as longer, so that a tool after which nobody returns is known soon.
+        """
+        ongoing = defaultdict[tuple[bytes | None, str], list[float]](list)
+        for tenant, tool, seconds in pauses:
+            ongoing[tenant, tool].append(seconds)
+            ongoing[None, tool].append(seconds)
+        for key in list(islice(ongoing, _MAX_TOOLS)):
+            self._of_tool.setdefault(key, PausesOfTool())
+        for key, of_tool in self._of_tool.items():
+            of_tool.note_ongoing(ongoing.get(key, ()))
+
     def index(self, tenant: bytes, tool: str, age: float) -> float:
         """The value per second of a context that has paused for `age` seconds, see
         `PausesOfTool.index`. Uses the pauses of the tool in the tenant, or without enough of them
@@ -66,16 +81,22 @@ class PausesOfTool:
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_NUM_KEPT)
+        self._ongoing: Sequence[float] = ()
+        """The seconds so far of pauses that have not ended."""
         self._num_new = 0
         self._indexes: dict[int, float] = {}
         """By age, see `_PER_DOUBLING`."""
 
     def __len__(self) -> int:
-        return len(self._latest)
+        return len(self._latest) + len(self._ongoing)
 
     def add(self, seconds: float) -> None:
         self._latest.append(seconds)
         self._num_new += 1
+
+    def note_ongoing(self, seconds: Sequence[float]) -> None:
+        if seconds or self._ongoing:
+            self._ongoing, self._indexes = seconds[-_NUM_KEPT:], {}
 
     def index(self, age: float) -> float:
         """The largest, over all times t, of P(returns within t) / E[pause within t], given that the
@@ -93,16 +114,20 @@ class PausesOfTool:
 
     def best(self, age: float) -> tuple[float, float, float]:
         """The index at this age, the probability of a return in the best time, and that time. One
-        more pause of 2 * age + 1 seconds keeps the index above 0 when all have returned.
+        more pause of 2 * age + 1 seconds keeps the index above 0 when all have returned. A pause
+        that has not ended adds its time so far, and no return.
         """
-        left = sorted([one - age for one in self._latest if one > age] + [age + 1])
-        best, returned_seconds = (0.0, 0.0, 0.0), 0.0
-        for place, seconds in enumerate(left):
+        ended = [(one - age, True) for one in self._latest if one > age]
+        ongoing = [(one - age, False) for one in self._ongoing if one > age]
+        left = sorted([*ended, *ongoing, (age + 1, True)])
+        best, passed_seconds, num_returned = (0.0, 0.0, 0.0), 0.0, 0
+        for place, (seconds, returned) in enumerate(left):
             if seconds == NEVER:
                 break
-            returned_seconds += seconds
+            passed_seconds += seconds
+            num_returned += returned
             num_others = len(left) - place - 1
-            index = (place + 1) / (returned_seconds + num_others * seconds)
+            index = num_returned / (passed_seconds + num_others * seconds)
             if index > best[0]:
-                best = index, (place + 1) / len(left), seconds
+                best = index, num_returned / len(left), seconds
         return best

@@ -32,6 +32,8 @@ MAX_WARM_ADMISSIONS = 32
 """
 _RANK_SECONDS = 0.01
 """The time for which an order of contexts is kept."""
+_ONGOING_SECONDS = 2.0
+"""The time between two looks at the pauses that have not ended."""
 _WAIT_SMOOTHING = 0.1
 _LEAST_WAIT = 0.05
 
@@ -87,6 +89,8 @@ class ProgramRetention(NoRetention):
         self._sent: list[tuple[float, Context]] | None = None
         """The order that the pool has."""
         self._pauses = PauseStatistics()
+        self._noted_at = -_ONGOING_SECONDS
+        """When the pauses that have not ended were last noted."""
         self._ended = EndedPrograms()
         self._mean_wait = 1.0
         self._credit = 0.0
@@ -353,6 +357,7 @@ class ProgramRetention(NoRetention):
         now = self._clock()
         if self._ranked is not None and now - self._ranked_at < _RANK_SECONDS:
             return self._ranked
+        self._note_ongoing(now)
         waiting, index = 1 / max(_LEAST_WAIT, self._mean_wait), self._pauses.index
         values = [
             (
@@ -387,6 +392,16 @@ class ProgramRetention(NoRetention):
             return {}
         each = total / sum(weights.values())
         return {one: max(1.0, blocks[one] / (weight * each)) for one, weight in weights.items()}
+
+    def _note_ongoing(self, now: float) -> None:
+        if now < self._noted_at + _ONGOING_SECONDS:
+            return
+        self._noted_at = now
+        self._pauses.note_ongoing(
+            (one.program.tenant, one.reason, now - one.paused_at)
+            for one in self._contexts.values()
+            if one.returned_at is None
+        )
 
     def _forget_idle(self) -> None:
         """Presumes that programs have ended which paused for long, and the longest if too many."""
