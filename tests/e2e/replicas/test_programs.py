@@ -91,15 +91,45 @@ def test_a_programs_turns_are_drawn(stack: Stack) -> None:
     assert "no turn of program other has been traced" in unknown.stderr
 
 
-def num_begun(stack: Stack) -> float:
-    """The number of programs that the present scheduler process has seen to begin."""
+def values(stack: Stack, name: str, label: str) -> dict[str, float]:
+    """The samples of a metric of the present scheduler process, by the value of a label."""
     text = http_get(f"{stack.url}/metrics").text
-    return sum(
-        sample.value
+    return {
+        sample.labels[label]: sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.name == "stepwell_programs_begun_total"
-    )
+        if sample.name == name
+    }
+
+
+def num_begun(stack: Stack) -> float:
+    return sum(values(stack, "stepwell_programs_begun_total", "source").values())
+
+
+def test_the_tool_of_an_answer_is_that_of_the_pause(stack: Stack) -> None:
+    """No field says anything. The gateway finds the call in the answer, and the scheduler the
+    program by the prompt, although the template writes the answer in another way.
+    """
+    tool = {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}
+    body = {
+        "messages": [{"role": "user", "content": "What is the time, in a few words, please?"}],
+        "tools": [{"type": "function", "function": tool}],
+        "tool_choice": "required",
+        "max_tokens": 60,
+    }
+    answer = http_post(f"{stack.url}/v1/chat/completions", json=body).json()
+    message = answer["choices"][0]["message"]
+    assert {call["function"]["name"] for call in message["tool_calls"]} == {"now"}
+    body["messages"] += [
+        message,
+        *(
+            {"role": "tool", "tool_call_id": call["id"], "content": "noon"}
+            for call in message["tool_calls"]
+        ),
+    ]
+    body["tool_choice"] = "none"
+    assert http_post(f"{stack.url}/v1/chat/completions", json=body).status_code == 200
+    assert values(stack, "stepwell_pause_seconds_count", "tool")["now"] == 1
 
 
 @pytest.mark.parametrize("service", ["kvpool", "worker", "scheduler"])
