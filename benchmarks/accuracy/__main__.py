@@ -14,8 +14,9 @@
 The capacity is the number of conversations a second that the simulation completes if all arrive at
 the same time, without pauses.
 
-With `--simulated` the services have a simulated device with the profile. The errors of the profile
-are then left out.
+With `--workload` and policies that know programs, the job times of agents are compared. Clients
+name programs, tools and last turns. With `--simulated` the services have a simulated device with
+the profile. The errors of the profile are then left out.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.simulation.laboratory.accounts import percentile
 from services.simulation.laboratory.programs import Program
 from services.simulation.laboratory.run import RunResult, Setup, simulate
+from services.simulation.laboratory.workloads import NAMES
 from services.worker.core.step_times import NO_SERVING, StepTimes
 from services.worker.profiles.profile import MeasuredProfile, read_profile
 
@@ -53,7 +55,6 @@ FITTED_LOADS = 0.4, 1.0
 """
 SHORTEST = "benchmarks.accuracy.shortest_prompt:ShortestPromptFirst"
 POLICIES = f"fcfs,priority,{SHORTEST}"
-MAX_MODEL_LEN = 1024
 _SETTINGS = "max_num_seqs", "max_num_batched_tokens", "num_blocks"
 _CAPACITY_PROGRAMS = 200
 
@@ -132,7 +133,12 @@ class Benchmark:
         self._options = options
         self._directory = directory
         self._profile = (options.profiles or directory) / f"{model.name}.toml"
-        self._conversations = Conversations(MAX_MODEL_LEN)
+        self._conversations = Conversations(
+            options.max_model_len,
+            token_scale=options.token_scale,
+            pause_scale=options.pause_scale,
+            workload=options.workload,
+        )
         self._times: StepTimes
         self._serving = NO_SERVING
 
@@ -211,7 +217,7 @@ class Benchmark:
     def _worker_variables(self) -> dict[str, str]:
         """The worker's settings with which steps are measured, those of the services."""
         settings = {name: getattr(self._options, name) for name in _SETTINGS}
-        settings |= {"max_model_len": MAX_MODEL_LEN}
+        settings |= {"max_model_len": self._options.max_model_len}
         return {f"STEPWELL_WORKER_{name.upper()}": str(value) for name, value in settings.items()}
 
     def _arriving(self, per_second: float, seed: int) -> list[Program]:
@@ -228,7 +234,7 @@ class Benchmark:
             device="simulated" if is_simulated else None,
             profile=str(self._profile) if is_simulated else None,
             policy=policy,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=self._options.max_model_len,
             **{name: getattr(self._options, name) for name in _SETTINGS},
         )
         return await run_conversations(settings, programs, step_log), step_log
@@ -240,7 +246,10 @@ class Benchmark:
         """Conversations a second."""
         limits = {name: getattr(self._options, name) for name in _SETTINGS}
         config = SchedulerConfig(
-            **limits, max_model_len=MAX_MODEL_LEN, block_size=16, async_scheduling=True
+            **limits,
+            max_model_len=self._options.max_model_len,
+            block_size=16,
+            async_scheduling=True,
         )
         programs = at_once(self._conversations.arriving(_CAPACITY_PROGRAMS, 1.0, seed=3))
         return len(programs) / self._simulated(config, programs).simulated_seconds
@@ -322,6 +331,10 @@ def main(argv: Sequence[str]) -> None:
     add("--steps", type=count, default=600, help="that are measured for a profile (default: 600)")
     add("--profiles", type=Path, help="directory with MODEL.toml (default: measure them)")
     add("--simulated", action="store_true", help="serve a simulated device with the profile")
+    add("--workload", choices=NAMES, default="chat", help="of stepwell simulate (default: chat)")
+    add("--token-scale", type=positive, default=0.25, help="factor on lengths (default: 0.25)")
+    add("--pause-scale", type=positive, default=0.05, help="factor on pauses (default: 0.05)")
+    add("--max-model-len", type=count, default=1024)
     add("--max-num-seqs", type=count, default=16)
     add("--max-num-batched-tokens", type=count, default=512)
     add("--num-blocks", type=count, default=600)

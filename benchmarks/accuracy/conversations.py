@@ -1,5 +1,5 @@
-"""The conversations of both runs: the laboratory's chat, with lengths and pauses that fit a small
-model and a short run, after a system prompt.
+"""The programs of both runs: a workload of the laboratory, with lengths and pauses that fit a small
+model and a short run. Those of chat have a system prompt.
 """
 
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from itertools import count
 from services.simulation.laboratory.programs import Context, Program, Turn
 from services.simulation.laboratory.workloads import Traffic, generate
 
-_ROUNDING = 16
+_ROUNDING = 64
 """Tokens that the rounding of scaled lengths may add to a conversation."""
 
 
@@ -22,12 +22,14 @@ class Conversations:
     token_scale: float = 0.25
     pause_scale: float = 0.05
     num_system_tokens: int = 64
+    workload: str = "chat"
 
     def arriving(self, number: int, per_second: float, seed: int) -> list[Program]:
         """The first conversations of a Poisson process."""
-        room = self.max_model_len - self.num_system_tokens - _ROUNDING
+        system = self.num_system_tokens if self.workload == "chat" else 0
+        room = self.max_model_len - system - _ROUNDING
         traffic = Traffic(number, per_second, seed, max_tokens=int(room / self.token_scale))
-        return list(map(self._scaled, generate("chat", traffic)))
+        return list(map(self._scaled, generate(self.workload, traffic)))
 
     def _scaled(self, program: Program) -> Program:
         turns = tuple(
@@ -39,7 +41,10 @@ class Conversations:
             )
             for turn in program.turns
         )
-        return replace(program, turns=turns, num_shared_tokens=self.num_system_tokens)
+        shared = self.num_system_tokens
+        if self.workload != "chat":
+            shared = round(program.num_shared_tokens * self.token_scale)
+        return replace(program, turns=turns, num_shared_tokens=shared)
 
     def _tokens(self, number: int) -> int:
         return max(1, round(number * self.token_scale))

@@ -90,16 +90,16 @@ class _Clients:
         for number, turn in enumerate(program.turns):
             due += turn.pause_seconds if number else 0.0
             await asyncio.sleep(max(0.0, due - self._clock()))
-            answer = await self._send(context.prompt(turn), turn, program.priority)
+            fields = {"priority": program.priority} if program.priority else {}
+            fields |= _names(program, number)
+            answer = await self._send(context.prompt(turn), turn, fields)
             context.token_ids += answer.token_ids
             self.run.answered.append(answer)
             due = answer.last
         self.run.job_seconds.append(due - arrival)
 
-    async def _send(self, prompt: list[int], turn: Turn, priority: int) -> Answered:
-        fields: dict[str, Any] = {"stream_options": {"include_usage": True}}
-        if priority:
-            fields["priority"] = priority
+    async def _send(self, prompt: list[int], turn: Turn, fields: dict[str, Any]) -> Answered:
+        fields = {"stream_options": {"include_usage": True}, **fields}
         request = completion_request(self._address, prompt, turn.num_output_tokens, fields=fields)
         reply = _Reply(self._clock)
         sent = self._clock()
@@ -107,6 +107,13 @@ class _Clients:
         if failure is not None or not reply.is_done:
             raise RuntimeError(f"the gateway answered {reply.status} {failure or reply.error}")
         return reply.answered(prompt, sent)
+
+
+def _names(program: Program, number: int) -> dict[str, Any]:
+    """The fields that name a turn's program, the tool after it, and the last turn."""
+    if number + 1 == len(program.turns):
+        return {"job_id": f"{program.number}", "is_last_step": True}
+    return {"job_id": f"{program.number}", "this_func_call": program.turns[number + 1].tool}
 
 
 class _Reply(TokenStream):
