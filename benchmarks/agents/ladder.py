@@ -23,7 +23,7 @@ class Changed(ProgramPolicy):
         super().__init__(parts)
         self.retention = self.Retention(parts)
         self.retention.turns = self.Counts()
-        self.retention._pauses = self.Pauses()
+        self.retention.worth.pauses = self.Pauses()
 
     def create_request_queue(self) -> ProgramQueue:
         return self.Queue(self)

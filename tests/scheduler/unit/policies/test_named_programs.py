@@ -37,7 +37,7 @@ async def test_a_named_program_goes_on_with_a_context_that_begins_differently() 
     assert program.num_turns == 2
     assert before not in agents.retention._contexts
     assert after in agents.retention._contexts
-    assert list(agents.retention._pauses._all._latest) == [pytest.approx(1.02)]
+    assert list(agents.retention.worth.pauses._all._latest) == [pytest.approx(1.02)]
 
 
 async def test_a_name_counts_within_tenant_adapter_and_salt() -> None:

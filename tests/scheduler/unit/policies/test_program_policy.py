@@ -68,7 +68,7 @@ async def test_pauses_that_have_not_ended_are_noted_when_memory_is_short() -> No
     agents.now += 3.0
     agents.story.add("new", prompt(80, first=600), max_tokens=2)
     await agents.step()
-    (seconds,) = agents.retention._pauses._of_tool[b"", ""]._ongoing
+    (seconds,) = agents.retention.worth.pauses._of_tool[b"", ""]._ongoing
     assert seconds > 3.0
 
 
@@ -97,7 +97,7 @@ async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program(
     await agents.step()
     assert request.num_cached_tokens == 16
     assert program.num_turns == 2
-    assert agents.retention._pauses._all._latest == pytest.approx([TOOL_SECONDS + 0.02])
+    assert agents.retention.worth.pauses._all._latest == pytest.approx([TOOL_SECONDS + 0.02])
 
 
 async def paused_and_running(**config: object) -> tuple[Agents, list[int], Request]:
@@ -106,7 +106,7 @@ async def paused_and_running(**config: object) -> tuple[Agents, list[int], Reque
     """
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200, **config)
     for _ in range(12):
-        agents.retention._pauses.ended(b"", "", TOOL_SECONDS)
+        agents.retention.worth.pauses.ended(b"", "", TOOL_SECONDS)
     context = await agents.turn("paused", prompt(61), max_tokens=4)
     running = agents.story.add("running", prompt(20, first=300), max_tokens=60)
     await agents.step()
@@ -168,10 +168,13 @@ async def test_contexts_of_a_tenant_with_more_than_its_share_are_worth_less() ->
         tokens = prompt(41, first=100 * number)
         await agents.turn(f"{number}", tokens, tenant=b"many")
     await agents.turn("few", prompt(41, first=600), tenant=b"few", tenant_weight=3.0)
-    values = {context.program.tenant: value for value, context in agents.retention._by_value()}
+    values = {
+        context.program.tenant: value
+        for value, context in agents.retention.worth.ranked(agents.now)
+    }
     # 80 % of the blocks in place of a quarter of them.
     assert values[b"few"] / values[b"many"] > 2.5
-    assert agents.retention._tenants_factors() == {b"many": pytest.approx(3.2), b"few": 1.0}
+    assert agents.retention.worth.tenants_factors() == {b"many": pytest.approx(3.2), b"few": 1.0}
 
 
 async def test_running_requests_take_blocks_of_contexts_before_any_is_preempted() -> None:

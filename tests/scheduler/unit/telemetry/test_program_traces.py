@@ -36,7 +36,7 @@ async def test_a_wait_says_which_context_is_kept_and_why() -> None:
         story.scheduler.step_costs.observe(number, number, 1.0 + 0.001 * number)
         story.scheduler.step_costs.observe(1, 101, 11.0)
     for seconds in range(1, 13):
-        retention._pauses.ended(b"", "grep", float(seconds))
+        retention.worth.pauses.ended(b"", "grep", float(seconds))
     job = DeclaredProgram("job", tool="grep")
     story.arrive("paused", prompt(61), max_tokens=4, program=job)
     await story.to_the_end()

@@ -1,6 +1,5 @@
 """Decides which paused contexts are worth their blocks."""
 
-from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
@@ -15,7 +14,8 @@ from services.common.pool.operations import (
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.program.ended_programs import EndedPrograms, application_of
 from services.scheduler.core.policies.program.observer import ProgramObserver
-from services.scheduler.core.policies.program.pauses import NEVER, PauseStatistics
+from services.scheduler.core.policies.program.pauses import NEVER
+from services.scheduler.core.policies.program.worth import Ranked, Worth
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
 from services.scheduler.core.policies.retention import NoRetention
 from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
@@ -30,12 +30,6 @@ AGING_INTERVAL = 8
 MAX_WARM_ADMISSIONS = 32
 """Admissions of requests with their contexts, while one without waits, after which it comes first.
 """
-_RANK_SECONDS = 0.01
-"""The time for which an order of contexts is kept."""
-_ONGOING_SECONDS = 2.0
-"""The time between two looks at the pauses that have not ended."""
-_WAIT_SMOOTHING = 0.1
-_LEAST_WAIT = 0.05
 
 
 class Turns:
@@ -68,11 +62,11 @@ class ProgramRetention(NoRetention):
     def __init__(self, parts: PolicyParts) -> None:
         self._config = config = parts.config
         self._clock = parts.clock
-        self._costs = parts.step_costs
         self._size = config.hash_block_size
         self._headroom = int(HEADROOM * (config.num_blocks - 1))
         self._contexts: dict[ContextId, Context] = {}
         """In the order in which their pauses began."""
+        self.worth = Worth(parts, self._contexts)
         self._known = KnownPrograms()
         self._programs: dict[Request, Program] = {}
         """The programs of waiting and running requests."""
@@ -83,19 +77,9 @@ class ProgramRetention(NoRetention):
         """The latest context that was in a pool that was lost. Later ones have greater numbers."""
         self._num_other_blocks = config.num_blocks - 1
         """Free blocks that are in no context."""
-        self._ranked: list[tuple[float, Context]] | None = None
-        """The result of `_by_value` at `_ranked_at`."""
-        self._ranked_at = 0.0
-        self._sent: list[tuple[float, Context]] | None = None
+        self._sent: Ranked | None = None
         """The order that the pool has."""
-        self._pauses = PauseStatistics()
-        self._noted_at = -_ONGOING_SECONDS
-        """When the pauses that have not ended were last noted."""
         self._ended = EndedPrograms()
-        self._mean_wait = 1.0
-        self._credit = 0.0
-        self._held_up_since: float | None = None
-        self._why_held_up = ""
         self.observer = ProgramObserver()
         self.num_retained_blocks = 0
         """Free blocks that belong to contexts."""
@@ -135,7 +119,7 @@ class ProgramRetention(NoRetention):
         """The pause of a context ends, because the next turn has arrived."""
         reason, seconds = context.reason, now - context.paused_at
         context.describe(request, now)
-        self._pauses.ended(context.program.tenant, reason, seconds)
+        self.worth.pauses.ended(context.program.tenant, reason, seconds)
         self.observer.returned(reason, seconds)
         context.returned_at = now
         self._known.end_pause(context)
@@ -155,13 +139,12 @@ class ProgramRetention(NoRetention):
         is_cold = request is self.first_cold or self.is_cold(request)
         self.first_cold = None
         self.turns.admitted(is_warm=not is_cold, cold_waits=any(map(self.is_cold, waiting)))
-        self._credit, self._held_up_since = 0.0, None
-        context = self._continued.pop(request, None)
+        context, waited = self._continued.pop(request, None), None
         if context is not None and context.id in self._contexts:
             assert context.returned_at is not None
             waited = self._clock() - context.returned_at
-            self._mean_wait += _WAIT_SMOOTHING * (waited - self._mean_wait)
             self._drop(context)
+        self.worth.admitted(waited)
 
     def ended(self, request: Request) -> ContextId | None:
         """A request has ended. Returns the context that its blocks become. None if it has no full
@@ -227,7 +210,7 @@ class ProgramRetention(NoRetention):
                 num_taken = context.num_blocks - change.num_blocks
                 self.observer.taken(num_taken, waits=context.returned_at is not None)
             if not (change.num_blocks and context.num_blocks):
-                self._ranked = None
+                self.worth.changed()
             context.num_blocks, context.num_own_blocks = change.num_blocks, change.num_own_blocks
 
     def operations(self) -> list[Operation]:
@@ -240,7 +223,7 @@ class ProgramRetention(NoRetention):
         """Puts the contexts in the order of their values, the least first."""
         if not self._is_short:
             return []
-        ranked = self._by_value()
+        ranked = self.worth.ranked(self._clock())
         if ranked is self._sent:
             return []
         self._sent = ranked
@@ -253,7 +236,7 @@ class ProgramRetention(NoRetention):
         for context in self._contexts.values():
             context.num_blocks = context.num_own_blocks = 0
         self._last_lost = max(self._contexts, default=self._last_lost)
-        self._ranked = None
+        self.worth.changed()
         self._dropped.clear()
         self.version += 1
 
@@ -285,123 +268,21 @@ class ProgramRetention(NoRetention):
         if self.is_cold(request):
             terms.num_blocks_kept_free = max(terms.num_blocks_kept_free, self._headroom)
         if self._contexts and request is not self.first_cold:
-            number = self._num_retained_blocks(num_running) if self._is_short else 0
-            terms.num_retained_blocks = number
-
-    def _num_retained_blocks(self, num_running: int) -> int:
-        """How many blocks of contexts the next request may take."""
-        seconds, gain = self._seconds_per_block(), self._gain(num_running)
-        taken = int(self._credit / seconds)
-        left, num_worth = gain, 0
-        for index, context in self._by_value():
-            each = seconds * index
-            number = (
-                min(context.num_own_blocks, int(left / each)) if each else context.num_own_blocks
-            )
-            num_worth += number
-            left -= number * each
-            if number < context.num_own_blocks:
-                break
-        return max(taken, num_worth)
+            terms.num_retained_blocks = 0
+            if self._is_short:
+                terms.num_retained_blocks = self.worth.num_blocks(num_running, self._clock())
 
     def held_up(self, num_running: int) -> str:
-        """Only contexts prevent the admission of the next request."""
-        now = self._clock()
-        if self._held_up_since is None:
-            self._why_held_up = self._explanation(num_running, now)
-        else:
-            self._credit += (now - self._held_up_since) * self._gain(num_running)
-        self._held_up_since = now
-        return self._why_held_up
-
-    def _explanation(self, num_running: int, now: float) -> str:
-        """Which context with the least value is kept, for people."""
-        paused = (one for _, one in self._by_value() if one.num_own_blocks)
-        kept = next(paused, None)
-        if kept is None:
-            return ""
-        blocks = f"kept {kept.num_own_blocks} blocks of {kept.program.label}"
-        seconds = kept.num_own_blocks * self._seconds_per_block()
-        costs = f"{seconds:.2f} s to compute again; the next request gains "
-        costs += f"{self._gain(num_running):.2f}"
-        if kept.returned_at is not None:
-            return f"{blocks}: its next turn waits, {costs}"
-        age = now - kept.paused_at
-        chance, within = self._pauses.best(kept.program.tenant, kept.reason, age)
-        back = f"{chance:.2f} back within {within:.2f} s"
-        return f"{blocks}: {kept.reason or 'no tool'}, {age:.2f} s in, {back}, {costs}"
+        return self.worth.held_up(num_running, self._clock())
 
     @property
     def _is_short(self) -> bool:
         """Whether the next steps may take blocks of contexts, or a request waits for some."""
-        if self._held_up_since is not None:
+        if self.worth.is_held_up:
             return True
         config = self._config
         num_needed = 2 * config.token_budget // self._size + config.max_num_seqs
         return self._num_other_blocks < num_needed * len(config.all_groups) + self._headroom
-
-    def _gain(self, num_running: int) -> float:
-        """What one more running request gains, in seconds of the engine for each second."""
-        fixed, each = self._costs.seconds_per_step, self._costs.seconds_per_decode
-        whole = fixed + num_running * each
-        return (fixed / whole if whole else 1.0) / (num_running + 1)
-
-    def _seconds_per_block(self) -> float:
-        """The time to compute a block again."""
-        costs = self._costs
-        each = costs.seconds_per_prompt_token or costs.seconds_per_decode or 1e-6
-        return each * self._size
-
-    def _by_value(self) -> list[tuple[float, Context]]:
-        """The contexts that have blocks, with the values of their seconds, the least first."""
-        now = self._clock()
-        if self._ranked is not None and now - self._ranked_at < _RANK_SECONDS:
-            return self._ranked
-        self._note_ongoing(now)
-        waiting, index = 1 / max(_LEAST_WAIT, self._mean_wait), self._pauses.index
-        values = [
-            (
-                waiting
-                if context.returned_at is not None
-                else index(context.program.tenant, context.reason, now - context.paused_at),
-                context.id,
-                context,
-            )
-            for context in self._contexts.values()
-            if context.num_blocks
-        ]
-        if factors := self._tenants_factors():
-            values = [
-                (value / factors[one.program.tenant], number, one) for value, number, one in values
-            ]
-        values.sort()
-        self._ranked_at = now
-        self._ranked = [(value, context) for value, _, context in values]
-        return self._ranked
-
-    def _tenants_factors(self) -> dict[bytes, float]:
-        """By how much each tenant has more than its weight's share of the retained blocks, at least
-        1. Empty if only one tenant has contexts.
-        """
-        blocks, weights = Counter[bytes](), dict[bytes, float]()
-        for context in self._contexts.values():
-            blocks[context.program.tenant] += context.num_own_blocks
-            weights[context.program.tenant] = context.program.weight
-        total = blocks.total()
-        if len(weights) < 2 or not total:
-            return {}
-        each = total / sum(weights.values())
-        return {one: max(1.0, blocks[one] / (weight * each)) for one, weight in weights.items()}
-
-    def _note_ongoing(self, now: float) -> None:
-        if now < self._noted_at + _ONGOING_SECONDS:
-            return
-        self._noted_at = now
-        self._pauses.note_ongoing(
-            (one.program.tenant, one.reason, now - one.paused_at)
-            for one in self._contexts.values()
-            if one.returned_at is None
-        )
 
     def _forget_idle(self) -> None:
         """Presumes that programs have ended which paused for long, and the longest if too many."""
@@ -441,7 +322,7 @@ class ProgramRetention(NoRetention):
     def _presume_ended(self, program: Program) -> None:
         """A program has been idle for long, so that it will not come back."""
         for context in program.contexts.values():
-            self._pauses.ended(program.tenant, context.reason, NEVER)
+            self.worth.pauses.ended(program.tenant, context.reason, NEVER)
         self._end(program)
 
     def _end(self, program: Program) -> None:
@@ -455,6 +336,6 @@ class ProgramRetention(NoRetention):
 
     def _drop(self, context: Context) -> None:
         del self._contexts[context.id]
-        self._ranked = None
+        self.worth.changed()
         if context.id > self._last_lost:
             self._dropped.append(context.id)

@@ -1,0 +1,162 @@
+"""What contexts are worth, and what another request gains."""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from services.common.pool.ids import ContextId
+from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.program.pauses import PauseStatistics
+from services.scheduler.core.policies.programs import Context
+
+_RANK_SECONDS = 0.01
+"""The time for which an order of contexts is kept."""
+_ONGOING_SECONDS = 2.0
+"""The time between two looks at the pauses that have not ended."""
+_WAIT_SMOOTHING = 0.1
+_LEAST_WAIT = 0.05
+
+Ranked = list[tuple[float, Context]]
+"""Contexts with the values of their seconds, the least first."""
+
+
+class Worth:
+    """Compares the contexts of a replica with what the next request gains.
+
+    The unit of both is seconds of the engine for each second. A context is worth the seconds to
+    compute its blocks again, times its value.
+    """
+
+    def __init__(self, parts: PolicyParts, contexts: Mapping[ContextId, Context]) -> None:
+        """`contexts` are those that the policy retains now."""
+        self._costs = parts.step_costs
+        self._size = parts.config.hash_block_size
+        self._contexts = contexts
+        self.pauses = PauseStatistics()
+        self._noted_at = -_ONGOING_SECONDS
+        """When the pauses that have not ended were last noted."""
+        self._ranked: Ranked | None = None
+        """The result of `ranked` at `_ranked_at`."""
+        self._ranked_at = 0.0
+        self._mean_wait = 1.0
+        self._credit = 0.0
+        self._held_up_since: float | None = None
+        self._why_held_up = ""
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether only contexts prevent the admission of the next request."""
+        return self._held_up_since is not None
+
+    def changed(self) -> None:
+        """Other contexts have blocks than before."""
+        self._ranked = None
+
+    def admitted(self, waited: float | None) -> None:
+        """The next request was admitted. It has waited so long with its context, if it has one."""
+        self._credit, self._held_up_since = 0.0, None
+        if waited is not None:
+            self._mean_wait += _WAIT_SMOOTHING * (waited - self._mean_wait)
+
+    def held_up(self, num_running: int, now: float) -> str:
+        """The next request was refused only because of contexts. It earns credit while it waits.
+        Returns for people which context is kept, and why.
+        """
+        if self._held_up_since is None:
+            self._why_held_up = self._explanation(num_running, now)
+        else:
+            self._credit += (now - self._held_up_since) * self._gain(num_running)
+        self._held_up_since = now
+        return self._why_held_up
+
+    def num_blocks(self, num_running: int, now: float) -> int:
+        """How many blocks of contexts the next request may take beside running ones."""
+        seconds, left = self._seconds_per_block(), self._gain(num_running)
+        num_worth = 0
+        for value, context in self.ranked(now):
+            each = seconds * value
+            number = (
+                min(context.num_own_blocks, int(left / each)) if each else context.num_own_blocks
+            )
+            num_worth += number
+            left -= number * each
+            if number < context.num_own_blocks:
+                break
+        return max(int(self._credit / seconds), num_worth)
+
+    def ranked(self, now: float) -> Ranked:
+        """The contexts that have blocks, by value."""
+        if self._ranked is not None and now - self._ranked_at < _RANK_SECONDS:
+            return self._ranked
+        self._note_ongoing(now)
+        waiting, index = 1 / max(_LEAST_WAIT, self._mean_wait), self.pauses.index
+        values = [
+            (
+                waiting
+                if context.returned_at is not None
+                else index(context.program.tenant, context.reason, now - context.paused_at),
+                context.id,
+                context,
+            )
+            for context in self._contexts.values()
+            if context.num_blocks
+        ]
+        if factors := self.tenants_factors():
+            values = [
+                (value / factors[one.program.tenant], number, one) for value, number, one in values
+            ]
+        values.sort()
+        self._ranked_at = now
+        self._ranked = [(value, context) for value, _, context in values]
+        return self._ranked
+
+    def tenants_factors(self) -> dict[bytes, float]:
+        """By how much each tenant has more than its weight's share of the retained blocks, at least
+        1. Empty if only one tenant has contexts.
+        """
+        blocks, weights = Counter[bytes](), dict[bytes, float]()
+        for context in self._contexts.values():
+            blocks[context.program.tenant] += context.num_own_blocks
+            weights[context.program.tenant] = context.program.weight
+        total = blocks.total()
+        if len(weights) < 2 or not total:
+            return {}
+        each = total / sum(weights.values())
+        return {one: max(1.0, blocks[one] / (weight * each)) for one, weight in weights.items()}
+
+    def _note_ongoing(self, now: float) -> None:
+        if now < self._noted_at + _ONGOING_SECONDS:
+            return
+        self._noted_at = now
+        self.pauses.note_ongoing(
+            (one.program.tenant, one.reason, now - one.paused_at)
+            for one in self._contexts.values()
+            if one.returned_at is None
+        )
+
+    def _gain(self, num_running: int) -> float:
+        """What one more running request gains."""
+        fixed, each = self._costs.seconds_per_step, self._costs.seconds_per_decode
+        whole = fixed + num_running * each
+        return (fixed / whole if whole else 1.0) / (num_running + 1)
+
+    def _seconds_per_block(self) -> float:
+        """The time to compute a block again."""
+        costs = self._costs
+        each = costs.seconds_per_prompt_token or costs.seconds_per_decode or 1e-6
+        return each * self._size
+
+    def _explanation(self, num_running: int, now: float) -> str:
+        """Which context with the least value is kept, for people."""
+        kept = next((one for _, one in self.ranked(now) if one.num_own_blocks), None)
+        if kept is None:
+            return ""
+        blocks = f"kept {kept.num_own_blocks} blocks of {kept.program.label}"
+        seconds = kept.num_own_blocks * self._seconds_per_block()
+        gain = self._gain(num_running)
+        costs = f"{seconds:.2f} s to compute again; the next request gains {gain:.2f}"
+        if kept.returned_at is not None:
+            return f"{blocks}: its next turn waits, {costs}"
+        age = now - kept.paused_at
+        chance, within = self.pauses.best(kept.program.tenant, kept.reason, age)
+        back = f"{chance:.2f} back within {within:.2f} s"
+        return f"{blocks}: {kept.reason or 'no tool'}, {age:.2f} s in, {back}, {costs}"
