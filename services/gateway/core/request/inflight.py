@@ -80,7 +80,7 @@ class Inflight:
     output_token_ids: list[int] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     refused_by: set[str] = field(default_factory=set)
-    """Addresses of the replicas that refused the sequence."""
+    """Addresses of the replicas that refused the sequence since it last left a replica."""
     was_accepted: bool = False
     """Whether a replica has accepted the sequence. If true, the sequence waits if all queues are
     full. A new request would be refused.
@@ -171,6 +171,7 @@ class Inflight:
         """
         self.was_accepted = True
         self.wait_until = None
+        self.refused_by.clear()
         self.release = _nothing
         if cause is not ResubmitCause.SCHEDULER_DRAINED:
             self.losses.count()
@@ -181,6 +182,7 @@ class Inflight:
         self.was_accepted = True
         self.num_times_taken_back += 1
         self.wait_until = None
+        self.refused_by.clear()
         self.release()
         self.release = _nothing
         self.losses.computing = False

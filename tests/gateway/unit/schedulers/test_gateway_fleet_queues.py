@@ -50,6 +50,23 @@ async def test_a_refused_sequence_is_sent_to_each_other_replica_once() -> None:
     assert await error_of(mailbox) is FULL
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_sequence_that_leaves_its_replica_is_sent_to_one_that_refused_it_before(
+    is_lost: bool,
+) -> None:
+    world = FakeFleet(2)
+    world.connect("a", "b")
+    world.start()
+    first = reject(world, FULL)
+    (second,) = {"a", "b"} - {first}
+    if is_lost:
+        world.replicas[second].closed("killed")
+    else:
+        world.replicas[second].state_changed(ReplicaState(ready=False, reason="no worker"))
+        world.clock.advance(1.1)
+    assert len(world.has(first)) == 1
+
+
 def test_a_sequence_waits_where_every_scheduler_drains() -> None:
     world = FakeFleet(1)
     world.connect("a")
