@@ -153,6 +153,25 @@ run(main)
     )
 
 
+def test_no_connection_is_left_of_a_client_that_dies_before_its_connection_is_accepted() -> None:
+    in_virtual_time(
+        GRPC
+        + """
+async def main(network):
+    process, _ = await serve(network)
+    client = Process(network.loop, "client")
+    network.cut(client, process)
+    client.spawn(check())
+    await asyncio.sleep(0.5)
+    client.kill()
+    network.mend(client, process)
+    await asyncio.sleep(0.5)
+    assert not network.connections
+run(main)
+"""
+    )
+
+
 def test_a_killed_server_breaks_its_calls_and_runs_no_more_code() -> None:
     in_virtual_time(
         GRPC

@@ -218,6 +218,9 @@ class Connection:
             End(self, server, Pipe(network, server, client)),
         )
         network.add(self)
+        for end in self.ends:
+            if end.process.is_dead:  # it died before the connection was accepted
+                end.close()
 
     def other(self, end: End) -> End:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
