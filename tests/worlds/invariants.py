@@ -120,7 +120,7 @@ def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> N
     """
     written: Counter[int] = Counter()
     again: set[int] = set()
-    failed_loads = getattr(scheduler.transfers, "_first_invalid", {})
+    recomputing = getattr(scheduler.transfers, "recomputations", ())
     read: set[int] = set()
     starts = plan.num_computed_tokens
     for request, start, end in zip(plan.requests, starts, _ends(plan), strict=True):
@@ -135,7 +135,7 @@ def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> N
             assert blocks, f"{request.request_id} has no block to write to"
             assert NULL_BLOCK not in blocks, request.request_id
             written.update(blocks)
-            if request in failed_loads:
+            if request in recomputing:
                 again.update(blocks)
     begun = {load.request for load in plan.loads}
     for request in set(scheduler.requests) - set(plan.requests) - begun:

@@ -1,7 +1,9 @@
 """Undoes failed loads: resets requests to the position before their first invalid block."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import dropwhile
 
 from services.common.pool.ids import BlockId
 from services.common.pool.kv_cache_groups import KVCacheGroup
@@ -57,3 +59,110 @@ def set_back(
             request.num_computed_tokens = first * group.block_size
         stale += blocks[bad[0] :]
     return affected, stale
+
+
+@dataclass(slots=True)
+class Recomputations:
+    """Published blocks with wrong contents, which running requests compute again. The load of such
+    a block failed, or the block was computed from one whose load failed. As in vLLM, its hash stays
+    in the prefix index meanwhile. Only for models with one KV-cache group.
+    """
+
+    _group: KVCacheGroup
+    _block_tables: Mapping[Request, BlockTables]
+    _ranges: dict[Request, tuple[int, int]] = field(default_factory=dict)
+    """Maps a request to the range of its blocks that it computes again."""
+    _left: list[tuple[int, Sequence[BlockId]]] = field(default_factory=list)
+    """Tables of requests that have left while steps in flight computed them. A table follows the
+    number of the last of these steps.
+    """
+    _orphaned: set[BlockId] = field(default_factory=set)
+    """Blocks that requests have left before they computed them again."""
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._ranges
+
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
+
+    def add(self, request: Request, num_computed: int) -> None:
+        """Records that a request was set back. Before, `num_computed` tokens were computed."""
+        size = self._group.block_size
+        _, end = self._ranges.get(request, (0, 0))
+        self._ranges[request] = request.num_computed_tokens // size, max(end, num_computed // size)
+
+    def leave(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> Sequence[BlockId]:
+        """Records that the blocks of a request are freed. Returns the blocks whose hashes must be
+        removed, because the request has not computed them again.
+        """
+        blocks = self._block_tables[request][0]
+        if any(request in plan.requests for plan in in_flight):
+            self._left.append((in_flight[-1].step, list(blocks)))
+        first, end = self._ranges.pop(request, (0, 0))
+        wrong = blocks[max(first, request.num_computed_tokens // self._group.block_size) : end]
+        self._orphaned.update(wrong)
+        return wrong
+
+    def take_orphaned(self, step: int) -> set[BlockId]:
+        """Called with the output of a step. Returns the blocks that requests have left since the
+        last call. Other requests may still use them.
+        """
+        self._left = [left for left in self._left if left[0] >= step]
+        orphaned, self._orphaned = self._orphaned, set()
+        return orphaned
+
+    def set_back_early(
+        self,
+        plan: SchedulerOutput,
+        in_flight: Sequence[SchedulerOutput],
+        running: Iterable[Request],
+    ) -> set[Request]:
+        """Resets and returns the requests whose tokens of a step were computed from blocks that
+        other requests have not computed again yet. They repeat the step.
+        """
+        pending = self._pending(in_flight)
+        scheduled = scheduled_tokens([plan, *in_flight])
+        early: set[Request] = set()
+        for request in set(plan.requests).intersection(running) - plan.dropped if pending else ():
+            before = request.num_computed_tokens
+            num_computed = before - scheduled[request]
+            own, _ = self._ranges.get(request, (len(self._block_tables[request][0]), 0))
+            seen = slice(self._group.first_seen_block(num_computed), own)
+            if pending.isdisjoint(self._block_tables[request][0][seen]):
+                continue
+            early.add(request)
+            request.draft_token_ids = []
+            request.num_computed_tokens = num_computed
+            self.add(request, before)
+        return early
+
+    def left_behind(
+        self, invalid: Collection[BlockId], in_flight: Sequence[SchedulerOutput]
+    ) -> list[BlockId]:
+        """Wrong blocks of requests that have left, without those that others compute again."""
+        pending = self._pending(in_flight)
+        wrong = pending.union(invalid)
+        return [
+            block
+            for _, blocks in self._left
+            for block in dropwhile(lambda block: block not in wrong, blocks)
+            if block not in pending
+        ]
+
+    def forget(self) -> None:
+        """Removes all entries, because the pool was reset."""
+        self._ranges.clear()
+        self._left.clear()
+        self._orphaned.clear()
+
+    def _pending(self, in_flight: Sequence[SchedulerOutput]) -> set[BlockId]:
+        """The blocks that requests compute again in the steps in flight or later."""
+        scheduled, pending = scheduled_tokens(in_flight), set[BlockId]()
+        for request, (first, end) in list(self._ranges.items()):
+            num_computed = request.num_computed_tokens - scheduled.get(request, 0)
+            begin = max(first, num_computed // self._group.block_size)
+            if begin < end:
+                pending.update(self._block_tables[request][0][begin:end])
+            else:
+                del self._ranges[request]
+        return pending

@@ -12,7 +12,11 @@ from services.scheduler.core.planning.transfers import Answer
 from services.scheduler.core.request import Request, RequestStatus
 from services.scheduler.options.transfers.core.deferred_frees import DeferredFrees
 from services.scheduler.options.transfers.core.external_hits import ExternalHits
-from services.scheduler.options.transfers.core.failed_loads import scheduled_tokens, set_back
+from services.scheduler.options.transfers.core.failed_loads import (
+    Recomputations,
+    scheduled_tokens,
+    set_back,
+)
 from services.scheduler.options.transfers.core.kv_connector import ExternalMatch, KVConnector
 from services.scheduler.options.transfers.core.reserved_blocks import ReservedBlocks
 
@@ -37,6 +41,7 @@ class KVTransfers:
         """Loads that begin in the step that is planned."""
         self.deferred_frees = DeferredFrees(kv_cache_manager)
         self._config = config
+        self._steps = state.steps
         self._cuts_loads = config.only_grows and len(config.all_groups) == 1
         """Whether a request whose load failed uses the loaded blocks before the first invalid one.
         With sliding windows or states, it uses no block of a failed load.
@@ -51,8 +56,7 @@ class KVTransfers:
         """Number of tokens in the local prefix hit of each request in `_loading`."""
         self._finished_recving: set[Request] = set()
         """Requests whose load has ended but for which `promote` was not called yet."""
-        self._first_invalid: dict[Request, int] = {}
-        """Maps requests whose load within a step failed to the first block to compute again."""
+        self.recomputations = Recomputations(config.all_groups[0], self._block_tables)
         self._leaving: dict[RequestKey, tuple[Request, BlockTables]] = {}
         """Ended requests whose blocks a transfer still uses."""
         self._filled: list[Request] = []
@@ -175,14 +179,14 @@ class KVTransfers:
     def preempted(self, request: Request) -> None:
         if request in self._block_tables and request.key not in self._loading:
             self._offer(request)
-            self._evict_invalid(request)
+            self._evict_wrong(request, self._steps.in_flight)
         self._forget_table(request)
         self.reserved.prefills.discard(request)
 
     def ended(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> None:
         if request in self._block_tables and request.key not in self._loading:
             self._offer(request)
-            self._evict_invalid(request)
+            self._evict_wrong(request, in_flight)
         blocks = self._block_tables.pop(request, None)
         if blocks is not None and not self._config.only_grows:
             self._remove_skipped_blocks(request, blocks, in_flight)
@@ -222,7 +226,8 @@ class KVTransfers:
         self.deferred_frees.give_back(plan.step)
         recomputes = self._config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         failed: set[Request] = set()
-        invalid = frozenset(results.invalid_block_ids)
+        recomputations = self.recomputations
+        invalid = recomputations.take_orphaned(plan.step).union(results.invalid_block_ids)
         failed_recving = [*results.failed_recving]
         if invalid and not self._cuts_loads:
             failed_recving += self._loading_into(invalid)
@@ -233,18 +238,21 @@ class KVTransfers:
                 failed.add(request)
         if recomputes:
             failed.clear()
-        if not invalid or len(self._config.all_groups) > 1:
+        if len(self._config.all_groups) > 1 or not (invalid or recomputations):
             return failed
         loading = [request for request in waiting if request.key in self._loading]
         (group,), tables = self._config.all_groups, self._block_tables
         failed_loads, _ = set_back(loading, tables, group, invalid, {})
+        before = {request: request.num_computed_tokens for request in running}
         failed_running, stale = set_back(
-            running, tables, group, invalid, scheduled_tokens([plan, *in_flight])
+            before, tables, group, invalid, scheduled_tokens([plan, *in_flight])
         )
         if recomputes:
             for request in failed_running:
-                self._first_invalid[request] = request.num_computed_tokens // group.block_size
-            return failed_running
+                recomputations.add(request, before.pop(request))
+            failed_running |= recomputations.set_back_early(plan, in_flight, before)
+            failed, failed_loads, stale = set(), set(), []
+        stale += recomputations.left_behind(invalid, in_flight)
         if stale:
             self._kv_cache_manager.pending.evict(stale)
         return failed | failed_loads | failed_running
@@ -265,8 +273,9 @@ class KVTransfers:
         self.loads, self._filled = [], []
         for state in (self._block_tables, self._loading, self._leaving, self._num_local):
             state.clear()
-        for requests in (self._first_invalid, self._finished_recving, self.reserved.prefills):
+        for requests in (self._finished_recving, self.reserved.prefills):
             requests.clear()
+        self.recomputations.forget()
         self.deferred_frees.forget()
 
     def reset_cache(self) -> None:
@@ -291,13 +300,12 @@ class KVTransfers:
             if any(not table.isdisjoint(invalid) for table in map(set, self._block_tables[request]))
         ]
 
-    def _evict_invalid(self, request: Request) -> None:
-        """Removes the hashes of blocks whose load failed and that the request has not computed
-        again. In vLLM these hashes stay in the prefix index.
+    def _evict_wrong(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> None:
+        """Removes the hashes of blocks that a leaving request has not computed again after a failed
+        load. In vLLM these hashes stay in the prefix index.
         """
-        if (first := self._first_invalid.pop(request, None)) is not None:
-            begin = max(first, request.num_computed_tokens // self._config.block_size)
-            self._kv_cache_manager.pending.evict(self._block_tables[request][0][begin:])
+        if wrong := self.recomputations.leave(request, in_flight):
+            self._kv_cache_manager.pending.evict(wrong)
 
     def _forget_table(self, request: Request) -> None:
         self.connector.blocks_released(request)
