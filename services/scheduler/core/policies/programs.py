@@ -118,6 +118,8 @@ class NamedPrograms:
         name, declared = _name_of(request), request.program
         if name is None or declared is None:
             return None
+        if program.name not in (None, name):
+            self.remove(program)
         forgotten = None
         if name not in self._programs and len(self._programs) >= self._most:
             idle = (one for one in self._programs.values() if not one.num_running)
@@ -176,21 +178,29 @@ class KnownPrograms:
         return len(self._paused)
 
     def find(self, request: Request) -> tuple[Program | None, Context | None]:
-        """The program that a request continues, and the longest paused context with which the
-        request begins. The full blocks of the request must be hashed. If it names a program, only
-        this program's contexts count, or if there is no such program, those of programs without
-        names.
+        """The program that a request continues, and the longest paused context of its tenant with
+        which the request begins. The full blocks of the request must be hashed. If it names a
+        program, only this program's contexts count. If there is no such program, a program without
+        a name counts too, and one of another name whose whole context the request has: its client
+        gives each turn another name.
         """
-        program = self._named.find(request)
-        is_named = request.program is not None and request.program.id
+        program, declared = self._named.find(request), request.program
+        is_named = declared is not None and bool(declared.id)
         for one in reversed(request.block_hashes):
             context = self._by_hash.get(one)
-            if context is None:
+            if context is None or context.program.tenant != request.tenant:
                 continue
-            if one != context.last_hash and request.num_tokens <= context.num_prompt_tokens:
+            is_whole = one == context.last_hash
+            if not is_whole and request.num_tokens <= context.num_prompt_tokens:
                 continue  # the same prompt again
             theirs = context.program
-            if not is_named or theirs is program or (program is None and theirs.name is None):
+            is_free = theirs.name is None or (
+                is_whole
+                and not theirs.num_running
+                and declared is not None
+                and not declared.parent_id
+            )
+            if not is_named or theirs is program or (program is None and is_free):
                 return theirs, context
         return program, None
 

@@ -53,9 +53,26 @@ async def test_a_prompt_continues_the_context_of_the_program_that_it_names() -> 
     agents = Agents()
     own = await agents.turn("one", prompt(16), program=DeclaredProgram("own"))
     context = [*own, *prompt(20, first=700)]
-    await agents.turn("other", context, program=DeclaredProgram("other"))
+    await agents.turn("other", context, program=DeclaredProgram("other", parent_id="own"))
     request = agents.story.add("two", [*context, 7], program=DeclaredProgram("own"))
     assert agents.retention._continued[request].program is program_of(agents, "own")
+
+
+async def test_another_name_for_each_turn_is_one_program() -> None:
+    agents = Agents()
+    context = await agents.turn("one", prompt(16), program=DeclaredProgram("a"))
+    await agents.turn("two", [*context, *prompt(9, first=700)], program=DeclaredProgram("b"))
+    assert program_of(agents, "b").num_turns == 2
+    assert program_of_or_none(agents, "a") is None
+    assert len(agents.retention._contexts) == 1
+
+
+async def test_a_context_of_another_tenant_is_not_continued() -> None:
+    agents = Agents()
+    context = await agents.turn("one", prompt(16), tenant=b"a")
+    request = agents.story.add("two", [*context, 7], tenant=b"b")
+    assert request.program_turn is not None
+    assert request.program_turn.number == 1
 
 
 async def test_a_prompt_without_a_name_continues_a_named_program() -> None:
