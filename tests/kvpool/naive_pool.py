@@ -108,7 +108,7 @@ class NaivePool:
                     if not self._held():
                         self.published = []
                 case EvictBlocks(blocks):
-                    self._evict(set(blocks) & set(self._held()))
+                    self._evict(list(dict.fromkeys(blocks)))
                     answers.append(None)
         return answers, None
 
@@ -176,8 +176,11 @@ class NaivePool:
             self._give_back(table, range(len(table)))
         self.tables.pop(request, None)
 
-    def _evict(self, blocks: set[int]) -> None:
-        self.barred |= {block for block in blocks if self._has_hash(block)}
+    def _evict(self, blocks: Sequence[int]) -> None:
+        hashed = [block for block in blocks if self._has_hash(block)]
+        self.barred |= set(hashed)
+        free = [block for block in hashed if block in self.free]
+        self.free = free[::-1] + [block for block in self.free if block not in free]
         self.published = [entry for entry in self.published if entry[2] not in blocks]
 
     def _give_back(self, table: list[int], positions: Sequence[int]) -> None:

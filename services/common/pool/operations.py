@@ -204,7 +204,7 @@ class ResetPrefixCache:
 
 @dataclass(frozen=True, slots=True)
 class EvictBlocks:
-    """Removes the hashes of blocks in use whose contents do not match. Always fits."""
+    """Removes the hashes of blocks whose contents do not match. Always fits."""
 
     block_ids: Sequence[BlockId]
 

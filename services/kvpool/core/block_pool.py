@@ -192,16 +192,18 @@ class BlockPool:
         self.ages.published([target])
 
     def evict(self, blocks: Sequence[BlockId]) -> set[BlockId]:
-        """Removes the hashes of blocks in use. Returns the blocks that had a hash. Free blocks keep
-        their hashes. Blocks that a load failed to fill are never free, because the request that
-        waits for the load has them in its table.
+        """Removes the hashes of blocks. Returns the blocks that had a hash. Free blocks among them
+        are reused next, the last one first.
         """
         evicted: set[BlockId] = set()
-        held = [block for block in dict.fromkeys(blocks) if not self._free.is_cached(block)]
+        blocks = list(dict.fromkeys(blocks))
+        free = [block for block in blocks if self._free.is_cached(block)]
+        self._free.remove_cached(free)
         for group, index in enumerate(self.indexes):
-            found = [block for block in held if index.hash_of(block) is not None]
+            found = [block for block in blocks if index.hash_of(block) is not None]
             evicted.update(found)
             self._events.add(BlocksRemoved, group, index.remove(found))
+        self._free.push_blank(free)
         return evicted
 
     def reset(self) -> bool:

@@ -221,10 +221,13 @@ class RetainingFreeQueue(FreeQueue):
         lost = {block for block in blocks if block in self._num_contexts}
         if not lost:
             return
-        for context, owned in self._contexts.items():
+        for context, owned in list(self._contexts.items()):
             left = [block for block in owned if block not in lost]
             if len(left) < len(owned):
                 owned[:] = left
                 self._changed[context] = None
+                if not left:
+                    del self._contexts[context]
+                    self._forget(context)
         for block in lost:
             del self._num_contexts[block], self._sums[block]

@@ -114,12 +114,13 @@ def test_an_evicted_block_that_is_shared_is_free_when_its_last_holder_ends():
     pool.check()
 
 
-def test_a_free_block_keeps_its_hash():
+def test_free_blocks_are_evicted_too_and_are_reused_first():
     pool = make_pool(8)
-    admit(pool, 1, 8, path="ab")
+    admit(pool, 1, 12, path="abc")
     release(pool, 1)
-    pool.transact([EvictBlocks([1, 2, 7])])
-    assert lookup(pool, 2, 9, "ab") == 8
+    pool.transact([EvictBlocks([2, 3, 7])])
+    assert lookup(pool, 2, 13, "abc") == 4
+    assert pool.free_block_ids() == [3, 2, 4, 5, 6, 7, 1]
     pool.check()
 
 

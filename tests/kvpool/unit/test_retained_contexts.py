@@ -122,3 +122,12 @@ def test_blocks_of_contexts_are_reused_by_the_rules(data: st.DataObject) -> None
             blocks = dict(model.contexts).get(change.context, [])
             assert change.num_blocks == len(blocks)
             assert change.num_own_blocks == model.num_own(change.context)
+
+
+def test_a_context_of_which_no_block_is_cached_any_more_is_forgotten() -> None:
+    queue = RetainingFreeQueue(FreeQueue(ids(range(1, 4))))
+    blocks = queue.pop_blank(2)
+    queue.retain(ContextId(7), blocks)
+    queue.push_blank(blocks)
+    (change,) = queue.take_changes()
+    assert (change.num_blocks, len(queue._contexts)) == (0, 0)
