@@ -20,6 +20,8 @@ wrote it and a digest.
 """
 
 _STATE = "state"
+EMPTY = 0
+"""The digest of positions that belong to no sequence."""
 
 
 class PagedCache:
@@ -80,8 +82,18 @@ class PagedCache:
 
     def garble(self, blocks: Iterable[int]) -> None:
         """Stores contents in blocks that belong to no sequence."""
+        size = max(group.block_size for group in self._groups)
         for block in blocks:
-            self._blocks[block] = {}
+            self._blocks[block] = dict.fromkeys(range(size), (-1, EMPTY))
+
+    def is_void(self, tables: Tables, start: int, end: int) -> bool:
+        """Whether the queries from `start` to `end` see a position that belongs to no sequence."""
+        return any(
+            self._block(spec, table, position).get(position % spec.block_size, (0, None))[1]
+            == EMPTY
+            for spec, table in zip(self._groups, tables, strict=True)
+            for position in range(_first_seen(spec, start), end)
+        )
 
     def read_states(self, tables: Tables, digests: Sequence[int], start: int) -> None:
         """Checks the states from which a step continues, in every group with states. All states of

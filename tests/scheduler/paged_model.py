@@ -9,7 +9,7 @@ overwritten.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.pool.kv_cache_groups import KVCacheGroup
 from services.common.pool.operations import BlockCopy
@@ -17,11 +17,9 @@ from services.common.request.encoder_input import EncoderInput
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 from tests.scenarios.stand_in_grammar import StandInGrammar
-from tests.scheduler.paged_cache import PagedCache, Tables
+from tests.scheduler.paged_cache import EMPTY, PagedCache, Tables
 
 VOCAB_SIZE = 1000
-
-_EMPTY = 0
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -80,7 +78,7 @@ class StoredTokens:
     ) -> None:
         self.token_ids: list[int] = []
         self.digests: list[int] = []
-        self._root = hash((_EMPTY, root))
+        self._root = hash((EMPTY, root))
         self._items = {
             item.offset + index: (item.identifier, index)
             for item in items
@@ -229,6 +227,8 @@ class PagedModel:
         self._num_speculative_tokens = num_speculative_tokens
         self._rows: dict[int, _Row] = {}
         self._void: tuple[Collection[str], frozenset[int]] = ((), frozenset())
+        self.void_names: set[str] = set()
+        """Requests that the last step computed from blocks that belonged to no sequence."""
         self.cache = PagedCache(block_size, groups, follows_states=not num_speculative_tokens)
 
     @property
@@ -258,7 +258,7 @@ class PagedModel:
         computed from the `invalid` blocks. Their tokens store values that belong to no sequence.
         """
         self.cache.garble(invalid)
-        self._void = names, frozenset(invalid)
+        self._void, self.void_names = (names, frozenset(invalid)), set()
         token_ids = self.run(
             step.removed_rows, step.entering, step.appended, step.work, step.zeroed, step.copies
         )
@@ -338,7 +338,7 @@ class PagedModel:
         digests = [*row.digests, *row.digests_of(drafts)] if drafts else row.digests
         is_void = self._is_void(row)
         if is_void:
-            digests = [_EMPTY] * len(digests)
+            digests = [EMPTY] * len(digests)
         return _Pass(row, start, start + work.num_scheduled, drafts, digests, is_void)
 
     def _is_void(self, row: _Row) -> bool:
@@ -354,7 +354,10 @@ class PagedModel:
 
     def _sample(self, running: _Pass) -> list[int]:
         row, end = running.row, running.end
-        if not running.is_void:
+        if not running.is_void and self.cache.is_void(row.tables, running.start, end):
+            self.void_names.add(row.name)
+            self._write(replace(running, digests=[EMPTY] * len(running.digests)))
+        elif not running.is_void:
             self.cache.read(row.tables, running.digests, running.start, end)
         if end < len(row.token_ids):
             return []

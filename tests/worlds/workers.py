@@ -81,6 +81,10 @@ class WorldWorkers:
         """Maps the number of each answered step to requests. Their steps that were planned before
         the answer was processed compute from data that was not loaded.
         """
+        self._dropped: dict[int, set[str]] = {}
+        """Maps the number of each answered step to requests whose tokens must be dropped, because
+        they were computed from blocks that had not been computed again after a failed load.
+        """
         self._late_loads: dict[RequestKey, SentLoad] = {}
         """Maps a request to its load, whose contents become available at its end."""
         self._items: dict[str, int] = {}
@@ -135,6 +139,9 @@ class WorldWorkers:
     def taken_in(self, plan: SchedulerOutput) -> None:
         """Called when the scheduler has processed the answer of a step."""
         self._void.pop(plan.step, None)
+        void = self._dropped.pop(plan.step, ())
+        kept = set(plan.requests) - plan.dropped
+        assert not any(one.request_id in void and not one.is_finished for one in kept)
 
     def lose(self, *, have_ended: bool) -> None:
         """Raises WorkersLost for every step in flight and every later step."""
@@ -152,6 +159,7 @@ class WorldWorkers:
             self._tier.clear() if self.have_ended else self._tier.reset()
         self._is_lost = self.have_ended = False
         self._void.clear()
+        self._dropped.clear()
         self._late_loads.clear()
         self._last_plan = None
         self._stale.clear()
@@ -197,6 +205,7 @@ class WorldWorkers:
         results = NO_RESULTS if self._connector is None else self._connector.results(step.number)
         invalid = results.invalid_block_ids
         output = self.model.run_work(replace(step.work, zeroed=()), step.void, invalid)
+        self._dropped[plan.step] = self.model.void_names
         if invalid:
             self._void[plan.step] = self.model.names_holding(invalid)
             for later in self._sent:
