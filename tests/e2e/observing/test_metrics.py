@@ -14,11 +14,11 @@ from tests.e2e.stack import Stack
 from tests.plain_http import http_get, http_post
 from tools.reference_pages import ALL_SPECS, labels
 
-# Metrics that exist only with TLS, Redis, DNS or API keys, or after a client stopped reading. The
-# tests of these features cover them.
+# Metrics that exist only with TLS, Redis, DNS, API keys or the policy program, or after a client
+# stopped reading. The tests of these features cover them.
 ABSENT = re.compile(
     r"vllm:(lora|spec_decode)_|stepwell_(tls|directory|cache_nodes|registration|discovery|tenant|idempotent_log|"
-    r"idempotent_sharing|idempotent_answers_(alone|fenced)|gateway_readers|gateway_queue)"
+    r"program|pause_seconds|retained_|recomputed_|idempotent_sharing|idempotent_answers_(alone|fenced)|gateway_readers|gateway_queue)"
 )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from services.common.telemetry.metric_specs import replica
 from tests.e2e.stack import SERVICES, Stack
 from tests.e2e.tiny import save_servable_model
 from tests.plain_http import http_get, http_post
@@ -100,6 +101,15 @@ def values(stack: Stack, name: str, label: str) -> dict[str, float]:
         for sample in family.samples
         if sample.name == name
     }
+
+
+def test_every_metric_of_programs_is_served(stack: Stack) -> None:
+    text = http_get(f"{stack.url}/metrics").text
+    served = {family.name for family in text_string_to_metric_families(text)}
+    specs = (replica.PROGRAMS, replica.PROGRAMS_BEGUN, replica.PROGRAM_SECONDS)
+    specs += (replica.PROGRAM_TURNS, replica.PAUSE_SECONDS, replica.RETAINED_BLOCKS)
+    specs += (replica.RETAINED_BLOCKS_TAKEN, replica.RECOMPUTED_TOKENS)
+    assert {spec.name for spec in specs} <= served
 
 
 def num_begun(stack: Stack) -> float:
