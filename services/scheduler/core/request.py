@@ -114,7 +114,7 @@ class Request(ComputedTokens):
     tenant: bytes = b""
     """Identifies the owner of the API key. Empty without keys."""
     tenant_weight: float = 1.0
-    """The owner's share of retained blocks, relative to those of others."""
+    """The owner's share of retained blocks, relative to the shares of other owners."""
     context: ContextId | None = None
     """The paused context that the request's blocks became at its end."""
     grammar: GrammarStatus | None = None

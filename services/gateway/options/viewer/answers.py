@@ -9,7 +9,7 @@ from services.gateway.adapters.http.openapi.answers import Answer
 
 class ProgramTurn(Answer):
     """A turn of a program: its number, and the tool and the pause before it. `recomputed_tokens`
-    are those of the context that were not cached any more.
+    is the number of tokens of its context that were not cached any more.
     """
 
     number: int

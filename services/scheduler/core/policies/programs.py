@@ -25,7 +25,7 @@ class Program:
     arrived: float
     tenant: bytes = b""
     weight: float = 1.0
-    """The tenant's share of retained blocks, relative to those of others."""
+    """The tenant's share of retained blocks, relative to the shares of other tenants."""
     label: str = ""
     """The client's id, or a number."""
     last_active: float = 0.0

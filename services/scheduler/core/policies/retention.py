@@ -22,7 +22,7 @@ class Retention(Protocol):
 
     def ended(self, request: Request) -> ContextId | None:
         """A request has ended. Returns the context that its blocks become, or None if the pool
-        caches them like those of any other request.
+        caches them like the blocks of any other request.
         """
 
     def end_turn(self, context: ContextId, tool: str, *, ends: bool) -> None:

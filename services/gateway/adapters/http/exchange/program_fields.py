@@ -1,7 +1,8 @@
 """What a request says about its program, in fields of its body and in headers.
 
-The fields are those of Continuum (`job_id`, `is_last_step`, `this_func_call`, `last_func_call`) and
-of vLLM (`session_id`, `vllm_xargs`). The headers are those of agents and of routers before engines.
+Clients of Continuum send the fields `job_id`, `is_last_step`, `this_func_call` and
+`last_func_call`. Clients of vLLM send `session_id` and `vllm_xargs`. Agents, and routers before
+engines, send the headers.
 """
 
 from collections.abc import Iterator, Mapping

@@ -53,9 +53,9 @@ class PauseStatistics:
 
     def index(self, tenant: bytes, tool: str, age: float) -> float:
         """The value per second of a context that has paused for `age` seconds, see
-        `PausesOfTool.index`. Uses the pauses of the tool in the tenant, or without enough of them
-        those of the tool in all tenants, or those of all tools. Without enough of these, the value
-        is 1 / (age + 1).
+        `PausesOfTool.index`. Uses the pauses of the tool in the tenant. If there are too few, uses
+        the pauses of the tool in all tenants, then the pauses of all tools. If these are too few,
+        the value is 1 / (age + 1).
         """
         pauses = self._of(tenant, tool)
         return 1 / (age + 1) if pauses is None else pauses.index(age)
