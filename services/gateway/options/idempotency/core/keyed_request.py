@@ -114,9 +114,6 @@ class KeyedRequest:
         sequences = self.recording.sequences
         return Made(self.recording.num_tokens, tuple(one.num_cached_tokens for one in sequences))
 
-    def end_turn(self, index: int, tool: str) -> None:
-        """Does nothing, because the replica of a recorded sequence is not known."""
-
     def cut(self, error: StepwellError) -> None:
         """Ends all readers with an error."""
         for reader in self.readers:

@@ -40,7 +40,7 @@ class PauseStatistics:
 
     def note_ongoing(self, pauses: Iterable[tuple[bytes, str, float]]) -> None:
         """Replaces the pauses that have not ended: tenants, tools, and seconds so far. They count
-        as longer, so that a tool after which nobody returns is known soon.
+        as longer, so that a tool after which no program returns is known soon.
         """
         ongoing = defaultdict[tuple[bytes | None, str], list[float]](list)
         for tenant, tool, seconds in pauses:
