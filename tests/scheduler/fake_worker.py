@@ -79,6 +79,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.steps: list[worker_pb2.ExecuteRequest] = []
         self.prepared: list[str] = []
         """The grammars that the worker was asked to compile."""
+        self.compiles = asyncio.Event()
+        """Cleared: a grammar is compiled until this is set."""
+        self.compiles.set()
         self.nan_rows: frozenset[int] = frozenset()
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
@@ -131,6 +134,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.PrepareGrammarResponse:
         """Compiles every grammar except "(", which is refused."""
         self.prepared.append(request.structured_outputs.text)
+        await self.compiles.wait()
         if request.structured_outputs.text == "(":
             raise InvalidArgument("unclosed group")
         return worker_pb2.PrepareGrammarResponse()

@@ -167,6 +167,7 @@ async def test_a_worker_that_hangs_without_steps_is_noticed_before_the_next_requ
     short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_client, "IDLE_CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(worker_client, "PREPARING_CHECK_SECONDS", 0.1)
     monkeypatch.setattr(worker_client, "DESCRIBE_TIMEOUT_SECONDS", 0.3)
     save_tiny_model(short_directory, "llama")
     worker = ProcessWorker(short_directory)

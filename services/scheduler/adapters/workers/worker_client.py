@@ -3,7 +3,8 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -42,6 +43,8 @@ DESCRIBE_TIMEOUT_SECONDS = 3.0
 """Time limit of a Describe call. A lost call delays a recovery, of at most 5 s, by this time."""
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
+PREPARING_CHECK_SECONDS = 1.0
+"""Seconds between probes of an idle worker that compiles a grammar or loads an adapter."""
 REASON_SECONDS = 1.0
 """If a write to a stream fails, the longest wait for the reason why the stream ended."""
 _SILENT_CHECKS = 2
@@ -53,9 +56,10 @@ STEP_FLOOR_SECONDS = 2.0
 
 class Rank:
     """One worker and its stream of steps. If the stream ends, WorkersLost is raised for the steps
-    without an answer. An idle worker is probed periodically. Its stream is ended after two
-    unanswered probes in a row, because one unanswered probe may be due to a stall of this process.
-    A probe during which the worker had no processor does not count.
+    without an answer. An idle worker is probed periodically, and more often while it compiles a
+    grammar or loads an adapter, which may take long. Its stream is ended after two unanswered
+    probes in a row, because one unanswered probe may be due to a stall of this process. A probe
+    during which the worker had no processor does not count.
     """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
@@ -71,6 +75,9 @@ class Rank:
         """Whether a step was answered since the task that probes the worker last reset this."""
         self._unanswered: deque[SentStep] = deque()
         self._why_lost = f"the worker at {address} went away"
+        self._num_preparing = 0
+        """The number of calls that compile grammars or load adapters."""
+        self._prepares = asyncio.Event()
         self._pid = 0
         self._was_told_to_stop = False
 
@@ -94,23 +101,28 @@ class Rank:
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
         """Makes the worker compile a grammar. Raises InvalidArgument or StepwellError."""
         message = structured_outputs_to_proto(wanted)
-        try:
-            await self._stub.PrepareGrammar(
-                worker_pb2.PrepareGrammarRequest(structured_outputs=message),
-                timeout=GRAMMAR_TIMEOUT_SECONDS,
-            )
-        except grpc.aio.AioRpcError as error:
-            raise from_peer(f"the worker at {self.address}", error) from error
+        request = worker_pb2.PrepareGrammarRequest(structured_outputs=message)
+        await self._prepared(self._stub.PrepareGrammar(request, timeout=GRAMMAR_TIMEOUT_SECONDS))
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
         """Makes the worker load an adapter, and unload all not in `kept`. Raises StepwellError."""
         request = worker_pb2.LoadAdapterRequest(
             adapter=adapter_to_proto(adapter), kept_digests=kept
         )
+        await self._prepared(self._stub.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_SECONDS))
+
+    async def _prepared(self, call: Awaitable[object]) -> None:
+        """Waits for a call. Raises StepwellError if it fails."""
+        self._num_preparing += 1
+        self._prepares.set()
         try:
-            await self._stub.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_SECONDS)
+            await call
         except grpc.aio.AioRpcError as error:
             raise from_peer(f"the worker at {self.address}", error) from error
+        finally:
+            self._num_preparing -= 1
+            if not self._num_preparing:
+                self._prepares.clear()
 
     def open(self) -> None:
         """Begins a new stream. At the start of a stream the worker's batch is empty."""
@@ -177,7 +189,10 @@ class Rank:
         num_silent = 0
         while num_silent < _SILENT_CHECKS:
             self._has_answered = False
-            await asyncio.sleep(IDLE_CHECK_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_CHECK_SECONDS - PREPARING_CHECK_SECONDS):
+                    await self._prepares.wait()
+            await asyncio.sleep(PREPARING_CHECK_SECONDS)
             asked = asyncio.get_running_loop().time()
             if self._is_at_work or await self._answers() or self._is_at_work:
                 num_silent = 0
