@@ -81,6 +81,7 @@ def read_program(entry: Field) -> DeclaredProgram | None:
         program["parent_id"].text(),
         program["tool"].text(),
         program["ends"].boolean(),
+        program.get("keep_seconds", 0).integer(0, 2**32),
     )
     try:
         declared.check()

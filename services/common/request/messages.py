@@ -44,7 +44,9 @@ require_same_fields(DeclaredProgram, common_pb2.Program.DESCRIPTOR)
 
 def program_from_proto(message: common_pb2.Program) -> DeclaredProgram:
     """Converts a message, without validation."""
-    return DeclaredProgram(message.id, message.parent_id, message.tool, message.ends)
+    return DeclaredProgram(
+        message.id, message.parent_id, message.tool, message.ends, message.keep_seconds
+    )
 
 
 def program_to_proto(program: DeclaredProgram | None) -> common_pb2.Program | None:

@@ -7,6 +7,8 @@ from services.common.errors import InvalidArgument
 
 MAX_PROGRAM_ID_BYTES = 256
 MAX_TOOL_BYTES = 256
+MAX_KEEP_SECONDS = 3600
+"""The longest time for which a context is kept because the client wishes it."""
 
 
 def joined_tools(names: Iterable[str]) -> str:
@@ -25,6 +27,10 @@ class DeclaredProgram:
     """The tool that runs after the answer. Empty if the answer shows it."""
     ends: bool = False
     """Whether the turn is the program's last."""
+    keep_seconds: int = 0
+    """The time for which the client wishes to keep the context after the turn. More than
+    MAX_KEEP_SECONDS counts as these.
+    """
 
     def check(self) -> None:
         """Raises InvalidArgument, which names the field."""

@@ -49,6 +49,7 @@ TURNS = st.lists(
             parent_id=st.sampled_from(("", "a", "b")),
             tool=st.sampled_from(("", "grep")),
             ends=st.booleans(),
+            keep_seconds=st.sampled_from((0, 1, 3600)),
         ).filter(lambda program: program.id != program.parent_id),
     ),
     max_size=24,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from services.common.request.program import joined_tools
+from services.common.request.program import MAX_KEEP_SECONDS, joined_tools
 from services.gateway.core.ports import Tokenizer
 from services.gateway.core.request.choice import Choice, Piece
 from services.gateway.core.request.delta import Delta
@@ -26,6 +26,8 @@ class Usage:
     num_generated_tokens: int
     num_reasoning_tokens: int | None = None
     """Number of generated tokens that are reasoning. It is None if reasoning is not parsed."""
+    is_wish_clipped: bool = False
+    """Whether the client wished to keep the context for longer than MAX_KEEP_SECONDS."""
 
 
 class Generation:
@@ -119,12 +121,13 @@ class Generation:
         """Returns the token counts so far, including answers that are not returned to the client.
         Cached tokens are counted only for the first answer to each prompt.
         """
-        firsts = self.choices[:: self.request.num_candidates]
+        firsts, program = self.choices[:: self.request.num_candidates], self.request.program
         return Usage(
             num_prompt_tokens=sum(choice.num_prompt_tokens for choice in firsts),
             num_cached_tokens=sum(choice.num_cached_tokens for choice in firsts),
             num_generated_tokens=sum(choice.num_output_tokens for choice in self.choices),
             num_reasoning_tokens=self._num_reasoning_tokens(),
+            is_wish_clipped=program is not None and program.keep_seconds > MAX_KEEP_SECONDS,
         )
 
     def _num_reasoning_tokens(self) -> int | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
+from services.common.request.program import MAX_KEEP_SECONDS
 from services.scheduler.core.request import Request
 
 IDLE_SECONDS = 600.0
@@ -71,6 +72,8 @@ class Context:
     """Those among them that would become free without this context."""
     returned_at: float | None = None
     """When the next turn arrived. None in the pause."""
+    keep_seconds: int = 0
+    """The time from the begin of the pause for which the client wishes to keep it."""
 
     @property
     def reason(self) -> str:
@@ -166,7 +169,11 @@ class KnownPrograms:
 
     def __init__(self) -> None:
         self._paused: dict[ContextId, Context] = {}
-        """The contexts whose next turn has not arrived, the longest paused first."""
+        """The contexts whose next turn has not arrived, the longest paused first, except those in
+        `_kept`.
+        """
+        self._kept: dict[ContextId, Context] = {}
+        """Those that clients wish to keep for longer than IDLE_SECONDS."""
         self._by_hash: dict[BlockHash, Context] = {}
         self._next_id = 1
         self._num_begun = 0
@@ -175,7 +182,7 @@ class KnownPrograms:
     @property
     def num_paused(self) -> int:
         """The number of paused contexts."""
-        return len(self._paused)
+        return len(self._paused) + len(self._kept)
 
     def find(self, request: Request) -> tuple[Program | None, Context | None]:
         """The program that a request continues, and the longest paused context of its tenant with
@@ -233,6 +240,8 @@ class KnownPrograms:
             request.num_prompt_tokens,
             traceparent=request.traceparent,
         )
+        if request.program is not None:
+            context.keep_seconds = min(request.program.keep_seconds, MAX_KEEP_SECONDS)
         self._next_id += 1
         same = self._by_hash.get(context.last_hash)
         if same is not None and same.last_hash == context.last_hash:
@@ -244,25 +253,29 @@ class KnownPrograms:
             known = self._by_hash.get(context.prompt_hash)
             if known is None or known.last_hash != context.prompt_hash:
                 self._by_hash[context.prompt_hash] = context
-        self._paused[context.id] = program.contexts[context.id] = context
+        of = self._kept if context.keep_seconds > IDLE_SECONDS else self._paused
+        of[context.id] = program.contexts[context.id] = context
         return context, same
 
     def end_pause(self, context: Context) -> None:
         context.program.contexts.pop(context.id, None)
         self._paused.pop(context.id, None)
+        self._kept.pop(context.id, None)
         for one in (context.last_hash, context.prompt_hash):
             if one is not None and self._by_hash.get(one) is context:
                 del self._by_hash[one]
 
     def idle(self, now: float) -> Iterator[Context]:
         """Contexts that have paused for too long, and the longest paused ones if there are too
-        many. The caller must end the pause of each.
+        many. Contexts that clients wish to keep for longer than IDLE_SECONDS may pause for
+        MAX_KEEP_SECONDS. The caller must end the pause of each.
         """
-        while self._paused:
-            context = next(iter(self._paused.values()))
-            if now - context.paused_at < IDLE_SECONDS and len(self._paused) <= MAX_PROGRAMS:
-                return
-            yield context
+        for of, limit in (self._paused, IDLE_SECONDS), (self._kept, MAX_KEEP_SECONDS):
+            while of:
+                context = next(iter(of.values()))
+                if now - context.paused_at < limit and self.num_paused <= MAX_PROGRAMS:
+                    break
+                yield context
 
     def end(self, program: Program) -> list[Context]:
         """Ends a program that has not ended. Returns its contexts, whose pauses end."""

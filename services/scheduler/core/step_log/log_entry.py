@@ -10,9 +10,9 @@ calls, in order, can be replayed.
                          cache_salt, reads_prefix_cache; adapter (SHA-256 of its files, in
                          hexadecimal) and grammar (compiling, ready or failed) if it has one;
                          encoder_inputs, if it has any (identifier, offset, length, embeds or
-                         null); resumable, if it is a session; program (id, parent_id, tool, ends)
-                         and tenant (hexadecimal) with its tenant_weight, if the request has them
-                         and the policy decides about contexts
+                         null); resumable, if it is a session; program (id, parent_id, tool, ends,
+                         keep_seconds) and tenant (hexadecimal) with its tenant_weight, if the
+                         request has them and the policy decides about contexts
     grammar_compiled key, error (why it cannot be compiled. Empty if it is) and, with an error,
                          reason (how the request ends; error without it)
     add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn

@@ -12,7 +12,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.rpc.protocol import PROTOCOL, OtherProtocol, own_release, require_same_protocol
 
-CONTRACTS_DIGEST = "37dd41d7a2d4dfc236bd1aa56a0574dde35bc6b735ade6ab514786b0736ab304"
+CONTRACTS_DIGEST = "1c5f4815cc5839f0ee9d7b5fe72696d925efeee7dd28afdf9b078b89b1dad23d"
 """The digest of the contracts between services. When they change, decide whether PROTOCOL has to be
 raised, as its description explains, and set the new digest here.
 """

@@ -112,10 +112,8 @@ CHATS: dict[str, Handling] = {
     "prediction": refused({"type": "content", "content": "a"}),
     "presence_penalty": honoured({"presence_penalty": 0.5}),
     "prompt_cache_key": honoured({"prompt_cache_key": "session"}),
-    "prompt_cache_options": no_effect(
-        {}, {"mode": "implicit"}, refused=({"mode": "explicit"}, {"ttl": "30m"})
-    ),
-    "prompt_cache_retention": no_effect("in_memory", refused=("24h",)),
+    "prompt_cache_options": honoured({"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}}),
+    "prompt_cache_retention": honoured({"prompt_cache_retention": "24h"}),
     "reasoning_effort": no_effect("none", "low", "max", refused=("huge",)),
     "response_format": honoured(
         {"response_format": {"type": "json_object"}},
@@ -156,7 +154,7 @@ OTHER_ROLES: dict[str, Handling] = {name: ASSISTANT[name] for name in ("role", "
 TEXT_PART: dict[str, Handling] = {
     "type": refused("image_url", "input_audio", "file"),
     "text": honoured({"text": "the"}),
-    "prompt_cache_breakpoint": no_effect({"mode": "explicit"}),
+    "prompt_cache_breakpoint": honoured({"prompt_cache_breakpoint": {"mode": "explicit"}}),
 }
 STREAM_OPTIONS: dict[str, Handling] = {
     "include_usage": honoured({"include_usage": True}),

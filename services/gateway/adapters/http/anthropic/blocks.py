@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Field, Tag
 
 from services.common.errors import InvalidArgument
+from services.gateway.adapters.http.exchange.cache_wishes import MarkedBody
 from services.gateway.adapters.http.exchange.fields import (
     HistoryBody,
     by_type,
@@ -23,7 +24,7 @@ from services.gateway.adapters.http.openai.content_parts import (
 )
 
 
-class ToolUseBlock(HistoryBody):
+class ToolUseBlock(MarkedBody):
     """A tool call that the assistant made in an earlier turn."""
 
     type: Literal["tool_use"]
@@ -75,7 +76,7 @@ def _result_text(block: TextPart | ToolReferenceBlock) -> str:
     return block.text if isinstance(block, TextPart) else block.tool_name
 
 
-class ToolResultBlock(HistoryBody):
+class ToolResultBlock(MarkedBody):
     """The result of a tool call. `is_error` is ignored, because chat templates have no field for
     it. The content describes the error.
     """

@@ -9,10 +9,9 @@ from services.common.errors import StepwellError
 from services.gateway.adapters.grammars.tool_calls import CallableTool
 from services.gateway.adapters.http.anthropic.blocks import AnthropicMessage
 from services.gateway.adapters.http.exchange.asking_body import StreamedBody, renamed
+from services.gateway.adapters.http.exchange.cache_wishes import CacheControl, MarkedBody
 from services.gateway.adapters.http.exchange.fields import (
     Body,
-    HistoryBody,
-    Ignored,
     Int,
     Only,
     Texts,
@@ -33,7 +32,7 @@ _ONE_PLACE = "requests are computed where this server is"
 _NO_ACCOUNTS = "the API key says whose a request is"
 
 
-class AnthropicTool(HistoryBody):
+class AnthropicTool(MarkedBody):
     """A tool that the client runs. Tools that Anthropic defines or runs are not supported."""
 
     type: Literal["custom"] | None = None
@@ -107,8 +106,8 @@ class CountTokensBody(Body):
     output_config: OutputConfig | None = None
     # vLLM's.
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
     # Fields without effect.
-    cache_control: Ignored = None
     context_management: Annotated[Any, Without("context_management", {}, {"edits": []})] = None
     mcp_servers: Annotated[Any, Only([], why="tools are called by the client")] = None
     speed: Annotated[Any, Only("standard", why=_ONE_TIER)] = None

@@ -12,6 +12,7 @@ from services.gateway.adapters.http.exchange.errors import anthropic_body, descr
 from services.gateway.adapters.http.openai.dialect import (
     ConvertedRequest,
     StreamingDialect,
+    clipped_wish,
     named_event,
 )
 from services.gateway.core.request.choice import Piece
@@ -118,4 +119,4 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
     }
     if usage.num_reasoning_tokens is not None:
         body["output_tokens_details"] = {"thinking_tokens": usage.num_reasoning_tokens}
-    return body
+    return body | clipped_wish(usage)

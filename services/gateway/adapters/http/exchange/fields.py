@@ -3,6 +3,7 @@ not served.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import (
@@ -144,6 +145,25 @@ class Only:
             raise PydanticCustomError("not_supported", "{why}", {"why": self._why})
 
 
+@dataclass(slots=True)
+class BodyNotes:
+    """What is noted while a body is validated. It is the context of the validation."""
+
+    ignored: list[str] = field(default_factory=list)
+    """The names of fields that are not served."""
+    ttls: list[int | None] = field(default_factory=list)
+    """The times, in seconds, for which the client wishes to keep the prompt cached. None stands for
+    `breakpoint_ttl`.
+    """
+    breakpoint_ttl: int = 1800
+    """The time of a breakpoint without its own, by default as at OpenAI."""
+
+    @property
+    def keep_seconds(self) -> int:
+        """The longest of these times. 0 without a wish."""
+        return max((ttl or self.breakpoint_ttl for ttl in self.ttls), default=0)
+
+
 class Without:
     """Annotation of a field that is accepted but not served. The answer is still correct: it only
     lacks a guarantee or takes longer. A value other than null and `values` adds `name` to the
@@ -160,8 +180,8 @@ class Without:
         return core_schema.with_info_after_validator_function(self._note, handler(source))
 
     def _note(self, value: Any, info: ValidationInfo) -> None:
-        if isinstance(info.context, list) and not _is_one_of(value, self._values):
-            info.context.append(self._name)
+        if isinstance(info.context, BodyNotes) and not _is_one_of(value, self._values):
+            info.context.ignored.append(self._name)
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from services.common.errors import InvalidArgument, PayloadTooLarge
+from services.gateway.adapters.http.exchange.fields import BodyNotes
 from services.gateway.adapters.http.exchange.ignored_fields import (
     IGNORE,
     IgnoredFieldLog,
@@ -143,19 +144,19 @@ def parse_body(
     """Returns the body, and the names of its fields that have no effect. Raises InvalidArgument,
     which names the first invalid field.
     """
-    ignored: list[str] = []
+    notes = BodyNotes()
     try:
-        body = model.model_validate_json(raw, context=ignored)
+        body = model.model_validate_json(raw, context=notes)
     except ValidationError as error:
         unknown = _unknown_fields(error) if ignores_unknown else ()
         if not unknown:
             raise refusal(error, "the body") from error
-        ignored = [*unknown]
+        notes = BodyNotes([*unknown])
         try:
-            body = model.model_validate_json(raw, context=ignored, extra="ignore")
+            body = model.model_validate_json(raw, context=notes, extra="ignore")
         except ValidationError as remaining:
             raise refusal(remaining, "the body") from remaining
-    return body, tuple(dict.fromkeys(ignored))
+    return body, tuple(dict.fromkeys(notes.ignored))
 
 
 def _unknown_fields(error: ValidationError) -> tuple[str, ...]:

@@ -6,14 +6,14 @@ engines, send the headers.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.common.errors import InvalidArgument
 from services.common.request.program import DeclaredProgram
-from services.gateway.adapters.http.exchange.fields import Body, Ignored
+from services.gateway.adapters.http.exchange.fields import Body, BodyNotes, Ignored
 
 SESSION_HEADERS = ("X-Session-ID", "X-Dynamo-Session-ID", "Session-Id")
 CLAUDE_CODE_HEADER = "X-Claude-Code-Session-Id"
@@ -50,6 +50,20 @@ class ProgramFields(ProgramArguments):
     """What a body says about the program."""
 
     vllm_xargs: Annotated[ProgramArguments, BeforeValidator(_no_others)] | None = None
+    _keep_seconds: int = PrivateAttr(0)
+
+    @model_validator(mode="after")
+    def _note(self, info: ValidationInfo) -> Self:
+        if isinstance(info.context, BodyNotes):
+            self._keep_seconds = info.context.keep_seconds
+        return self
+
+    @property
+    def keep_seconds(self) -> int:
+        """The longest time for which the client wishes to keep the prompt cached. 0 without a wish.
+        It is known for bodies that a BodyReader has read.
+        """
+        return self._keep_seconds
 
 
 def program_of(body: ProgramFields, headers: Mapping[str, str]) -> DeclaredProgram | None:
@@ -66,9 +80,9 @@ def program_of(body: ProgramFields, headers: Mapping[str, str]) -> DeclaredProgr
     parent, parent_header = _parent(headers)
     is_final = headers.get(FINAL_HEADER.lower(), "").lower() == "true"
     ends = bool(body.is_last_step or more.is_last_step or is_final)
-    if not (name or tool or parent or ends):
+    if not (name or tool or parent or ends or body.keep_seconds):
         return None
-    program = DeclaredProgram(name, parent, tool, ends)
+    program = DeclaredProgram(name, parent, tool, ends, body.keep_seconds)
     try:
         program.check()
     except InvalidArgument as error:

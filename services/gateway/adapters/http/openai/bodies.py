@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field
 
 from services.common.errors import InvalidArgument, StepwellError
 from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody, renamed
+from services.gateway.adapters.http.exchange.cache_wishes import CacheOptions, CacheRetention
 from services.gateway.adapters.http.exchange.fields import (
     Body,
     HistoryBody,
@@ -27,7 +28,6 @@ from services.gateway.core.request.request import ChatRole
 
 _NO_FUNCTIONS = "functions have become tools"
 _NO_SEARCH = "the web is not searched"
-_NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """The reasoning effort that a client may request."""
 _NO_PREFIX = "an answer is continued with continue_final_message"
@@ -191,6 +191,8 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody, vllm_fields.UnservedCha
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: CacheRetention | None = None
     functions: Annotated[Any, Only([], why=_NO_FUNCTIONS)] = None
     function_call: Annotated[Any, Only("none", why=_NO_FUNCTIONS)] = None
     modalities: Annotated[Any, Only([], ["text"], why="only text is generated")] = None
@@ -201,8 +203,6 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody, vllm_fields.UnservedCha
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, Only(why=_NO_SEARCH)] = None
     moderation: Annotated[Any, Only(why="nothing is moderated")] = None
-    prompt_cache_options: Annotated[Any, Only({}, {"mode": "implicit"}, why=_NO_CACHE)] = None
-    prompt_cache_retention: Annotated[Any, Only("in_memory", why=_NO_CACHE)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         names = {"prompt": "messages", "logprobs": "top_logprobs"}

@@ -8,12 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Field, Tag
 
-from services.gateway.adapters.http.exchange.fields import (
-    HistoryBody,
-    choice,
-    text_or_list,
-    text_or_object,
-)
+from services.gateway.adapters.http.exchange.cache_wishes import CacheBreakpoint, MarkedBody
+from services.gateway.adapters.http.exchange.fields import choice, text_or_list, text_or_object
 
 TextType = Literal[
     "text", "input_text", "output_text", "refusal", "thinking", "reasoning_text", "summary_text"
@@ -38,11 +34,12 @@ def _as_text(value: Any) -> Any:
 PartText = Annotated[str, BeforeValidator(_as_text)]
 
 
-class TextPart(HistoryBody):
+class TextPart(MarkedBody):
     """A text part of a message. Its text has the key `text`, `refusal` or `thinking`."""
 
     type: TextType
     text: PartText = Field(validation_alias=AliasChoices("text", "refusal", "thinking"))
+    prompt_cache_breakpoint: CacheBreakpoint | None = None
 
 
 def _as_part(value: Any) -> Any:

@@ -253,7 +253,12 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
     if usage.num_reasoning_tokens is not None:
         body["completion_tokens_details"] = {"reasoning_tokens": usage.num_reasoning_tokens}
-    return body
+    return body | clipped_wish(usage)
+
+
+def clipped_wish(usage: Usage) -> dict[str, str]:
+    """What a client that wished to keep the context for longer finds in the usage."""
+    return {"prompt_cache_ttl": "1h"} if usage.is_wish_clipped else {}
 
 
 class TextFrame:

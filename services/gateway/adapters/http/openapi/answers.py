@@ -57,6 +57,8 @@ class Usage(Answer):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
+    prompt_cache_ttl: Literal["1h"] | None = None
+    """Only if the client wished to keep the prompt cached for longer."""
 
 
 class RequestMetrics(Answer):

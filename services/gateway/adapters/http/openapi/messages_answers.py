@@ -76,6 +76,8 @@ class AnthropicUsage(Answer):
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: OutputTokensDetails | None = None
+    prompt_cache_ttl: Literal["1h"] | None = None
+    """Only if the client wished to keep the prompt cached for longer."""
 
 
 class AnthropicResponse(Answer):

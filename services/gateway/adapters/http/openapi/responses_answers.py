@@ -89,6 +89,8 @@ class ResponseUsage(Answer):
     output_tokens: int
     output_tokens_details: "ReasoningTokensDetails"
     total_tokens: int
+    prompt_cache_ttl: Literal["1h"] | None = None
+    """Only if the client wished to keep the prompt cached for longer."""
 
 
 class ReasoningTokensDetails(Answer):

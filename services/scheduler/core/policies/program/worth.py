@@ -88,12 +88,12 @@ class Worth:
         if self._ranked is not None and now - self._ranked_at < _RANK_SECONDS:
             return self._ranked
         self._note_ongoing(now)
-        waiting, index = 1 / max(_LEAST_WAIT, self._mean_wait), self.pauses.index
+        waiting, index = 1 / max(_LEAST_WAIT, self._mean_wait), self._index
         values = [
             (
                 waiting
                 if context.returned_at is not None
-                else index(context.program.tenant, context.reason, now - context.paused_at),
+                else index(context, now - context.paused_at),
                 context.id,
                 context,
             )
@@ -108,6 +108,16 @@ class Worth:
         self._ranked_at = now
         self._ranked = [(value, context) for value, _, context in values]
         return self._ranked
+
+    def _index(self, context: Context, age: float) -> float:
+        """The index of a pause. Until the client no longer wishes to keep the context, at least
+        half of the index at the begin of the pause.
+        """
+        tenant, reason = context.program.tenant, context.reason
+        index = self.pauses.index(tenant, reason, age)
+        if age < context.keep_seconds:
+            return max(index, self.pauses.index(tenant, reason, 0.0) / 2)
+        return index
 
     def tenants_factors(self) -> dict[bytes, float]:
         """By how much each tenant has more than its weight's share of the retained blocks, at least

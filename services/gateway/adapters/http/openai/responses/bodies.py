@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from services.common.errors import StepwellError
 from services.gateway.adapters.http.exchange.asking_body import StreamedBody, renamed
+from services.gateway.adapters.http.exchange.cache_wishes import CacheOptions, CacheRetention
 from services.gateway.adapters.http.exchange.fields import (
     Body,
     Ignored,
@@ -31,7 +32,6 @@ _LOGPROBS = "message.output_text.logprobs"
 _NO_LOGPROBS = "ask completions for log-probabilities"
 _NOT_ASYNC = "a call is answered before the next response"
 _NO_FILES = "only text is read"
-_NO_CACHE = "prompts are cached in memory, and those used least recently are dropped first"
 
 
 def _includable(names: list[str]) -> list[str]:
@@ -112,6 +112,8 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
     max_output_tokens: Int | None = None
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: CacheRetention | None = None
     reasoning: ResponsesReasoning | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: ResponsesText | None = None
@@ -134,8 +136,6 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
     image: Annotated[Any, Only(why=_NO_FILES)] = None
     moderation: Annotated[Any, Only(why="nothing is moderated")] = None
     prompt: Annotated[Any, Only(why="no prompts are kept")] = None
-    prompt_cache_options: Annotated[Any, Only({}, {"mode": "implicit"}, why=_NO_CACHE)] = None
-    prompt_cache_retention: Annotated[Any, Only("in_memory", why=_NO_CACHE)] = None
     service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
     top_logprobs: Annotated[Any, Only(0, why=_NO_LOGPROBS)] = None
     truncation: Annotated[Any, Only("disabled", why="conversations are not cut")] = None

@@ -10,6 +10,7 @@ from services.gateway.adapters.http.exchange.fields import Body
 from services.gateway.adapters.http.openai.dialect import (
     ConvertedRequest,
     StreamingDialect,
+    clipped_wish,
     named_event,
 )
 from services.gateway.adapters.http.openai.responses.bodies import ResponsesBody
@@ -140,4 +141,5 @@ def _usage_body(usage: Usage) -> dict[str, Any]:
         "output_tokens": usage.num_generated_tokens,
         "output_tokens_details": {"reasoning_tokens": num_reasoned},
         "total_tokens": usage.num_prompt_tokens + usage.num_generated_tokens,
+        **clipped_wish(usage),
     }

@@ -1,0 +1,84 @@
+"""Wishes of clients that a prompt stays cached for some time, in the words of several APIs.
+
+A wish may be in many places of a body. Each adds its time to the `BodyNotes` of the validation.
+"""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+from services.gateway.adapters.http.exchange.fields import Body, BodyNotes, HistoryBody
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_TTL = re.compile(r"([1-9][0-9]{0,3})([smhd])")
+_CACHE_CONTROL_SECONDS = 300
+"""The time of a `cache_control` without a ttl, as at Anthropic."""
+
+
+def _as_seconds(value: Any) -> Any:
+    found = _TTL.fullmatch(value) if isinstance(value, str) else None
+    if found is None and value is not None:
+        raise PydanticCustomError("alternative", "must be a time such as 5m or 1h")
+    return found and int(found[1]) * _SECONDS[found[2]]
+
+
+Ttl = Annotated[
+    int | None,
+    BeforeValidator(_as_seconds, json_schema_input_type=Annotated[str | None, _TTL.pattern]),
+]
+"""A time such as "5m", in seconds."""
+
+
+class CacheControl(HistoryBody):
+    """Anthropic's wish to keep the prompt up to here."""
+
+    ttl: Ttl = None
+
+    @model_validator(mode="after")
+    def _note(self, info: ValidationInfo) -> Self:
+        if isinstance(info.context, BodyNotes):
+            info.context.ttls.append(self.ttl or _CACHE_CONTROL_SECONDS)
+        return self
+
+
+class CacheBreakpoint(HistoryBody):
+    """OpenAI's wish to keep the prompt up to here."""
+
+    ttl: Ttl = None
+
+    @model_validator(mode="after")
+    def _note(self, info: ValidationInfo) -> Self:
+        if isinstance(info.context, BodyNotes):
+            info.context.ttls.append(self.ttl)
+        return self
+
+
+class CacheOptions(Body):
+    """OpenAI's wish to keep the whole prompt. Prefixes are cached in either mode."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Ttl = None
+
+    @model_validator(mode="after")
+    def _note(self, info: ValidationInfo) -> Self:
+        if self.ttl and isinstance(info.context, BodyNotes):
+            info.context.ttls.append(self.ttl)
+            info.context.breakpoint_ttl = self.ttl
+        return self
+
+
+def _note_retention(value: str, info: ValidationInfo) -> str:
+    if value == "24h" and isinstance(info.context, BodyNotes):
+        info.context.ttls.append(_SECONDS["d"])
+    return value
+
+
+CacheRetention = Annotated[Literal["in_memory", "24h"], AfterValidator(_note_retention)]
+
+
+class MarkedBody(HistoryBody):
+    """A part of a prompt up to which clients may wish to keep it."""
+
+    cache_control: CacheControl | None = None
