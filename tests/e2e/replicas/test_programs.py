@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -178,3 +179,16 @@ def test_wrong_names_change_no_answer(
     with ThreadPoolExecutor(NUM_PROGRAMS) as pool:
         list(pool.map(run, range(NUM_PROGRAMS)))
     stack.wait_until_nothing_is_held()
+
+
+def test_a_parent_that_the_program_started_is_refused_by_name(stack: Stack) -> None:
+    def asked(name: str, parent: str) -> httpx.Response:
+        headers = {"X-Session-ID": name, "X-Dynamo-Parent-Session-ID": parent}
+        body = {"prompt": [*range(30, 60)], "max_tokens": 2}
+        return http_post(f"{stack.url}/v1/completions", json=body, headers=headers)
+
+    assert [asked("child", "").status_code, asked("grandchild", "child").status_code] == [200, 200]
+    for name in ("child", "grandchild"):
+        refused = asked(name, "grandchild")
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "X-Dynamo-Parent-Session-ID"

@@ -45,7 +45,12 @@ _CLIENT_REASONS = {
 }
 """Maps the scheduler's error reasons to the reasons that clients see, if they differ."""
 
-_CLIENT_FIELDS = {"prompt_token_ids": "prompt", "output_token_ids": "prompt", "adapter": "model"}
+_CLIENT_FIELDS = {
+    "parent_id": "program.parent_id",
+    "prompt_token_ids": "prompt",
+    "output_token_ids": "prompt",
+    "adapter": "model",
+}
 """Maps fields of AddRequest to the names in clients' requests, if they differ."""
 
 

@@ -53,6 +53,8 @@ class RequestSubmitter:
         if not message.arrival_unix_nanos:
             message.arrival_unix_nanos = time.time_ns()
         request = self.intake.accept(message)
+        if (retention := self.engine.scheduler.retention) is not None:
+            retention.check(request)
         request.resumable = message.resumable and self.client_sessions.has_room
         await self._hash(request)
         self.sessions.own(session, message.handle, request)

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from services.common.errors import InvalidArgument
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
 from services.common.request.program import MAX_KEEP_SECONDS
@@ -131,11 +132,18 @@ class NamedPrograms:
         self._programs[name] = program
         self._programs.move_to_end(name)
         program.name, program.label = name, declared.id
-        parent = self._programs.get((*name[:3], declared.parent_id))
+        parent = self.parent_of(request)
         if program.parent is None and parent is not None and _may_start(parent, program):
             program.parent, program.depth = parent, parent.depth + 1
             parent.num_children += 1
         return forgotten
+
+    def parent_of(self, request: Request) -> Program | None:
+        """The program that a request names as the parent of its own."""
+        name, declared = _name_of(request), request.program
+        if name is None or declared is None:
+            return None
+        return self._programs.get((*name[:3], declared.parent_id))
 
     def remove(self, program: Program) -> None:
         if program.name is not None and self._programs.get(program.name) is program:
@@ -144,12 +152,16 @@ class NamedPrograms:
 
 def _may_start(parent: Program, child: Program) -> bool:
     """Whether a program can be the parent of another one: the links must form no circle."""
-    ancestor: Program | None = parent
-    while ancestor is not None:
-        if ancestor is child:
-            return False
-        ancestor = ancestor.parent
-    return parent.depth < _MAX_DEPTH
+    return parent.depth < _MAX_DEPTH and not _descends(parent, child)
+
+
+def _descends(program: Program | None, ancestor: Program) -> bool:
+    """Whether a program is another one, or was started by it, directly or not."""
+    while program is not None:
+        if program is ancestor:
+            return True
+        program = program.parent
+    return False
 
 
 def _name_of(request: Request) -> ProgramName | None:
@@ -183,6 +195,14 @@ class KnownPrograms:
     def num_paused(self) -> int:
         """The number of paused contexts."""
         return len(self._paused) + len(self._kept)
+
+    def check(self, request: Request) -> None:
+        """Raises InvalidArgument if the parent that a request names was started by its program."""
+        program = self._named.find(request)
+        if program is not None and _descends(self._named.parent_of(request), program):
+            raise InvalidArgument(
+                "program.parent_id was started by the program itself", field="program.parent_id"
+            )
 
     def find(self, request: Request) -> tuple[Program | None, Context | None]:
         """The program that a request continues, and the longest paused context of its tenant with

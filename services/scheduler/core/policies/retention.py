@@ -14,6 +14,11 @@ class Retention(Protocol):
     blocks. A policy that has one is told of all that happens to requests.
     """
 
+    def check(self, request: Request) -> None:
+        """Raises InvalidArgument, which names the field, if what a new request says about its
+        program contradicts what is known.
+        """
+
     def arrived(self, request: Request) -> None:
         """A request was queued for the first time."""
 
@@ -81,6 +86,8 @@ class NoRetention:
     @property
     def held(self) -> Collection[RequestKey]:
         return ()
+
+    def check(self, request: Request) -> None: ...
 
     def arrived(self, request: Request) -> None: ...
 

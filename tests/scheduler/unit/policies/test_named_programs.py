@@ -14,7 +14,7 @@ from services.scheduler.core.policies.program.pauses import PauseStatistics
 from services.scheduler.core.policies.programs import CHILD, NamedPrograms, Program
 from services.scheduler.core.request import Request
 from tests.scheduler.agents import Agents
-from tests.scheduler.story import prompt
+from tests.scheduler.story import Story, prompt
 
 
 def program_of(agents: Agents, name: str) -> Program:
@@ -163,6 +163,27 @@ async def test_parents_form_no_circle() -> None:
         await agents.turn(name, prompt(16), program=DeclaredProgram(name, parent))
     assert program_of(agents, "b").parent is program_of(agents, "a")
     assert program_of(agents, "a").parent is None
+
+
+@pytest.mark.parametrize("policy", ["program", "continuum-fixed", "continuum-ttl"])
+async def test_a_parent_that_the_program_started_is_refused(policy: str) -> None:
+    story = Story(policy=policy)
+    retention = story.scheduler.retention
+    assert retention is not None
+    for name, parent in (("a", ""), ("b", "a"), ("c", "b")):
+        story.add(name, prompt(16), program=DeclaredProgram(name, parent))
+    for name, parent in (("a", "b"), ("a", "c"), ("b", "c")):
+        with pytest.raises(InvalidArgument) as error:
+            retention.check(asked(name, parent))
+        assert error.value.field == "program.parent_id"
+    for name, parent in (("c", "a"), ("c", "b"), ("d", "c"), ("a", "x"), ("a", "")):
+        retention.check(asked(name, parent))
+    retention.check(asked("a", "c", cache_salt="another scope"))
+
+
+def asked(name: str, parent: str, **fields: Any) -> Request:
+    declared = DeclaredProgram(name, parent)
+    return Request(name, RequestKey(99), [1], 1, SamplingParams(), program=declared, **fields)
 
 
 async def test_chains_of_parents_are_bounded() -> None:

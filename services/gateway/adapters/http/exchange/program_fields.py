@@ -97,6 +97,11 @@ def program_of(body: ProgramFields, headers: Mapping[str, str]) -> DeclaredProgr
     return program
 
 
+def parent_header(headers: Mapping[str, str]) -> str:
+    """The header that names the program's parent."""
+    return _parent(headers)[1]
+
+
 def _names(body: ProgramFields, headers: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
     """Each field and header that may name the program, with its value."""
     yield "job_id", body.job_id

@@ -12,11 +12,12 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InternalError, StepwellError
-from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody
+from services.gateway.adapters.http.exchange.asking_body import AskingBody, StreamedBody, renamed
 from services.gateway.adapters.http.exchange.deadline import ending_at, until
 from services.gateway.adapters.http.exchange.errors import error_response
 from services.gateway.adapters.http.exchange.event_stream import EventStream
 from services.gateway.adapters.http.exchange.json_pieces import send_json
+from services.gateway.adapters.http.exchange.program_fields import parent_header
 from services.gateway.adapters.http.exchange.request_state import CLIENT
 from services.gateway.adapters.http.exchange.while_connected import while_connected
 from services.gateway.adapters.http.openai.dialect import (
@@ -103,7 +104,9 @@ class GenerationReply:
             ) as observation:
                 await self._generate(exchange, observation, scope["state"], send)
         except StepwellError as error:
-            await self._refuse(exchange.body.in_client_words(error), scope, receive, send)
+            names = {"program.parent_id": parent_header(exchange.record.headers)}
+            error = exchange.body.in_client_words(renamed(error, names))
+            await self._refuse(error, scope, receive, send)
         except Exception:
             logger.exception("defect while serving %s", exchange.api.operation)
             await self._refuse(InternalError("a defect here"), scope, receive, send)

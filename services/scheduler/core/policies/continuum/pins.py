@@ -91,6 +91,9 @@ class Pins(NoRetention):
 
     # What happens to requests.
 
+    def check(self, request: Request) -> None:
+        self._known.check(request)
+
     def arrived(self, request: Request) -> None:
         now, config = self._clock(), self._config
         if config.pooling or not config.enable_prefix_caching:

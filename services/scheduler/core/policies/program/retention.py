@@ -91,6 +91,9 @@ class ProgramRetention(NoRetention):
 
     # What happens to requests.
 
+    def check(self, request: Request) -> None:
+        self._known.check(request)
+
     def arrived(self, request: Request) -> None:
         """A request was queued for the first time. Finds the program that it continues."""
         now, config = self._clock(), self._config
