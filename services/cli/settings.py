@@ -259,6 +259,29 @@ class UpSettings:
     policy: str | None = passed_to(
         "scheduler", doc="the order of admission, such as fcfs or priority"
     )
+    program_idle_seconds: float | None = passed_to(
+        "scheduler", doc="pause after which a program counts as ended", check=at_least(1)
+    )
+    max_num_programs: int | None = passed_to(
+        "scheduler", doc="named programs that are known", check=at_least(1)
+    )
+    retention_headroom: float | None = passed_to(
+        "scheduler",
+        doc="share of the pool that the policy program leaves free when a request joins without its"
+        " context",
+        check=between(0, 0.5),
+    )
+    aging_interval: int | None = passed_to(
+        "scheduler",
+        doc="of so many admissions without a context, the policy program gives one to the longest"
+        " waiting",
+        check=at_least(1),
+    )
+    max_warm_admissions: int | None = passed_to(
+        "scheduler",
+        doc="admissions with a context after which the policy program admits one without",
+        check=at_least(1),
+    )
     enable_prefix_caching: bool | None = passed_to(
         "scheduler", doc="find and share cached prompt prefixes"
     )

@@ -56,6 +56,36 @@ class SchedulerSettings(ServiceSettings):
         + " or package.module:Class",
         check=check_policy,
     )
+    program_idle_seconds: float | None = setting(
+        None,
+        doc="pause after which a program counts as ended, with policies that know programs"
+        " (default: 600)",
+        check=at_least(1),
+    )
+    max_num_programs: int | None = setting(
+        None,
+        doc="named programs that are known, and contexts that are retained, with these policies"
+        " (default: 65536)",
+        check=at_least(1),
+    )
+    retention_headroom: float | None = setting(
+        None,
+        doc="share of the pool that the policy program leaves free when a request joins without its"
+        " context (default: 0.1)",
+        check=between(0, 0.5),
+    )
+    aging_interval: int | None = setting(
+        None,
+        doc="of so many admissions of requests without their contexts, the policy program gives one"
+        " to the longest waiting (default: 8)",
+        check=at_least(1),
+    )
+    max_warm_admissions: int | None = setting(
+        None,
+        doc="admissions of requests with their contexts after which one without comes first, with"
+        " the policy program (default: 32)",
+        check=at_least(1),
+    )
     max_num_waiting: int = setting(
         1024, doc="requests that may wait; others are refused", check=at_least(1)
     )

@@ -10,7 +10,6 @@ from services.common.pool.ids import NULL_BLOCK, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType
 from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.policies import PROGRAM
-from services.scheduler.core.policies.program.retention import HEADROOM
 from services.scheduler.core.request import Request
 from tests.scheduler.policy_orders import ADMISSION_ORDERS, VICTIM_ORDERS
 from tests.scheduler.story import Story
@@ -125,7 +124,7 @@ def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> No
     blocks = len(config.groups) * -(-min(slots, config.max_model_len) // config.block_size)
     watermark = int(config.watermark * config.num_blocks) if running else 0
     if running and config.policy == PROGRAM:
-        watermark += int(HEADROOM * (config.num_blocks - 1))
+        watermark += int(config.retention_headroom * (config.num_blocks - 1))
     assert story.pool.core.num_free_blocks < blocks + watermark, head.request_id
 
 

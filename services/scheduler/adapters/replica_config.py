@@ -1,18 +1,26 @@
 """Derives the scheduler's configuration from its settings and the replica's description."""
 
 from dataclasses import replace
+from typing import Any
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
 from services.common.errors import FailedPrecondition
 from services.common.pool.kv_cache_groups import chain_block_size
+from services.common.process.settings import flag_name
 from services.common.request.messages import pooler_to_proto
 from services.common.rpc.protocol import own_release
 from services.scheduler.adapters.replica import ReplicaShape
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import config_conflict, max_request_tokens
 from services.scheduler.core.kv_transfer import KVLoadFailurePolicy
-from services.scheduler.core.policies import find_policy, holds_ended, retains_contexts
+from services.scheduler.core.policies import (
+    POLICY_SETTINGS,
+    find_policy,
+    holds_ended,
+    retains_contexts,
+    unused_settings,
+)
 from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.settings import SchedulerSettings
 
@@ -54,12 +62,26 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         num_speculative_rows=built.num_speculative_rows,
         kv_role=TRANSFERS.role(built.num_tier_blocks),
         kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
+        **_policy_settings(settings),
     )
     if whole:  # prompts must not be cut
         config = replace(config, long_prefill_token_threshold=0)
     config = replace(config, max_model_len=max_request_tokens(config))
     _check(config, settings, shape)
     return config
+
+
+def _policy_settings(settings: SchedulerSettings) -> dict[str, Any]:
+    """The settings of the policy that are given. Raises FailedPrecondition if it has no use for one
+    of them.
+    """
+    given = {name: getattr(settings, name) for name in POLICY_SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if unused := unused_settings(settings.policy, given):
+        raise FailedPrecondition(
+            f"{flag_name(unused[0])}: policy {settings.policy} does not use it"
+        )
+    return given
 
 
 def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaShape) -> None:

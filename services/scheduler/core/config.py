@@ -65,6 +65,24 @@ class SchedulerConfig:
     """Number of stages of the model's layers. Each can run another step at the same time."""
     watermark: float = 0.0
     """Fraction of the pool's blocks that must stay free when a request joins running requests."""
+    program_idle_seconds: float = 600.0
+    """The pause after which a program is presumed to have ended. This setting and the next four are
+    for policies that know programs.
+    """
+    max_num_programs: int = 65_536
+    """Limit on the named programs that are known, and on the paused contexts."""
+    retention_headroom: float = 0.1
+    """Fraction of the pool that a request without its context leaves free, beside running ones and
+    contexts that it may not take.
+    """
+    aging_interval: int = 8
+    """Of this number of admissions of requests without their contexts, one is of the request that
+    has waited longest.
+    """
+    max_warm_admissions: int = 32
+    """Limit on the admissions of requests with their contexts while one without waits. Then one
+    without comes first.
+    """
     encoder_compute_budget: int = 0
     """Limit on the embeddings that the encoder computes in one step."""
     encoder_cache_size: int = 0

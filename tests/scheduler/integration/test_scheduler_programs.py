@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
 
-from services.common.errors import InvalidArgument
+from services.common.errors import FailedPrecondition, InvalidArgument
 from services.common.rpc.channel import open_channel
 from services.common.telemetry.metrics_servicer import collect_from
 from tests.scheduler.fake_worker import FakeWorker
@@ -108,6 +108,22 @@ async def test_wrong_programs_are_refused_by_field(gateway: Gateway) -> None:
     rejected = gateway.heard[1].rejected
     assert rejected is not None
     assert rejected.field == "program.ends"
+
+
+async def test_a_setting_that_the_policy_does_not_use_ends_the_start() -> None:
+    with pytest.raises(FailedPrecondition, match="--aging-interval: policy fcfs does not use it"):
+        async with serving_replica(FakeWorker(), aging_interval=4):
+            pass
+
+
+async def test_the_settings_of_programs_reach_the_policy() -> None:
+    async with (
+        serving_replica(FakeWorker(num_blocks=64), policy="program", max_num_programs=1) as replica,
+        gateway_of(replica) as gateway,
+    ):
+        for handle in (1, 2, 3):
+            await turn(gateway, handle, prompt(16, 100 * handle))
+        assert (await values(replica, "stepwell_programs", "state"))["paused"] == 1
 
 
 async def test_contexts_that_others_took_are_counted() -> None:

@@ -7,7 +7,7 @@ from services.common.errors import InvalidArgument
 from services.common.process.settings import SettingError, parse_settings
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.engine.step_costs import StepCosts
-from services.scheduler.core.policies import POLICIES, find_policy
+from services.scheduler.core.policies import POLICIES, find_policy, unused_settings
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.priority import PriorityPolicy
 from services.scheduler.core.request import Request
@@ -19,8 +19,8 @@ ANY_PARTS = PolicyParts(Story().config, lambda: 0.0, StepCosts())
 NAME = "shortest-prompt-first"
 
 
-def settings(policy: str) -> SchedulerSettings:
-    argv = ["--kvpool", "unix:pool", "--workers", "unix:worker", "--policy", policy]
+def settings(policy: str, *more: str) -> SchedulerSettings:
+    argv = ["--kvpool", "unix:pool", "--workers", "unix:worker", "--policy", policy, *more]
     return parse_settings(SchedulerSettings, "scheduler", argv, {})
 
 
@@ -50,6 +50,40 @@ def test_a_policy_that_does_not_exist_is_refused_at_the_start(name: str) -> None
     assert error.value.field == "policy"
     with pytest.raises(InvalidArgument):
         Story(policy=name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "policies"),
+    [
+        ({"program_idle_seconds": 60.0}, {"program", "continuum-fixed", "continuum-ttl"}),
+        ({"max_num_programs": 9}, {"program", "continuum-fixed", "continuum-ttl"}),
+        ({"retention_headroom": 0.0}, {"program"}),
+        ({"aging_interval": 1}, {"program"}),
+        ({"max_warm_admissions": 1}, {"program"}),
+    ],
+)
+def test_settings_that_the_policy_does_not_use_are_known_by_name(
+    setting: dict[str, float], policies: set[str]
+) -> None:
+    (name,) = setting
+    assert {one for one in POLICIES if not unused_settings(one, setting)} == policies
+    assert unused_settings("fcfs", setting) == [name]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--retention-headroom", "0.6"),
+        ("--retention-headroom", "-0.1"),
+        ("--aging-interval", "0"),
+        ("--max-warm-admissions", "0"),
+        ("--max-num-programs", "0"),
+        ("--program-idle-seconds", "0"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(flag: str, value: str) -> None:
+    with pytest.raises(SettingError, match=f"{flag} must be"):
+        settings("program", flag, value)
 
 
 @pytest.mark.parametrize(("name", "uses_priority"), [("fcfs", False), ("priority", True)])

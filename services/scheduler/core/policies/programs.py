@@ -8,11 +8,11 @@ from services.common.errors import InvalidArgument
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
 from services.common.request.program import MAX_KEEP_SECONDS
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.request import Request
 
-IDLE_SECONDS = 600.0
-"""The pause after which a program is presumed to have ended."""
-MAX_PROGRAMS = 65_536
+PROGRAM_SETTINGS = ("program_idle_seconds", "max_num_programs")
+"""The fields of SchedulerConfig that are used here."""
 _MAX_DEPTH = 32
 """Programs with more programs above them have no parent."""
 CHILD = "child"
@@ -179,17 +179,19 @@ class KnownPrograms:
     of the next prompt: without its reasoning, or with other spaces in a call's arguments.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._idle_seconds = config.program_idle_seconds
+        self._most = config.max_num_programs
         self._paused: dict[ContextId, Context] = {}
         """The contexts whose next turn has not arrived, the longest paused first, except those in
         `_kept`.
         """
         self._kept: dict[ContextId, Context] = {}
-        """Those that clients wish to keep for longer than IDLE_SECONDS."""
+        """Those that clients wish to keep for longer than the idle time."""
         self._by_hash: dict[BlockHash, Context] = {}
         self._next_id = 1
         self._num_begun = 0
-        self._named = NamedPrograms(MAX_PROGRAMS)
+        self._named = NamedPrograms(self._most)
 
     @property
     def num_paused(self) -> int:
@@ -273,7 +275,7 @@ class KnownPrograms:
             known = self._by_hash.get(context.prompt_hash)
             if known is None or known.last_hash != context.prompt_hash:
                 self._by_hash[context.prompt_hash] = context
-        of = self._kept if context.keep_seconds > IDLE_SECONDS else self._paused
+        of = self._kept if context.keep_seconds > self._idle_seconds else self._paused
         of[context.id] = program.contexts[context.id] = context
         return context, same
 
@@ -287,13 +289,13 @@ class KnownPrograms:
 
     def idle(self, now: float) -> Iterator[Context]:
         """Contexts that have paused for too long, and the longest paused ones if there are too
-        many. Contexts that clients wish to keep for longer than IDLE_SECONDS may pause for
-        MAX_KEEP_SECONDS. The caller must end the pause of each.
+        many. Contexts that clients wish to keep for longer may pause for MAX_KEEP_SECONDS. The
+        caller must end the pause of each.
         """
-        for of, limit in (self._paused, IDLE_SECONDS), (self._kept, MAX_KEEP_SECONDS):
+        for of, limit in (self._paused, self._idle_seconds), (self._kept, MAX_KEEP_SECONDS):
             while of:
                 context = next(iter(of.values()))
-                if now - context.paused_at < limit and self.num_paused <= MAX_PROGRAMS:
+                if now - context.paused_at < limit and self.num_paused <= self._most:
                     break
                 yield context
 

@@ -199,6 +199,16 @@ async def test_a_request_without_its_context_leaves_headroom(num_warm: int) -> N
     assert (plan.new, plan.wait_reason) == ([], WaitReason.NO_BLOCKS)
 
 
+async def test_without_headroom_a_request_takes_the_last_blocks() -> None:
+    agents = Agents(
+        num_blocks=41, max_model_len=160, max_num_batched_tokens=200, retention_headroom=0.0
+    )
+    agents.story.add("first", prompt(20, first=300), max_tokens=60)
+    await agents.step()
+    large = agents.story.add("large", prompt(130, first=600), max_tokens=2)
+    assert (await agents.story.scheduler.schedule()).new == [large]
+
+
 @pytest.mark.parametrize(("num_tokens", "is_admitted"), [(60, True), (68, False)])
 async def test_headroom_is_left_beside_contexts(num_tokens: int, is_admitted: bool) -> None:
     """Of 40 blocks, 16 are of a context, which may lose one, and 6 are in use. Four stay free."""
@@ -210,9 +220,10 @@ async def test_headroom_is_left_beside_contexts(num_tokens: int, is_admitted: bo
     assert agents.cached(context) == 64
 
 
-async def test_requests_with_their_contexts_come_first_but_not_for_ever() -> None:
+@pytest.mark.parametrize("most", [32, 4])
+async def test_requests_with_their_contexts_come_first_but_not_for_ever(most: int) -> None:
     """Two programs always have a turn that waits or runs."""
-    agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800)
+    agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800, max_warm_admissions=most)
     contexts = [await agents.turn(f"{first}", prompt(64, first)) for first in (100, 400)]
     cold = agents.story.add("cold", prompt(64, first=900), max_tokens=1)
     turns = [agents.story.add("0", [*one, 5], max_tokens=1) for one in contexts]
@@ -224,11 +235,27 @@ async def test_requests_with_their_contexts_come_first_but_not_for_ever() -> Non
                 num_turns += 1
                 context = [*turn.token_ids, *prompt(3)]
                 turns[index] = agents.story.add(f"{num_turns}", context, max_tokens=1)
-    assert 32 <= num_turns <= 34
+    assert most <= num_turns <= most + 2
 
 
-def test_the_programs_that_are_known_are_bounded() -> None:
-    agents = Agents()
+@pytest.mark.parametrize("interval", [1, 3])
+async def test_one_of_some_admissions_is_of_the_longest_waiting(interval: int) -> None:
+    """The first request has the longest program. Others come first while it is not its turn."""
+    agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800, aging_interval=interval)
+    first = agents.story.add("first", prompt(64), max_tokens=1)
+    agents.retention._programs[first].arrived = 1e9
+    others = [
+        agents.story.add(f"{number}", prompt(64, first=90 * number), max_tokens=1)
+        for number in range(1, 9)
+    ]
+    while not first.is_finished:
+        await agents.step()
+    assert sum(one.is_finished for one in others) == interval - 1
+
+
+@pytest.mark.parametrize("idle_seconds", [600.0, 120.0])
+def test_the_programs_that_are_known_are_bounded(idle_seconds: float) -> None:
+    agents = Agents(program_idle_seconds=idle_seconds)
     retention = agents.retention
     for number in range(20):
         request = Request(f"{number}", number, prompt(16, first=20 * number), 16, SamplingParams())  # type: ignore[arg-type]
@@ -237,7 +264,7 @@ def test_the_programs_that_are_known_are_bounded() -> None:
         assert retention.ended(request) == ContextId(1 + number)
         agents.now += 60.0
     ages = [agents.now - one.paused_at for one in retention._contexts.values()]
-    assert max(ages) <= 660
+    assert idle_seconds <= max(ages) <= idle_seconds + 60
     assert all(one > other for one, other in pairwise(ages))
     assert not retention._programs
 

@@ -64,7 +64,7 @@ class Pins(NoRetention):
         self._release_blocks = parts.release
         self._times = times
         self._follows_paper = follows_paper
-        self._known = KnownPrograms()
+        self._known = KnownPrograms(parts.config)
         self._programs: dict[Request, Program] = {}
         """The programs of waiting and running requests."""
         self._undecided: dict[ContextId, EndedTurn] = {}

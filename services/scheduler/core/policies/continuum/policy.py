@@ -6,6 +6,7 @@ from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.policies.continuum.pin_times import FixedTimes, OptimalTimes
 from services.scheduler.core.policies.continuum.pins import Pins
 from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.programs import PROGRAM_SETTINGS
 from services.scheduler.core.request import Request, RequestStatus
 
 _Rank = tuple[bool, bool, float, int]
@@ -18,6 +19,7 @@ class FixedPolicy:
 
     uses_priority = False
     retains_contexts = holds_ended = True
+    settings = PROGRAM_SETTINGS
 
     def __init__(self, parts: PolicyParts) -> None:
         self.retention = Pins(parts, FixedTimes())
@@ -46,6 +48,7 @@ class TTLPolicy:
 
     uses_priority = False
     retains_contexts = holds_ended = True
+    settings = PROGRAM_SETTINGS
 
     def __init__(self, parts: PolicyParts) -> None:
         times = OptimalTimes(parts.step_costs, parts.config.token_budget)

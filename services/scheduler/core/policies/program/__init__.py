@@ -6,6 +6,6 @@ for as long as they are worth more than what another request gains, admits reque
 contexts first, and then programs with the least expected remaining work.
 """
 
-from services.scheduler.core.policies.program.policy import ProgramPolicy
+from services.scheduler.core.policies.program.policy import RETENTION_SETTINGS, ProgramPolicy
 
-__all__ = ["ProgramPolicy"]
+__all__ = ["RETENTION_SETTINGS", "ProgramPolicy"]

@@ -3,8 +3,10 @@
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.program.retention import ProgramRetention
+from services.scheduler.core.policies.programs import PROGRAM_SETTINGS
 from services.scheduler.core.request import Request
 
+RETENTION_SETTINGS = ("retention_headroom", "aging_interval", "max_warm_admissions")
 _Rank = tuple[int, int, float, float, int]
 
 
@@ -15,6 +17,7 @@ class ProgramPolicy:
 
     uses_priority = True
     retains_contexts = True
+    settings = (*PROGRAM_SETTINGS, *RETENTION_SETTINGS)
 
     def __init__(self, parts: PolicyParts) -> None:
         self.retention = ProgramRetention(parts)

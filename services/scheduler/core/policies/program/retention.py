@@ -11,6 +11,7 @@ from services.common.pool.operations import (
     Outcome,
     RankContexts,
 )
+from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.program.ended_programs import EndedPrograms, application_of
 from services.scheduler.core.policies.program.observer import ProgramObserver
@@ -21,21 +22,12 @@ from services.scheduler.core.policies.retention import NoRetention
 from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
 from services.scheduler.core.request import Request
 
-HEADROOM = 0.1
-"""The fraction of the pool that a request without its context leaves free, beside running ones and
-contexts that it may not take.
-"""
-AGING_INTERVAL = 8
-"""Of so many admissions of requests without their contexts, one is of the longest waiting."""
-MAX_WARM_ADMISSIONS = 32
-"""Admissions of requests with their contexts, while one without waits, after which it comes first.
-"""
-
 
 class Turns:
     """Counts admissions, so that no request waits without a bound."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
         self.num_cold = 0
         self.num_warm = 0
 
@@ -48,12 +40,13 @@ class Turns:
     @property
     def cold_comes_first(self) -> bool:
         """Whether a request without its context comes before all others."""
-        return self.num_warm >= MAX_WARM_ADMISSIONS
+        return self.num_warm >= self._config.max_warm_admissions
 
     @property
     def oldest_comes_first(self) -> bool:
         """Whether the one that waits longest comes before others without their contexts."""
-        return self.num_cold % AGING_INTERVAL == AGING_INTERVAL - 1
+        interval = self._config.aging_interval
+        return self.num_cold % interval == interval - 1
 
 
 class ProgramRetention(NoRetention):
@@ -63,11 +56,11 @@ class ProgramRetention(NoRetention):
         self._config = config = parts.config
         self._clock = parts.clock
         self._size = config.hash_block_size
-        self._headroom = int(HEADROOM * (config.num_blocks - 1))
+        self._headroom = int(config.retention_headroom * (config.num_blocks - 1))
         self._contexts: dict[ContextId, Context] = {}
         """In the order in which their pauses began."""
         self.worth = Worth(parts, self._contexts)
-        self._known = KnownPrograms()
+        self._known = KnownPrograms(config)
         self._programs: dict[Request, Program] = {}
         """The programs of waiting and running requests."""
         self._continued: dict[Request, Context] = {}
@@ -83,7 +76,7 @@ class ProgramRetention(NoRetention):
         self.observer = ProgramObserver()
         self.num_retained_blocks = 0
         """Free blocks that belong to contexts."""
-        self.turns = Turns()
+        self.turns = Turns(config)
         self.first_cold: Request | None = None
         """The request without its context that comes before all others, if one does."""
         self.version = 0
