@@ -117,18 +117,21 @@ def num_begun(stack: Stack) -> float:
     return sum(values(stack, "stepwell_programs_begun_total", "source").values())
 
 
-def test_the_tool_of_an_answer_is_that_of_the_pause(stack: Stack) -> None:
+@pytest.mark.parametrize("headers", [{}, {"Idempotency-Key": "a first turn"}])
+def test_the_tool_of_an_answer_is_that_of_the_pause(stack: Stack, headers: dict[str, str]) -> None:
     """No field says anything. The gateway finds the call in the answer, and the scheduler the
     program by the prompt, although the template writes the answer in another way.
     """
     tool = {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}
     body = {
-        "messages": [{"role": "user", "content": "What is the time, in a few words, please?"}],
+        "messages": [{"role": "user", "content": f"What is the time, please, {[*headers]}?"}],
         "tools": [{"type": "function", "function": tool}],
         "tool_choice": "required",
         "max_tokens": 60,
     }
-    answer = http_post(f"{stack.url}/v1/chat/completions", json=body).json()
+    before = values(stack, "stepwell_pause_seconds_count", "tool").get("now", 0)
+    url = f"{stack.url}/v1/chat/completions"
+    answer = http_post(url, json=body, headers=headers).json()
     message = answer["choices"][0]["message"]
     assert {call["function"]["name"] for call in message["tool_calls"]} == {"now"}
     body["messages"] += [
@@ -139,8 +142,8 @@ def test_the_tool_of_an_answer_is_that_of_the_pause(stack: Stack) -> None:
         ),
     ]
     body["tool_choice"] = "none"
-    assert http_post(f"{stack.url}/v1/chat/completions", json=body).status_code == 200
-    assert values(stack, "stepwell_pause_seconds_count", "tool")["now"] == 1
+    assert http_post(url, json=body).status_code == 200
+    assert values(stack, "stepwell_pause_seconds_count", "tool")["now"] == before + 1
 
 
 @pytest.mark.parametrize("service", ["kvpool", "worker", "scheduler"])

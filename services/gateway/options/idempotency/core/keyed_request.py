@@ -154,7 +154,7 @@ class Reader:
         self._aborted.add(index)
 
     def end_turn(self, index: int, tool: str) -> None:
-        """Does nothing, because the replica of a recorded sequence is not known."""
+        """Does nothing, because the task that generates the answer sends its tools."""
 
     def cut(self, error: StepwellError) -> None:
         """Ends the reader with an error. The recording is not changed."""

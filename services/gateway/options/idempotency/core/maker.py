@@ -32,12 +32,13 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
     """Runs a generation's sequences from the state of the recording until all have ended, and
     records their output.
 
-    If the request has stop strings, its text is also decoded here. Stop strings therefore end a
-    sequence even while no client reads it. The generation is used only for this.
+    If the request has stop strings or may call tools, its text is also decoded here. Stop strings
+    therefore end a sequence, and its tool reaches the replica, even while no client reads it. The
+    generation is used only for this.
     """
     recording = request.recording
     tap = Tap(engine, request)
-    if generation.request.stop:
+    if generation.request.stop or generation.request.output_form is not None:
         try:
             await Delivery(generation, tap, _NoReader()).run()
         except StepwellError as error:
@@ -90,6 +91,11 @@ class Tap(Reader):
         assert self._source is not None
         self._source.abort(index)
         self._recording.add([(index, Delta(finish=Finish(FinishReason.STOP)))])
+
+    def end_turn(self, index: int, tool: str) -> None:
+        """Notes which tool the client runs after a sequence."""
+        assert self._source is not None
+        self._source.end_turn(index, tool)
 
     def close(self) -> None:
         super().close()
