@@ -22,7 +22,7 @@ class Changed(ProgramPolicy):
     def __init__(self, parts: PolicyParts) -> None:
         super().__init__(parts)
         self.retention = self.Retention(parts)
-        self.retention.turns = self.Counts()
+        self.retention.turns = self.Counts(parts.config)
         self.retention.worth.pauses = self.Pauses()
 
     def create_request_queue(self) -> ProgramQueue:

@@ -158,6 +158,11 @@ class Request(ComputedTokens):
     num_external_tokens: int = 0
     """Number of tokens whose keys and values the last load through the connector supplied."""
     num_preemptions: int = 0
+    num_discarded_tokens: int = 0
+    """Number of tokens that were computed before the last preemption. 0 after the next admission.
+    """
+    num_recomputed_tokens: int = 0
+    """Number of these tokens, over all preemptions, that the next admission did not find cached."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the first full blocks. Hashes of later full blocks are not computed yet."""
     known_to_pool: bool = False
@@ -293,6 +298,10 @@ class Request(ComputedTokens):
     ) -> None:
         """Records the blocks and hashes that the request has in the pool after its admission."""
         self.num_computed_tokens = terms.num_computed_tokens
+        if self.num_discarded_tokens:
+            num_again = self.num_discarded_tokens - terms.num_computed_tokens
+            self.num_recomputed_tokens += max(0, num_again)
+            self.num_discarded_tokens = 0
         # A group with states has no block for the load of a prompt of one token.
         self.num_slots = len(blocks[0]) * block_size or terms.num_slots
         self.num_committed_blocks = terms.num_commit_tokens // hash_block_size

@@ -139,8 +139,8 @@ async def test_contexts_that_others_took_are_counted() -> None:
         assert num_cached < 16
         taken = await values(replica, "stepwell_retained_blocks_taken_total", "state")
         assert taken["paused"] > 0
-        recomputed = await values(replica, "stepwell_recomputed_tokens_total")
-        assert recomputed == {"": 20 // 4 * 4 - num_cached}
+        recomputed = await values(replica, "stepwell_recomputed_tokens_total", "cause")
+        assert recomputed == {"evicted": 20 // 4 * 4 - num_cached, "preempted": 0, "lost": 0}
 
 
 async def test_a_scheduler_without_contexts_has_no_metrics_of_them() -> None:

@@ -92,7 +92,9 @@ RETAINED_BLOCKS_TAKEN = _scheduler.counter(
 RECOMPUTED_TOKENS = _scheduler.counter(
     "stepwell_recomputed_tokens",
     "tokens",
-    "Tokens of contexts that a program's next turn had to compute again.",
+    "Tokens of programs that were computed again: contexts were evicted in a pause, turns were "
+    "preempted, or pool or workers were lost.",
+    "cause",
 )
 RECOVERIES = _scheduler.counter(
     "stepwell_recoveries",

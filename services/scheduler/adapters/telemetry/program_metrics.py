@@ -8,11 +8,12 @@ from prometheus_client.registry import Collector
 
 from services.common.telemetry.histogram import Histogram
 from services.common.telemetry.metric_specs import histogram_family, replica, single, value_family
-from services.scheduler.core.policies.program.observer import ProgramObserver
+from services.scheduler.core.policies.program.observer import ProgramObserver, RecomputationCause
 from services.scheduler.core.policies.program.retention import ProgramRetention
 
 _MAX_TOOLS = 64
 _OTHERS = "(others)"
+CAUSES = tuple(cause.value for cause in RecomputationCause)
 
 
 class ProgramMetrics(ProgramObserver, Collector):
@@ -23,7 +24,7 @@ class ProgramMetrics(ProgramObserver, Collector):
         retention.observer = self
         self._begun: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
-        self._num_recomputed_tokens = 0
+        self._recomputed: Counter[str] = Counter()
         self._program_seconds = Histogram(replica.PROGRAM_SECONDS)
         self._program_turns = Histogram(replica.PROGRAM_TURNS)
         self._pauses: dict[str, Histogram] = {}
@@ -46,8 +47,8 @@ class ProgramMetrics(ProgramObserver, Collector):
     def taken(self, num_blocks: int, *, waits: bool) -> None:
         self._taken["waiting" if waits else "paused"] += num_blocks
 
-    def recomputed(self, num_tokens: int) -> None:
-        self._num_recomputed_tokens += num_tokens
+    def recomputed(self, num_tokens: int, cause: RecomputationCause) -> None:
+        self._recomputed[cause.value] += num_tokens
 
     def collect(self) -> Iterator[Metric]:
         programs = value_family(replica.PROGRAMS)
@@ -55,10 +56,10 @@ class ProgramMetrics(ProgramObserver, Collector):
         programs.add_metric(["paused"], self._retention.num_paused)
         yield programs
         yield single(replica.RETAINED_BLOCKS, self._retention.num_retained_blocks)
-        yield single(replica.RECOMPUTED_TOKENS, self._num_recomputed_tokens)
         for spec, counts, labels in (
             (replica.PROGRAMS_BEGUN, self._begun, ("id", "hash")),
             (replica.RETAINED_BLOCKS_TAKEN, self._taken, ("paused", "waiting")),
+            (replica.RECOMPUTED_TOKENS, self._recomputed, CAUSES),
         ):
             family = value_family(spec)
             for label in labels:

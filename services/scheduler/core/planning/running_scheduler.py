@@ -301,6 +301,7 @@ class RunningScheduler:
         request.awaited_step = steps.last_awaited(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
+        request.num_discarded_tokens = request.num_computed_tokens
         state.num_preemptions += 1
         state.free(request)
         self._queues.waiting.prepend(request)

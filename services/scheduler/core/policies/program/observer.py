@@ -1,5 +1,18 @@
 """What is told to metrics about programs."""
 
+from enum import Enum
+
+
+class RecomputationCause(Enum):
+    """Why tokens of a program were computed again."""
+
+    EVICTED = "evicted"
+    """Other requests took blocks of the context in the pause."""
+    PREEMPTED = "preempted"
+    """The turn was preempted."""
+    LOST = "lost"
+    """Pool or workers were lost in the pause or in the turn."""
+
 
 class ProgramObserver:
     """Is told what happens to programs. The methods do nothing here."""
@@ -16,5 +29,5 @@ class ProgramObserver:
     def taken(self, num_blocks: int, *, waits: bool) -> None:
         """A context lost blocks. `waits` is whether its next turn has arrived."""
 
-    def recomputed(self, num_tokens: int) -> None:
-        """A turn had to compute tokens of its context again."""
+    def recomputed(self, num_tokens: int, cause: RecomputationCause) -> None:
+        """A turn had to compute tokens again. The number may be 0."""

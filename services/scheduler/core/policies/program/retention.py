@@ -14,7 +14,7 @@ from services.common.pool.operations import (
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.program.ended_programs import EndedPrograms, application_of
-from services.scheduler.core.policies.program.observer import ProgramObserver
+from services.scheduler.core.policies.program.observer import ProgramObserver, RecomputationCause
 from services.scheduler.core.policies.program.pauses import NEVER
 from services.scheduler.core.policies.program.worth import Ranked, Worth
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
@@ -66,6 +66,8 @@ class ProgramRetention(NoRetention):
         self._continued: dict[Request, Context] = {}
         """The contexts with which waiting requests begin."""
         self._dropped: list[ContextId] = []
+        self._lost: set[Request] = set()
+        """Requests that lost their blocks or contexts with the pool, or with workers."""
         self._last_lost = ContextId(0)
         """The latest context that was in a pool that was lost. Later ones have greater numbers."""
         self._num_other_blocks = config.num_blocks - 1
@@ -118,6 +120,8 @@ class ProgramRetention(NoRetention):
         self.worth.pauses.ended(context.program.tenant, reason, seconds)
         self.observer.returned(reason, seconds)
         context.returned_at = now
+        if context.id <= self._last_lost:
+            self._lost.add(request)
         self._known.end_pause(context)
 
     def _supersede(self, program: Program, request: Request, now: float) -> None:
@@ -156,8 +160,7 @@ class ProgramRetention(NoRetention):
         program.last_active = now = self._clock()
         cached = request.num_cached_tokens or 0
         program.num_tokens += request.num_tokens - cached
-        if (turn := request.program_turn) is not None and self._find_recomputed(turn, cached):
-            self.observer.recomputed(turn.num_recomputed_tokens)
+        self._note_recomputed(request, cached)
         declared = request.program
         if declared is not None and declared.ends:
             self._end(program)
@@ -174,10 +177,17 @@ class ProgramRetention(NoRetention):
         request.context = context.id
         return context.id
 
-    def _find_recomputed(self, turn: ProgramTurn, num_cached_tokens: int) -> int:
+    def _note_recomputed(self, request: Request, num_cached_tokens: int) -> None:
+        turn, is_lost = request.program_turn, request in self._lost
+        assert turn is not None
         num_whole = turn.num_context_tokens // self._size * self._size
         turn.num_recomputed_tokens = max(0, num_whole - num_cached_tokens)
-        return turn.num_recomputed_tokens
+        for number, cause in (
+            (turn.num_recomputed_tokens, RecomputationCause.EVICTED),
+            (request.num_recomputed_tokens, RecomputationCause.PREEMPTED),
+        ):
+            self.observer.recomputed(number, RecomputationCause.LOST if is_lost else cause)
+        self._lost.discard(request)
 
     def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
         """Says which tool runs after a turn, or that the turn was the program's last."""
@@ -232,6 +242,7 @@ class ProgramRetention(NoRetention):
         for context in self._contexts.values():
             context.num_blocks = context.num_own_blocks = 0
         self._last_lost = max(self._contexts, default=self._last_lost)
+        self._lost.update(self._programs)
         self.worth.changed()
         self._dropped.clear()
         self.version += 1

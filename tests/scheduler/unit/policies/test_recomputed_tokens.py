@@ -1,0 +1,56 @@
+"""Why tokens of programs are computed again."""
+
+from collections import Counter
+
+from services.scheduler.core.policies.program.observer import ProgramObserver, RecomputationCause
+from tests.scheduler.agents import Agents
+from tests.scheduler.story import prompt
+
+
+class Recomputed(ProgramObserver):
+    """Counts tokens by cause."""
+
+    def __init__(self, agents: Agents) -> None:
+        self.counts = Counter[str]()
+        agents.retention.observer = self
+
+    def recomputed(self, num_tokens: int, cause: RecomputationCause) -> None:
+        self.counts[cause.value] += num_tokens
+
+
+async def test_a_context_that_others_took() -> None:
+    agents = Agents(num_blocks=21)
+    told = Recomputed(agents)
+    context = await agents.turn("one", prompt(24))
+    await agents.turn("large", prompt(70, first=600), max_tokens=2)
+    await agents.turn("two", [*context, 7])
+    # The pool of 20 blocks kept two of the context's seven blocks, or less, beside the other 18.
+    assert told.counts["evicted"] >= 20
+    assert told.counts["preempted"] == told.counts["lost"] == 0
+
+
+async def test_a_turn_that_was_preempted() -> None:
+    """Each of the requests fits alone, and both begin together."""
+    agents = Agents(num_blocks=21, retention_headroom=0.0, scheduler_reserve_full_isl=False)
+    told = Recomputed(agents)
+    first = agents.story.add("first", prompt(30), max_tokens=30)
+    second = agents.story.add("second", prompt(30, first=600), max_tokens=30)
+    while not (first.is_finished and second.is_finished):
+        await agents.step()
+    assert 0 < told.counts["preempted"] <= 60
+    assert told.counts["evicted"] == told.counts["lost"] == 0
+
+
+async def test_what_was_lost_with_the_pool() -> None:
+    """A paused context of five blocks, and a request that runs."""
+    agents = Agents(num_blocks=41)
+    told = Recomputed(agents)
+    context = await agents.turn("one", prompt(19))
+    running = agents.story.add("running", prompt(16, first=300), max_tokens=8)
+    await agents.step()
+    num_computed = running.num_computed_tokens
+    agents.story.lose()
+    while not running.is_finished:
+        await agents.step()
+    await agents.turn("two", [*context, 7])
+    assert told.counts == {"evicted": 0, "preempted": 0, "lost": num_computed + 20}
