@@ -34,6 +34,7 @@ from services.scheduler.adapters.workers.worker_client import WorkerGroup
 from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.planning.scheduler import Scheduler
+from services.scheduler.core.policies.continuum.pins import Pins
 from services.scheduler.core.policies.program.retention import ProgramRetention
 from services.scheduler.settings import SchedulerSettings
 
@@ -132,7 +133,7 @@ class Parts:
 
 def _program_metrics(scheduler: Scheduler) -> list[ProgramMetrics]:
     retention = scheduler.retention
-    return [ProgramMetrics(retention)] if isinstance(retention, ProgramRetention) else []
+    return [ProgramMetrics(retention)] if isinstance(retention, ProgramRetention | Pins) else []
 
 
 def _intake(shape: ReplicaShape, config: SchedulerConfig, watch: QueueWatch) -> RequestIntake:

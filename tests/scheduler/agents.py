@@ -11,8 +11,8 @@ from tests.scheduler.story import Story
 class Agents:
     """Programs that continue with their own answers, on a scheduler with a clock of its own."""
 
-    def __init__(self, **config: Any) -> None:
-        self.story = Story(policy="program", **config)
+    def __init__(self, *, policy: str = "program", **config: Any) -> None:
+        self.story = Story(policy=policy, **config)
         self.now = 0.0
         retention = self.story.scheduler.retention
         assert retention is not None

@@ -143,6 +143,25 @@ async def test_contexts_that_others_took_are_counted() -> None:
         assert recomputed == {"evicted": 20 // 4 * 4 - num_cached, "preempted": 0, "lost": 0}
 
 
+async def test_pins_are_counted_as_contexts() -> None:
+    async with (
+        serving_replica(FakeWorker(num_blocks=64), policy="continuum-fixed") as replica,
+        gateway_of(replica) as gateway,
+    ):
+        job = common_pb2.Program(id="job", tool="sed")
+        context = await turn(gateway, 1, FIRST, program=job)
+        assert await values(replica, "stepwell_programs", "state") == {"in_turn": 0, "paused": 1}
+        assert await values(replica, "stepwell_retained_blocks") == {"": 4}
+        activity = await replica.stub.GetActivity(scheduler_pb2.GetActivityRequest())
+        (paused,) = activity.programs
+        assert (paused.program, paused.tool, paused.num_blocks) == ("job", "sed", 4)
+        await turn(gateway, 2, [*context, *MORE], program=common_pb2.Program(id="job", ends=True))
+        assert await values(replica, "stepwell_programs", "state") == {"in_turn": 0, "paused": 0}
+        assert await values(replica, "stepwell_retained_blocks") == {"": 0}
+        assert await values(replica, "stepwell_program_turns_sum") == {"": 2}
+        assert await values(replica, "stepwell_pause_seconds_count", "tool") == {"sed": 1}
+
+
 async def test_a_scheduler_without_contexts_has_no_metrics_of_them() -> None:
     async with serving_replica() as replica, gateway_of(replica) as gateway:
         assert gateway.opened is not None

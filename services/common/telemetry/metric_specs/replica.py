@@ -81,7 +81,7 @@ PAUSE_SECONDS = _scheduler.histogram(
     "tool",
 )
 RETAINED_BLOCKS = _scheduler.gauge(
-    "stepwell_retained_blocks", "blocks", "Free blocks that belong to contexts of programs."
+    "stepwell_retained_blocks", "blocks", "Blocks of contexts of paused programs: free, or pinned."
 )
 RETAINED_BLOCKS_TAKEN = _scheduler.counter(
     "stepwell_retained_blocks_taken",

@@ -8,7 +8,8 @@ from prometheus_client.registry import Collector
 
 from services.common.telemetry.histogram import Histogram
 from services.common.telemetry.metric_specs import histogram_family, replica, single, value_family
-from services.scheduler.core.policies.program.observer import ProgramObserver, RecomputationCause
+from services.scheduler.core.policies.continuum.pins import Pins
+from services.scheduler.core.policies.observer import ProgramObserver, RecomputationCause
 from services.scheduler.core.policies.program.retention import ProgramRetention
 
 _MAX_TOOLS = 64
@@ -19,7 +20,7 @@ CAUSES = tuple(cause.value for cause in RecomputationCause)
 class ProgramMetrics(ProgramObserver, Collector):
     """Counts what happens to the programs of a scheduler."""
 
-    def __init__(self, retention: ProgramRetention) -> None:
+    def __init__(self, retention: ProgramRetention | Pins) -> None:
         self._retention = retention
         retention.observer = self
         self._begun: Counter[str] = Counter()

@@ -9,6 +9,7 @@ from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
 from services.common.request.program import MAX_KEEP_SECONDS
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.program_turn import PausedProgram
 from services.scheduler.core.request import Request
 
 PROGRAM_SETTINGS = ("program_idle_seconds", "max_num_programs")
@@ -80,6 +81,19 @@ class Context:
     def reason(self) -> str:
         """The tool for which the program pauses. CHILD if it waits for programs that it started."""
         return CHILD if self.program.num_children else self.tool
+
+    def paused_program(self, now: float) -> PausedProgram:
+        """The program in its pause, for views."""
+        program = self.program
+        return PausedProgram(
+            program.label,
+            program.tenant,
+            self.reason,
+            now - self.paused_at,
+            program.num_turns,
+            self.num_tokens,
+            self.num_blocks,
+        )
 
     def describe(self, request: Request, now: float) -> None:
         """Describes the pause in the `program_turn` of the request that ends it."""
@@ -192,6 +206,11 @@ class KnownPrograms:
         self._next_id = 1
         self._num_begun = 0
         self._named = NamedPrograms(self._most)
+
+    @property
+    def last_context(self) -> ContextId:
+        """The context whose pause began last."""
+        return ContextId(self._next_id - 1)
 
     @property
     def num_paused(self) -> int:

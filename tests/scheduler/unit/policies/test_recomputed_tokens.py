@@ -2,7 +2,9 @@
 
 from collections import Counter
 
-from services.scheduler.core.policies.program.observer import ProgramObserver, RecomputationCause
+import pytest
+
+from services.scheduler.core.policies.observer import ProgramObserver, RecomputationCause
 from tests.scheduler.agents import Agents
 from tests.scheduler.story import prompt
 
@@ -41,9 +43,10 @@ async def test_a_turn_that_was_preempted() -> None:
     assert told.counts["evicted"] == told.counts["lost"] == 0
 
 
-async def test_what_was_lost_with_the_pool() -> None:
+@pytest.mark.parametrize("policy", ["program", "continuum-fixed"])
+async def test_what_was_lost_with_the_pool(policy: str) -> None:
     """A paused context of five blocks, and a request that runs."""
-    agents = Agents(num_blocks=41)
+    agents = Agents(num_blocks=41, policy=policy)
     told = Recomputed(agents)
     context = await agents.turn("one", prompt(19))
     running = agents.story.add("running", prompt(16, first=300), max_tokens=8)

@@ -3,15 +3,17 @@
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from services.common.pool.ids import ContextId, RequestKey
 from services.common.request.finish import FinishReason
 from services.scheduler.core.policies.continuum.pin_times import Pauses
+from services.scheduler.core.policies.observer import ProgramObserver, Recomputations
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
 from services.scheduler.core.policies.retention import NoRetention
-from services.scheduler.core.program_turn import ProgramTurn
+from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
 from services.scheduler.core.request import Request, RequestStatus
 
 UNDECIDED_SECONDS = 0.5
@@ -77,6 +79,8 @@ class Pins(NoRetention):
         """No pin has an earlier deadline."""
         self.version = 0
         """Changes with all that the order of the queue depends on."""
+        self.observer = ProgramObserver()
+        self._recomputations = Recomputations(self._config.hash_block_size)
 
     # What the order of requests depends on.
 
@@ -102,6 +106,7 @@ class Pins(NoRetention):
         program, context = self._known.find(request)
         if program is None:
             program = self._known.begin(request, None, now)
+            self.observer.began(is_named=bool(request.program and request.program.id))
         elif program not in self._pinned_of:
             self._without_pin[request] = now
         if (forgotten := self._known.add(request, program)) is not None:
@@ -114,6 +119,8 @@ class Pins(NoRetention):
             if context.tool:
                 self._times.pauses.add(context.tool, now - context.paused_at)
             context.describe(request, now)
+            self.observer.returned(context.reason, now - context.paused_at)
+            self._recomputations.returned(context.id, request)
             self._end_pause(context)
         program.num_running += 1
         self._programs[request] = program
@@ -132,10 +139,12 @@ class Pins(NoRetention):
         if program is None:
             return
         program.num_running -= 1
+        program.last_active = now = self._clock()
+        self._recomputations.ended(request, self.observer)
         if declared is not None and declared.ends:
             self._end(program)
         elif request.num_committed_blocks and request.known_to_pool and not program.has_ended:
-            turn = self._pause(request, program)
+            turn = self._pause(request, program, now)
             if request.finish_reason in _WHOLE:
                 self._pinned[turn.key] = turn
                 self._pinned_of.setdefault(program, []).append(turn)
@@ -158,11 +167,12 @@ class Pins(NoRetention):
             else:
                 self._release(turn)
 
-    def _pause(self, request: Request, program: Program) -> EndedTurn:
+    def _pause(self, request: Request, program: Program, now: float) -> EndedTurn:
         """Begins the pause of a program after a request with published blocks."""
         size = self._config.hash_block_size
-        context, same = self._known.pause(request, program, self._clock(), size)
+        context, same = self._known.pause(request, program, now, size)
         request.context = context.id
+        context.num_blocks = request.num_committed_blocks * len(self._config.all_groups)
         turn = self._undecided[context.id] = EndedTurn(context, request.key, math.inf)
         if same is not None:
             self._end_pause(same)
@@ -182,6 +192,7 @@ class Pins(NoRetention):
         self._release_all_of(program)
         if not program.has_ended:
             self._times.program_ended(program.num_turns)
+            self.observer.ended(program.last_active - program.arrived, program.num_turns)
             for context in self._known.end(program):
                 self._undecided.pop(context.id, None)
 
@@ -195,21 +206,27 @@ class Pins(NoRetention):
         now = self._clock()
         if now < self._first_deadline:
             return
-        waiting = {
-            program
-            for request, program in self._programs.items()
-            if request.status is not RequestStatus.RUNNING
-        }
+        waiting = self._waiting_programs()
         for turn in list(self._pinned.values()):
             if now >= turn.deadline and turn.context.program not in waiting:
                 self._release(turn)
         deadlines = [turn.deadline for turn in self._pinned.values()]
         self._first_deadline = min(deadlines, default=math.inf)
 
+    def _waiting_programs(self) -> set[Program]:
+        return {
+            program
+            for request, program in self._programs.items()
+            if request.status is not RequestStatus.RUNNING
+        }
+
     def make_room(self) -> bool:
         if not self._pinned:
             return False
-        self._release(max(self._pinned.values(), key=self._priority_of_release))
+        turn = max(self._pinned.values(), key=self._priority_of_release)
+        waits = turn.context.program in self._waiting_programs()
+        self.observer.taken(turn.context.num_blocks, waits=waits)
+        self._release(turn)
         return True
 
     def _priority_of_release(self, turn: EndedTurn) -> tuple[bool, float]:
@@ -223,9 +240,28 @@ class Pins(NoRetention):
 
     def forget(self) -> None:
         """The pool is empty. Programs and statistics stay."""
+        self._recomputations.lost(self._programs, self._known.last_context)
         self._pinned.clear()
         self._pinned_of.clear()
         self.version += 1
+
+    def paused(self, most: int, now: float) -> list[PausedProgram]:
+        turns = islice(reversed(self._pinned.values()), most)
+        return [turn.context.paused_program(now) for turn in turns]
+
+    @property
+    def num_in_turn(self) -> int:
+        """Programs with a turn that waits or runs."""
+        return len(self._programs)
+
+    @property
+    def num_paused(self) -> int:
+        return self._known.num_paused
+
+    @property
+    def num_retained_blocks(self) -> int:
+        """Blocks of pins."""
+        return sum(turn.context.num_blocks for turn in self._pinned.values())
 
     def _set_deadline(self, turn: EndedTurn, deadline: float) -> None:
         turn.deadline = deadline

@@ -12,9 +12,9 @@ from services.common.pool.operations import (
     RankContexts,
 )
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.policies.observer import ProgramObserver, Recomputations
 from services.scheduler.core.policies.policy import PolicyParts
 from services.scheduler.core.policies.program.ended_programs import EndedPrograms, application_of
-from services.scheduler.core.policies.program.observer import ProgramObserver, RecomputationCause
 from services.scheduler.core.policies.program.pauses import NEVER
 from services.scheduler.core.policies.program.worth import Ranked, Worth
 from services.scheduler.core.policies.programs import Context, KnownPrograms, Program
@@ -66,8 +66,6 @@ class ProgramRetention(NoRetention):
         self._continued: dict[Request, Context] = {}
         """The contexts with which waiting requests begin."""
         self._dropped: list[ContextId] = []
-        self._lost: set[Request] = set()
-        """Requests that lost their blocks or contexts with the pool, or with workers."""
         self._last_lost = ContextId(0)
         """The latest context that was in a pool that was lost. Later ones have greater numbers."""
         self._num_other_blocks = config.num_blocks - 1
@@ -76,6 +74,7 @@ class ProgramRetention(NoRetention):
         """The order that the pool has."""
         self._ended = EndedPrograms()
         self.observer = ProgramObserver()
+        self._recomputations = Recomputations(self._size)
         self.num_retained_blocks = 0
         """Free blocks that belong to contexts."""
         self.turns = Turns(config)
@@ -120,8 +119,7 @@ class ProgramRetention(NoRetention):
         self.worth.pauses.ended(context.program.tenant, reason, seconds)
         self.observer.returned(reason, seconds)
         context.returned_at = now
-        if context.id <= self._last_lost:
-            self._lost.add(request)
+        self._recomputations.returned(context.id, request)
         self._known.end_pause(context)
 
     def _supersede(self, program: Program, request: Request, now: float) -> None:
@@ -160,7 +158,7 @@ class ProgramRetention(NoRetention):
         program.last_active = now = self._clock()
         cached = request.num_cached_tokens or 0
         program.num_tokens += request.num_tokens - cached
-        self._note_recomputed(request, cached)
+        self._recomputations.ended(request, self.observer)
         declared = request.program
         if declared is not None and declared.ends:
             self._end(program)
@@ -176,18 +174,6 @@ class ProgramRetention(NoRetention):
         self._forget_idle()
         request.context = context.id
         return context.id
-
-    def _note_recomputed(self, request: Request, num_cached_tokens: int) -> None:
-        turn, is_lost = request.program_turn, request in self._lost
-        assert turn is not None
-        num_whole = turn.num_context_tokens // self._size * self._size
-        turn.num_recomputed_tokens = max(0, num_whole - num_cached_tokens)
-        for number, cause in (
-            (turn.num_recomputed_tokens, RecomputationCause.EVICTED),
-            (request.num_recomputed_tokens, RecomputationCause.PREEMPTED),
-        ):
-            self.observer.recomputed(number, RecomputationCause.LOST if is_lost else cause)
-        self._lost.discard(request)
 
     def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
         """Says which tool runs after a turn, or that the turn was the program's last."""
@@ -242,7 +228,7 @@ class ProgramRetention(NoRetention):
         for context in self._contexts.values():
             context.num_blocks = context.num_own_blocks = 0
         self._last_lost = max(self._contexts, default=self._last_lost)
-        self._lost.update(self._programs)
+        self._recomputations.lost(self._programs, self._last_lost)
         self.worth.changed()
         self._dropped.clear()
         self.version += 1
@@ -304,18 +290,7 @@ class ProgramRetention(NoRetention):
     def paused(self, most: int, now: float) -> list[PausedProgram]:
         latest = reversed(self._contexts.values())
         contexts = (one for one in latest if one.num_blocks and one.returned_at is None)
-        return [
-            PausedProgram(
-                one.program.label,
-                one.program.tenant,
-                one.reason,
-                now - one.paused_at,
-                one.program.num_turns,
-                one.num_tokens,
-                one.num_blocks,
-            )
-            for one in islice(contexts, most)
-        ]
+        return [one.paused_program(now) for one in islice(contexts, most)]
 
     @property
     def num_in_turn(self) -> int:
