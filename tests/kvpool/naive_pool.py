@@ -273,7 +273,10 @@ class NaivePool:
         needed = max(sum(now) + admission.num_blocks_kept_free, sum(later))
         needed += sum(block in self.free for table in hits for block in table)
         if needed + admission.num_watermark_blocks > len(self.free):
-            return StopReason.NO_BLOCKS, 0, 0
+            without = max(sum(now), sum(later)) + admission.num_watermark_blocks
+            without += sum(block in self.free for table in hits for block in table)
+            fits = without <= len(self.free)
+            return (StopReason.KEPT_FREE if fits else StopReason.NO_BLOCKS), 0, 0
         self.free = [block for block in self.free if not any(block in table for table in hits)]
         self.tables[admission.request] = hits
         self._grow(admission.request, end)

@@ -287,6 +287,8 @@ class StopReason(enum.Enum):
     HIT_CHANGED = "hit_changed"
     RETAINED = "retained"
     """There are enough blocks, but too many of them are in contexts."""
+    KEPT_FREE = "kept_free"
+    """There are enough blocks, but too few would stay free."""
 
 
 @dataclass(frozen=True, slots=True)

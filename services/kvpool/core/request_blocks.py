@@ -184,10 +184,13 @@ class RequestBlocks:
                 return result, ops.Stop(index, item, ops.StopReason.HIT_CHANGED, *now)
             num_stored = _num_stored(admission)
             hits = [GroupHit(blocks, hit.num_tokens, num_stored) for blocks in hit.tables]
-            if not self._fits(admission, hits):
-                return result, ops.Stop(index, item, ops.StopReason.NO_BLOCKS)
+            num_kept_free = admission.num_blocks_kept_free
+            if not self._fits(admission, hits, num_kept_free):
+                fits_without = num_kept_free and self._fits(admission, hits, 0)
+                reason = ops.StopReason.KEPT_FREE if fits_without else ops.StopReason.NO_BLOCKS
+                return result, ops.Stop(index, item, reason)
             num_retained = self._num_retained_needed(admission, hits)
-            limit, num_kept_free = admission.num_retained_blocks, admission.num_blocks_kept_free
+            limit = admission.num_retained_blocks
             if limit is not None and num_taken + max(0, num_retained + num_kept_free) > limit:
                 return result, ops.Stop(index, item, ops.StopReason.RETAINED)
             num_taken += max(0, num_retained)
@@ -207,10 +210,11 @@ class RequestBlocks:
         hashes = [*(chain.hashes if chain else ()), *admission.new_hashes]
         return self._find_cache_hit(hashes, limit, diverges=admission.diverges)
 
-    def _fits(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> bool:
-        """Whether there are enough free blocks and all hit blocks are stored. A hit block that is
-        free must not be allocated, so it does not count as a free block. Free hit blocks are
-        counted only if their number decides the result, to save time.
+    def _fits(self, admission: ops.Admission, hits: Sequence[GroupHit], num_kept_free: int) -> bool:
+        """Whether there are enough free blocks, `num_kept_free` of them to stay free, and all hit
+        blocks are stored. A hit block that is free must not be allocated, so it does not count as a
+        free block. Free hit blocks are counted only if their number decides the result, to save
+        time.
         """
         need = _need(admission)
         now = reserved = admission.num_watermark_blocks
@@ -219,7 +223,7 @@ class RequestBlocks:
                 return False
             now += group.num_missing_behind(hit, need)
             reserved += group.num_reserved_behind(hit, admission.num_reserve_slots)
-        left = self._blocks.num_free_blocks - max(now + admission.num_blocks_kept_free, reserved)
+        left = self._blocks.num_free_blocks - max(now + num_kept_free, reserved)
         return left >= sum(len(hit.blocks) for hit in hits) or left >= sum(
             self._blocks.count_free(group.counted_hits(hit))
             for group, hit in zip(self._groups, hits, strict=True)

@@ -32,6 +32,8 @@ class WaitReason(Enum):
     """Too few blocks are free for the request, or a running request was preempted in the step."""
     RETAINED = "retained"
     """Too many of the blocks that the request needs belong to paused contexts of more worth."""
+    HEADROOM = "headroom"
+    """There are enough blocks, but the policy leaves some free beside running requests."""
     PREFILL_INTERVAL = "prefill_interval"
     """Requests decode, and the last step with prompts was too recent for another one."""
     HELD_BACK = "held_back"

@@ -69,7 +69,7 @@ def test_a_request_that_holds_blocks_is_admitted_with_its_table():
 def test_a_load_leaves_free_what_others_were_promised():
     pool = make_pool(5)
     assert pool.transact([Admit([load(1, 8, kept_free=3)])]).stop == Stop(
-        0, 0, StopReason.NO_BLOCKS
+        0, 0, StopReason.KEPT_FREE
     )
     assert pool.transact([Admit([load(1, 8, kept_free=2)])]).stop is None
 

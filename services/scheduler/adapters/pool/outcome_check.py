@@ -188,6 +188,8 @@ def _check_change(stop: ops.Stop, admission: ops.Admission) -> None:
     """
     if stop.reason is ops.StopReason.RETAINED and admission.num_retained_blocks is None:
         raise WrongAnswer("stop: the admission has no limit on blocks of contexts")
+    if stop.reason is ops.StopReason.KEPT_FREE and not admission.num_blocks_kept_free:
+        raise WrongAnswer("stop: the admission keeps no blocks free")
     if stop.reason is not ops.StopReason.HIT_CHANGED:
         return
     hit, boundary = stop.num_hit_tokens, stop.shared_prefix_boundary

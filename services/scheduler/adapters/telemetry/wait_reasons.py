@@ -151,16 +151,16 @@ class WaitReasons:
 
 def holder_of(plan: SchedulerOutput) -> str:
     """Id of the request in a step that holds most of the resource that waiting requests lack. For
-    NO_BLOCKS this is the request with the most computed tokens, for BUDGET the request with the
-    most tokens in the step, and for MAX_SEQS the step's first request. For RETAINED it is a text
-    about the context that is kept. Empty for other reasons.
+    NO_BLOCKS and HEADROOM this is the request with the most computed tokens, for BUDGET the request
+    with the most tokens in the step, and for MAX_SEQS the step's first request. For RETAINED it is
+    a text about the context that is kept. Empty for other reasons.
     """
     if plan.wait_reason is WaitReason.RETAINED:
         return plan.retained
     if not plan.requests:
         return ""
     match plan.wait_reason:
-        case WaitReason.NO_BLOCKS:
+        case WaitReason.NO_BLOCKS | WaitReason.HEADROOM:
             counts = plan.num_computed_tokens
         case WaitReason.BUDGET:
             counts = plan.num_scheduled_tokens

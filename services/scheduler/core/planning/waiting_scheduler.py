@@ -14,6 +14,10 @@ from services.scheduler.core.request import Request, RequestStatus
 
 LOOKUP_BATCH = 32
 """Limit on the number of waiting requests whose prefixes one transaction looks up."""
+_BLOCKS_LACK = {
+    StopReason.NO_BLOCKS: WaitReason.NO_BLOCKS,
+    StopReason.KEPT_FREE: WaitReason.HEADROOM,
+}
 
 
 class WaitingScheduler:
@@ -88,9 +92,9 @@ class WaitingScheduler:
                 builder.prefixes.forget_hits()
             return None
         stopped = planned.admissions[len(admitted)]
-        if stop.reason is StopReason.NO_BLOCKS:
+        if stop.reason in _BLOCKS_LACK:
             self._refuse(builder, stopped)
-            return WaitReason.NO_BLOCKS
+            return _BLOCKS_LACK[stop.reason]
         if stop.reason is StopReason.RETAINED:
             assert self._state.retention is not None
             num_running = len(self._state.running)

@@ -196,7 +196,15 @@ async def test_a_request_without_its_context_leaves_headroom(num_warm: int) -> N
     agents.story.add("large", prompt(130, first=600), max_tokens=2)
     plan = await agents.story.scheduler.schedule()
     # 34 blocks are free and 33 are needed, but a tenth of 40 stays free.
-    assert (plan.new, plan.wait_reason) == ([], WaitReason.NO_BLOCKS)
+    assert (plan.new, plan.wait_reason) == ([], WaitReason.HEADROOM)
+
+
+async def test_a_request_that_lacks_blocks_without_headroom_does_not_wait_for_headroom() -> None:
+    agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
+    agents.story.add("first", prompt(40, first=300), max_tokens=60)
+    await agents.step()
+    agents.story.add("large", prompt(130, first=600), max_tokens=2)
+    assert (await agents.story.scheduler.schedule()).wait_reason is WaitReason.NO_BLOCKS
 
 
 async def test_without_headroom_a_request_takes_the_last_blocks() -> None:
