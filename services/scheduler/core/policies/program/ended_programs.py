@@ -49,7 +49,8 @@ class EndedPrograms:
     def __init__(self) -> None:
         self._of: OrderedDict[BlockHash | None, _Ended] = OrderedDict()
         """By application, the least recently used first."""
-        self._all = _Ended()
+        self._first = _Ended()
+        """The first programs of each application. A new application is expected to be like them."""
 
     def add(self, program: Program) -> None:
         if program.application not in self._of:
@@ -57,14 +58,18 @@ class EndedPrograms:
             if len(self._of) > _MAX_APPLICATIONS:
                 self._of.popitem(last=False)
         self._of.move_to_end(program.application)
-        self._of[program.application].add(program)
-        self._all.add(program)
+        own = self._of[program.application]
+        own.add(program)
+        if len(own.turns) <= _LEAST_ENDED:
+            self._first.add(program)
 
     def expected_tokens(self, program: Program) -> float:
-        """The expected work of a program's next turn and those after it, in tokens."""
+        """The expected work of a program's next turn and those after it, in tokens. A program of a
+        new application is expected to be like the first programs of other applications.
+        """
         num_before = max(0, program.num_turns - 1)
         own = self._of.get(program.application)
-        for ended in (own, self._all):
+        for ended in (own, self._first):
             if ended is not None and len(ended.turns) >= _LEAST_ENDED:
                 return ended.expected_tokens(num_before)
         return max(1.0, _FIRST_TURNS - num_before)
