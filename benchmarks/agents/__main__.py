@@ -23,9 +23,10 @@ from benchmarks.common.arguments import count, make_parser
 from benchmarks.common.console import log, show
 from benchmarks.common.tables import number_text, table_text
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.policies import POLICIES, PROGRAM
+from services.scheduler.core.policies import POLICIES, PROGRAM, holds_ended
 from services.simulation.laboratory.accounts import percentile
 from services.simulation.laboratory.run import RunResult, Setup, bounds, simulate
+from services.simulation.laboratory.tier import NO_TIER, TierSize
 from services.simulation.laboratory.workloads import Traffic, generate
 from services.worker.profiles.profile import MeasuredProfile, read_profile
 
@@ -45,10 +46,13 @@ class Load:
     profile: str = "h100-8b"
     max_num_seqs: int = 256
     token_budget: int = 8192
+    tier_tokens: int = 0
+    """The size of the workers' tier, which all rows have but fcfs."""
 
     @property
     def text(self) -> str:
-        return self.name if self.scale == 1.0 else f"{self.name}, tokens x {self.scale:g}"
+        scale = "" if self.scale == 1.0 else f", tokens x {self.scale:g}"
+        return f"{self.name}{scale}{', tier' if self.tier_tokens else ''}"
 
     def setup(self) -> Setup:
         profile = read_profile(self.profile)
@@ -61,7 +65,9 @@ class Load:
             num_blocks=1 + self.kv_tokens // BLOCK_SIZE,
             async_scheduling=True,
         )
-        return Setup(config, profile.times, profile.serving)
+        size = self.tier_tokens // BLOCK_SIZE
+        tier = TierSize(size, BLOCK_SIZE * profile.seconds_per_loaded_token)
+        return Setup(config, profile.times, profile.serving, tier=tier)
 
     def traffic(self, seed: int) -> Traffic:
         """The longest context leaves space in the pool for others."""
@@ -88,6 +94,7 @@ LOADS = (
     Load("smith", 420_000, 0.9, required=8.5),
     Load("mixed", 200_000, 0.6, required=1.7),
     Load("mixed", 54_000, 0.27, required=2.0),
+    Load("swe", 100_000, 0.8, required=4.2, tier_tokens=200_000),
     replace(_CPU, rate=0.12),
     _CPU,
 )
@@ -146,7 +153,11 @@ class Comparison:
 def policy_setups(load: Load) -> dict[str, Setup]:
     base = load.setup()
     names = [name for name in POLICIES if name != "priority"]  # programs have no priorities
-    return {name: with_policy(base, name) for name in names} | bounds(base)
+    rows = {name: with_policy(base, name) for name in names} | bounds(base)
+    if load.tier_tokens:
+        rows = {name: setup for name, setup in rows.items() if not holds_ended(setup.config.policy)}
+        rows |= {BASE: replace(rows[BASE], tier=NO_TIER), f"{BASE}, tier": rows[BASE]}
+    return rows
 
 
 def ladder_setups(load: Load) -> dict[str, Setup]:
@@ -174,12 +185,12 @@ def compare(load: Load, seeds: Iterable[int], setups: Mapping[str, Setup]) -> Co
 
 
 def ratio_table(comparisons: Sequence[Comparison]) -> str:
-    others = [name for name in comparisons[0].rows if name != BASE]
+    others = list(dict.fromkeys(name for one in comparisons for name in one.rows if name != BASE))
     header = ("load", "pool, tokens", "programs/s", "pressure", f"{BASE}, s", *others, "required")
-    return table_text(header, map(_ratios, comparisons))
+    return table_text(header, (_ratios(one, others) for one in comparisons))
 
 
-def _ratios(one: Comparison) -> list[str]:
+def _ratios(one: Comparison, rows: Sequence[str]) -> list[str]:
     load = one.load
     return [
         load.text,
@@ -187,7 +198,7 @@ def _ratios(one: Comparison) -> list[str]:
         f"{load.rate:g}",
         number_text(one.pressure, 1),
         number_text(one.mean(BASE, "mean_seconds"), 0),
-        *(number_text(one.ratio(name), 2) for name in one.rows if name != BASE),
+        *(number_text(one.ratio(name), 2) if name in one.rows else "" for name in rows),
         number_text(load.required, 1),
     ]
 

@@ -20,6 +20,7 @@ from services.scheduler.core.step_log.log_entry import SCHEMA
 from services.simulation.laboratory.policy_check import PolicyProblem, check_policy
 from services.simulation.laboratory.programs import Program
 from services.simulation.laboratory.run import RunResult, Setup, bounds, simulate
+from services.simulation.laboratory.tier import NO_TIER, TierSize
 from services.simulation.laboratory.traces import read_trace
 from services.simulation.laboratory.workloads import NAMES, Traffic, generate
 from services.worker.profiles.profile import MeasuredProfile, profile_names, read_profile
@@ -120,6 +121,12 @@ def _parser() -> CommandParser:
     add(
         "--kv-tokens", type=_count, default=458_000, metavar="N", help="in a pool (default: 458000)"
     )
+    add(
+        "--tier-tokens",
+        type=_count,
+        metavar="N",
+        help="in the workers' tier of a replica (default: no tier)",
+    )
     add("--block-size", type=_count, default=16, metavar="N", help="default: 16")
     add("--max-num-seqs", type=_count, default=256, metavar="N", help="default: 256")
     add("--max-num-batched-tokens", type=_count, default=8192, metavar="N", help="default: 8192")
@@ -162,7 +169,14 @@ def _setups(arguments: argparse.Namespace) -> dict[str, Setup]:
     )
     policies = arguments.policy or ["fcfs"]
     routings = arguments.routing or ["cache-aware"]
-    base = Setup(config, profile.times, profile.serving, arguments.replicas, seed=arguments.seed)
+    base = Setup(
+        config,
+        profile.times,
+        profile.serving,
+        arguments.replicas,
+        seed=arguments.seed,
+        tier=_tier(arguments, profile),
+    )
     setups = {}
     for routing in routings:
         for policy in policies:
@@ -174,6 +188,17 @@ def _setups(arguments: argparse.Namespace) -> dict[str, Setup]:
     if not arguments.no_optimum:
         setups["optimum (offline)"] = replace(first, is_optimum=True)
     return setups
+
+
+def _tier(arguments: argparse.Namespace, profile: MeasuredProfile) -> TierSize:
+    if arguments.tier_tokens is None:
+        return NO_TIER
+    if not profile.seconds_per_loaded_token:
+        raise CommandError(
+            f"--tier-tokens: the profile {arguments.profile} has no seconds_per_loaded_token"
+        )
+    size = arguments.block_size
+    return TierSize(-(-arguments.tier_tokens // size), size * profile.seconds_per_loaded_token)
 
 
 def _programs(arguments: argparse.Namespace) -> Workload:

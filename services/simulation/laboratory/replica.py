@@ -10,6 +10,7 @@ from services.common.request.finish import Finish
 from services.gateway.core.fleet.replica import Replica
 from services.gateway.core.request.inflight import Inflight
 from services.scheduler.core.config import SchedulerConfig
+from services.scheduler.core.engine.replica_state import Connect
 from services.scheduler.core.output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.planning.steady_steps import (
@@ -22,6 +23,7 @@ from services.simulation.inprocess_pool import InProcessPool
 from services.simulation.laboratory.clock import Event, EventClock
 from services.simulation.laboratory.device import Device
 from services.simulation.laboratory.live import SentTurn
+from services.simulation.laboratory.tier import SimulatedTier
 
 T = TypeVar("T")
 
@@ -60,12 +62,17 @@ class SimulatedReplica:
         observer: Observer,
         take_sent: Callable[[Inflight], SentTurn],
         pool: InProcessPool,
+        connect: Connect | None = None,
+        seconds_per_loaded_block: float = 0.0,
         *,
         may_skip: bool = True,
     ) -> None:
-        """`take_sent` returns the request of a sequence that the gateway sends here."""
+        """`take_sent` returns the request of a sequence that the gateway sends here. `connect`
+        makes the scheduler's transfers to and from a tier. None means that there is no tier.
+        """
         self.pool = pool
-        self.scheduler = Scheduler(config, self.pool, clock=lambda: clock.now)
+        self.scheduler = Scheduler(config, self.pool, connect, clock=lambda: clock.now)
+        self._tier = SimulatedTier(clock, seconds_per_loaded_block)
         self.replica: Replica
         self.num_steps = 0
         self.num_planned_steps = 0
@@ -89,6 +96,8 @@ class SimulatedReplica:
         self._step_ends: list[float] = []
         """The end of the running step, and of the steps after it that will be skipped."""
         self._end_event: Event | None = None
+        self._awaits_load = False
+        """Whether `_load_ended` will be called."""
 
     # Methods of the gateway's Link.
 
@@ -133,6 +142,8 @@ class SimulatedReplica:
             self._lost[preemption.victim] = preemption.num_lost_tokens
         if plan.new or plan.resumed:
             self._note_admissions(plan)
+        if plan.kv_connector_metadata is not None:
+            self._tier.begin(plan.kv_connector_metadata)
         for watch in self.watchers:
             watch(plan)
         self.on_pool_changed()
@@ -141,7 +152,7 @@ class SimulatedReplica:
     def _run(self, plan: SchedulerOutput) -> None:
         """Gives a step to the idle device. A step without tokens ends at once."""
         if not plan.requests:
-            self.scheduler.update_from_output(plan, ModelRunnerOutput(()))
+            self._update(plan)
             return
         self.num_steps += 1
         self.num_computed_tokens += plan.num_tokens
@@ -185,8 +196,15 @@ class SimulatedReplica:
     def _begin_again(self) -> None:
         """A step was empty, for example because a token was awaited that has arrived now."""
         self._run(self._plan())
-        if self._running is None:
+        if self._running is None and not self.scheduler.has_transfers:
             raise AssertionError("requests wait, none runs, and none can be admitted")
+
+    def _load_ended(self) -> None:
+        """If no step runs, an empty one reports the load, and the next may have its request."""
+        self._awaits_load = False
+        for _ in range(2):
+            if self._running is None:
+                self._run(self._plan())
 
     def catch_up(self) -> bool:
         """Skips the steps that have ended by now. Returns whether there are any."""
@@ -221,7 +239,11 @@ class SimulatedReplica:
             _NO_TOKEN if request in chunks else (sent[request].own_token if request in sent else 0,)
             for request in plan.requests
         ]
-        update = self.scheduler.update_from_output(plan, ModelRunnerOutput(tokens))
+        answer = ModelRunnerOutput(tokens, kv_transfers=self._tier.take_ended())
+        update = self.scheduler.update_from_output(plan, answer)
+        if self._tier.is_loading and not self._awaits_load:
+            self._awaits_load = True
+            self._clock.call_at(self._tier.next_end, self._load_ended)
         if self._without_output:
             self._note_first_tokens(plan, update)
         for request in update.ended:

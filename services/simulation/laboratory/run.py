@@ -10,6 +10,7 @@ from services.scheduler.core.config import SchedulerConfig
 from services.scheduler.core.kv.capacity import max_request_tokens
 from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.policies import PROGRAM
+from services.scheduler.options.listed import TRANSFERS
 from services.simulation.inprocess_pool import InProcessPool
 from services.simulation.laboratory.accounts import Accounts
 from services.simulation.laboratory.clients import Clients
@@ -19,6 +20,7 @@ from services.simulation.laboratory.fleet import SimulatedFleet
 from services.simulation.laboratory.optimum import KnownFuturePool
 from services.simulation.laboratory.programs import Program
 from services.simulation.laboratory.replica import SimulatedReplica
+from services.simulation.laboratory.tier import NO_TIER, TierSize
 from services.worker.core.step_times import NO_SERVING, ServingCosts, StepTimes
 
 _FINGERPRINT = bytes(32)
@@ -38,6 +40,7 @@ class Setup:
     num_replicas: int = 1
     routing: str = "cache-aware"
     seed: int = 0
+    tier: TierSize = NO_TIER
     is_optimum: bool = False
     """Whether blocks are evicted with known future."""
     tells_work: bool = False
@@ -74,7 +77,12 @@ def simulate(
     AssertionError if a request or a block is left.
     """
     config = setup.config
-    config = replace(config, max_model_len=max_request_tokens(config), fingerprint=_FINGERPRINT)
+    config = replace(
+        config,
+        max_model_len=max_request_tokens(config),
+        fingerprint=_FINGERPRINT,
+        kv_role=TRANSFERS.role(setup.tier.num_blocks),
+    )
     clock, device = EventClock(), Device(setup.times, setup.serving)
     accounts = Accounts(device, config.token_budget, config.block_size)
     tells_work = setup.tells_work
@@ -84,7 +92,15 @@ def simulate(
     def make_replica() -> SimulatedReplica:
         pool = KnownFuturePool(config) if setup.is_optimum else InProcessPool(config)
         replica = SimulatedReplica(
-            config, device, clock, clients, clients.take_sent, pool, may_skip=setup.may_skip
+            config,
+            device,
+            clock,
+            clients,
+            clients.take_sent,
+            pool,
+            TRANSFERS(config, setup.tier.num_blocks).connect,
+            setup.tier.seconds_per_block,
+            may_skip=setup.may_skip,
         )
         if setup.watch is not None:
             replica.watchers.append(partial(setup.watch, replica))

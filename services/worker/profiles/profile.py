@@ -26,6 +26,7 @@ _DEFAULT_UTILIZATION = 0.9
 _ANSWERS = ("mean_output_tokens", "draft_acceptance_rate")
 """Keys of both kinds of profiles, which describe the model's answers."""
 _CURVE = "seconds_by_tokens"
+_LOADED = "seconds_per_loaded_token"
 _TOO_MUCH = 1e18
 _PROFILES = files("services.worker.profiles")
 
@@ -62,6 +63,10 @@ class MeasuredProfile:
     """The costs of a run of the draft model."""
     serving: ServingCosts = NO_SERVING
     """What the other services add to steps. Only simulations without these services use it."""
+    seconds_per_loaded_token: float = 0.0
+    """The time to copy a token's keys and values from the tier. 0 means that it is unknown. Only
+    `stepwell simulate` uses it.
+    """
 
     def step_times(self, size: ModelSize) -> StepTimes:
         """The times of steps. A measured profile has the times of one model and ignores `size`."""
@@ -179,9 +184,11 @@ def _parse(table: dict[str, Any]) -> Profile:
     serving = NO_SERVING
     if "serving" in table:
         serving = _read(ServingCosts, _pop_table(table, "serving"), "serving")
-    memory = {"kv_cache_memory_bytes": table.pop("kv_cache_memory_bytes", None)}
+    others = {"kv_cache_memory_bytes": table.pop("kv_cache_memory_bytes", None)}
+    if _LOADED in table:
+        others[_LOADED] = table.pop(_LOADED)
     _refuse_others(table)
-    numbers = _numbers(memory, "") | answers
+    numbers = _numbers(others, "") | answers
     return MeasuredProfile(StepTimes(decode, mixed), draft=draft, serving=serving, **numbers)
 
 

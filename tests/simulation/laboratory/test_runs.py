@@ -9,6 +9,7 @@ import pytest
 
 from services.simulation.laboratory.programs import Program, Turn
 from services.simulation.laboratory.run import RunResult, Setup, simulate
+from services.simulation.laboratory.tier import TierSize
 from services.simulation.laboratory.workloads import Traffic, generate
 from services.worker.core.step_times import ServingCosts, StepCosts, StepTimes
 from tests.simulation.laboratory.small import program, setup
@@ -84,6 +85,27 @@ def test_waste_counts_what_was_evicted() -> None:
     run = simulate(setup(num_blocks=16), [first, program(2, 30.0, (220, 1, 0.0))])
     assert run.accounts.num_cached_tokens < 192
     assert run.accounts.num_evicted_tokens == 192 - run.accounts.num_cached_tokens
+
+
+def test_an_evicted_context_is_loaded_from_the_tier() -> None:
+    # 15 blocks; the second program's 14 evict 11 of the 12 that the first has filled.
+    first = program(1, 0.0, (200, 1, 0.0), (8, 1, 100.0))
+    with_tier = replace(setup(num_blocks=16), tier=TierSize(40, seconds_per_block=0.5))
+    run = simulate(with_tier, [first, program(2, 30.0, (220, 1, 0.0))])
+    # 11 blocks are loaded, and then 17 of 209 tokens are computed.
+    assert run.accounts.later_turn_seconds.tolist() == pytest.approx([5.5 + 2.7])
+    assert run.accounts.num_cached_tokens == 192
+    assert run.accounts.num_evicted_tokens == 0
+
+
+def test_loads_use_one_link_one_after_another_while_steps_run() -> None:
+    evicted = [program(number, 0.0, (96, 1, 0.0), (8, 1, 100.0)) for number in (1, 2)]
+    others = [program(3, 50.0, (220, 1, 0.0)), program(4, 108.0, (8, 30, 0.0))]
+    with_tier = replace(setup(num_blocks=17), tier=TierSize(40, seconds_per_block=2.0))
+    run = simulate(with_tier, [*evicted, *others])
+    # Each loads 6 blocks in 12 s. The second arrives 7.4 s later and waits 4.6 s for the link.
+    assert run.accounts.later_turn_seconds.tolist() == pytest.approx([12 + 3.0, 4.6 + 12 + 2.9])
+    assert run.accounts.num_evicted_tokens == 0
 
 
 def test_waste_counts_what_was_preempted() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.errors import CommandError
 from services.cli.simulate import main
 
 SMALL = [
@@ -50,6 +51,26 @@ def test_the_bounds_are_no_worse_than_the_policies(tmp_path: Path) -> None:
     assert list(rows) == ["fcfs", "unlimited memory", "known work"]
     fcfs, unlimited, known = (row["job_seconds_mean"] for row in rows.values())
     assert unlimited <= known < fcfs
+
+
+def test_a_tier_keeps_what_the_pools_evict(tmp_path: Path) -> None:
+    crowd = ["--workload", "swe", "--programs", "30", "--rate", "3", "--scale", "0.1"]
+    limits = ["--kv-tokens", "4000", "--max-num-batched-tokens", "512"]
+    policies = ["--policy", "fcfs", "--policy", "program", "--replicas", "2"]
+    evicted = {}
+    for tier in (), ("--tier-tokens", "40000"):
+        path = tmp_path / "out.json"
+        assert main([*crowd, *limits, *policies, *tier, "--json", str(path)]) == 0
+        rows = json.loads(path.read_text())["rows"]
+        evicted[tier] = [row["waste"]["wasted_evicted"] for row in rows]
+        assert all(row["num_jobs"] == 30 for row in rows)
+    without, with_tier = evicted.values()
+    assert all(one < 0.1 * other for one, other in zip(with_tier, without, strict=True))
+
+
+def test_a_tier_needs_a_profile_with_the_time_of_loads() -> None:
+    with pytest.raises(CommandError, match="demo-epyc-2-cores has no seconds_per_loaded_token"):
+        main([*SMALL, "--tier-tokens", "100", "--profile", "demo-epyc-2-cores"])
 
 
 def test_progress_ends_at_100_percent(capsys: pytest.CaptureFixture[str]) -> None:

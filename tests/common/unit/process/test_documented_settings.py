@@ -35,7 +35,7 @@ OTHERS |= {"--requests-per-minute", "--tokens-per-minute"}
 OTHERS |= {"--weight", "--priority-ceiling", "--expires-in-days", "--models", "--json"}
 OTHERS |= {"--once", "--width", "--program", "--slowest", "--failed", "--attributes"}
 OTHERS |= {"--link", "--every", "--seconds", "--streams", "--gateways", "--schemas", "--count"}
-OTHERS |= {"--kills", "--seed", "--worker-urls"}
+OTHERS |= {"--kills", "--seed", "--worker-urls", "--tier-tokens"}
 OTHERS |= {"--client-cert-path", "--client-key-path", "--ca-cert-paths"}
 
 
