@@ -31,6 +31,7 @@ class ReplicaState:
         clock: Callable[[], float],
     ) -> None:
         self.config = config
+        self.clock = clock
         self.step_costs = StepCosts()
         """The times of the latest steps, as far as the caller has observed them."""
         parts = PolicyParts(config, clock, self.step_costs, self._release_held)

@@ -1,4 +1,4 @@
-"""Estimates the time that a step takes for each prompt token and for each decoding request."""
+"""Estimates the time of a step for each prompt token and decoding request, and of loads."""
 
 from collections import deque
 from math import fsum
@@ -29,6 +29,8 @@ class StepCosts:
         """Number of requests, prompt tokens and seconds of each step with prompts."""
         self._fitted: tuple[float, float] | None = None
         """The cached fit; None after a new step until the costs are needed."""
+        self._loads: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
+        """Number of tokens and seconds of the latest loads from other tiers."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
         """Records that a step took `seconds`. Steps without requests are ignored."""
@@ -40,6 +42,17 @@ class StepCosts:
         elif not num_prompt_tokens:
             self._decoding.append((num_requests, seconds))
             self._fitted = None
+
+    def observe_load(self, num_tokens: int, seconds: float) -> None:
+        """Records that keys and values of `num_tokens` tokens were loaded within `seconds`."""
+        self._loads.append((num_tokens, seconds))
+
+    @property
+    def seconds_per_loaded_token(self) -> float:
+        """Seconds for each token in the fastest of the latest loads. The others have waited for
+        loads before them, or for the end of a step. 0 while unknown.
+        """
+        return min((seconds / tokens for tokens, seconds in self._loads), default=0.0)
 
     @property
     def seconds_per_step(self) -> float:

@@ -108,3 +108,11 @@ def test_costs_are_the_same_with_every_version_of_python() -> None:
     for _ in range(10):
         costs.observe(1, 17, 0.1)
     assert costs.seconds_per_prompt_token == 1.0 / 160
+
+
+def test_the_fastest_load_tells_the_speed_of_loads() -> None:
+    costs = StepCosts()
+    assert costs.seconds_per_loaded_token == 0.0
+    for num_tokens, seconds in ((32, 0.02), (3200, 0.16), (64, 0.5)):
+        costs.observe_load(num_tokens, seconds)
+    assert costs.seconds_per_loaded_token == pytest.approx(5e-5)

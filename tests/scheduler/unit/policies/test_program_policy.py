@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.output import WaitReason
@@ -83,6 +84,19 @@ def test_longer_programs_have_more_work_left() -> None:
     assert expected == pytest.approx([600, 800, 50])
 
 
+def test_a_new_application_is_expected_to_be_like_other_new_ones() -> None:
+    """Conversations without a common prefix are short, while one agent has long programs."""
+    ended = EndedPrograms()
+    agent = BlockHash(b"agent")
+    for number in range(40):
+        ended.add(Program(agent, 0.0, num_turns=20, num_tokens=2_000))
+        ended.add(Program(BlockHash(bytes([number])), 0.0, num_turns=2, num_tokens=200))
+    new, known = Program(BlockHash(b"new"), 0.0, num_turns=1), Program(agent, 0.0, num_turns=1)
+    # 40 conversations and the agent's first 5 programs have 4 turns on average, of 100 tokens each.
+    assert ended.expected_tokens(new) == pytest.approx(400)
+    assert ended.expected_tokens(known) == pytest.approx(2_000)
+
+
 async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program() -> None:
     agents = Agents()
     context = await agents.turn("one", prompt(16))
@@ -129,6 +143,20 @@ async def test_the_credit_of_waiting_bounds_the_wait() -> None:
         await agents.step()
         agents.now += 3.0
     assert not running.is_finished
+
+
+async def test_contexts_that_a_tier_loads_faster_are_worth_less() -> None:
+    agents, _, _ = await paused_and_running()
+    worth = agents.retention.worth
+    computed = worth._seconds_per_block()
+    agents.story.scheduler.step_costs.observe_load(num_tokens=100, seconds=0.1)
+    assert worth._seconds_per_block() == computed, "no program has loaded its context"
+    worth.returned(num_loaded=30, num_recomputed=10)
+    loaded = 0.001 * agents.story.config.block_size
+    assert worth._seconds_per_block() == pytest.approx(0.25 * computed + 0.75 * loaded)
+    agents.story.scheduler.step_costs._loads.clear()
+    agents.story.scheduler.step_costs.observe_load(num_tokens=1, seconds=9.0)
+    assert worth._seconds_per_block() == pytest.approx(computed)
 
 
 async def test_a_prompt_that_is_much_longer_than_a_step_earns_its_blocks_too() -> None:

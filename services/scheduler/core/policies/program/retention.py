@@ -159,6 +159,9 @@ class ProgramRetention(NoRetention):
         cached = request.num_cached_tokens or 0
         program.num_tokens += request.num_tokens - cached
         self._recomputations.ended(request, self.observer)
+        loaded, turn = request.num_external_tokens, request.program_turn
+        if turn is not None and (loaded or turn.num_recomputed_tokens):
+            self.worth.returned(loaded, turn.num_recomputed_tokens)
         declared = request.program
         if declared is not None and declared.ends:
             self._end(program)

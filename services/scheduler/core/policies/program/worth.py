@@ -13,6 +13,7 @@ _RANK_SECONDS = 0.01
 _ONGOING_SECONDS = 2.0
 """The time between two looks at the pauses that have not ended."""
 _WAIT_SMOOTHING = 0.1
+_RETURN_SMOOTHING = 0.05
 _LEAST_WAIT = 0.05
 
 Ranked = list[tuple[float, Context]]
@@ -41,6 +42,8 @@ class Worth:
         self._credit = 0.0
         self._held_up_since: float | None = None
         self._why_held_up = ""
+        self._num_loaded = self._num_recomputed = 0.0
+        """Tokens of contexts that returning programs loaded from a tier, and computed again."""
 
     @property
     def is_held_up(self) -> bool:
@@ -56,6 +59,13 @@ class Worth:
         self._credit, self._held_up_since = 0.0, None
         if waited is not None:
             self._mean_wait += _WAIT_SMOOTHING * (waited - self._mean_wait)
+
+    def returned(self, num_loaded: int, num_recomputed: int) -> None:
+        """A program has returned, and missed tokens of its context. So many of them were loaded
+        from a tier, or computed again. The latest returns count most.
+        """
+        self._num_loaded += _RETURN_SMOOTHING * (num_loaded - self._num_loaded)
+        self._num_recomputed += _RETURN_SMOOTHING * (num_recomputed - self._num_recomputed)
 
     def held_up(self, num_running: int, now: float) -> str:
         """The next request was refused only because of contexts. It earns credit while it waits.
@@ -150,9 +160,14 @@ class Worth:
         return (fixed / whole if whole else 1.0) / (num_running + 1)
 
     def _seconds_per_block(self) -> float:
-        """The time to compute a block again."""
+        """The time to have a block again. With a tier, as many tokens are loaded as of the contexts
+        of late, if that is faster than to compute them.
+        """
         costs = self._costs
         each = costs.seconds_per_prompt_token or costs.seconds_per_decode or 1e-6
+        if self._num_loaded:
+            share = self._num_loaded / (self._num_loaded + self._num_recomputed)
+            each -= share * max(0.0, each - costs.seconds_per_loaded_token)
         return each * self._size
 
     def _explanation(self, num_running: int, now: float) -> str:

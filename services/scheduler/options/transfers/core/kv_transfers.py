@@ -42,6 +42,7 @@ class KVTransfers:
         self.deferred_frees = DeferredFrees(kv_cache_manager)
         self._config = config
         self._steps = state.steps
+        self._clock, self._costs = state.clock, state.step_costs
         self._cuts_loads = config.only_grows and len(config.all_groups) == 1
         """Whether a request whose load failed uses the loaded blocks before the first invalid one.
         With sliding windows or states, it uses no block of a failed load.
@@ -52,6 +53,8 @@ class KVTransfers:
         self.reserved = ReservedBlocks(config, self._block_tables)
         self._loading: dict[RequestKey, Request] = {}
         """Requests that wait for a load. After the load, `promote` removes them."""
+        self._begun: dict[RequestKey, tuple[float, int]] = {}
+        """When each load in progress began, and its number of tokens."""
         self._num_local: dict[Request, int] = {}
         """Number of tokens in the local prefix hit of each request in `_loading`."""
         self._finished_recving: set[Request] = set()
@@ -109,6 +112,7 @@ class KVTransfers:
         """Begins an asynchronous load of `num_external_tokens` tokens. The request waits for it."""
         self._note_table(request, blocks)
         self._loading[request.key] = request
+        self._begun[request.key] = self._clock(), num_external_tokens
         self.reserved.prefills.add(request)
         self._num_local[request] = request.num_computed_tokens - num_external_tokens
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -259,6 +263,9 @@ class KVTransfers:
 
     def finished(self, results: KVTransferResults, in_flight: Sequence[SchedulerOutput]) -> None:
         for key in results.finished_recving:
+            if (begun := self._begun.pop(key, None)) is not None:
+                began, num_tokens = begun
+                self._costs.observe_load(num_tokens, self._clock() - began)
             if (request := self._loading.get(key)) is not None:
                 self._finished_recving.add(request)
             else:
@@ -271,7 +278,13 @@ class KVTransfers:
             request.stop_loading()
         self.connector.forget()
         self.loads, self._filled = [], []
-        for state in (self._block_tables, self._loading, self._leaving, self._num_local):
+        for state in (
+            self._block_tables,
+            self._loading,
+            self._begun,
+            self._leaving,
+            self._num_local,
+        ):
             state.clear()
         for requests in (self._finished_recving, self.reserved.prefills):
             requests.clear()
