@@ -17,13 +17,18 @@ DEADLINE_MILLISECONDS = 60_000
 WIDE = {"viewport": {"width": 1360, "height": 900}}
 
 
-@asynccontextmanager
-async def chromium() -> AsyncIterator[Any]:
-    """A browser with its own profile. Skips the test if Chromium is not installed."""
+def playwright_api() -> Any:
+    """Playwright's module. Skips the test if the package or Chromium is not installed."""
     api = pytest.importorskip("playwright.async_api", reason="needs the package playwright")
     if CHROMIUM is None:
         pytest.skip("needs chromium")
-    async with api.async_playwright() as playwright:
+    return api
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Any]:
+    """A browser with its own profile. Skips the test if Chromium is not installed."""
+    async with playwright_api().async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=CHROMIUM, args=FLAGS, timeout=DEADLINE_MILLISECONDS
         )

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
 
 from tests.e2e.otlp_receiver import OtlpReceiver
 from tests.e2e.stack import ROOT, Stack
-from tests.e2e.tiny import save_servable_model
+from tests.e2e.tiny import MAX_MODEL_LEN, save_servable_model, save_tokenizer
+from tests.pooling_models import save_embedder
+from tests.tiny_models import edit_config
 
 # The cache is small and soon fully written, so that constant memory can be observed. The pool can
 # store about four of the sixteen sequences that the tests run. Steps cut prompts into chunks of
@@ -34,6 +37,10 @@ FLAGS = {
     ),
     "vllm.grpc": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
 }
+TEMPLATE = TemplateProcessing(
+    single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
+)
+"""Texts begin and end with special tokens, as those of most models that embed."""
 DEMO = ROOT / "models" / "demo"
 # Features that clients of other projects need: tool calls and vllm.grpc.engine.
 DEMO_FLAGS = (
@@ -43,7 +50,7 @@ DEMO_FLAGS = (
 )
 
 
-SHARED_FIXTURES = ("stack_of", "demo_stack", "demo_replicas")
+SHARED_FIXTURES = ("stack_of", "embedder", "demo_stack", "demo_replicas")
 """The fixtures that start shared stacks, in the order in which files that use them run."""
 
 
@@ -119,6 +126,25 @@ def stack(stack_of: Callable[[str], Stack]) -> Stack:
 def vllm_stack(stack_of: Callable[[str], Stack]) -> Stack:
     """A stack whose scheduler also serves vllm.grpc.engine."""
     return stack_of("vllm.grpc")
+
+
+@pytest.fixture(scope="package")
+def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A model that embeds."""
+    directory = tmp_path_factory.mktemp("models") / "embedder"
+    model = save_embedder(directory, "qwen3", "last")
+    edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
+    save_tokenizer(directory, TEMPLATE)
+    return TinyModel(directory, model)
+
+
+@pytest.fixture(scope="package")
+def embedder(embedding_model: TinyModel) -> Iterator[Stack]:
+    """A stack that embeds, whose requests may have priorities."""
+    flags = ("--policy", "priority", "--served-model-name", "tiny", "--num-blocks", "200")
+    steps = ("--dtype", "float32", "--max-num-batched-tokens", "16")
+    with closing(Stack(embedding_model.directory, *flags, *steps)) as stack:
+        yield stack
 
 
 @pytest.fixture(scope="package")

@@ -1,9 +1,7 @@
 """Every field of every request has an example in documented_fields.md, and each is answered."""
 
 import base64
-from collections.abc import Callable, Iterator
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -16,13 +14,10 @@ from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.e2e.conftest import TinyModel
 from tests.e2e.documented_fields import Example, examples, fields_of_body, fields_of_message
 from tests.e2e.stack import Stack
-from tests.e2e.tiny import MAX_MODEL_LEN, embed, save_tokenizer
+from tests.e2e.tiny import embed
 from tests.plain_http import http_client
-from tests.pooling_models import save_embedder
-from tests.tiny_models import edit_config
 from tools import reference_pages
 
-FLAGS = ("--policy", "priority", "--served-model-name", "tiny", "--num-blocks", "200")
 BODIES = {f"POST {path}": body for path, body in reference_pages.BODIES.items()}
 MESSAGES = {
     "Generate": gateway_pb2.GenerateRequest,
@@ -42,16 +37,6 @@ pytestmark = pytest.mark.usefixtures("stack_of")  # most tests use it, through `
 def server(stack_of: Callable[[str], Stack]) -> Stack:
     """A server whose requests may have priorities."""
     return stack_of("chunks of 7")
-
-
-@pytest.fixture(scope="module")
-def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    directory: Path = tmp_path_factory.mktemp("embedder")
-    save_embedder(directory, "qwen3", "last")
-    edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
-    save_tokenizer(directory)
-    with closing(Stack(directory, *FLAGS)) as stack:
-        yield stack
 
 
 @pytest.fixture

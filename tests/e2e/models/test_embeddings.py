@@ -16,20 +16,16 @@ import openai
 import pytest
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
-from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel
 
+from tests.e2e.conftest import TEMPLATE, TinyModel
 from tests.e2e.stack import Stack
 from tests.e2e.tiny import MAX_MODEL_LEN, save_tokenizer
 from tests.plain_http import http_post
-from tests.pooling_models import class_scores, embedding, save_classifier, save_embedder
-from tests.tiny_models import edit_config
+from tests.pooling_models import class_scores, embedding, save_classifier
 
 TOLERANCE = 2e-6
 TEXTS = ["a stepwell holds water", "stairs lead down to it", "x"]
-TEMPLATE = TemplateProcessing(
-    single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
-)
 
 
 def post(url: str, body: dict[str, Any]) -> httpx.Response:
@@ -43,24 +39,13 @@ def tokens(text: str, directory: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("embedder")
+def directory(embedding_model: TinyModel) -> Path:
+    return embedding_model.directory
 
 
 @pytest.fixture(scope="module")
-def model(directory: Path) -> PreTrainedModel:
-    model = save_embedder(directory, "qwen3", "last")
-    edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
-    save_tokenizer(directory, TEMPLATE)
-    return model
-
-
-@pytest.fixture(scope="module")
-def embedder(directory: Path, model: PreTrainedModel) -> Iterator[Stack]:
-    del model  # it has been saved
-    flags = ("--dtype", "float32", "--max-num-batched-tokens", "16")
-    with closing(Stack(directory, *flags)) as stack:
-        yield stack
+def model(embedding_model: TinyModel) -> PreTrainedModel:
+    return embedding_model.model
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.browser import DEADLINE_MILLISECONDS, WIDE, chromium, page_of
+from tests.e2e.browser import (
+    DEADLINE_MILLISECONDS,
+    WIDE,
+    chromium,
+    page_of,
+    playwright_api,
+)
 from tests.e2e.clients.test_command_line import stepwell
 from tests.e2e.conftest import TinyModel
 from tests.e2e.stack import Stack
@@ -26,6 +32,8 @@ NUMBER_OF_TOKENS = "document.querySelectorAll('#numbers b')[4].textContent"
 
 @pytest.fixture(scope="module")
 def shown(tiny_model: TinyModel) -> Iterator[Stack]:
+    """A stack for a browser. It starts only if there is a browser."""
+    playwright_api()
     stack = Stack(
         tiny_model.directory, *("--max-num-seqs", "4", "--num-blocks", "200", "--admin-port", "0")
     )

@@ -13,6 +13,7 @@ from tests.e2e.inference import Answer, generate_all, request
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy
+from tests.plain_http import http_post
 
 NUM_TOKENS = 100
 HIT_AT = 20
@@ -20,7 +21,9 @@ HIT_AT = 20
 
 @pytest.fixture(scope="module")
 def ranks(tiny_model: TinyModel) -> Iterator[Stack]:
-    stack = Stack(tiny_model.directory, "--num-blocks", "1000", "--tensor-parallel-size", "2")
+    """A stack of two ranks, which sends spans only when it stops."""
+    flags = ("--num-blocks", "1000", "--tensor-parallel-size", "2")
+    stack = Stack(tiny_model.directory, *flags, environ={"OTEL_BSP_SCHEDULE_DELAY": "600000"})
     yield stack
     stack.close()
 
@@ -91,8 +94,16 @@ async def test_ranks_stay_in_step_when_their_streams_end(
     assert pids_of_ranks(ranks) == before
 
 
-def test_all_ranks_stop_on_sigterm(ranks: Stack) -> None:
+def test_all_ranks_stop_on_sigterm_and_no_spans_of_a_last_request_are_lost(ranks: Stack) -> None:
     wait_for(ranks.healthy)
+    traced = {"traceparent": f"00-{os.urandom(16).hex()}-00f067aa0ba902b7-01"}
+    body = {"prompt": "the", "max_tokens": 5}
+    assert http_post(f"{ranks.url}/v1/completions", json=body, headers=traced).is_success
     ranks.terminate()
     assert ranks.wait(15) == 0
-    assert not any("did not stop" in line for line in ranks.output)
+    stop = next(n for n, line in enumerate(ranks.output) if "SIGTERM: stopping" in line)
+    lines = ranks.output[stop:]
+    for rank in range(2):
+        assert any(f"| stopping worker-{rank}" in line for line in lines)
+    wrong = ("warning", "is killed", "did not stop")
+    assert not [line for line in lines if any(word in line for word in wrong)]
