@@ -38,8 +38,14 @@ SERVED += [(kind, NOT_INVARIANT) for kind in ("llama", "gemma2", "gpt_neox")]
 
 EVERY = pytest.mark.parametrize("served", SERVED, indirect=True, ids="-".join)
 EACH_CACHE = pytest.mark.parametrize(
-    "served", [case for case in SERVED if case[0] in CACHES], indirect=True, ids="-".join
+    "served",
+    [case for case in SERVED if case[0] in CACHES and case != ("qwen3_next", "torch")],
+    indirect=True,
+    ids="-".join,
 )
+"""Kinds that differ in their caches. The states of recurrent layers reach no kernel, so these kinds
+are served with one kind of kernels.
+"""
 
 Build = Callable[..., Driver]
 Served = tuple[PreTrainedModel, Build, list[Request]]
