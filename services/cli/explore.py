@@ -1,5 +1,6 @@
 """`stepwell explore`: searches for faults, with all services in one process, in virtual time."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def main(argv: Sequence[str]) -> int:
     if not (arguments.model / "config.json").exists():
         raise CommandError(f"{arguments.model} is no model directory")
     install()
+    _import_tokenizers()
     # After `install`:
     from services.cli.replay.log_check import log_differences  # noqa: PLC0415
     from services.simulation.explore.search import replay, search  # noqa: PLC0415
@@ -25,3 +27,16 @@ def main(argv: Sequence[str]) -> int:
         return replay(arguments.model, arguments.seed, log_differences)
     first = arguments.first
     return search(arguments.model, range(first, first + arguments.seeds), log_differences)
+
+
+def _import_tokenizers() -> None:
+    """Imports the part of transformers that reads tokenizers, before torch and as if torch were not
+    installed. With torch it would import torch's compiler, which takes a third of the start.
+    """
+    from services.gateway.adapters.tokenizer.transformers_package import (  # noqa: PLC0415
+        import_auto_tokenizer,
+    )
+
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    import_auto_tokenizer()
+    del sys.modules["torch"]
