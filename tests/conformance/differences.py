@@ -2,6 +2,14 @@
 
 from typing import Any
 
+from tests.conformance.recording import Record, Recording
+
+
+def assert_as_recorded(recording: Recording, ours: Record) -> None:
+    """Asserts that a run of a recording's scenario made the recorded decisions."""
+    policy = recording.scenario["config"].get("policy", "fcfs")
+    assert differences(recording.recorded, ours, FIELDS, policy=policy) == []
+
 
 def differences(
     golden: dict[str, Any], ours: dict[str, Any], fields: list[str], *, policy: str = "fcfs"

@@ -1,10 +1,8 @@
-"""Stepwell's decisions equal vLLM's in every recorded field of every step, with the pool in the
-same process and behind its service.
+"""Stepwell's decisions equal vLLM's in every recorded field of every step, with the pool behind its
+service. test_replayed_logs.py compares them with the pool in the same process.
 """
 
 import json
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2, kvpool_pb2_grpc
@@ -19,7 +17,7 @@ from services.kvpool.adapters.servicer import KVPoolServicer
 from services.kvpool.core.pool_host import PoolHost
 from services.scheduler.adapters.pool.pool_client import PoolClient
 from services.scheduler.core.planning.scheduler import Scheduler
-from tests.conformance.differences import FIELDS, differences
+from tests.conformance.differences import FIELDS, assert_as_recorded, differences
 from tests.conformance.recording import (
     DIRECTORY,
     NUM_RECORDINGS,
@@ -29,12 +27,8 @@ from tests.conformance.recording import (
     load_recordings,
 )
 from tests.scenarios.connector import connected
-from tests.scenarios.run import ScenarioRun, run_scenario
+from tests.scenarios.run import ScenarioRun
 from tests.scenarios.scenario import read_scenario
-
-
-async def replay_in_process(scenario: Record) -> Record:
-    return await run_scenario(read_scenario(scenario))
 
 
 async def replay_over_grpc(scenario: Record) -> Record:
@@ -77,14 +71,9 @@ def test_all_recordings_are_there() -> None:
     assert {file.name.removesuffix(".jsonl.xz") for file in files} == NUM_RECORDINGS.keys()
 
 
-@pytest.mark.parametrize("replay", [replay_in_process, replay_over_grpc])
 @pytest.mark.parametrize("recording", RECORDINGS, ids=str)
-async def test_decisions_are_those_recorded(
-    recording: Recording, replay: Callable[[Record], Coroutine[Any, Any, Record]]
-) -> None:
-    ours = await replay(recording.scenario)
-    policy = recording.scenario["config"].get("policy", "fcfs")
-    assert differences(recording.recorded, ours, FIELDS, policy=policy) == []
+async def test_decisions_are_those_recorded(recording: Recording) -> None:
+    assert_as_recorded(recording, await replay_over_grpc(recording.scenario))
 
 
 def test_a_changed_decision_shows() -> None:

@@ -1,4 +1,6 @@
-"""Replays of step logs of the recorded scenarios."""
+"""With the pool in the scheduler's process, decisions equal vLLM's in every recorded field of every
+step, and the logs of their steps replay.
+"""
 
 import json
 
@@ -13,6 +15,7 @@ from services.cli.replay.what_if import what_if
 from services.scheduler.core.step_log.log_entry import Entry
 from services.scheduler.core.step_log.recorder import RecordingScheduler
 from services.simulation.inprocess_pool import InProcessPool
+from tests.conformance.differences import assert_as_recorded
 from tests.conformance.recording import RECORDINGS, Recording
 from tests.scenarios.connector import connected
 from tests.scenarios.run import ScenarioRun
@@ -20,16 +23,16 @@ from tests.scenarios.scenario import read_scenario
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=str)
-async def test_a_log_of_a_scenario_replays_and_without_a_change_nothing_changes(
-    recording: Recording,
-) -> None:
+async def test_decisions_are_those_recorded_and_their_log_replays(recording: Recording) -> None:
+    """Nothing changes in a replay without a change."""
     scenario = read_scenario(recording.scenario)
     config = scenario.config
     pool = InProcessPool(config)
     entries: list[Entry] = []
     connector = scenario.make_connector()
     scheduler = RecordingScheduler(config, pool, entries.append, connected(connector))
-    await ScenarioRun(scenario, scheduler, pool.core, connector).run()
+    record = await ScenarioRun(scenario, scheduler, pool.core, connector).run()
+    assert_as_recorded(recording, record)
     header = Header("stand-in", config)
     replay = LogReplay(header)
     for entry in entries:

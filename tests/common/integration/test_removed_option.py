@@ -22,7 +22,7 @@ OTHER_TESTS = {
     "scheduler": [
         "tests/scheduler/unit/test_scheduling_budget.py",
         "tests/conformance/test_recordings.py::test_decisions_are_those_recorded"
-        "[16_prefix_evict_lru-replay_in_process]",
+        "[16_prefix_evict_lru]",
     ],
     "worker": [],
 }
