@@ -25,7 +25,7 @@ from tests.tiny_models import edit_config
 # store about four of the sixteen sequences that the tests run. Steps cut prompts into chunks of
 # seven tokens, in priority order.
 FLAGS = {
-    "plain": ("--num-blocks", "1000"),
+    "plain": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
     "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
     "chunks of 7": (
         *("--max-num-batched-tokens", "7", "--max-num-seqs", "7"),
@@ -35,7 +35,6 @@ FLAGS = {
         *("--num-blocks", "1000", "--speculative-config"),
         '{"num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}',
     ),
-    "vllm.grpc": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
 }
 TEMPLATE = TemplateProcessing(
     single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
@@ -118,14 +117,8 @@ def stack_of(tiny_model: TinyModel) -> Iterator[Callable[[str], Stack]]:
 
 @pytest.fixture(scope="package")
 def stack(stack_of: Callable[[str], Stack]) -> Stack:
-    """The plain stack."""
+    """The plain stack. Its scheduler also serves vllm.grpc.engine."""
     return stack_of("plain")
-
-
-@pytest.fixture(scope="package")
-def vllm_stack(stack_of: Callable[[str], Stack]) -> Stack:
-    """A stack whose scheduler also serves vllm.grpc.engine."""
-    return stack_of("vllm.grpc")
 
 
 @pytest.fixture(scope="package")

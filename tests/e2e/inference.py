@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
 import torch
 from stepwell.common.v1 import common_pb2
 from stepwell.gateway.v1 import gateway_pb2, gateway_pb2_grpc
+
+from tests.e2e.stack import Stack
 
 
 @dataclass
@@ -96,3 +99,19 @@ async def generate_all(
         )
     assert is_hit
     return answers
+
+
+async def greedy_answers(
+    stack: Stack,
+    prompts: Sequence[list[int]],
+    num_tokens: int,
+    victim: str | None = None,
+    hit_at: int = 20,
+) -> list[list[int]]:
+    """The tokens of greedy answers to prompts that are sent at once. The victim, a service, is
+    killed once the first answer has `hit_at` tokens.
+    """
+    requests = [request(prompt, num_tokens) for prompt in prompts]
+    hit = None if victim is None else partial(stack.hit, victim)
+    answers = await generate_all(stack.grpc, requests, hit, hit_at)
+    return [answer.token_ids for answer in answers]

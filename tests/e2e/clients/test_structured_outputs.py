@@ -1,5 +1,5 @@
 """Tests structured outputs with the released servers and model: streamed or not, in a batch with
-others, preempted, after a kill, and on two ranks.
+others, preempted, and after a kill. tests/e2e/replicas/test_composition.py has them on two ranks.
 """
 
 import asyncio
@@ -7,7 +7,6 @@ import json
 import re
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import closing
 from typing import Any
 
 import httpx
@@ -156,18 +155,6 @@ async def test_answers_go_on_at_another_replica(demo_replicas: Stack) -> None:
     assert [answer["text"] for answer in after] == [answer["text"] for answer in alone]
     for answer in after:
         check("person", answer)
-
-
-async def test_two_ranks_agree_at_every_step(http: httpx.AsyncClient) -> None:
-    wanted = [body(seed, structured_outputs=FORMS[name].sent) for seed, name in enumerate(FORMS)]
-    expected = await asyncio.gather(*(ask(http, one) for one in wanted))
-    checks = {"STEPWELL_WORKER_CHECK_RANKS_EVERY_STEPS": "1"}
-    with closing(Stack(DEMO, *FLAGS, "--tensor-parallel-size", "2", environ=checks)) as stack:
-        async with async_http_client(base_url=stack.url, timeout=100) as ranks:
-            answers = await asyncio.gather(*(ask(ranks, one) for one in wanted))
-    for name, answer in zip(FORMS, answers, strict=True):
-        check(name, answer)
-    assert [answer["text"] for answer in answers] == [answer["text"] for answer in expected]
 
 
 async def test_openais_client_gets_what_its_response_format_asks_for(demo: Stack) -> None:

@@ -16,8 +16,8 @@ PROMPT = list(range(3, 60))
 
 
 @pytest.fixture
-def stub(vllm_stack: Stack) -> Iterator[vllm_engine_pb2_grpc.VllmEngineStub]:
-    (address,) = vllm_stack.vllm_grpc
+def stub(stack: Stack) -> Iterator[vllm_engine_pb2_grpc.VllmEngineStub]:
+    (address,) = stack.vllm_grpc
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         yield vllm_engine_pb2_grpc.VllmEngineStub(channel)
 
@@ -59,9 +59,9 @@ def of_engine(
     ids=",".join,
 )
 def test_tokens_are_those_of_the_gateway(
-    vllm_stack: Stack, stub: vllm_engine_pb2_grpc.VllmEngineStub, fields: dict[str, Any]
+    stack: Stack, stub: vllm_engine_pb2_grpc.VllmEngineStub, fields: dict[str, Any]
 ) -> None:
-    theirs = of_gateway(vllm_stack, max_tokens=24, **fields)
+    theirs = of_gateway(stack, max_tokens=24, **fields)
     ours = of_engine(stub, max_tokens=24, **fields)
     assert [list(answer.output_ids) for answer in ours] == [one["token_ids"] for one in theirs]
     assert [answer.finish_reason for answer in ours] == [one["finish_reason"] for one in theirs]
@@ -72,18 +72,18 @@ def test_tokens_are_those_of_the_gateway(
 
 
 def test_a_logit_bias_is_that_of_the_gateway(
-    vllm_stack: Stack, stub: vllm_engine_pb2_grpc.VllmEngineStub
+    stack: Stack, stub: vllm_engine_pb2_grpc.VllmEngineStub
 ) -> None:
-    theirs = of_gateway(vllm_stack, max_tokens=8, seed=5, logit_bias={"70": 5.5, "71": -100})
+    theirs = of_gateway(stack, max_tokens=8, seed=5, logit_bias={"70": 5.5, "71": -100})
     (ours,) = of_engine(stub, max_tokens=8, seed=5, logit_bias={70: 5.5, 71: -100.0})
     assert list(ours.output_ids) == theirs[0]["token_ids"]
 
 
 def test_logprobs_are_those_of_the_gateway(
-    vllm_stack: Stack, stub: vllm_engine_pb2_grpc.VllmEngineStub
+    stack: Stack, stub: vllm_engine_pb2_grpc.VllmEngineStub
 ) -> None:
     (theirs,) = of_gateway(
-        vllm_stack, max_tokens=6, temperature=0, logprobs=2, prompt_logprobs=1, echo=False
+        stack, max_tokens=6, temperature=0, logprobs=2, prompt_logprobs=1, echo=False
     )
     (ours,) = of_engine(stub, max_tokens=6, temperature=0.0, logprobs=2, prompt_logprobs=1)
     output = ours.output_logprobs

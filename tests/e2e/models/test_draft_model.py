@@ -2,15 +2,13 @@
 
 import json
 import re
-import signal
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import TinyModel
-from tests.e2e.inference import Answer, generate_all, request
+from tests.e2e.inference import greedy_answers
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy
@@ -18,7 +16,6 @@ from tests.parity.draft_models import save_perturbed
 from tests.plain_http import http_get
 
 NUM_TOKENS = 100
-HIT_AT = 20
 NUM_DRAFTS = 4
 
 
@@ -36,13 +33,6 @@ def stack(tiny_model: TinyModel, draft: Path) -> Iterator[Stack]:
     stack.close()
 
 
-async def answers(stack: Stack, victim: str | None = None) -> list[Answer]:
-    """Four greedy answers. The victim is killed when the first answer has begun."""
-    requests = [request(prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
-    hit = None if victim is None else partial(stack.hit, victim, signal.SIGKILL)
-    return await generate_all(stack.grpc, requests, hit, HIT_AT)
-
-
 def count(stack: Stack, name: str) -> float:
     """The current value of a counter of drafts."""
     pattern = rf"^vllm:spec_decode_{name}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
@@ -50,14 +40,15 @@ def count(stack: Stack, name: str) -> float:
 
 
 async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) -> None:
-    expected = [greedy(tiny_model.model, prompt, NUM_TOKENS) for prompt in PROMPTS[:4]]
+    prompts = PROMPTS[:4]
+    expected = [greedy(tiny_model.model, prompt, NUM_TOKENS) for prompt in prompts]
     for _ in range(2):  # the second time after prefix hits
-        assert [answer.token_ids for answer in await answers(stack)] == expected
+        assert await greedy_answers(stack, prompts, NUM_TOKENS) == expected
     drafted, accepted = count(stack, "num_draft_tokens"), count(stack, "num_accepted_tokens")
     assert 0.2 * drafted < accepted < drafted
     victim = max(name for name in stack.pids() if name.startswith("worker"))
     pid = stack.pids()[victim]
-    assert [answer.token_ids for answer in await answers(stack, victim)] == expected
+    assert await greedy_answers(stack, prompts, NUM_TOKENS, victim) == expected
     stack.wait_until_back(victim, pid)
-    assert [answer.token_ids for answer in await answers(stack)] == expected
+    assert await greedy_answers(stack, prompts, NUM_TOKENS) == expected
     wait_for(lambda: count(stack, "num_accepted_tokens") > accepted)

@@ -3,21 +3,18 @@ come only from answers with the same salt.
 """
 
 import re
-import signal
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 
 from tests.e2e.conftest import TinyModel
-from tests.e2e.inference import generate_all, request
+from tests.e2e.inference import greedy_answers
 from tests.e2e.prompts import PROMPTS
 from tests.e2e.stack import Stack, wait_for
 from tests.e2e.tiny import greedy
 from tests.plain_http import http_get, http_post
 
 NUM_TOKENS = 60
-HIT_AT = 20
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +52,13 @@ def test_answers_of_another_salt_serve_no_drafts(stack: Stack) -> None:
 async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) -> None:
     num_tokens = 2 * NUM_TOKENS
     expected = [greedy(tiny_model.model, prompt, num_tokens) for prompt in PROMPTS[:4]]
-    requests = [request(prompt, num_tokens) for prompt in PROMPTS[:4]]
     victim = max(name for name in stack.pids() if name.startswith("worker"))
     pid = stack.pids()[victim]
-    kill = partial(stack.hit, victim, signal.SIGKILL)
     # A worker that is killed late has no trees of these answers. After one more round it has.
-    for hit in (None, None, kill, None, None):
+    for killed in (None, None, victim, None, None):
         before = num_accepted(stack)
-        answers = await generate_all(stack.grpc, requests, hit, HIT_AT)
-        assert [answer.token_ids for answer in answers] == expected
-        if hit is not None:
+        assert await greedy_answers(stack, PROMPTS[:4], num_tokens, killed) == expected
+        if killed is not None:
             stack.wait_until_back(victim, pid)
     # The gateway leaves out a replica whose scheduler is slow to answer.
     wait_for(lambda: num_accepted(stack) > before)
