@@ -50,6 +50,14 @@ schedules = st.builds(
 )
 
 
+three_examples = settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
 @dataclass(frozen=True)
 class Served:
     """A model in transformers, and its directory."""
@@ -146,12 +154,7 @@ def check_alone(runner: ModelRunner, schedule: Schedule, requests: list[Request]
 
 
 @pytest.mark.parametrize("kernels", [KernelsSetting.AUTO, KernelsSetting.TORCH])
-@settings(
-    max_examples=3,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@three_examples
 @given(schedule=schedules)
 def test_any_schedule_gives_the_tokens_of_transformers(
     served: Served, schedule: Schedule, kernels: KernelsSetting
@@ -161,12 +164,7 @@ def test_any_schedule_gives_the_tokens_of_transformers(
     check(served, requests)
 
 
-@settings(
-    max_examples=3,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@three_examples
 @given(schedule=schedules)
 def test_any_schedule_gives_the_bits_of_each_request_alone(
     rounded: Served, schedule: Schedule
@@ -176,12 +174,7 @@ def test_any_schedule_gives_the_bits_of_each_request_alone(
     check_alone(runner, schedule, requests)
 
 
-@settings(
-    max_examples=3,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@three_examples
 @given(schedule=schedules)
 def test_a_model_that_drafts_for_itself_is_always_right(
     rounded: Served, schedule: Schedule

@@ -16,7 +16,14 @@ from benchmarks.peers.proxy import PeerProxy
 from services.common.pool.block_hash import pack_token_ids, unpack_token_ids
 from tests.scheduler.fake_worker import FakeWorker, Spoil
 from tests.scheduler.paged_model import continuation
-from tests.scheduler.serving_replica import Pool, Worker, gateway_of, sampling, serving_replica
+from tests.scheduler.serving_replica import (
+    Gateway,
+    Pool,
+    Worker,
+    gateway_of,
+    sampling,
+    serving_replica,
+)
 from tests.scheduler.story import prompt
 
 Answer = worker_pb2.ExecuteResponse
@@ -72,16 +79,21 @@ def changed(answer: Answer, **fields: object) -> Answer:
     return copy
 
 
+async def answer_all(gateway: Gateway) -> None:
+    """Sends all prompts, and asserts that their answers have the right tokens."""
+    for handle, token_ids in PROMPTS.items():
+        await gateway.add(handle, token_ids, sampling=sampling(MANY))
+    await gateway.finish(*PROMPTS)
+    for handle, token_ids in PROMPTS.items():
+        assert gateway.heard[handle].tokens == continuation(token_ids, MANY)
+
+
 async def test_wrong_answers_of_a_worker_are_no_tokens(caplog: pytest.LogCaptureFixture) -> None:
     worker = FakeWorker(num_blocks=200)
     spoiler = Spoiler(worker)
     num_kinds = len(spoiler.kinds)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
-        for handle, token_ids in PROMPTS.items():
-            await gateway.add(handle, token_ids, sampling=sampling(MANY))
-        await gateway.finish(*PROMPTS)
-        for handle, token_ids in PROMPTS.items():
-            assert gateway.heard[handle].tokens == continuation(token_ids, MANY)
+        await answer_all(gateway)
         await replica.until_idle()
     assert not spoiler.kinds
     logged = [  # gRPC's poller may log an error of its own, in the logger of asyncio
@@ -213,11 +225,7 @@ async def test_wrong_answers_of_a_pool_are_no_blocks(caplog: pytest.LogCaptureFi
     pool = Proxied(Pool(), Lane(TRANSACT, Direction.RESPONSE), WRONG_OUTCOMES)
     worker = FakeWorker(num_blocks=200)
     async with serving_replica(worker, pool=pool) as replica, gateway_of(replica) as gateway:
-        for handle, token_ids in PROMPTS.items():
-            await gateway.add(handle, token_ids, sampling=sampling(MANY))
-        await gateway.finish(*PROMPTS)
-        for handle, token_ids in PROMPTS.items():
-            assert gateway.heard[handle].tokens == continuation(token_ids, MANY)
+        await answer_all(gateway)
         await replica.until_idle()
     assert not pool.kinds
     logged = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]

@@ -44,16 +44,23 @@ async def test_a_stream_goes_on_when_the_scheduler_comes_back(served: Serving) -
     assert len({add.request_id for add in scheduler.adds}) == 1
 
 
+async def four_streams(
+    served: Serving, first: FakeScheduler, second: FakeScheduler
+) -> list[Stream]:
+    """Streams that wait after their fourth token. Replicas are chosen by load, so each has two."""
+    first.permits = second.permits = 0
+    streams = [Stream(served) for _ in range(4)]
+    await until(lambda: first.num_running == second.num_running == 2)
+    first.allow(4)
+    second.allow(4)
+    await until(lambda: all(len(stream.token_ids) == 4 for stream in streams))
+    return streams
+
+
 async def test_a_stream_goes_on_at_another_replica(model: Path) -> None:
     first, second = FakeScheduler(), FakeScheduler()
     async with serving(model, first, second) as served:
-        first.permits = second.permits = 0
-        streams = [Stream(served) for _ in range(4)]
-        # Replicas are chosen by load, so each has two.
-        await until(lambda: first.num_running == second.num_running == 2)
-        first.allow(4)
-        second.allow(4)
-        await until(lambda: all(len(stream.token_ids) == 4 for stream in streams))
+        streams = await four_streams(served, first, second)
         await first.die()
         second.run_freely()
         await asyncio.gather(*(stream.task for stream in streams))
@@ -114,12 +121,7 @@ async def test_a_damaged_message_costs_no_stream(
 ) -> None:
     first, second = Damaged(), FakeScheduler()
     async with serving(model, first, second) as served:
-        first.permits = second.permits = 0
-        streams = [Stream(served) for _ in range(4)]
-        await until(lambda: first.num_running == second.num_running == 2)
-        first.allow(4)
-        second.allow(4)
-        await until(lambda: all(len(stream.token_ids) == 4 for stream in streams))
+        streams = await four_streams(served, first, second)
         caplog.clear()
         first.damage = damage
         first.allow(4)

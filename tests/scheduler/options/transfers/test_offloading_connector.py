@@ -8,7 +8,12 @@ from services.common.pool.ids import BlockId, RequestKey
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.config import SchedulerConfig
-from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole, KVTransferResults
+from services.scheduler.core.kv_transfer import (
+    ConnectorLoad,
+    KVLoadFailurePolicy,
+    KVRole,
+    KVTransferResults,
+)
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput, WaitReason
 from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.request import Request
@@ -68,6 +73,13 @@ class Story:
         )
         self.scheduler.add(request)
         return request
+
+    async def step_with_a_load(self) -> ConnectorLoad:
+        """Runs a step that begins one load. Returns the load."""
+        plan = await self.step()
+        assert plan.kv_connector_metadata is not None
+        (load,) = plan.kv_connector_metadata.loads
+        return load
 
     def finish_loads(self, *invalid: BlockId) -> None:
         """Ends all loads under way. The next output reports them."""
@@ -161,9 +173,7 @@ async def test_what_the_cache_has_is_not_loaded() -> None:
     story.add(PROMPT[:9])
     await story.run()
     request = story.add()
-    plan = await story.step()
-    assert plan.kv_connector_metadata is not None
-    (load,) = plan.kv_connector_metadata.loads
+    load = await story.step_with_a_load()
     assert len(load.blocks) == 1
     await story.run()
     assert (request.num_cached_tokens, request.num_external_tokens) == (12, 4)
@@ -172,9 +182,7 @@ async def test_what_the_cache_has_is_not_loaded() -> None:
 async def test_a_damaged_block_is_computed_again_and_stored_anew() -> None:
     story = await Story().stored()
     request = story.add()
-    plan = await story.step()
-    assert plan.kv_connector_metadata is not None
-    (load,) = plan.kv_connector_metadata.loads
+    load = await story.step_with_a_load()
     story.finish_loads(load.blocks[1].block)
     await story.step()
     assert len(story.connector.index) == 2
@@ -189,9 +197,7 @@ async def test_a_damaged_block_is_computed_again_and_stored_anew() -> None:
 async def test_with_the_first_block_damaged_nothing_of_the_load_is_used() -> None:
     story = await Story().stored()
     request = story.add()
-    plan = await story.step()
-    assert plan.kv_connector_metadata is not None
-    (load,) = plan.kv_connector_metadata.loads
+    load = await story.step_with_a_load()
     story.finish_loads(load.blocks[0].block)
     await story.step()
     plan = await story.step()
@@ -201,9 +207,7 @@ async def test_with_the_first_block_damaged_nothing_of_the_load_is_used() -> Non
 async def test_of_a_window_only_what_is_seen_is_loaded() -> None:
     story = await Story(WINDOWED).stored()
     story.add()
-    plan = await story.step()
-    assert plan.kv_connector_metadata is not None
-    (load,) = plan.kv_connector_metadata.loads
+    load = await story.step_with_a_load()
     # After 12 tokens, a window of 5 tokens sees the tokens from 8 on.
     assert [transfer.key[-1] for transfer in load.blocks] == [0, 0, 0, 1]
 
@@ -233,9 +237,7 @@ async def test_of_states_the_last_one_is_loaded() -> None:
     assert story.connector.stats.num_stored_blocks == 3 + 1 + 1 + 1
     assert await story.scheduler.reset_prefix_cache()
     request = story.add()
-    plan = await story.step()
-    assert plan.kv_connector_metadata is not None
-    (load,) = plan.kv_connector_metadata.loads
+    load = await story.step_with_a_load()
     assert [transfer.key[-1] for transfer in load.blocks] == [0, 0, 0, 1]
     await story.run()
     assert (request.num_cached_tokens, request.num_external_tokens) == (12, 12)
@@ -268,9 +270,7 @@ async def test_a_hit_ends_where_the_window_before_it_is_there() -> None:
 async def test_with_windows_a_damaged_block_voids_the_load() -> None:
     story = await Story(WINDOWED).stored()
     request = story.add()
-    plan = await story.step()
-    assert plan.kv_connector_metadata is not None
-    (load,) = plan.kv_connector_metadata.loads
+    load = await story.step_with_a_load()
     story.finish_loads(load.blocks[-1].block)
     await story.step()
     plan = await story.step()
@@ -289,9 +289,7 @@ async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
         replace(CONFIG, groups=(KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),))
     ).stored()
     request = story.add()
-    plan = await story.step()
-    assert plan.kv_connector_metadata is not None
-    (load,) = plan.kv_connector_metadata.loads
+    load = await story.step_with_a_load()
     story.finish_loads(load.blocks[-1].block)
     await story.step()
     metadata = (await story.step()).kv_connector_metadata
@@ -311,9 +309,7 @@ async def test_a_block_that_a_window_gave_back_is_no_longer_its_request_s() -> N
     while running.num_computed_tokens < 18:
         await story.step()
     story.add()
-    plan = await story.step()
-    assert plan.kv_connector_metadata is not None
-    (load,) = plan.kv_connector_metadata.loads
+    load = await story.step_with_a_load()
     (transfer,) = load.blocks
     assert transfer.block in first[:4]
     story.finish_loads(transfer.block)
