@@ -11,6 +11,12 @@ class ProgramTurn:
     """The client's id of the program, or a number with a # before it."""
     number: int
     """The number of the turn in its program, from 1."""
+    num_before: int = 0
+    """Number of turns that its conversation had before. A program has several conversations if its
+    turns overlap.
+    """
+    began: float = 0.0
+    """When the first turn of its conversation arrived."""
     tool: str = ""
     """The tool that ran before the turn."""
     pause_seconds: float | None = None

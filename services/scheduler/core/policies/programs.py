@@ -74,6 +74,10 @@ class Context:
     """Those among them that would become free without this context."""
     returned_at: float | None = None
     """When the next turn arrived. None in the pause."""
+    num_turns: int = 1
+    """Number of turns of its conversation."""
+    began: float = 0.0
+    """When the first of these turns arrived."""
     keep_seconds: int = 0
     """The time from the begin of the pause for which the client wishes to keep it."""
 
@@ -281,6 +285,8 @@ class KnownPrograms:
             request.num_prompt_tokens,
             traceparent=request.traceparent,
         )
+        if (turn := request.program_turn) is not None:
+            context.num_turns, context.began = turn.num_before + 1, turn.began
         if request.program is not None:
             context.keep_seconds = min(request.program.keep_seconds, MAX_KEEP_SECONDS)
         self._next_id += 1

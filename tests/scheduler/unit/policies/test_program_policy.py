@@ -75,11 +75,10 @@ async def test_pauses_that_have_not_ended_are_noted_when_memory_is_short() -> No
 
 def test_longer_programs_have_more_work_left() -> None:
     ended = EndedPrograms()
-    fresh = Program(None, 0.0, num_turns=1)
-    assert ended.expected_tokens(fresh) > ended.expected_tokens(Program(None, 0.0, num_turns=3))
+    assert ended.expected_tokens(None, 0) > ended.expected_tokens(None, 2)
     for turns in (2, 2, 2, 10, 10, 10):
         ended.add(Program(None, 0.0, num_turns=turns, num_tokens=100 * turns))
-    expected = [ended.expected_tokens(Program(None, 0.0, num_turns=turns)) for turns in (1, 3, 11)]
+    expected = [ended.expected_tokens(None, num_before) for num_before in (0, 2, 10)]
     # 100 tokens for each of the 6 turns on average, of the 8 that are left, and of half a turn.
     assert expected == pytest.approx([600, 800, 50])
 
@@ -91,10 +90,9 @@ def test_a_new_application_is_expected_to_be_like_other_new_ones() -> None:
     for number in range(40):
         ended.add(Program(agent, 0.0, num_turns=20, num_tokens=2_000))
         ended.add(Program(BlockHash(bytes([number])), 0.0, num_turns=2, num_tokens=200))
-    new, known = Program(BlockHash(b"new"), 0.0, num_turns=1), Program(agent, 0.0, num_turns=1)
     # 40 conversations and the agent's first 5 programs have 4 turns on average, of 100 tokens each.
-    assert ended.expected_tokens(new) == pytest.approx(400)
-    assert ended.expected_tokens(known) == pytest.approx(2_000)
+    assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(400)
+    assert ended.expected_tokens(agent, 0) == pytest.approx(2_000)
 
 
 async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program() -> None:
@@ -279,7 +277,8 @@ async def test_one_of_some_admissions_is_of_the_longest_waiting(interval: int) -
     """The first request has the longest program. Others come first while it is not its turn."""
     agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800, aging_interval=interval)
     first = agents.story.add("first", prompt(64), max_tokens=1)
-    agents.retention._programs[first].arrived = 1e9
+    assert first.program_turn is not None
+    first.program_turn.began = 1e9
     others = [
         agents.story.add(f"{number}", prompt(64, first=90 * number), max_tokens=1)
         for number in range(1, 9)

@@ -63,12 +63,11 @@ class EndedPrograms:
         if len(own.turns) <= _LEAST_ENDED:
             self._first.add(program)
 
-    def expected_tokens(self, program: Program) -> float:
-        """The expected work of a program's next turn and those after it, in tokens. A program of a
-        new application is expected to be like the first programs of other applications.
+    def expected_tokens(self, application: BlockHash | None, num_before: int) -> float:
+        """The expected work of a program's turns after `num_before`, in tokens. A program of a new
+        application is expected to be like the first programs of other applications.
         """
-        num_before = max(0, program.num_turns - 1)
-        own = self._of.get(program.application)
+        own = self._of.get(application)
         for ended in (own, self._first):
             if ended is not None and len(ended.turns) >= _LEAST_ENDED:
                 return ended.expected_tokens(num_before)

@@ -102,7 +102,7 @@ class ProgramRetention(NoRetention):
         if (forgotten := self._known.add(request, program)) is not None:
             self._presume_ended(forgotten)
         program.num_turns += 1
-        request.program_turn = ProgramTurn(program.label, program.num_turns)
+        request.program_turn = self._turn(program, context, now)
         if context is not None:
             self._return(context, request, now)
             self._continued[request] = context
@@ -111,6 +111,17 @@ class ProgramRetention(NoRetention):
         program.num_running += 1
         self._programs[request] = program
         self.version += 1
+
+    def _turn(self, program: Program, context: Context | None, now: float) -> ProgramTurn:
+        """A turn of a program that has counted it. It begins a new conversation if it begins with
+        no context while others of the program wait or run.
+        """
+        num_turns = program.num_turns
+        if context is not None:
+            return ProgramTurn(program.label, num_turns, context.num_turns, context.began)
+        if program.num_running:
+            return ProgramTurn(program.label, num_turns, 0, now)
+        return ProgramTurn(program.label, num_turns, num_turns - 1, program.arrived)
 
     def _return(self, context: Context, request: Request, now: float) -> None:
         """The pause of a context ends, because the next turn has arrived."""
@@ -251,11 +262,11 @@ class ProgramRetention(NoRetention):
         return not (request.num_preemptions or self.is_warm(request))
 
     def expected_work(self, request: Request) -> tuple[float, float]:
-        """The expected remaining work of a request's program, in tokens, and its arrival."""
-        program = self._programs.get(request)
-        if program is None:
+        """The expected remaining work of a request's conversation, in tokens, and its arrival."""
+        program, turn = self._programs.get(request), request.program_turn
+        if program is None or turn is None:
             return 0.0, 0.0
-        return self._ended.expected_tokens(program), program.arrived
+        return self._ended.expected_tokens(program.application, turn.num_before), turn.began
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
         """Says in the terms of an admission beside running requests which blocks it leaves free."""
