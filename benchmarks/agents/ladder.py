@@ -96,9 +96,10 @@ class Anonymous(Changed):
             """Clients say nothing."""
 
 
+BY_ARRIVAL = "programs by arrival"
 RULES: dict[str, type[Changed]] = {
     "requests by arrival": RequestOrder,
-    "programs by arrival": ProgramOrder,
+    BY_ARRIVAL: ProgramOrder,
     "cached not first": NoCachedFirst,
     "oldest pause taken first": OldestPauses,
     "no admission by worth": NoWorth,

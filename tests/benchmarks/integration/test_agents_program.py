@@ -1,12 +1,23 @@
 """The benchmark of agents: its figures, and a quick run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.agents.__main__ import LOADS, Comparison, Figures
+from benchmarks.agents.grid import (
+    NAMES,
+    PRESSURES,
+    SHARES,
+    Setting,
+    grid_table,
+    settings,
+    summary_table,
+)
 from benchmarks.agents.ladder import RULES
+from benchmarks.agents.loads import LOADS
+from benchmarks.agents.runs import Comparison, Figures
 from tests.benchmarks.programs import run_program
 
 
@@ -49,3 +60,31 @@ def test_the_ladder_has_a_row_for_each_rule() -> None:
     ratios = done.stdout.strip().split("\n\n")[1]
     rules = [line.split(" | ")[0].removeprefix("| ") for line in ratios.splitlines()[2:]]
     assert rules == ["program", *RULES]
+
+
+def test_the_grid_has_each_load_at_each_pressure() -> None:
+    found = list(settings(3, [0], turns=1))
+    assert len(found) == len(NAMES) * len(SHARES) * len(PRESSURES)
+    table, summary = grid_table(found).splitlines(), summary_table(found).splitlines()
+    assert [line.split(" | ")[0].removeprefix("| ") for line in table[2::2]] == list(NAMES)
+    assert len(summary) == 2 + 4
+    for one in found:
+        assert one.pressure <= one.wanted_pressure * 1.02  # a pool consists of whole blocks
+
+
+def test_the_summary_of_a_grid_tells_the_worst_setting() -> None:
+    def setting(program: float) -> Setting:
+        runs = {"fcfs": figures(8.0), "continuum-fixed": figures(4.0), "program": figures(program)}
+        return Setting(
+            "swe",
+            0.3,
+            1.0,
+            1.0,
+            0,
+            {name: replace(run, p99_seconds=run.mean_seconds) for name, run in runs.items()},
+        )
+
+    lines = summary_table([setting(2.0), setting(8.0)]).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert cells[0] == ["fcfs", "mean", "2.00", "1.000", "0 of 2"]
+    assert cells[2] == ["continuum-fixed", "mean", "1.00", "0.500", "1 of 2"]
