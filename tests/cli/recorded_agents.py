@@ -92,6 +92,7 @@ class Agents:
             program=turn.program,
             tenant=TENANTS[number % 3],
             tenant_weight=3.0 if TENANTS[number % 3] else 1.0,
+            tenant_max_retained_share=0.3 if TENANTS[number % 3] else 1.0,
         )
         self._turns[request] = turn
         self.now += turn.pause

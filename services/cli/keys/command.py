@@ -63,6 +63,12 @@ def _parser() -> CommandParser:
         metavar="N",
         help="no request gets a smaller priority, which would run earlier",
     )
+    limits.add_argument(
+        "--max-retained-share",
+        type=float,
+        metavar="X",
+        help="most blocks of its paused programs, as a share of a replica's blocks (default: 1)",
+    )
     return parser
 
 
@@ -107,7 +113,7 @@ def _changed(tenant: api_keys.TenantRecord, arguments: argparse.Namespace) -> ap
     """A copy of the tenant with the limits set by the flags."""
     given: dict[str, Any] = {
         name: getattr(arguments, name)
-        for name in (*_LIMITS, "weight", "priority_ceiling")
+        for name in (*_LIMITS, "weight", "priority_ceiling", "max_retained_share")
         if getattr(arguments, name) is not None
     }
     for name in _LIMITS:

@@ -21,7 +21,7 @@ from services.common.keys.book import KeyBook
 
 COLUMNS = (
     "id", "tenant", "state", "created", "expires", "models", "requests/min", "tokens/min",
-    "at once", "weight", "priority",
+    "at once", "weight", "priority", "retained",
 )  # fmt: skip
 _STYLES = {KeyState.ACTIVE: "green", KeyState.EXPIRED: "yellow", KeyState.REVOKED: "red"}
 _PIPE_WIDTH = 250
@@ -57,6 +57,7 @@ def _row(key: KeyRecord, tenant: TenantRecord, now: float) -> list[str]:
         _limit(tenant.max_concurrent_requests),
         f"{tenant.weight:g}",
         "any" if tenant.priority_ceiling is None else f"from {tenant.priority_ceiling}",
+        f"{tenant.max_retained_share:g}",
     ]
 
 

@@ -219,6 +219,7 @@ class LogReplay(SchedulerRun):
             program=read_program(entry),
             tenant=read_tenant(entry.get("tenant", "")),
             tenant_weight=entry.get("tenant_weight", 1.0).number(1e-38, 1e38),
+            tenant_max_retained_share=entry.get("tenant_max_retained_share", 1.0).number(0, 1),
             encoder_inputs=read_items(entry.get("encoder_inputs", []), len(token_ids)),
         )
 

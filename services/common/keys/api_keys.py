@@ -72,6 +72,8 @@ class TenantRecord:
     max_concurrent_requests: int | None = None
     priority_ceiling: int | None = None
     """The smallest `priority` that the tenant's requests can have. Smaller values run earlier."""
+    max_retained_share: float = 1.0
+    """Limit on the blocks of paused contexts, as a share of a replica's blocks."""
 
 
 def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, str, str]:
@@ -165,6 +167,9 @@ def why_wrong(tenant: TenantRecord) -> str | None:
         return "weight must be a number"
     if not 1 / MAX_WEIGHT <= tenant.weight <= MAX_WEIGHT:
         return f"weight must be from {1 / MAX_WEIGHT:g} to {MAX_WEIGHT:g}, not {tenant.weight:g}"
+    share = tenant.max_retained_share
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        return "max_retained_share must be a number above 0, at most 1"
     for name in ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests"):
         limit = getattr(tenant, name)
         if limit is not None and not (_is_whole(limit) and 1 <= limit <= MAX_LIMIT):

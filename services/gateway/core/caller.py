@@ -12,6 +12,8 @@ class Caller:
     caller_id: str
     weight: float = 1.0
     """The caller's share where callers compete, relative to the shares of others."""
+    max_retained_share: float = 1.0
+    """Limit on the blocks of paused contexts, as a share of a replica's blocks."""
 
     def may_use(self, _model: str) -> bool:
         return True

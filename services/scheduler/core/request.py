@@ -115,6 +115,8 @@ class Request(ComputedTokens):
     """Identifies the owner of the API key. Empty without keys."""
     tenant_weight: float = 1.0
     """The owner's share of retained blocks, relative to the shares of other owners."""
+    tenant_max_retained_share: float = 1.0
+    """Limit on the blocks of the owner's paused contexts, as a share of the pool."""
     context: ContextId | None = None
     """The paused context that the request's blocks became at its end."""
     grammar: GrammarStatus | None = None

@@ -116,6 +116,7 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
         program=program_to_proto(request.program),
         tenant=tenant_digest(request.caller.caller_id),
         tenant_weight=request.caller.weight,
+        tenant_max_retained_share=request.caller.max_retained_share,
     )
 
 

@@ -93,6 +93,7 @@ class RequestIntake:
             program=self._program(message),
             tenant=message.tenant,
             tenant_weight=self._tenant_weight(message),
+            tenant_max_retained_share=self._max_retained_share(message),
             pooling=pooling,
             reads_prefix_cache=self._may_read_prefix_cache(sampling)
             and not message.skip_reading_prefix_cache,
@@ -175,6 +176,14 @@ class RequestIntake:
         if not 0 < weight < math.inf:
             raise InvalidArgument("tenant_weight must be above 0", field="tenant_weight")
         return weight
+
+    def _max_retained_share(self, message: scheduler_pb2.AddRequest) -> float:
+        """Raises InvalidArgument if the share is no number above 0, at most 1."""
+        share = message.tenant_max_retained_share or 1.0
+        if not 0 < share <= 1:
+            field = "tenant_max_retained_share"
+            raise InvalidArgument(f"{field} must be above 0, at most 1", field=field)
+        return share
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
         """The latest time of the request's first scheduling, or None. Raises ResourceExhausted if

@@ -11,8 +11,9 @@ calls, in order, can be replayed.
                          hexadecimal) and grammar (compiling, ready or failed) if it has one;
                          encoder_inputs, if it has any (identifier, offset, length, embeds or
                          null); resumable, if it is a session; program (id, parent_id, tool, ends,
-                         keep_seconds) and tenant (hexadecimal) with its tenant_weight, if the
-                         request has them and the policy decides about contexts
+                         keep_seconds) and tenant (hexadecimal) with its tenant_weight and
+                         tenant_max_retained_share, if the request has them and the policy decides
+                         about contexts
     grammar_compiled key, error (why it cannot be compiled. Empty if it is) and, with an error,
                          reason (how the request ends; error without it)
     add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
@@ -142,8 +143,11 @@ def grammar_entry(request: Request) -> str | None:
 def program_entry(request: Request) -> Entry:
     """What the client says about the program of a request, and the request's tenant."""
     program = request.program
-    weight = {"tenant_weight": request.tenant_weight} if request.tenant else {}
-    return weight | without_empty(
+    shares = {
+        "tenant_weight": request.tenant_weight,
+        "tenant_max_retained_share": request.tenant_max_retained_share,
+    }
+    return (shares if request.tenant else {}) | without_empty(
         {"program": program and asdict(program), "tenant": request.tenant.hex()}
     )
 

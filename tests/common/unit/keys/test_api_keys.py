@@ -121,6 +121,10 @@ def test_a_damaged_record_is_named_by_its_key(value: object) -> None:
     "value",
     [
         {"weight": 0},
+        {"max_retained_share": 0},
+        {"max_retained_share": 1.5},
+        {"max_retained_share": "1"},
+        {"max_retained_share": float("nan")},
         {"weight": "1"},
         {"weight": float("nan")},
         {"requests_per_minute": 0},

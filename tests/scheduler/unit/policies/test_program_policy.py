@@ -203,6 +203,32 @@ async def test_contexts_of_a_tenant_with_more_than_its_share_are_worth_less() ->
     assert agents.retention.worth.tenants_factors() == {b"many": pytest.approx(3.2), b"few": 1.0}
 
 
+async def test_a_tenant_has_no_more_contexts_than_its_limit() -> None:
+    """A context has five blocks of 40. The tenant may have 12 blocks. Another one has no limit."""
+    agents = Agents(num_blocks=41, max_num_batched_tokens=200)
+    limited = {"tenant": b"limited", "tenant_max_retained_share": 0.3}
+    contexts = [
+        await agents.turn(f"{first}", prompt(17, first=first), **fields)
+        for first, fields in (
+            (100, {}),
+            (200, limited),
+            (300, limited),
+            (400, {"tenant": b"free"}),
+            (500, {"tenant": b"free"}),
+        )
+    ]
+    owners = [one.program.tenant for one in agents.retention._contexts.values()]
+    assert owners == [b"", b"limited", b"limited", b"free", b"free"]
+    contexts.append(await agents.turn("600", prompt(17, first=600), **limited))
+    owners = [one.program.tenant for one in agents.retention._contexts.values()]
+    assert owners == [b"", b"limited", b"free", b"free", b"limited"]
+    # Its next turn continues the program all the same.
+    later = agents.story.add("later", [*contexts[1], 7], **limited)
+    assert later.program_turn is not None
+    assert later.program_turn.number == 2
+    assert not agents.retention.is_warm(later)
+
+
 async def test_running_requests_take_blocks_of_contexts_before_any_is_preempted() -> None:
     agents, context, running = await paused_and_running()
     agents.story.add("more", prompt(20, first=800), max_tokens=80)

@@ -22,6 +22,7 @@ class KnownKey:
         owner = Tenant(
             key.tenant_id,
             weight=tenant.weight,
+            max_retained_share=tenant.max_retained_share,
             requests_per_minute=tenant.requests_per_minute,
             tokens_per_minute=tenant.tokens_per_minute,
             max_concurrent_requests=tenant.max_concurrent_requests,

@@ -1,5 +1,6 @@
 """Decides which paused contexts are worth their blocks."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
 
@@ -72,6 +73,8 @@ class ProgramRetention(NoRetention):
         """Free blocks that are in no context."""
         self._sent: Ranked | None = None
         """The order that the pool has."""
+        self._max_retained: dict[bytes, int] = {}
+        """The tenants with a limit on the blocks of their contexts, and the limits."""
         self._ended = EndedPrograms()
         self.observer = ProgramObserver()
         self._recomputations = Recomputations(self._size)
@@ -101,6 +104,9 @@ class ProgramRetention(NoRetention):
             self.observer.began(is_named=bool(request.program and request.program.id))
         if (forgotten := self._known.add(request, program)) is not None:
             self._presume_ended(forgotten)
+        if request.tenant_max_retained_share < 1 or request.tenant in self._max_retained:
+            num_blocks = int(request.tenant_max_retained_share * (config.num_blocks - 1))
+            self._max_retained[request.tenant] = num_blocks
         program.num_turns += 1
         request.program_turn = self._turn(program, context, now)
         if context is not None:
@@ -218,6 +224,22 @@ class ProgramRetention(NoRetention):
             if not (change.num_blocks and context.num_blocks):
                 self.worth.changed()
             context.num_blocks, context.num_own_blocks = change.num_blocks, change.num_own_blocks
+        if self._max_retained and outcome.contexts:
+            self._drop_above_limits()
+
+    def _drop_above_limits(self) -> None:
+        """Drops the contexts of tenants with more retained blocks than they may have, the longest
+        paused first.
+        """
+        num_retained = Counter[bytes]()
+        for context in self._contexts.values():
+            num_retained[context.program.tenant] += context.num_own_blocks
+        for context in list(self._contexts.values()):
+            tenant, most = context.program.tenant, self._max_retained.get(context.program.tenant)
+            if most is not None and num_retained[tenant] > most and context.num_own_blocks:
+                num_retained[tenant] -= context.num_own_blocks
+                context.num_blocks = context.num_own_blocks = 0
+                self._drop(context)
 
     def operations(self) -> list[Operation]:
         if not self._dropped:
@@ -331,7 +353,9 @@ class ProgramRetention(NoRetention):
             self._drop(context)
 
     def _drop(self, context: Context) -> None:
-        del self._contexts[context.id]
+        """Drops a context, if it was not dropped before."""
+        if self._contexts.pop(context.id, None) is None:
+            return
         self.worth.changed()
         if context.id > self._last_lost:
             self._dropped.append(context.id)
