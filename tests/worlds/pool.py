@@ -124,7 +124,7 @@ class WorldPool:
         assert self._hosted.snapshot().events == found
         shown = self.core.block_map(1 + self._sequence % 50)
         stats = self.core.stats()
-        num_free = shown.num_blank + shown.num_cached
+        num_free = shown.num_blank + shown.num_cached + shown.num_retained
         assert num_free + shown.num_held + shown.num_shared == stats.num_usable_blocks
         assert shown.num_held + shown.num_shared == stats.num_usable_blocks - stats.num_free_blocks
         assert stats.num_hit_tokens <= stats.num_query_tokens

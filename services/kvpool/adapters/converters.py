@@ -13,8 +13,9 @@ from services.common.pool.messages import (
     kv_cache_group_from_proto,
     kv_cache_group_to_proto,
 )
+from services.common.rpc.proto import ProtoEnum
 from services.kvpool.core import events
-from services.kvpool.core.block_map import BlockMap
+from services.kvpool.core.block_map import BlockMap, BlockState
 from services.kvpool.core.errors import UnsupportedGroup
 from services.kvpool.core.pool_config import PoolConfig
 from services.kvpool.core.pool_host import HostedPool
@@ -104,14 +105,18 @@ def event_to_proto(event: events.Event) -> kvpool_pb2.Event:
             return kvpool_pb2.Event(cleared=kvpool_pb2.AllBlocksCleared())
 
 
+_BLOCK_STATES = ProtoEnum(BlockState, common_pb2.BlockState, "BLOCK_STATE_")
+
+
 def block_map_to_proto(blocks: BlockMap) -> common_pb2.BlockMap:
-    """Converts a map of blocks. Block states have the same numbers in the message."""
+    """Converts a map of blocks."""
     return common_pb2.BlockMap(
         blocks_per_cell=blocks.blocks_per_cell,
-        states=map(common_pb2.BlockState.ValueType, blocks.states),
+        states=map(_BLOCK_STATES.to_proto, blocks.states),
         owners=blocks.owners,
         num_blank=blocks.num_blank,
         num_cached=blocks.num_cached,
         num_held=blocks.num_held,
         num_shared=blocks.num_shared,
+        num_retained=blocks.num_retained,
     )

@@ -14,9 +14,11 @@ class BlockState(IntEnum):
     """The block is free and has no hash."""
     CACHED = 2
     """The block is free and has a hash: a prompt can hit it until the block is reused."""
-    HELD = 3
+    RETAINED = 3
+    """The block is free and belongs to a paused context. It is reused after cached blocks."""
+    HELD = 4
     """The block is in the block table of one request."""
-    SHARED = 4
+    SHARED = 5
     """The block is in the block tables of several requests."""
 
 
@@ -35,6 +37,7 @@ class BlockMap:
     num_cached: int
     num_held: int
     num_shared: int
+    num_retained: int
 
 
 def block_map(
@@ -42,15 +45,19 @@ def block_map(
     tables: Iterable[tuple[RequestKey, Sequence[BlockId]]],
     cached: Iterable[BlockId],
     shared: Iterable[BlockId],
+    retained: Iterable[BlockId],
     max_cells: int,
 ) -> BlockMap:
     """Returns the map of blocks 1 .. num_blocks-1. `tables` has the blocks of each request,
-    `cached` the published blocks, and `shared` the blocks that are in several tables.
+    `cached` the published blocks, `shared` the blocks that are in several tables, and `retained`
+    the free blocks of contexts.
     """
     states = [BlockState.BLANK] * num_blocks
     owners: list[RequestKey] = [RequestKey(0)] * num_blocks
     for block in cached:
         states[block] = BlockState.CACHED
+    for block in retained:
+        states[block] = BlockState.RETAINED
     for request, blocks in tables:
         for block in blocks:
             owners[block] = request
@@ -68,6 +75,7 @@ def block_map(
         num_cached=states.count(BlockState.CACHED),
         num_held=states.count(BlockState.HELD),
         num_shared=states.count(BlockState.SHARED),
+        num_retained=states.count(BlockState.RETAINED),
     )
 
 

@@ -167,6 +167,7 @@ class KVPool:
             tables,
             self._blocks.cached_block_ids,
             self._blocks.shared_block_ids,
+            () if self._blocks.contexts is None else self._blocks.contexts.retained,
             max_cells,
         )
 

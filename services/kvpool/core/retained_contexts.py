@@ -6,7 +6,7 @@ findable like all cached blocks, so retaining them never makes an allocation fai
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from services.common.pool.ids import BlockId, ContextId
 from services.common.pool.operations import ContextBlocks
@@ -42,6 +42,11 @@ class RetainingFreeQueue(FreeQueue):
     def num_retained(self) -> int:
         """The number of free blocks in contexts."""
         return len(self._free)
+
+    @property
+    def retained(self) -> Collection[BlockId]:
+        """The free blocks in contexts."""
+        return self._free.keys()
 
     @property
     def ids(self) -> list[ContextId]:

@@ -154,8 +154,8 @@ class ReplicaStep(Answer):
 
 class ReplicaBlocks(Answer):
     """The pool's blocks, drawn as cells. Each cell has a digit for its state (1 free without cached
-    content, 2 free and cached, 3 used by one request, 4 shared by several), and the key of a
-    request that uses it, or 0.
+    content, 2 free and cached, 3 used by one request, 4 shared by several, 5 free and of a paused
+    program), and the key of a request that uses it, or 0.
     """
 
     blocks_per_cell: int
@@ -165,6 +165,7 @@ class ReplicaBlocks(Answer):
     num_cached: int
     num_held: int
     num_shared: int
+    num_retained: int
 
 
 class PausedProgram(Answer):

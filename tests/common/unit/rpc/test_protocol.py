@@ -12,7 +12,7 @@ from stepwell.worker.v1 import worker_pb2
 
 from services.common.rpc.protocol import PROTOCOL, OtherProtocol, own_release, require_same_protocol
 
-CONTRACTS_DIGEST = "2a1e52b9e868388033e7932fb8bd85ae174bd7993fb6dbb0bd5784dc28da1c43"
+CONTRACTS_DIGEST = "03029b485783d69326a628ee1c2d2da092d4640d60b8911e61ed6c2a8a2f27b8"
 """The digest of the contracts between services. When they change, decide whether PROTOCOL has to be
 raised, as its description explains, and set the new digest here.
 """

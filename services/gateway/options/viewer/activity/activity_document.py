@@ -70,6 +70,7 @@ def blocks_document(blocks: common_pb2.BlockMap) -> Document:
         "num_cached": blocks.num_cached,
         "num_held": blocks.num_held,
         "num_shared": blocks.num_shared,
+        "num_retained": blocks.num_retained,
     }
 
 

@@ -2,12 +2,13 @@
 
 import { byId, colour, context, count, percent, themed } from "./text.js";
 
-const [BLANK, CACHED, HELD, SHARED] = ["1", "2", "3", "4"];
+const [BLANK, CACHED, HELD, SHARED, RETAINED] = ["1", "2", "3", "4", "5"];
 const STATES = {
   [BLANK]: "blank: free, nothing to find in it",
   [CACHED]: "cached: free until it is reused, a prompt can find it",
   [HELD]: "held",
   [SHARED]: "shared by several requests",
+  [RETAINED]: "of a paused program: free, reused after cached blocks",
 };
 
 export class Pool {
@@ -63,13 +64,15 @@ export class Pool {
   }
 
   #say() {
-    const { num_blank, num_cached, num_held, num_shared, blocks_per_cell } = this.blocks;
-    const all = num_blank + num_cached + num_held + num_shared;
+    const { num_blank, num_cached, num_retained, num_held, num_shared } = this.blocks;
+    const { blocks_per_cell } = this.blocks;
+    const all = num_blank + num_cached + num_held + num_shared + num_retained;
+    const paused = num_retained ? `of paused programs ${count(num_retained)}, ` : "";
     const cells = blocks_per_cell > 1 ? `; a cell is ${blocks_per_cell} blocks` : "";
     byId("pool-says").textContent =
       `${count(all)} blocks of ${this.blockSize} tokens: held ${count(num_held + num_shared)} ` +
       `(${percent(num_held + num_shared, all)}), ${count(num_shared)} of them shared, ` +
-      `cached ${count(num_cached)}, blank ${count(num_blank)}${cells}`;
+      `${paused}cached ${count(num_cached)}, blank ${count(num_blank)}${cells}`;
     if (this.pointed >= 0 && this.pointed < this.blocks.states.length) {
       const [state, owner] = [this.blocks.states[this.pointed], this.blocks.owners[this.pointed]];
       const first = this.pointed * blocks_per_cell + 1;
@@ -95,6 +98,7 @@ export class Pool {
 function fill(state, owner) {
   if (state === BLANK) return themed("--blank");
   if (state === CACHED) return themed("--cached");
+  if (state === RETAINED) return themed("--retained");
   return colour(owner);
 }
 
