@@ -35,6 +35,7 @@ class Stack:
         directory: Path = ROOT,
     ) -> None:
         inherited = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
+        self.directory = directory
         self.output: list[str] = []
         self._process = subprocess.Popen(
             [
@@ -103,6 +104,12 @@ class Stack:
                     socket = re.search(pattern, environ)
                     found[service if socket is None else socket[1]] = int(child)
         return found
+
+    def address(self, service: str) -> str:
+        """The internal address of a service: a Unix socket."""
+        environ = Path(f"/proc/{self.pids()[service]}/environ").read_bytes().decode()
+        (found,) = re.findall(rf"\bSTEPWELL_{service.upper()}_ADDRESS=(unix:[^\0]+)", environ)
+        return str(found)
 
     def resident_bytes(self) -> dict[str, int]:
         """The resident memory of each service, in bytes."""

@@ -13,40 +13,29 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.common.telemetry.metric_specs import replica
+from tests.e2e.simulated_agents import simulated_stack, turn, values
 from tests.e2e.stack import SERVICES, Stack
-from tests.e2e.tiny import save_servable_model
+from tests.gateway.gateway_process import process, serving_address
 from tests.plain_http import http_get, http_post
-from tests.tiny_models import VOCAB_SIZE
 from tests.waiting import wait_for
-from tests.worker.options.simulated.oracle import Oracle
 
-PROFILE = "kv_cache_memory_bytes = 1_500_000\n[mixed]\nseconds = 0.01\nseconds_per_token = 2e-4\n"
 NUM_PROGRAMS, NUM_TURNS = 8, 4
-ORACLE = Oracle(VOCAB_SIZE, (2,))
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory: Path = tmp_path_factory.mktemp("programs")
-    save_servable_model(directory)
-    (directory / "model.safetensors").unlink()
-    (directory / "steps.toml").write_text(PROFILE)
-    flags = ("--device", "simulated", "--profile", "steps.toml", "--policy", "program")
-    flags += ("--num-blocks", "41", "--max-num-seqs", "4", "--trace-sample-ratio", "1")
-    with closing(Stack(directory, *flags, directory=directory)) as running:
+    with closing(simulated_stack(directory, "--trace-sample-ratio", "1")) as running:
         yield running
 
 
 def run_program(stack: Stack, number: int) -> int:
     """Sends the turns of a program. Returns the number of its cached tokens."""
     context, num_cached = [7 + (number * 31 + place) % 90 for place in range(60)], 0
-    for turn in range(NUM_TURNS):
-        body = {"prompt": context, "max_tokens": 12, "return_token_ids": True}
-        answer = http_post(f"{stack.url}/v1/completions", json=body).json()
-        (choice,) = answer["choices"]
-        assert choice["token_ids"] == ORACLE.continuation(context, 12)
-        num_cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"] if turn else 0
-        context += [*choice["token_ids"], *range(20, 28)]
+    for place in range(NUM_TURNS):
+        context, num_found = turn(stack.url, context)
+        num_cached += num_found if place else 0
+        context += range(20, 28)
         time.sleep(0.05)
     return num_cached
 
@@ -59,21 +48,11 @@ def test_agents_get_their_answers_and_find_their_contexts(stack: Stack) -> None:
     stack.wait_until_nothing_is_held()
 
 
-def turn(stack: Stack, context: list[int], **fields: object) -> tuple[list[int], int]:
-    """Sends a turn. Checks its answer. Returns the context after it, and its cached tokens."""
-    body = {"prompt": context, "max_tokens": 12, "return_token_ids": True} | fields
-    answer = http_post(f"{stack.url}/v1/completions", json=body).json()
-    (choice,) = answer["choices"]
-    assert choice["token_ids"] == ORACLE.continuation(context, 12)
-    num_cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    return [*context, *choice["token_ids"]], num_cached
-
-
 def test_a_programs_turns_are_drawn(stack: Stack) -> None:
     job = {"job_id": "drawn", "this_func_call": "grep"}
-    context, _ = turn(stack, [*range(33, 93)], **job)
+    context, _ = turn(stack.url, [*range(33, 93)], **job)
     time.sleep(0.2)
-    turn(stack, [*context, 21, 22], **job)
+    turn(stack.url, [*context, 21, 22], **job)
     command = [sys.executable, "-m", "services.cli", "trace", "--url", stack.url]
 
     def drawn() -> str:
@@ -93,17 +72,6 @@ def test_a_programs_turns_are_drawn(stack: Stack) -> None:
     assert "no turn of program other has been traced" in unknown.stderr
 
 
-def values(stack: Stack, name: str, label: str) -> dict[str, float]:
-    """The samples of a metric of the present scheduler process, by the value of a label."""
-    text = http_get(f"{stack.url}/metrics").text
-    return {
-        sample.labels[label]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == name
-    }
-
-
 def test_every_metric_of_programs_is_served(stack: Stack) -> None:
     text = http_get(f"{stack.url}/metrics").text
     served = {family.name for family in text_string_to_metric_families(text)}
@@ -111,6 +79,27 @@ def test_every_metric_of_programs_is_served(stack: Stack) -> None:
     specs += (replica.PROGRAM_TURNS, replica.PAUSE_SECONDS, replica.RETAINED_BLOCKS)
     specs += (replica.RETAINED_BLOCKS_TAKEN, replica.RECOMPUTED_TOKENS)
     assert {spec.name for spec in specs} <= served
+
+
+def test_a_gateway_killed_in_a_pause_costs_nothing(stack: Stack) -> None:
+    """Of two gateways before the scheduler, the one that served the first turn is killed."""
+    socket = stack.address("scheduler")
+    flags = ("--model", str(stack.directory), "--schedulers", socket)
+    flags += ("--address", "127.0.0.1:0", "--http-address", "127.0.0.1:0")
+    job = {"job_id": "two gateways", "this_func_call": "sleep"}
+    before = num_begun(stack)
+    with process(*flags) as other:
+        url = f"http://{serving_address(other)}"
+        wait_for(lambda: http_get(f"{url}/health").status_code == httpx.codes.OK)
+        context, _ = turn(url, [*range(20, 80), 5], **job)
+        other.kill()
+        other.wait()
+        context, num_cached = turn(stack.url, [*context, *range(20, 28)], **job)
+    assert num_cached >= 64
+    assert num_begun(stack) == before + 1
+    assert values(stack, "stepwell_pause_seconds_count", "tool")["sleep"] == 1
+    turn(stack.url, [*context, 7], **job, is_last_step=True)
+    stack.wait_until_nothing_is_held()
 
 
 def num_begun(stack: Stack) -> float:
@@ -149,14 +138,14 @@ def test_the_tool_of_an_answer_is_that_of_the_pause(stack: Stack, headers: dict[
 @pytest.mark.parametrize("service", ["kvpool", "worker", "scheduler"])
 def test_a_loss_in_a_pause_costs_the_context_and_nothing_else(stack: Stack, service: str) -> None:
     job = {"job_id": f"loses-{service}", "this_func_call": "grep"}
-    context, _ = turn(stack, [*range(30, 90), SERVICES.index(service)], **job)
+    context, _ = turn(stack.url, [*range(30, 90), SERVICES.index(service)], **job)
     before, pid = num_begun(stack), stack.pids()[service]
     stack.hit(service)
     stack.wait_until_back(service, pid)
-    context, num_cached = turn(stack, [*context, *range(20, 28)], **job)
+    context, num_cached = turn(stack.url, [*context, *range(20, 28)], **job)
     assert num_cached == 0
     assert num_begun(stack) == (1 if service == "scheduler" else before)
-    _, num_cached = turn(stack, [*context, *range(20, 28)], **job, is_last_step=True)
+    _, num_cached = turn(stack.url, [*context, *range(20, 28)], **job, is_last_step=True)
     assert num_cached >= 64
     stack.wait_until_nothing_is_held()
 
@@ -176,7 +165,7 @@ def test_wrong_names_change_no_answer(
     def run(agent: int) -> None:
         context = [7 + (agent * 37 + place) % 90 for place in range(60)]
         for number in range(NUM_TURNS):
-            context, _ = turn(stack, context, **fields_of(agent, number))
+            context, _ = turn(stack.url, context, **fields_of(agent, number))
             context += range(20, 28)
 
     with ThreadPoolExecutor(NUM_PROGRAMS) as pool:
