@@ -235,7 +235,7 @@ class Request(ComputedTokens):
             longest = self.num_prompt_tokens + self.sampling.max_tokens
             self.max_num_tokens = min(longest, max_model_len)
 
-    def end_turn(self, block_size: int) -> TurnEnd:
+    def finish_turn(self, block_size: int) -> TurnEnd:
         """Ends the turn of a session, which then waits for input. The last output token is removed,
         because it was not computed. All other output becomes part of the prompt.
         """

@@ -171,7 +171,7 @@ class RequestTimelines:
         request.times = tracked.timeline.times()
         return tracked
 
-    def end_turn(self, session: Request, turn: Request, now: int) -> Tracked | None:
+    def finish_turn(self, session: Request, turn: Request, now: int) -> Tracked | None:
         """Ends the timeline of a session's turn. `turn` is a copy of the session at that time."""
         tracked = self._live.get(session)
         if tracked is None:

@@ -106,7 +106,7 @@ class RequestTraces:
                 links=_turn_before(request),
             )
 
-    def end_turn(self, session: Request, turn: Request) -> None:
+    def finish_turn(self, session: Request, turn: Request) -> None:
         """Moves the sampling state of a session to its ended turn."""
         if (sampled := self._sampled.pop(session, None)) is not None:
             self._sampled[turn] = sampled

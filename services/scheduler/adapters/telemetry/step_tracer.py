@@ -124,18 +124,18 @@ class StepTracer:
         for tracked in ended:
             self._traces.ended(tracked.request, tracked.timeline)
         if update.turns:
-            self._end_turns(update.turns, now)
+            self._finish_turns(update.turns, now)
         if step.span is not None:
             self._end_execution(plan.step, None)
             if update.num_draft_tokens:
                 step.span.verified(sum(update.num_draft_tokens), sum(update.num_accepted))
             step.span.record(self._tracing, self._unix_nanos())
 
-    def _end_turns(self, turns: Mapping[Request, TurnEnd], now: int) -> None:
+    def _finish_turns(self, turns: Mapping[Request, TurnEnd], now: int) -> None:
         """Ends the timelines of turns. Each turn of a session has its own timeline and spans."""
         for session, end in turns.items():
-            self._traces.end_turn(session, end.turn)
-            tracked = self._timelines.end_turn(session, end.turn, now)
+            self._traces.finish_turn(session, end.turn)
+            tracked = self._timelines.finish_turn(session, end.turn, now)
             if tracked is not None:
                 self._traces.ended(end.turn, tracked.timeline)
 

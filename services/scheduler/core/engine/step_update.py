@@ -86,7 +86,7 @@ class StepUpdate:
                     request.forget_ahead()
                     ended.append(request)
                 else:
-                    turns[request] = self._end_turn(request)
+                    turns[request] = self._finish_turn(request)
         return num_tokens, ended, turns
 
     def _kept(
@@ -189,7 +189,7 @@ class StepUpdate:
             num_drafts = self._config.num_drafts(len(self._running))
             request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
 
-    def _end_turn(self, session: Request) -> TurnEnd:
+    def _finish_turn(self, session: Request) -> TurnEnd:
         """Ends the turn of a session. The session begins its next turn if its input has arrived,
         otherwise it waits for input.
 
@@ -202,7 +202,7 @@ class StepUpdate:
         is_in_flight = any(session in plan.requests for plan in state.steps.in_flight)
         state.steps.drop([session])
         state.take_out(session)
-        end = session.end_turn(self._config.hash_block_size)
+        end = session.finish_turn(self._config.hash_block_size)
         is_lost = is_in_flight or self._config.num_speculative_tokens
         if is_lost and self._config.holds_states:
             state.free(session)

@@ -166,7 +166,7 @@ def test_a_turn_that_is_given_up_leaves_the_session_as_it_was() -> None:
     world.say(world.turn(session, 1, 2), 7, 8)
     mailbox = world.turn(session, 3)
     mailbox.close()
-    session.end_turn(None)
+    session.finish_turn(None)
     assert (session.token_ids, session.num_turns, session.held) == ([1, 2, 7, 8], 1, None)
     assert world.fake.links[mailbox.routes[0].address].aborted == [1]
 
@@ -179,7 +179,7 @@ def test_text_that_ends_before_the_output_does_releases_what_the_replica_keeps()
     replica = world.fake.replicas[mailbox.routes[0].address]
     inflight.tokens([7, 8, 9])
     replica.turn_ended(1, LENGTH)
-    session.end_turn([1, 2, 7])
+    session.finish_turn([1, 2, 7])
     assert session.held is None
     assert world.fake.links[replica.address].aborted == [1]
 
@@ -200,7 +200,7 @@ def test_one_turn_at_a_time() -> None:
     session.begin_turn(0)
     with pytest.raises(FailedPrecondition, match="is in a turn"):
         session.begin_turn(0)
-    session.end_turn([1])
+    session.finish_turn([1])
     with pytest.raises(FailedPrecondition, match="another turn"):
         session.begin_turn(0)
     session.begin_turn(1)
@@ -214,7 +214,7 @@ def test_a_session_that_is_idle_for_too_long_ends_and_says_so() -> None:
     clock.advance(9)
     session.begin_turn(0)
     clock.advance(100)
-    session.end_turn([1, 2])
+    session.finish_turn([1, 2])
     clock.advance(9)
     assert sessions.find(session.session_id, A) is session
     clock.advance(2)

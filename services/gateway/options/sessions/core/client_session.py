@@ -68,7 +68,7 @@ class ClientSession:
         self.is_in_turn = True
         self._listener.turn_began(self)
 
-    def end_turn(self, token_ids: list[int] | None) -> None:
+    def finish_turn(self, token_ids: list[int] | None) -> None:
         """Ends the turn. `token_ids` are all tokens of the session after the turn. If the turn was
         not completed, they are None, and the session's tokens are unchanged.
         """

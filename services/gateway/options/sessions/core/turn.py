@@ -39,7 +39,7 @@ class SessionTurn:
     def end(self) -> None:
         if self._is_running:
             self._is_running = False
-            self._session.end_turn(self._token_ids if self._is_complete else None)
+            self._session.finish_turn(self._token_ids if self._is_complete else None)
 
     def take_held(self, request: EngineRequest) -> HeldSequence | None:
         """Returns the kept sequence if `request` has more tokens, the same priority, cache salt and
