@@ -77,7 +77,8 @@ def _program(random: Random) -> DeclaredProgram | None:
         return None
     name, *parents = random.sample("abcd", 2)
     parent = random.choice(("", *parents))
-    return DeclaredProgram(name, parent, random.choice(("", "sed")), ends=random.random() < 0.2)
+    tool, ends = random.choice(("", "sed")), random.random() < 0.2
+    return DeclaredProgram(name, parent, tool, ends, keep_seconds=300 if name in "ab" else 0)
 
 
 def _prompt(random: Random) -> tuple[int, ...]:

@@ -50,6 +50,15 @@ def make_world(number: int) -> World:
         config = _config(random, families)
         if config is not None:
             break
+    if retains_contexts(config.policy):
+        config = replace(
+            config,
+            program_idle_seconds=(0.02, 600.0)[number % 2],
+            max_num_programs=(2, 1000)[number // 2 % 2],
+            retention_headroom=(0.1, 0.0, 0.5)[number % 3],
+            aging_interval=(8, 1, 3)[number // 3 % 3],
+            max_warm_admissions=(32, 1)[number // 4 % 2],
+        )
     arrivals: list[Arrival] = []
     for _ in range(random.randint(2, 30 if retains_contexts(config.policy) else 11)):
         arrivals.append(make_arrival(random, config, families, arrivals))

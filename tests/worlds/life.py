@@ -220,6 +220,7 @@ class Life:
             program=arrival.program,
             tenant=arrival.tenant,
             tenant_weight=3.0 if arrival.tenant else 1.0,
+            tenant_max_retained_share=0.3 if arrival.tenant and self.world.number % 2 else 1.0,
             resumable=arrival.close_at is not None,
             reads_prefix_cache=arrival.reads_prefix_cache,
         )

@@ -31,7 +31,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "num_lookahead_tokens": (0, 1000),
     "watermark": (0, 1),
     "prefill_schedule_interval": (1, 10**6),
-    "program_idle_seconds": (1, 10**9),
+    "program_idle_seconds": (0, 10**9),
     "max_num_programs": (1, 10**9),
     "retention_headroom": (0, 0.5),
     "aging_interval": (1, 10**9),
