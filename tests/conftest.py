@@ -24,15 +24,19 @@ from services.cli.processes.ports import claim_port
 
 NUM_PROCESSES = 4
 SERVERS = {
-    "stacks": ("tests/e2e/", "tests/kvpool/integration/", "tests/scheduler/integration/"),
+    "stacks": (
+        "tests/e2e/",
+        "tests/cli/integration/",
+        "tests/directory/integration/",
+        "tests/kvpool/integration/",
+        "tests/worker/integration/",
+    ),
     "services": (
         "tests/benchmarks/integration/",
-        "tests/cli/integration/",
         "tests/common/integration/",
-        "tests/directory/integration/",
         "tests/gateway/integration/",
         "tests/gateway/options/",
-        "tests/worker/integration/",
+        "tests/scheduler/integration/",
     ),
 }
 """The tests of each of the first two processes. Both sets end before the tests that only compute
