@@ -72,7 +72,7 @@ def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel
     name = (config.architectures or [""])[0]
     log_loading(f"{name}, whole prompts by transformers,", directory, dtype)
     model = _load(checkpoint, config, dtype, options.pooling.task)
-    model.to(checkpoint.device)  # type: ignore[arg-type]
+    model.to(checkpoint.device)
     longest = _longest_prompt(model, config, path)
     default = min(longest, options.pooling.max_seq_length or longest)
     return WholeModel(

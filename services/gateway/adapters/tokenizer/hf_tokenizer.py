@@ -324,7 +324,7 @@ def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:
     table = [b""] * (max(vocabulary.values()) + 1)
     added = backend.get_added_tokens_decoder()
     # GPT-2's printable characters for bytes.
-    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
     for token, token_id in vocabulary.items():
         raw = token.encode()
         if token_id not in added and not is_byte_level:

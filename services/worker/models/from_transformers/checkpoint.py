@@ -98,7 +98,7 @@ def construct(
     """Constructs a model of class `cls` with these tensors. Tensors whose names begin with one of
     `unused` may be missing. Raises Refused or ModelError.
     """
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()
     try:
         with _one_at_a_time:
             model, report = cls.from_pretrained(

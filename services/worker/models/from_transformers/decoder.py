@@ -172,7 +172,7 @@ class TransformersDecoder:
         return hidden[0]
 
 
-class _States(MoeModelOutputWithPast):
+class _States(MoeModelOutputWithPast):  # type: ignore[misc]
     """The output of any decoder's body, with fields for router logits, cross-attentions, and keys
     and values shared between layers.
     """

@@ -47,7 +47,7 @@ class Division:
         self._prefix = f"{model.base_model_prefix}."
         transforms = get_model_conversion_mapping(model)
         self._renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
-        head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head: nn.Module | None = model.get_output_embeddings()
         plan = read_plan(model)
         self._num_heads = model.config.num_attention_heads
         self._num_kv_heads = _count_kv_heads(model, plan, self._num_heads)

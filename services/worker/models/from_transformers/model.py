@@ -72,7 +72,7 @@ def load_transformers_model(
             raise Refused("has recurrent layers, whose states are not divided among ranks")
         division = Division(directory, ranks) if ranks.size > 1 else None
         model = transformers_checkpoint.load_checkpoint(checkpoint, config, dtype, division)
-        model.to(checkpoint.device)  # type: ignore[arg-type]
+        model.to(checkpoint.device)
         _check_model(model)
         if kernels.padded_torch_rows(1) > 1:
             with torch.inference_mode():
