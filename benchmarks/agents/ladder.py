@@ -90,6 +90,20 @@ class NoEnds(Changed):
             super().end_turn(context_id, tool, ends=False)
 
 
+class Vanishing(Changed):
+    """Three in ten clients vanish at the end, in the pause of a tool."""
+
+    class Retention(ProgramRetention):
+        _tool = ""
+
+        def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
+            self._tool = tool or self._tool
+            vanishes = ends and context_id % 10 < 3
+            super().end_turn(
+                context_id, self._tool if vanishes else tool, ends=ends and not vanishes
+            )
+
+
 class Anonymous(Changed):
     class Retention(ProgramRetention):
         def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
@@ -108,5 +122,6 @@ RULES: dict[str, type[Changed]] = {
     "no bound of 32": NoBound,
     "no names of tools": NoTools,
     "no last turns": NoEnds,
+    "3 in 10 vanish": Vanishing,
     "nothing said": Anonymous,
 }
