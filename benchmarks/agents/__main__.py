@@ -1,13 +1,14 @@
 """Compares policies of scheduling on agents' programs, by job time.
 
-    python -m benchmarks.agents --simulated [--quick] [--ladder | --grid] [--turns N] [--seeds N]
-                                [--load NAME]... [--json FILE]
+    python -m benchmarks.agents --simulated [--quick] [--ladder | --grid | --rates]
+                                [--turns N] [--seeds N] [--load NAME]... [--json FILE]
 
 Each load has a pool and a rate. Its pressure is the mean sum of contexts of live programs, while
 programs arrive, with unlimited memory, divided by the pool. A ratio is the mean job time with fcfs
 divided by the mean job time of a row, as geometric mean over the seeds. The ladder leaves out each
 rule of the policy `program` in turn. The grid has the ratios of `program` to fcfs and to
 continuum-fixed for loads of 0.3 and 0.6 of a replica's capacity and pressures from 0.5 to 4.
+--rates finds the highest rate at which the mean job takes at most twice its time alone.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.agents.grid import grid_table, settings, summary_table
 from benchmarks.agents.loads import LOADS, Load, ladder_setups, policy_setups
+from benchmarks.agents.rates import highest_rates, rate_table
 from benchmarks.agents.runs import compare, detail_table, document, ladder_table, ratio_table
 from benchmarks.common.arguments import count, make_parser
 from benchmarks.common.console import show
@@ -29,6 +31,8 @@ def main(argv: Sequence[str]) -> None:
     command = f"`python -m benchmarks.agents {' '.join(argv)}`."
     if arguments.grid:
         found: object = _run_grid(arguments, command)
+    elif arguments.rates:
+        found = _run_rates(arguments, command)
     else:
         found = _run_loads(arguments, command)
     if arguments.json is not None:
@@ -41,6 +45,13 @@ def _run_grid(arguments: argparse.Namespace, command: str) -> object:
     text = "Ratios of fcfs / continuum-fixed to program, and in parentheses the pressure."
     show(f"{command} Seeds 0 to {seeds - 1}, {num_programs} programs. {text}", grid_table(found))
     show(summary_table(found))
+    return [asdict(one) for one in found]
+
+
+def _run_rates(arguments: argparse.Namespace, command: str) -> object:
+    num_programs, seeds = (8, 1) if arguments.quick else (None, arguments.seeds)
+    found = list(highest_rates(num_programs, range(seeds)))
+    show(f"{command} Seeds 0 to {seeds - 1}. Programs a second.", rate_table(found))
     return [asdict(one) for one in found]
 
 
@@ -73,6 +84,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         "--ladder", action="store_true", help="leave out each rule of the policy program in turn"
     )
     either("--grid", action="store_true", help="all pairs of five loads, two rates, five pressures")
+    either("--rates", action="store_true", help="find the rate at which jobs take twice as long")
     add("--turns", type=count, help="of each program of the grid (default: those of the load)")
     add("--seeds", type=count, default=4, help="number of seeds (default: 4)")
     add("--load", action="append", choices=names, help="default: all; may be given several times")

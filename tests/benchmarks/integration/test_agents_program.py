@@ -17,6 +17,15 @@ from benchmarks.agents.grid import (
 )
 from benchmarks.agents.ladder import RULES
 from benchmarks.agents.loads import LOADS
+from benchmarks.agents.rates import (
+    BOUNDS,
+    NUM_HALVINGS,
+    Highest,
+    highest_rate,
+    rate_table,
+    slowdown,
+)
+from benchmarks.agents.rates import LOADS as RATE_LOADS
 from benchmarks.agents.runs import Comparison, Figures
 from tests.benchmarks.programs import run_program
 
@@ -88,3 +97,13 @@ def test_the_summary_of_a_grid_tells_the_worst_setting() -> None:
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
     assert cells[0] == ["fcfs", "mean", "2.00", "1.000", "0 of 2"]
     assert cells[2] == ["continuum-fixed", "mean", "1.00", "0.500", "1 of 2"]
+
+
+def test_a_rate_is_the_highest_at_which_jobs_take_twice_as_long() -> None:
+    web = replace(RATE_LOADS[1], num_programs=25, kv_tokens=40_000)
+    rate = highest_rate(web, "fcfs", seed=0)
+    step = (BOUNDS[1] - BOUNDS[0]) / 2**NUM_HALVINGS
+    assert slowdown(replace(web, rate=rate), "fcfs", seed=0) <= 2.0
+    assert slowdown(replace(web, rate=rate + step), "fcfs", seed=0) > 2.0
+    found = [Highest("web", 0, policy, rate) for policy in ("fcfs", "continuum-fixed", "program")]
+    assert rate_table([*found, Highest("web", 1, "program", 4 * rate)]).endswith("| 1.00 | 2.00 |")
