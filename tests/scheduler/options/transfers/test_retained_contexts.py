@@ -127,6 +127,18 @@ async def test_a_context_that_is_dropped_while_its_blocks_are_sent_is_dropped_ag
     assert list(run.contexts) == [second.context]
 
 
+async def test_a_load_leaves_headroom_beside_running_requests() -> None:
+    """Of 20 blocks, 3 are in use, 16 are loaded, and 2 stay free."""
+    run = Run({RequestKey(2): ExternalTokens(64, is_async=True)})
+    run.add(1, prompt(9, first=400), 12)
+    await run.step()
+    loaded = run.add(2, prompt(66, first=600), 2)
+    plan = await run.step()
+    assert (plan.wait_reason, plan.loads) == (WaitReason.HEADROOM, [])
+    await run.until_ended(loaded)
+    assert loaded.num_cached_tokens == 64
+
+
 async def test_a_load_waits_while_the_context_that_it_needs_is_worth_more() -> None:
     run = Run({RequestKey(3): ExternalTokens(36, is_async=True)})
     paused = run.add(1, prompt(45), 2)

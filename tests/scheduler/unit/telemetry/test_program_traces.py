@@ -37,7 +37,7 @@ async def test_a_wait_says_which_context_is_kept_and_why() -> None:
         story.scheduler.step_costs.observe(1, 101, 11.0)
     for seconds in range(1, 13):
         retention.worth.pauses.ended(b"", "grep", float(seconds))
-    job = DeclaredProgram("job", tool="grep")
+    job = DeclaredProgram("job", tool="grep", keep_seconds=300)
     story.arrive("paused", prompt(61), max_tokens=4, program=job)
     await story.to_the_end()
     story.arrive("running", prompt(20, 300), max_tokens=60)
@@ -47,8 +47,8 @@ async def test_a_wait_says_which_context_is_kept_and_why() -> None:
     wait = story.span("wait.retained", "waits")
     assert names.ATTR_WAITED_FOR not in wait.attributes
     assert wait.attributes[names.ATTR_RETAINED] == (
-        "kept 16 blocks of job: grep, 1.00 s in, 1.00 back within 11.00 s, 6.40 s to compute "
-        "again; the next request gains 0.50"
+        "kept 16 blocks of job: grep, 1.00 s in, 1.00 back within 11.00 s, to be kept for 300 s, "
+        "6.40 s to compute again; the next request gains 0.50"
     )
     request = story.span(names.SPAN_REQUEST, "waits").attributes
     assert not request.get("stepwell.time.blocks.request_id")

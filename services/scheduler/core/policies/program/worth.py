@@ -98,12 +98,14 @@ class Worth:
         if self._ranked is not None and now - self._ranked_at < _RANK_SECONDS:
             return self._ranked
         self._note_ongoing(now)
-        waiting, index = 1 / max(_LEAST_WAIT, self._mean_wait), self._index
+        waiting, index = 1 / max(_LEAST_WAIT, self._mean_wait), self.pauses.index
         values = [
             (
                 waiting
                 if context.returned_at is not None
-                else index(context, now - context.paused_at),
+                else index(context.program.tenant, context.reason, now - context.paused_at)
+                if not context.keep_seconds
+                else self._wished_index(context, now - context.paused_at),
                 context.id,
                 context,
             )
@@ -119,9 +121,9 @@ class Worth:
         self._ranked = [(value, context) for value, _, context in values]
         return self._ranked
 
-    def _index(self, context: Context, age: float) -> float:
-        """The index of a pause. Until the client no longer wishes to keep the context, at least
-        half of the index at the begin of the pause.
+    def _wished_index(self, context: Context, age: float) -> float:
+        """The index of the pause of a context that the client wishes to keep. Until that time has
+        passed, at least half of the index at the begin of the pause.
         """
         tenant, reason = context.program.tenant, context.reason
         index = self.pauses.index(tenant, reason, age)
@@ -184,4 +186,6 @@ class Worth:
         age = now - kept.paused_at
         chance, within = self.pauses.best(kept.program.tenant, kept.reason, age)
         back = f"{chance:.2f} back within {within:.2f} s"
+        if age < kept.keep_seconds:
+            back += f", to be kept for {kept.keep_seconds} s"
         return f"{blocks}: {kept.reason or 'no tool'}, {age:.2f} s in, {back}, {costs}"

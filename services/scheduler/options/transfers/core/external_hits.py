@@ -123,6 +123,7 @@ class ExternalHits:
     ) -> WaitReason | None:
         """Allocates the blocks of a load, and begins it. Returns why it cannot begin, or None."""
         terms = self._load_terms(builder, request)
+        num_reserved = terms.num_blocks_kept_free
         if self._retention is not None:
             self._retention.limit(terms, request, len(self._running))
         outcome = await self._kv_cache_manager.admit([terms], traceparent)
@@ -131,7 +132,10 @@ class ExternalHits:
             self._retention.held_up(len(self._running))
             return WaitReason.RETAINED
         if not outcome.admitted:
-            return WaitReason.NO_BLOCKS
+            assert outcome.stop is not None
+            is_kept_free = outcome.stop.reason is StopReason.KEPT_FREE
+            is_headroom = is_kept_free and terms.num_blocks_kept_free > num_reserved
+            return WaitReason.HEADROOM if is_headroom else WaitReason.NO_BLOCKS
         (blocks,) = outcome.admitted
         self._queues.hold(request)
         request.take_blocks(terms, blocks, self._config.block_size, self._config.hash_block_size)
