@@ -8,9 +8,12 @@ CPP := $(wildcard services/worker/backends/native/cpp/*)
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 BUILD := DOCKER_BUILDKIT=1 docker build $(if $(BASE),--build-arg BASE=$(BASE)) $(DOCKER_ARGS)
 TAG ?= $(VERSION)
+COMMA := ,
+EXTRAS := gateway,worker,cli,deploy,ecosystem,redis,tls,zstd,plot,proto
 PROTOS := $(shell find protos -name '*.proto')
 
 .DEFAULT_GOAL := help
+.NOTPARALLEL:
 .PHONY: help run test tiles check proto bench images wheelhouse lock format clean
 
 help: ## Show this list
@@ -75,17 +78,21 @@ $(BIN)/python:
 	    || { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
 
 # torch comes first: pip's choice of its build (CPU or CUDA) then stands.
-$(VENV)/.run: $(BIN)/python pyproject.toml requirements.lock
-	@echo "Installing what serving needs (a few minutes the first time; torch is the large part)"
+define install
+	@echo "Installing what $(1) (a few minutes the first time; torch is the large part)"
 	@$(BIN)/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null \
 	    || $(PIP) install --progress-bar on -c requirements.lock torch
-	$(PIP) install --progress-bar on -c requirements.lock -e '.[gateway,worker,cli,deploy,ecosystem,redis,tls,zstd,plot,proto]'
+	$(PIP) install --progress-bar on -c requirements.lock -e '.[$(EXTRAS)$(2)]'
+endef
+
+$(VENV)/.run: $(BIN)/python pyproject.toml requirements.lock
+	$(call install,serving needs)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
-	@echo "Installing what tests and checks need"
-	$(PIP) install --quiet -c requirements.lock -e '.[gateway,worker,cli,deploy,ecosystem,redis,tls,zstd,plot,proto,dev]'
-	@touch $@
+# One installation: pip prepares the project and compares all packages in each.
+$(VENV)/.dev: $(BIN)/python pyproject.toml requirements.lock
+	$(call install,serving$(COMMA) tests and checks need,$(COMMA)dev)
+	@touch $(VENV)/.run $@
 
 gen/.built: $(PROTOS) | $(VENV)/.run
 	@echo "Generating gen/ from protos/"
