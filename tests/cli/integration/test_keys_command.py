@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from services.cli.errors import CommandError
+from services.cli.keys.command import main
 from services.common.keys.api_keys import key_id_of
 from tests.redis_servers import needs_redis, redis_server
 
@@ -105,12 +107,20 @@ def test_the_gateways_variables_name_the_place(tmp_path: Path) -> None:
         (["create", "--file", "/proc/nowhere/keys", "--tenant", "a"], "--file /proc/nowhere/keys"),
     ],
 )
-def test_what_cannot_be_done_ends_with_one_sentence(
+def test_what_cannot_be_done_is_one_sentence(
     arguments: list[str], sentence: str, tmp_path: Path
 ) -> None:
     here = [str(tmp_path / "keys.json") if word == "keys" else word for word in arguments]
-    done = keys(*here)
-    assert done.stderr.startswith(f"stepwell keys: {sentence}")
-    assert done.stderr.count("\n") == 1
-    assert done.returncode in (1, 2)
+    with pytest.raises(CommandError) as refused:
+        main(here)
+    assert refused.value.sentence.startswith(sentence)
+    assert "\n" not in refused.value.sentence
+    assert refused.value.exit_status in (1, 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_sentence_is_all_that_a_refused_command_writes() -> None:
+    done = keys("revoke", "--file", "keys")
+    assert done.stderr.startswith("stepwell keys: which key?")
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert done.returncode in (1, 2)
