@@ -39,7 +39,7 @@ from tests.worker.options.simulated.simulated_worker import (
 )
 
 BLOCK_SIZE, MAX_MODEL_LEN, MAX_DRAFTS = 4, 44, 3
-NUM_WORLDS = 60
+NUM_WORLDS = 40
 _GENERATIONS = count(1)
 
 
