@@ -56,6 +56,7 @@ LONG_FILES = (
     "tests/parity/test_hybrid_parity.py",
     "tests/parity/test_random_schedules.py",
     "tests/conformance/test_replayed_logs.py",
+    "tests/worlds/test_worlds.py",
 )
 """The slowest files that only compute. They run first, so that the short files occupy all processes
 to the end.
