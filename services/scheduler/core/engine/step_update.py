@@ -105,6 +105,7 @@ class StepUpdate:
                 self._take_drafts(request, output, index)
             return None
         if index in output.nan_requests:
+            _discount_drafts(plan, request, num_kept=0)
             request.finish(FinishReason.NAN_IN_LOGITS)
             return ()
         if tokens or index in output.refused_tokens:
@@ -170,10 +171,7 @@ class StepUpdate:
         kept = request.append_output_token_ids(output.token_ids[index])
         if index in output.refused_tokens:
             _end_if_refused(request, output, index, len(kept))
-        if plan.draft_token_ids and request.num_computed_tokens:
-            # Rejected drafts, and drafts after the end, do not count as computed.
-            drafts = plan.draft_token_ids.get(request, ())
-            request.num_computed_tokens -= len(drafts) + 1 - len(kept) if drafts else 0
+        _discount_drafts(plan, request, len(kept))
         if output.draft_token_ids:
             self._take_drafts(request, output, index)
         if request.row is not None:
@@ -211,6 +209,13 @@ class StepUpdate:
             session.begin_turn(chunk, self._config.max_model_len)
         state.queues.add(session)
         return end
+
+
+def _discount_drafts(plan: SchedulerOutput, request: Request, num_kept: int) -> None:
+    """Rejected drafts, and drafts after the end, do not count as computed."""
+    if plan.draft_token_ids and request.num_computed_tokens:
+        drafts = plan.draft_token_ids.get(request, ())
+        request.num_computed_tokens -= len(drafts) + 1 - num_kept if drafts else 0
 
 
 def _end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_kept: int) -> None:
