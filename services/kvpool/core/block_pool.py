@@ -148,12 +148,16 @@ class BlockPool:
         ]
         self.free_as_one_list(ends)
 
-    def retain(self, context: ContextId, blocks: Iterable[BlockId]) -> None:
-        """Makes a context of blocks in use, unless the pool has a free queue of another kind."""
+    def retain(
+        self, context: ContextId, blocks: Iterable[BlockId], *, is_whole: bool = False
+    ) -> None:
+        """Makes a context of blocks in use, unless the pool has a free queue of another kind. If
+        `is_whole`, no block is of use without the others.
+        """
         if self.contexts is None and type(self._free) is FreeQueue:
             self._free = self.contexts = RetainingFreeQueue(self._free)
         if self.contexts is not None:
-            self.contexts.retain(context, blocks)
+            self.contexts.retain(context, blocks, is_whole=is_whole)
 
     def publish(self, group: int, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
         """Publishes blocks in use that have no hash yet: `blocks[i]` under `hashes[i]`."""

@@ -77,17 +77,15 @@ class KVPool:
             results.append(result)
             if stop is not None:
                 break
-        if not self._holds_states:
-            outcome = ops.Outcome(self._blocks.num_free_blocks, tuple(results), stop)
-            if (contexts := self._blocks.contexts) is not None:
-                outcome.num_retained_blocks = contexts.num_retained
-                outcome.contexts = contexts.take_changes()
-            return outcome
-        to_zero = [block for group in self._groups for block in group.take_blocks_to_zero()]
-        copies = self._blocks.take_copies()
-        return ops.Outcome(
-            self._blocks.num_free_blocks, tuple(results), stop, tuple(to_zero), copies
-        )
+        outcome = ops.Outcome(self._blocks.num_free_blocks, tuple(results), stop)
+        if (contexts := self._blocks.contexts) is not None:
+            outcome.num_retained_blocks = contexts.num_retained
+            outcome.contexts = contexts.take_changes()
+        if self._holds_states:
+            to_zero = [block for group in self._groups for block in group.take_blocks_to_zero()]
+            outcome.block_ids_to_zero = tuple(to_zero)
+            outcome.copies = self._blocks.take_copies()
+        return outcome
 
     @property
     def num_free_blocks(self) -> int:

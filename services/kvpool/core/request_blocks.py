@@ -66,13 +66,22 @@ class RequestBlocks:
                 group.free(table)
 
     def _retain(self, context: ContextId, tables: Tables) -> None:
-        """Makes a context of the published blocks of a request, if its groups only grow. Blocks of
-        all groups for the same tokens are next to each other.
+        """Makes a context of the published blocks of a request. If its groups only grow, blocks of
+        all groups for the same tokens are next to each other. Otherwise a hit at the end needs all
+        blocks that are left, and no shorter hit is likely.
         """
         if self.coordinator.is_simple:
             published = (table.blocks[: table.num_published] for table in tables)
             rows = zip(*published, strict=True)
             self._blocks.retain(context, [block for row in rows for block in row])
+        else:
+            left = (
+                block
+                for group, table in enumerate(tables)
+                for block in table.blocks
+                if block and self._blocks.indexes[group].hash_of(block) is not None
+            )
+            self._blocks.retain(context, left, is_whole=True)
 
     def arrange_contexts(self, operation: ops.RankContexts | ops.DropContexts) -> None:
         """Puts contexts in order, or ends some."""

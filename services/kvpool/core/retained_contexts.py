@@ -16,10 +16,11 @@ from services.kvpool.core.free_queue import FreeQueue
 class RetainingFreeQueue(FreeQueue):
     """A free queue with contexts. Blank blocks come first, then cached blocks, the oldest first,
     then the contexts in their order, each from its end. A block in several contexts is reused when
-    the last of them is. A block that is in use stays in its contexts.
+    the last of them is. A block that is in use stays in its contexts. A *whole* context ends when
+    one of its blocks is reused, because the others are then of no use.
     """
 
-    __slots__ = ("_changed", "_contexts", "_free", "_num_contexts", "_num_own", "_sums")
+    __slots__ = ("_changed", "_contexts", "_free", "_num_contexts", "_num_own", "_sums", "_whole")
 
     def __init__(self, queue: FreeQueue) -> None:
         """Takes over the blocks of a queue without contexts."""
@@ -34,6 +35,7 @@ class RetainingFreeQueue(FreeQueue):
         """Maps each free block in a context to the time at which it was freed."""
         self._num_own: Counter[ContextId] = Counter()
         self._changed: dict[ContextId, None] = {}
+        self._whole: set[ContextId] = set()
 
     def __len__(self) -> int:
         return super().__len__() + len(self._free)
@@ -53,11 +55,17 @@ class RetainingFreeQueue(FreeQueue):
         """The contexts, in the order of reuse."""
         return [context for context, owned in self._contexts.items() if owned]
 
-    def retain(self, context: ContextId, blocks: Iterable[BlockId]) -> None:
+    def retain(
+        self, context: ContextId, blocks: Iterable[BlockId], *, is_whole: bool = False
+    ) -> None:
         """Makes a context of blocks in use. It is reused last. Ends an older one of this number."""
         self.drop([context])
-        self._contexts[context] = owned = list(blocks)
+        if not (owned := list(blocks)):
+            return
+        self._contexts[context] = owned
         self._changed[context] = None
+        if is_whole:
+            self._whole.add(context)
         num_contexts, sums = self._num_contexts, self._sums
         for block in owned:
             if block in num_contexts:
@@ -101,6 +109,12 @@ class RetainingFreeQueue(FreeQueue):
         blocks, free_since = super().pop_cached(min(num_blocks, len(self._cached)))
         while len(blocks) < num_blocks:
             context, owned = next(iter(self._contexts.items()))
+            if context in self._whole:
+                self.drop([context])
+                more, times = super().pop_cached(min(num_blocks - len(blocks), len(self._cached)))
+                blocks += more
+                free_since += times
+                continue
             while owned and len(blocks) < num_blocks:
                 block = owned.pop()
                 since = self._leave(context, block)
@@ -170,6 +184,7 @@ class RetainingFreeQueue(FreeQueue):
         self._changed.update(dict.fromkeys(self._contexts))
         self._contexts.clear()
         self._num_own.clear()
+        self._whole.clear()
 
     def order(self) -> list[BlockId]:
         return [*reversed(self._blank), *self.cached()]
@@ -220,12 +235,16 @@ class RetainingFreeQueue(FreeQueue):
         """Ends a context whose blocks have left it."""
         self._changed[context] = None
         del self._num_own[context]
+        self._whole.discard(context)
 
     def _forget_blocks(self, blocks: Iterable[BlockId]) -> None:
         """Takes blocks in use, which have lost their hashes, out of all contexts."""
         lost = {block for block in blocks if block in self._num_contexts}
         if not lost:
             return
+        if self._whole:
+            self.drop([one for one in self._whole if not lost.isdisjoint(self._contexts[one])])
+            lost &= self._num_contexts.keys()
         for context, owned in list(self._contexts.items()):
             left = [block for block in owned if block not in lost]
             if len(left) < len(owned):

@@ -20,6 +20,8 @@ class Model:
         self.lru: list[int] = []
         self.in_use: list[int] = []
         self.contexts: list[tuple[int, list[int]]] = []
+        self.whole: set[int] = set()
+        """The contexts that end when one of their blocks is reused."""
 
     def owners(self, block: int) -> list[int]:
         return [context for context, blocks in self.contexts if block in blocks]
@@ -54,7 +56,12 @@ class Model:
                 self.in_use.append(block := queue.pop(0))
                 return block
         while True:
-            blocks = self.contexts[0][1]
+            context, blocks = self.contexts[0]
+            if context in self.whole:
+                self.drop(context)
+                if self.lru:
+                    return self.take()
+                continue
             block = blocks.pop()
             if not blocks:
                 del self.contexts[0]
@@ -102,7 +109,9 @@ def test_blocks_of_contexts_are_reused_by_the_rules(data: st.DataObject) -> None
                 context = next_context if data.draw(st.booleans()) else 0
                 next_context += 1
                 if context:
-                    queue.retain(ContextId(context), ids(blocks))
+                    if is_whole := data.draw(st.booleans()):
+                        model.whole.add(context)
+                    queue.retain(ContextId(context), ids(blocks), is_whole=is_whole)
                 queue.push_cached(ids(blocks[::-1]), 0)
                 model.release(context, blocks)
             case "rank":
@@ -131,3 +140,27 @@ def test_a_context_of_which_no_block_is_cached_any_more_is_forgotten() -> None:
     queue.push_blank(blocks)
     (change,) = queue.take_changes()
     assert (change.num_blocks, len(queue._contexts)) == (0, 0)
+
+
+def test_a_whole_context_ends_when_one_of_its_blocks_is_reused_or_loses_its_hash() -> None:
+    for is_reused in True, False:
+        queue = RetainingFreeQueue(FreeQueue(ids(range(1, 6))))
+        blocks = queue.pop_blank(5)
+        queue.retain(ContextId(7), blocks[:3], is_whole=True)
+        queue.retain(ContextId(8), blocks[3:])
+        queue.push_cached(blocks[::-1], 0)
+        if is_reused:
+            assert queue.pop_cached(1)[0] == [3]
+        else:
+            queue.remove_cached([BlockId(2)])
+            queue.push_blank([BlockId(2)])
+        assert queue.ids == [8]
+        assert queue.num_retained == 2
+        assert {change.num_blocks for change in queue.take_changes()} == {0, 2}
+
+
+def test_a_context_without_published_blocks_ends_at_once() -> None:
+    queue = RetainingFreeQueue(FreeQueue(ids(range(1, 4))))
+    queue.retain(ContextId(7), [], is_whole=True)
+    (change,) = queue.take_changes()
+    assert (queue.ids, change.num_blocks) == ([], 0)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
+from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.policies.program.ended_programs import EndedPrograms
@@ -134,6 +135,44 @@ async def test_a_request_waits_while_a_paused_context_is_worth_more() -> None:
     assert new in agents.story.scheduler.queues
 
 
+WINDOWS = (
+    KVCacheGroup(AttentionType.FULL, 4),
+    KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=8),
+)
+
+
+async def test_a_context_with_windows_is_kept_whole() -> None:
+    agents, context, _ = await paused_and_running(groups=WINDOWS)
+    (paused,) = agents.retention._contexts.values()
+    worth = agents.retention.worth
+    assert 16 < paused.num_blocks == paused.num_own_blocks < 20
+    new = agents.story.add("new", prompt(40, first=600), max_tokens=2)
+    await agents.step()
+    assert worth.is_held_up
+    assert new in agents.story.scheduler.queues
+    assert worth.seconds(paused) == pytest.approx(worth._seconds_per_token() * 65)
+    for credit, number in ((0.99, 0), (1.01, paused.num_blocks)):
+        worth._credit = credit * worth.seconds(paused)
+        assert worth.num_blocks(num_running=10**9, now=agents.now) == number
+    again = agents.story.add("again", [*context, *prompt(8, first=900)], max_tokens=1)
+    assert agents.retention.is_warm(again)
+    while not again.is_finished:
+        await agents.step()
+    assert again.num_cached_tokens == 64
+
+
+async def test_a_context_with_windows_is_lost_with_its_first_block() -> None:
+    agents, context, running = await paused_and_running(groups=WINDOWS)
+    running.max_num_tokens = 150
+    while agents.retention.num_retained_blocks and not running.is_finished:
+        await agents.step()
+    assert not running.is_finished
+    (paused,) = agents.retention._contexts.values()
+    assert (paused.num_blocks, paused.num_own_blocks) == (0, 0)
+    again = agents.story.add("again", [*context, *prompt(8, first=900)], max_tokens=1)
+    assert agents.retention.is_cold(again)
+
+
 async def test_the_credit_of_waiting_bounds_the_wait() -> None:
     agents, _, running = await paused_and_running()
     new = agents.story.add("new", prompt(80, first=600), max_tokens=2)
@@ -146,15 +185,14 @@ async def test_the_credit_of_waiting_bounds_the_wait() -> None:
 async def test_contexts_that_a_tier_loads_faster_are_worth_less() -> None:
     agents, _, _ = await paused_and_running()
     worth = agents.retention.worth
-    computed = worth._seconds_per_block()
+    computed = worth._seconds_per_token()
     agents.story.scheduler.step_costs.observe_load(num_tokens=100, seconds=0.1)
-    assert worth._seconds_per_block() == computed, "no program has loaded its context"
+    assert worth._seconds_per_token() == computed, "no program has loaded its context"
     worth.returned(num_loaded=30, num_recomputed=10)
-    loaded = 0.001 * agents.story.config.block_size
-    assert worth._seconds_per_block() == pytest.approx(0.25 * computed + 0.75 * loaded)
+    assert worth._seconds_per_token() == pytest.approx(0.25 * computed + 0.75 * 0.001)
     agents.story.scheduler.step_costs._loads.clear()
     agents.story.scheduler.step_costs.observe_load(num_tokens=1, seconds=9.0)
-    assert worth._seconds_per_block() == pytest.approx(computed)
+    assert worth._seconds_per_token() == pytest.approx(computed)
 
 
 async def test_a_prompt_that_is_much_longer_than_a_step_earns_its_blocks_too() -> None:

@@ -187,7 +187,8 @@ class ProgramRetention(NoRetention):
             return None
         context, same = self._known.pause(request, program, now, self._size)
         context.tool = "" if declared is None else declared.tool
-        context.num_blocks = num_blocks * len(self._config.all_groups)
+        if self._config.only_grows:  # otherwise the pool's answer tells what is left
+            context.num_blocks = num_blocks * len(self._config.all_groups)
         self._contexts[context.id] = context
         if same is not None:
             self._drop(same)
@@ -274,8 +275,8 @@ class ProgramRetention(NoRetention):
     def is_warm(self, request: Request) -> bool:
         """Whether at least half of a request's context is cached."""
         context = self._continued.get(request)
-        if context is None:
-            return False
+        if context is None or not self._config.only_grows:
+            return context is not None and bool(context.num_blocks)
         num_groups = len(self._config.all_groups)
         return 2 * context.num_blocks * self._size >= context.num_tokens * num_groups
 

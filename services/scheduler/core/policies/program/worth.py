@@ -1,7 +1,7 @@
 """What contexts are worth, and what another request gains."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from services.common.pool.ids import ContextId
 from services.scheduler.core.policies.policy import PolicyParts
@@ -30,7 +30,11 @@ class Worth:
     def __init__(self, parts: PolicyParts, contexts: Mapping[ContextId, Context]) -> None:
         """`contexts` are those that the policy retains now."""
         self._costs = parts.step_costs
-        self._size = parts.config.hash_block_size
+        config = parts.config
+        self._size = config.hash_block_size
+        self._num_groups = len(config.all_groups)
+        self._is_whole = not config.only_grows
+        """Whether a context is of no use without all of its blocks."""
         self._contexts = contexts
         self.pauses = PauseStatistics()
         self._noted_at = -_ONGOING_SECONDS
@@ -80,18 +84,28 @@ class Worth:
 
     def num_blocks(self, num_running: int, now: float) -> int:
         """How many blocks of contexts the next request may take beside running ones."""
-        seconds, left = self._seconds_per_block(), self._gain(num_running)
-        num_worth = 0
-        for value, context in self.ranked(now):
-            each = seconds * value
-            number = (
-                min(context.num_own_blocks, int(left / each)) if each else context.num_own_blocks
-            )
-            num_worth += number
-            left -= number * each
-            if number < context.num_own_blocks:
-                break
-        return max(int(self._credit / seconds), num_worth)
+        ranked = self.ranked(now)
+        return max(
+            self._num_blocks_below(self._gain(num_running), ranked),
+            self._num_blocks_below(self._credit, ((1.0, context) for _, context in ranked)),
+        )
+
+    def _num_blocks_below(self, most: float, ranked: Iterable[tuple[float, Context]]) -> int:
+        """How many blocks of the first contexts cost at most `most`: seconds times values."""
+        num_blocks = 0
+        for value, context in ranked:
+            cost, number = self.seconds(context) * value, context.num_own_blocks
+            if cost > most:
+                return num_blocks if self._is_whole else num_blocks + int(number * most / cost)
+            num_blocks, most = num_blocks + number, most - cost
+        return num_blocks
+
+    def seconds(self, context: Context) -> float:
+        """The time to have again what would be lost with the context's own blocks."""
+        if self._is_whole:
+            return self._seconds_per_token() * context.num_tokens if context.num_own_blocks else 0.0
+        num_tokens = context.num_own_blocks * self._size / self._num_groups
+        return self._seconds_per_token() * num_tokens
 
     def ranked(self, now: float) -> Ranked:
         """The contexts that have blocks, by value."""
@@ -161,8 +175,8 @@ class Worth:
         whole = fixed + num_running * each
         return (fixed / whole if whole else 1.0) / (num_running + 1)
 
-    def _seconds_per_block(self) -> float:
-        """The time to have a block again. With a tier, as many tokens are loaded as of the contexts
+    def _seconds_per_token(self) -> float:
+        """The time to have a token again. With a tier, as many tokens are loaded as of the contexts
         of late, if that is faster than to compute them.
         """
         costs = self._costs
@@ -170,7 +184,7 @@ class Worth:
         if self._num_loaded:
             share = self._num_loaded / (self._num_loaded + self._num_recomputed)
             each -= share * max(0.0, each - costs.seconds_per_loaded_token)
-        return each * self._size
+        return each
 
     def _explanation(self, num_running: int, now: float) -> str:
         """Which context with the least value is kept, for people."""
@@ -178,7 +192,7 @@ class Worth:
         if kept is None:
             return ""
         blocks = f"kept {kept.num_own_blocks} blocks of {kept.program.label}"
-        seconds = kept.num_own_blocks * self._seconds_per_block()
+        seconds = self.seconds(kept)
         gain = self._gain(num_running)
         costs = f"{seconds:.2f} s to compute again; the next request gains {gain:.2f}"
         if kept.returned_at is not None:
