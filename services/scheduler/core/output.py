@@ -154,9 +154,16 @@ class SchedulerOutput:
 
     @property
     def is_sent(self) -> bool:
-        """Whether workers get the step: it has tokens, freed rows, a message or transfers."""
-        has_message = self.removed_rows or self.kv_connector_metadata or self.awaits_transfers
-        return bool(self.requests or has_message)
+        """Whether workers get the step: it has tokens, freed rows, items to delete, a message or
+        transfers.
+        """
+        return bool(
+            self.requests
+            or self.removed_rows
+            or self.evicted_encoder_inputs
+            or self.kv_connector_metadata
+            or self.awaits_transfers
+        )
 
     @property
     def is_special(self) -> bool:
