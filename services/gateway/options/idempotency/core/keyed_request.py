@@ -53,7 +53,7 @@ class KeyedRequest:
         """The waits of sequences that were not sent to a replica at once."""
         self.traces: list[SequenceTrace] = []
         """The traces of those sequences that this gateway sent to replicas."""
-        self.readers: set[Reader] = set()
+        self.readers: dict[Reader, None] = {}
         self.build: Callable[[Identity], Generation] | None = None
         """Builds the generation of the answer. It is None once this gateway will no longer generate
         the answer.
@@ -93,7 +93,7 @@ class KeyedRequest:
     def start(self, _requests: Sequence[EngineRequest]) -> "Reader":
         self.stop_timer()
         reader = Reader(self, self._reader_left)
-        self.readers.add(reader)
+        self.readers[reader] = None
         return reader
 
     def when_making_ends(self, call: Callable[[Made], None]) -> None:
@@ -125,7 +125,7 @@ class KeyedRequest:
             timer.cancel()
 
     def _reader_left(self, reader: "Reader") -> None:
-        self.readers.discard(reader)
+        self.readers.pop(reader, None)
         self._on_left(self)
 
 

@@ -85,7 +85,7 @@ class Cursor:
         self._seen = [Seen() for _ in recording.sequences]
         self._changed = set(range(len(self._seen)))
         self._on_news = on_news
-        recording.cursors.add(self)
+        recording.cursors[self] = None
         if at_end:
             self.take()
 
@@ -114,7 +114,7 @@ class Cursor:
 
     def close(self) -> None:
         """Stops reading. Further calls have no effect."""
-        self._recording.cursors.discard(self)
+        self._recording.cursors.pop(self, None)
 
 
 class Recording:
@@ -127,7 +127,7 @@ class Recording:
     def __init__(self, num_sequences: int) -> None:
         self.sequences = [SequenceRecord() for _ in range(num_sequences)]
         self.error: StepwellError | None = None
-        self.cursors: set[Cursor] = set()
+        self.cursors: dict[Cursor, None] = {}
 
     @property
     def is_complete(self) -> bool:
