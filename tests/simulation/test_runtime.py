@@ -200,3 +200,24 @@ async def main(network):
 run(main)
 """
     )
+
+
+def test_a_connection_is_refused_if_the_server_dies_before_it_is_accepted() -> None:
+    in_virtual_time("""
+async def main(network):
+    process, client = Process(network.loop, "server"), Process(network.loop, "client")
+    async def serve():
+        listener = network.loop.servers.listener(("server", 1))
+        await asyncio.start_server(lambda reader, writer: None, sock=listener)
+    await process.spawn(serve())
+    process.stop()
+    connecting = client.spawn(asyncio.open_connection("server", 1))
+    await asyncio.sleep(1)
+    process.kill()
+    try:
+        await connecting
+    except ConnectionRefusedError:
+        return
+    raise AssertionError
+run(main)
+""")

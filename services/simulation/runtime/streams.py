@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from functools import partial
 from typing import Any
 
 from services.simulation.runtime.network import (
@@ -44,10 +45,14 @@ class MemoryStreams:
             elif transport is not None:
                 transport.abort()
 
+        def refuse(listener: MemoryListener) -> None:
+            Pipe(network, listener.process, client).send(answered, None)
+
         def arrived(listener: MemoryListener) -> None:
             """In the server's process."""
+            listener.process.at_end.remove(refused)
             if network.listeners.get(address) is not listener or listener.protocol_factory is None:
-                Pipe(network, listener.process, client).send(answered, None)
+                refuse(listener)
                 return
             connection = Connection(network, client, listener.process, has_keepalive=False)
             transport = MemoryTransport(network, connection.ends[0])
@@ -57,6 +62,8 @@ class MemoryStreams:
 
         listener = network.listeners.get(address)
         if isinstance(listener, MemoryListener):
+            refused = partial(refuse, listener)
+            listener.process.at_end.append(refused)  # if it is dead when the attempt arrives
             Pipe(network, client, listener.process).send(arrived, listener)
         else:
             network.loop.call_later(network.delay(client.name, address), answered, None)
