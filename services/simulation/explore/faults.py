@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,6 +14,11 @@ from services.simulation.runtime.process import Process, State
 _SLOW_STOP_SECONDS, _SLOW_RUN_SECONDS = 0.1, 0.01
 _BUSY_STOP_SECONDS, _BUSY_RUN_SECONDS, _BUSY_SECONDS = 0.02, 0.01, 2.0
 _RESET_SECONDS, _LONGEST_RESET_SECONDS = 0.1, 1.0
+_FOCUS = 0.4
+"""The chance that most faults of a run are of one kind."""
+_SOON_SECONDS = 0.15
+_ANSWER_SECONDS = 0.0003
+"""About the time that an answer to a message is on its way."""
 _AHEAD = 20
 """How much farther a clock is ahead than the fault lasts."""
 
@@ -70,20 +77,41 @@ def draw_faults(
     pairs: list[tuple[str, str]],
     count: int,
     seconds: float,
+    moments: list[float],
 ) -> list[Fault]:
-    """Faults of services, and of the network between pairs of services."""
-    faults = []
+    """Faults of services, and of the network between pairs of services. Many begin soon after one
+    of `moments`, when services are at work. A run may have much of one kind of fault.
+    """
+    faults, kinds = [], [*Kind, Kind.DEVICE]
+    if rng.random() < _FOCUS:
+        kinds += [rng.choice(kinds)] * 2 * len(kinds)
     for _ in range(count):
-        kind, service = rng.choice([*Kind, Kind.DEVICE]), rng.choice(services)
+        kind, service = rng.choice(kinds), rng.choice(services)
         if kind is Kind.DEVICE:
             faults.append(_draw_device_fault(rng, services, seconds))
             continue
         peer = None
-        if kind in (Kind.CUT, Kind.CUT_ONE_WAY, Kind.RESET):
+        if kind in (Kind.CUT, Kind.CUT_ONE_WAY):
             service, peer = rng.sample(rng.choice(pairs), 2)
+        at = rng.random() * seconds
+        if rng.random() < 0.7:
+            at = rng.choice(moments) + _SOON_SECONDS * rng.random() ** 2
         lasts = rng.choice((0.02, 0.3, 3.0, 40.0)) * (0.2 + 0.8 * rng.random())
-        faults.append(Fault(rng.random() * seconds, kind, service, lasts, peer))
+        if kind is Kind.AHEAD:
+            lasts = max(lasts, 1.0)
+        faults.append(Fault(at, kind, service, lasts, peer))
+        if kind is Kind.AHEAD or (kind is Kind.CRASH and rng.random() < 0.4):
+            faults += _draw_crashes_after(rng, faults[-1], services)
     return sorted(faults, key=lambda fault: fault.at_seconds)
+
+
+def _draw_crashes_after(rng: random.Random, fault: Fault, services: list[str]) -> Iterator[Fault]:
+    """One or two crashes, while and after a clock is ahead, or while a service starts again."""
+    begins = [fault.at_seconds + fault.seconds + rng.choice((0.01, 0.3)) * rng.random()]
+    if fault.kind is Kind.AHEAD:
+        begins.append(fault.at_seconds + fault.seconds * rng.random())
+    for at in begins:
+        yield Fault(at, Kind.CRASH, rng.choice((fault.service, rng.choice(services))), 0.1)
 
 
 def _draw_device_fault(rng: random.Random, services: list[str], seconds: float) -> Fault:
@@ -133,9 +161,11 @@ async def inject(fault: Fault, fleet: Fleet, network: Network, *, must_end: bool
             process.is_disk_full = False
         case Kind.DEVICE:
             """The worker's settings have the rule."""
+        case Kind.RESET:
+            await _reset(fault, fleet, network)
         case _:
             assert fault.peer is not None
-            await _disturb(fault, process, fleet.services[fault.peer].process, network)
+            await _cut(fault, process, fleet.services[fault.peer].process, network)
 
 
 async def keep_busy(name: str, fleet: Fleet, network: Network) -> None:
@@ -159,17 +189,26 @@ async def _stop(process: Process, network: Network, seconds: float) -> None:
     network.loop.resume(process)
 
 
-async def _disturb(fault: Fault, one: Process, other: Process, network: Network) -> None:
-    if fault.kind is Kind.RESET:
-        chance, now = network.loop.rng_of("reset", one.name, other.name), network.loop.time
-        until = now() + min(fault.seconds, _LONGEST_RESET_SECONDS)
-        while now() < until:
-            network.reset(one, other)
-            await asyncio.sleep(_RESET_SECONDS * chance.random())
-        return
+async def _cut(fault: Fault, one: Process, other: Process, network: Network) -> None:
     pairs = [(one, other), (other, one)] if fault.kind is Kind.CUT else [(one, other)]
     for source, target in pairs:
         network.cut(source, target)
     await asyncio.sleep(fault.seconds)
     for source, target in pairs:
         network.mend(source, target)
+
+
+async def _reset(fault: Fault, fleet: Fleet, network: Network) -> None:
+    """Ends connections of a service with others, often while a message is answered."""
+    chance, now = network.loop.rng_of("reset", fault.service), network.loop.time
+    pairs = [pair for pair in fleet.links if fault.service in pair]
+    until = now() + min(fault.seconds, _LONGEST_RESET_SECONDS)
+    while now() < until:
+        one, other = (fleet.services[name].process for name in chance.choice(pairs))
+        if chance.random() < 0.5:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await network.arrival(one, other)
+            await asyncio.sleep(_ANSWER_SECONDS * chance.random())
+        network.reset(one, other)
+        await asyncio.sleep(_RESET_SECONDS * chance.random())

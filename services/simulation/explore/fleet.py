@@ -9,7 +9,7 @@ from pathlib import Path
 from services.common.telemetry.tracing import service_resource
 from services.gateway.__main__ import Gateway
 from services.scheduler.adapters.telemetry.step_tracer import STEP_SERVICE
-from services.simulation.explore.members import REDIS, Members, Serve, Shape, service_names
+from services.simulation.explore.members import REDIS, Members, Serve, Shape, links, service_names
 from services.simulation.runtime.network import Network
 from services.simulation.runtime.process import Process
 
@@ -50,6 +50,7 @@ class Fleet:
     ) -> None:
         self._network = network
         self._num_replicas = shape.num_replicas
+        self.links = links(shape)
         members = Members(model, shape, network.loop)
         for service in ("gateway", "scheduler", "kvpool", "worker", STEP_SERVICE):
             service_resource(service)

@@ -5,9 +5,11 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from services.common.pool.ids import ContextId
 from services.gateway.__main__ import Gateway
 from services.kvpool.__main__ import PoolService
 from services.scheduler.__main__ import SchedulerService
+from services.scheduler.core.policies.program.retention import ProgramRetention
 from services.simulation.explore.fleet import Fleet
 from services.simulation.explore.members import REDIS
 from services.simulation.runtime.loop import VirtualLoop
@@ -31,13 +33,19 @@ def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
             case Gateway() as gateway:
                 left = _in_gateway(gateway, num_cached)
             case SchedulerService() as scheduler:
-                left = _in_scheduler(scheduler, num_gateways)
+                left = _in_scheduler(scheduler, num_gateways, _contexts_of(fleet, name))
             case PoolService() as pool:
                 left = _in_pool(pool)
             case _:
                 continue
         found += [f"{name} has {number} {what}" for what, number in left if number]
     return found
+
+
+def _contexts_of(fleet: Fleet, scheduler: str) -> set[ContextId]:
+    """The contexts in the pool of a scheduler."""
+    pool = fleet.services[scheduler.replace("scheduler", "pool")].process.inside
+    return {one for hosted in pool.host.pools() for one in hosted.pool.context_ids}
 
 
 Left = Iterator[tuple[str, int]]
@@ -59,7 +67,7 @@ def _in_gateway(gateway: Gateway, num_cached: int) -> Left:
         yield "sessions", sum(one.is_in_turn or one.num_turns > 0 for one in sessions)
 
 
-def _in_scheduler(service: SchedulerService, num_gateways: int) -> Left:
+def _in_scheduler(service: SchedulerService, num_gateways: int, in_pool: set[ContextId]) -> Left:
     parts = service.parts
     scheduler = parts.engine.scheduler
     yield "requests", len(parts.engine.unfinished)
@@ -69,6 +77,14 @@ def _in_scheduler(service: SchedulerService, num_gateways: int) -> Left:
     yield "pending operations", bool(scheduler.kv_cache_manager.pending)
     yield "claims on adapters", parts.adapters._claims.total()
     yield "gateways too many", len(parts.sessions) - num_gateways
+
+    retention = scheduler.retention
+    if isinstance(retention, ProgramRetention):
+        contexts = retention._contexts.keys()
+        yield "programs in a turn", retention.num_in_turn
+        yield "contexts that are not paused", len(contexts ^ retention._known._paused.keys())
+        known = {*contexts, *retention._dropped}
+        yield "contexts that it does not know in its pool", len(in_pool - known)
 
     transfers: Any = scheduler.transfers
     if transfers is not None:

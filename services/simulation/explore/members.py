@@ -44,8 +44,6 @@ _STEP_SECONDS = 3.0
 """The time after which a worker counts as hung."""
 _IDLE_SECONDS = 8.0
 """The time after which an idle session of a client ends."""
-_TIER_GIB = 0.001
-"""Memory of a tier, for about twenty blocks."""
 
 Serve = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
@@ -62,7 +60,8 @@ class Shape:
     """The model computes embeddings."""
     drafts: str = ""
     """The method of speculation, or none."""
-    has_tier: bool = False
+    tier_gib: float = 0.0
+    """Memory of a tier. 0.001 is enough for about twenty blocks."""
     has_redis: bool = False
     """Redis has the registry of schedulers and the directory of cached prefixes."""
     has_step_log: bool = False
@@ -183,7 +182,7 @@ class Members:
                 enable_lora=generates,
                 max_cpu_loras=2,
                 speculative_config=_speculation(shape.drafts, self._model),
-                kv_offloading_size=_TIER_GIB if shape.has_tier else None,
+                kv_offloading_size=shape.tier_gib or None,
             )
             tracing = configure_tracing("worker", "", 1.0)
             is_group = shape.num_ranks > 1

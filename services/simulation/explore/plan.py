@@ -8,9 +8,9 @@ from typing import Any
 from services.scheduler.core.policies import POLICIES, holds_ended, retains_contexts
 from services.simulation.explore.faults import Fault, Kind, draw_faults
 from services.simulation.explore.members import REDIS, Shape, links, service_names
-from services.simulation.explore.requests import Arrival, draw_arrivals
+from services.simulation.explore.requests import FOCI, Arrival, draw_arrivals
 
-_LOAD_SECONDS = 1.0, 1.0, 1.0, 20.0
+_LOAD_SECONDS = 0.3, 1.0, 1.0, 20.0
 """The time in which requests arrive and faults begin. A long time has pauses."""
 _SETTINGS: tuple[tuple[str, Any], ...] = (
     ("async_scheduling", False),
@@ -28,6 +28,8 @@ _CHANGED = 0.1
 """The chance of each of them."""
 _FAILURES_OF_ONE = 3
 """The number of failed steps in a row after which a request is given up."""
+_FOCUS = 0.75
+"""The chance that a run has much of one thing."""
 _BUSY = 0.2
 """The chance that all services are busy."""
 _REPLICA_0 = re.compile(r"(pool|worker|scheduler)-0")
@@ -78,13 +80,17 @@ def make_plan(seed: int) -> Plan:
     rng = random.Random(seed)
     shape = _draw_shape(rng)
     count, seconds = rng.randrange(4, 16), rng.choice(_LOAD_SECONDS)
-    arrivals = draw_arrivals(rng, count, seconds, shape.num_gateways, pools=shape.pools)
-    services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 1, 1, 2, 4))
+    focus = rng.choice(FOCI) if rng.random() < _FOCUS else None
+    arrivals = draw_arrivals(
+        rng, count, seconds, shape.num_gateways, pools=shape.pools, focus=focus
+    )
+    services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 1, 2, 3, 5))
     if shape.num_replicas > 1 and rng.random() < 0.6:  # the other replica takes over
         services = [name for name in services if _REPLICA_0.match(name)]
         pairs = [pair for pair in pairs if any(map(_REPLICA_0.match, pair))]
-        num_faults = rng.choice((1, 2, 4))
-    faults = draw_faults(rng, services, pairs, num_faults, seconds)
+        num_faults = rng.choice((1, 2, 3, 5))
+    moments = [arrival.at_seconds for arrival in arrivals]
+    faults = draw_faults(rng, services, pairs, num_faults, seconds, moments)
     return Plan(seed, shape, tuple(arrivals), tuple(faults), is_busy=rng.random() < _BUSY)
 
 
@@ -99,16 +105,13 @@ def _draw_shape(rng: random.Random) -> Shape:
     if rng.random() < 0.06:
         return replace(shape, pools=True)
     drafts = rng.choice(("", "", "ngram", "draft_model"))
-    has_tier = rng.random() < 0.3
+    tier_gib = rng.choice((0.001, 0.003)) if rng.random() < 0.3 else 0.0
     settings = dict(setting for setting in _SETTINGS if rng.random() < _CHANGED)
-    if not has_tier and rng.random() < _CHANGED:  # a tier is found as cached prefixes are
+    if not tier_gib and rng.random() < _CHANGED:  # a tier is found as cached prefixes are
         settings["enable_prefix_caching"] = False
-    if rng.random() < 0.3:
-        settings["policy"] = rng.choice(
-            [
-                name
-                for name in POLICIES
-                if retains_contexts(name) and not (has_tier and holds_ended(name))
-            ]
-        )
-    return replace(shape, drafts=drafts, has_tier=has_tier, settings=tuple(settings.items()))
+    if rng.random() < 0.4:
+        policies = [name for name in POLICIES if retains_contexts(name)]
+        policy = rng.choice(("program", *policies))
+        if not (tier_gib and holds_ended(policy)):
+            settings["policy"] = policy
+    return replace(shape, drafts=drafts, tier_gib=tier_gib, settings=tuple(settings.items()))

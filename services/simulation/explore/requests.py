@@ -17,10 +17,32 @@ ADAPTERS = ("first-adapter", "second-adapter", "third-adapter")
 _NUM_DOCUMENTS = 4
 _DOCUMENT_TOKENS = 350
 _LONG_PROMPT = 345
-"""Tokens of a prompt that needs nearly all blocks of a replica."""
 _LONG_ANSWER = 60
 """Tokens of an answer that goes on for a while if nobody ends it."""
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
+_TOKEN_SECONDS = 0.0045
+"""About the time that the device takes for a token."""
+_FOCUSED = 0.6
+"""The share of a run's requests that are of the kind in its focus."""
+_LEAVES, _FOCUSED_LEAVES = 0.15, 0.5
+"""The share of clients that leave before their answers end."""
+_WEIGHTS = {
+    "several": 15,
+    "random": 15,
+    "grammar": 10,
+    "adapter": 10,
+    "call": 7,
+    "turns": 16,
+    "stop": 7,
+    "logprobs": 7,
+    "long": 4,
+    "wrong": 2.5,
+    "plain": 6.5,
+}
+"""The kinds of requests that are drawn, and how often."""
+LEAVING = "leaving"
+FOCI = *_WEIGHTS, LEAVING
+"""What a run may have much of: one kind of requests, or clients that leave."""
 WRONGS = "cut", "json", "model", "length", "temperature"
 """What is wrong with a request: half of it is missing, it is no JSON, or a field is wrong."""
 
@@ -123,19 +145,27 @@ class Arrival:
 
 
 def draw_arrivals(
-    rng: random.Random, count: int, seconds: float, num_gateways: int, *, pools: bool
+    rng: random.Random,
+    count: int,
+    seconds: float,
+    num_gateways: int,
+    *,
+    pools: bool,
+    focus: str | None = None,
 ) -> list[Arrival]:
     """Requests that arrive within some seconds, some of them in bursts. `pools`: the model computes
-    embeddings.
+    embeddings. `focus` is one of FOCI.
     """
     arrivals: list[Arrival] = []
-    at = 0.0
+    at, leave = 0.0, _FOCUSED_LEAVES if focus == LEAVING else _LEAVES
+    new_burst = rng.choice((0.2, 0.6, 0.6))
     for number in range(count):
-        if rng.random() < 0.6:
-            at += rng.expovariate(count / seconds)
-        gateway = rng.randrange(num_gateways)
-        leaves = rng.random() * rng.choice((0.5, 0.5, 0.002)) if rng.random() < 0.15 else None
-        request = draw_vector(rng) if pools else draw_request(rng)
+        if rng.random() < new_burst:
+            at += rng.expovariate(new_burst * count / seconds)
+        gateway, leaves = rng.randrange(num_gateways), None
+        if rng.random() < leave:
+            leaves = rng.random() * rng.choice((0.5, 0.5, 0.1, 0.002, 0.0005))
+        request = draw_vector(rng) if pools else draw_request(rng, focus)
         if request.kind in (Kind.TEXT, Kind.CALL, Kind.TALK):
             request = replace(request, program=_draw_program(random.Random(f"{number} {at}")))
         if request.kind is Kind.TEXT and leaves is not None and request.max_tokens:
@@ -167,51 +197,64 @@ def draw_vector(rng: random.Random) -> Request:
     return Request(edge, _draw_prompt(rng), 1, Kind.VECTOR)
 
 
-def draw_request(rng: random.Random) -> Request:  # noqa: PLR0911 - one for each kind
+def draw_request(rng: random.Random, focus: str | None = None) -> Request:
+    kind = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+    if focus in _WEIGHTS and rng.random() < _FOCUSED:
+        kind = focus
     edge, prompt = rng.choice(list(Edge)), _draw_prompt(rng)
-    request = Request(edge, prompt, rng.choice((1, 5, 24)))
-    kind = rng.random()
-    if kind < 0.15:
-        return replace(request, n=rng.choice((2, 3)))
-    if kind < 0.3:
-        return replace(request, temperature=1.0, seed=rng.randrange(3))
-    if kind < 0.4:
-        return replace(request, edge=Edge.GRPC, regex="(yes|no|maybe){2,5}")
-    if kind < 0.5:
-        return replace(request, model=rng.choice(ADAPTERS), max_tokens=5)
-    if kind < 0.57:
-        edge = rng.choice((Edge.COMPLETION, Edge.STREAM))
-        return Request(edge, prompt[: rng.choice((1, 3))], 48, Kind.CALL)
-    if kind < 0.73:
-        return _draw_turns(rng)
-    if kind < 0.8:
-        stop = (rng.choice("aeiou"),)
-        request = replace(request, max_tokens=_LONG_ANSWER, stop=stop, ignores_end=True)
-        if edge is Edge.GRPC:
-            return request
-        return replace(request, more_prompts=(_draw_prompt(rng), _draw_prompt(rng)))
-    if kind < 0.87:
-        return replace(request, edge=Edge.GRPC, num_logprobs=rng.choice((1, 3)))
-    if kind < 0.91:
-        return Request(Edge.GRPC, _document(2)[:_LONG_PROMPT], 0, ignores_end=True)
-    if kind < 0.935:
-        return Request(Edge.COMPLETION, prompt, 1, Kind.WRONG, wrong=rng.choice(WRONGS))
+    length = rng.choice((1, 5, 24, _LONG_ANSWER))
+    request = Request(edge, prompt, length, ignores_end=length == _LONG_ANSWER)
+    match kind:
+        case "several":
+            request = replace(request, n=rng.choice((2, 3)))
+        case "random":
+            request = replace(request, temperature=1.0, seed=rng.randrange(3))
+        case "grammar":
+            regex, most = rng.choice((("(yes|no|maybe){2,5}", 24), ("(yes|no|maybe){9,12}", 90)))
+            request = Request(Edge.GRPC, prompt, most, regex=regex)
+        case "adapter":
+            request = replace(request, model=rng.choice(ADAPTERS))
+        case "call":
+            edge = rng.choice((Edge.COMPLETION, Edge.STREAM))
+            request = Request(edge, prompt[: rng.choice((1, 3))], 48, Kind.CALL)
+        case "turns":
+            request = _draw_turns(rng)
+        case "stop":
+            stop = (rng.choice("aeiou"),)
+            request = replace(request, max_tokens=_LONG_ANSWER, stop=stop, ignores_end=True)
+            if edge is not Edge.GRPC:
+                request = replace(request, more_prompts=(_draw_prompt(rng), _draw_prompt(rng)))
+        case "logprobs":
+            request = replace(request, edge=Edge.GRPC, num_logprobs=rng.choice((1, 3)))
+        case "long":
+            request = LONG
+        case "wrong":
+            request = Request(Edge.COMPLETION, prompt, 1, Kind.WRONG, wrong=rng.choice(WRONGS))
     return request
 
 
 def _draw_turns(rng: random.Random) -> Request:
     prompt = _document(0)[: rng.choice((3, 40))]
     later = _LATER_PROMPTS[: rng.choice((1, 2))]
-    pause = rng.choice((0.0, 0.05, 1.5)) * rng.random()
+    pause = rng.choice((0.0, 0.05, 1.5, 7.0)) * rng.random()
     edge, max_tokens = rng.choice(list(Edge)), rng.choice((1, 5, 24))
-    turns = Request(edge, prompt, max_tokens, Kind.TURNS, later_prompts=later, pause_seconds=pause)
+    turns = Request(
+        edge,
+        prompt,
+        max_tokens,
+        Kind.TURNS,
+        ignores_end=rng.random() < 0.5,
+        later_prompts=later,
+        pause_seconds=pause,
+    )
     if rng.random() < 0.3:
         return replace(turns, edge=Edge.GRPC, kind=Kind.TALK)
     if edge is Edge.GRPC or rng.random() < 0.3:
         return turns
     if rng.random() < 0.3:
         return replace(turns, ends_in_turn=True)
-    return replace(turns, breaks_after_seconds=0.1 * rng.random())
+    breaks = (1 + max_tokens) * _TOKEN_SECONDS * 1.3 * rng.random() ** 0.5
+    return replace(turns, breaks_after_seconds=breaks)
 
 
 def _draw_prompt(rng: random.Random) -> tuple[int, ...]:
@@ -225,21 +268,26 @@ def _document(number: int) -> tuple[int, ...]:
     return tuple(rng.randrange(_LOWEST_TOKEN, _HIGHEST_TOKEN) for _ in range(_DOCUMENT_TOKENS))
 
 
+LONG = Request(Edge.GRPC, _document(2)[:_LONG_PROMPT], 0, ignores_end=True)
+"""A request whose prompt and answer fill all blocks of a replica."""
 _LATER_PROMPTS = _document(1)[:16], _document(2)[:40]
 
 PROBE = Request(
     Edge.GRPC,
     _document(3)[:40],
-    10,
+    8,
     Kind.TALK,
     ignores_end=True,
-    later_prompts=(_document(1)[:16],),
+    later_prompts=(_document(1)[:9], _document(2)[:16]),
     pause_seconds=0.05,
 )
-"""The conversation that finds out whether a fleet serves."""
-PROBE_HITS = 48, 96
-"""The tokens that the conversation finds in its blocks: those of its first turn, and those of the
-same conversation before.
+"""The conversation that finds out whether a fleet serves. The first turn ends where a block ends,
+so that the last token of this block is not computed. The second turn ends a token after a block,
+which is then complete.
+"""
+PROBE_HITS = 96, 160
+"""The tokens that the conversation finds in its blocks: those of its earlier turns, and those of
+the same conversation before.
 """
 PROBE_VECTOR = Request(Edge.GRPC, _document(3)[:40], 1, Kind.VECTOR)
 """The request that finds out whether a fleet serves, if it computes embeddings."""

@@ -5,6 +5,7 @@ from asyncio import create_task
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from services.scheduler.core.policies import holds_ended
 from services.simulation.explore.answer import Answer
@@ -15,8 +16,15 @@ from services.simulation.explore.left import late_timers, left_on_disks, what_is
 from services.simulation.explore.lines import line_of_step, unexpected_line
 from services.simulation.explore.members import Shape
 from services.simulation.explore.plan import Plan
-from services.simulation.explore.requests import PROBE, PROBE_HITS, PROBE_VECTOR, Arrival, Request
-from services.simulation.explore.watch import request_name, watch
+from services.simulation.explore.requests import (
+    LONG,
+    PROBE,
+    PROBE_HITS,
+    PROBE_VECTOR,
+    Arrival,
+    Request,
+)
+from services.simulation.explore.watch import Watch, request_name
 from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.machine import run_on
 from services.simulation.runtime.network import Network
@@ -95,7 +103,7 @@ class Explorer:
         without faults.
         """
         arrivals = (arrival for plan in plans for arrival in plan.arrivals)
-        asked = (PROBE, PROBE_VECTOR, *(arrival.request for arrival in arrivals))
+        asked = (PROBE, PROBE_VECTOR, LONG, *(arrival.request for arrival in arrivals))
         wanted = dict.fromkeys(request.usual() for request in asked)
         missing = [request for request in wanted if request not in self._alone]
         for pools in (False, True):
@@ -118,6 +126,9 @@ class Explorer:
                     await client.spawn(ask("gateway-0", request, answer))
                 if answer.error is not None:
                     raise Failed(f"{request} alone: {answer.error}")
+                scheduler: Any = fleet.services["scheduler-0"].process.inside
+                if request == LONG and scheduler.parts.engine.scheduler.num_preemptions:
+                    raise Failed("a request that fills all blocks alone is preempted")
             await fleet.stop_all(_STOP_SECONDS)
 
         run_on(network, 0, main)
@@ -194,9 +205,10 @@ class _Run:
         if plan.is_busy:
             names = self.fleet.services
             injecting += [create_task(keep_busy(name, self.fleet, network)) for name in names]
-        watching = create_task(
-            watch(self.fleet, self.answers, {fault.service for fault in plan.faults})
-        )
+        disturbed = {fault.service for fault in plan.faults if fault.peer is None}
+        is_calm = not (plan.faults or plan.is_busy)
+        watch = Watch(self.fleet, self.answers, disturbed, is_calm, plan.is_busy)
+        watching = create_task(watch.run())
         clients = [self._client(arrival) for arrival in plan.arrivals]
         async with asyncio.timeout(_LONGEST_FAULT_SECONDS):
             await asyncio.gather(*injecting)

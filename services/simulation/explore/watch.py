@@ -2,35 +2,66 @@
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field
 
 from services.gateway.__main__ import Gateway
 from services.kvpool.__main__ import PoolService
+from services.scheduler.__main__ import SchedulerService
+from services.scheduler.core.engine.engine_core import EngineState
 from services.simulation.explore.answer import Answer
 from services.simulation.explore.fleet import Fleet
 
 _LOOK_SECONDS = 0.02
 _LONGEST_LOOK_SECONDS = 0.5
-_NOTICE_SECONDS = 0.5
+_NOTICE_SECONDS, _BUSY_NOTICE_SECONDS = 0.12, 0.5
 """Enough to notice that a client is gone."""
+_STALL_SECONDS, _CALM_STALL_SECONDS = 12.0, 3.0
+"""Enough to compute a step for some request, or to notice that none can be computed."""
+_ANSWER_SECONDS, _CALM_ANSWER_SECONDS = 7.0, 0.4
+"""Enough for a scheduler to accept or refuse a sequence, or to report its end. Includes the time
+after which a gateway ends a session with a scheduler that does not answer.
+"""
 _NAME = re.compile(r"(?:\w+-)?request-(\d+)(?:-(\d+))?")
+
+
+Waits = dict[Hashable, tuple[float, str]]
+"""What services wait for, with the longest time in seconds and the complaint if it takes longer."""
 
 
 def request_name(number: int) -> str:
     return f"request-{number}"
 
 
-async def watch(fleet: Fleet, answers: Mapping[int, Answer], disturbed: Collection[str]) -> None:
-    """Looks at the services again and again. Raises AssertionError if something is wrong that must
-    hold at any time: a pool counts its blocks rightly, and a gateway has no sequence whose client
-    has its whole answer or is gone. `answers` are what clients have received, by the numbers of
-    their requests. The services of `disturbed` may be late.
+@dataclass(slots=True)
+class Watch:
+    """Looks at the services again and again. `answers` are what clients have received, by the
+    numbers of their requests. The services of `disturbed` may be late. In a calm run nothing is
+    disturbed.
     """
-    seconds = _LOOK_SECONDS
-    while True:
-        await asyncio.sleep(seconds)
-        seconds = min(1.02 * seconds, _LONGEST_LOOK_SECONDS)
-        for name, service in fleet.services.items():
+
+    fleet: Fleet
+    answers: Mapping[int, Answer]
+    disturbed: Collection[str]
+    is_calm: bool
+    is_busy: bool
+    _since: dict[Hashable, float] = field(default_factory=dict)
+    """Since when a service has waited for the same."""
+
+    async def run(self) -> None:
+        """Raises AssertionError if something is wrong that must hold at any time: a pool counts its
+        blocks rightly, a scheduler computes steps, and a gateway has no sequence whose client has
+        its whole answer or is gone, and none that its scheduler does not have.
+        """
+        seconds = _LOOK_SECONDS
+        while True:
+            await asyncio.sleep(seconds)
+            seconds = min(1.02 * seconds, _LONGEST_LOOK_SECONDS)
+            self._look(asyncio.get_running_loop().time())
+
+    def _look(self, now: float) -> None:
+        waits: Waits = {}
+        for name, service in self.fleet.services.items():
             if service.process.is_dead:
                 continue
             match service.process.inside:
@@ -38,21 +69,57 @@ async def watch(fleet: Fleet, answers: Mapping[int, Answer], disturbed: Collecti
                     for hosted in pool.host.pools():
                         hosted.pool.check()
                 case Gateway() as gateway:
-                    _check_gateway(name, gateway, answers, is_late=name in disturbed)
+                    self._check_gateway(name, gateway, now)
+                    if name not in self.disturbed:
+                        waits |= self._unknown(name, gateway)
+                case SchedulerService() as scheduler if name not in self.disturbed:
+                    waits |= self._stall(name, scheduler)
+        self._since = {what: self._since.get(what, now) for what in waits}
+        for what, (longest, sentence) in waits.items():
+            if now > self._since[what] + longest:
+                raise AssertionError(f"{sentence} for {longest:g} s")
 
+    def _stall(self, name: str, service: SchedulerService) -> Waits:
+        """The step that a scheduler should compute next. It may wait for pool and workers."""
+        engine = service.parts.engine
+        num_between_turns = len(engine.scheduler.queues.between_turns)
+        if engine.state is EngineState.RECOVERING or len(engine.unfinished) <= num_between_turns:
+            return {}
+        longest = _CALM_STALL_SECONDS if self.is_calm else _STALL_SECONDS
+        return {
+            (name, engine.scheduler.steps.next_number): (longest, f"{name} has computed no step")
+        }
 
-def _check_gateway(
-    name: str, gateway: Gateway, answers: Mapping[int, Answer], *, is_late: bool
-) -> None:
-    fleet = gateway.fleet
-    running = [one for replica in fleet.membership.replicas for one in replica.running.values()]
-    for inflight in (*running, *fleet._waiting, *fleet.admission):
-        if inflight.index not in inflight.mailbox._unfinished:
-            raise AssertionError(f"{name} has a sequence that nobody waits for")
-        if found := _NAME.fullmatch(inflight.request.request_id):
-            answer, index = answers[int(found[1])], int(found[2] or 0)
-            if index in answer.finished:
-                raise AssertionError(f"{name} has a sequence whose client has the whole answer")
-            left_at, now = answer.left_at, asyncio.get_running_loop().time()
-            if left_at is not None and now > left_at + _NOTICE_SECONDS and not is_late:
-                raise AssertionError(f"{name} has a sequence whose client is gone")
+    def _unknown(self, name: str, gateway: Gateway) -> Waits:
+        """The sequences of a gateway that their schedulers do not have."""
+        longest = _CALM_ANSWER_SECONDS if self.is_calm else _ANSWER_SECONDS
+        waits: Waits = {}
+        for replica in gateway.fleet.membership.replicas:
+            scheduler = self.fleet.services[replica.address.partition(":")[0]].process.inside
+            if isinstance(scheduler, SchedulerService):
+                sessions = scheduler.parts.sessions._gateways
+                known = {
+                    handle
+                    for session in sessions
+                    if session.gateway_id.startswith(f"{name}-")
+                    for handle in session.requests
+                }
+                sentence = f"{replica.address} has not answered {name}"
+                for handle in replica.running.keys() - known:
+                    waits[name, replica.address, handle] = (longest, sentence)
+        return waits
+
+    def _check_gateway(self, name: str, gateway: Gateway, now: float) -> None:
+        fleet, replicas = gateway.fleet, gateway.fleet.membership.replicas
+        running = [one for replica in replicas for one in replica.running.values()]
+        notice = _BUSY_NOTICE_SECONDS if self.is_busy else _NOTICE_SECONDS
+        for inflight in (*running, *fleet._waiting, *fleet.admission):
+            if inflight.index not in inflight.mailbox._unfinished:
+                raise AssertionError(f"{name} has a sequence that nobody waits for")
+            if found := _NAME.fullmatch(inflight.request.request_id):
+                answer, index = self.answers[int(found[1])], int(found[2] or 0)
+                if index in answer.finished:
+                    raise AssertionError(f"{name} has a sequence whose client has the whole answer")
+                is_late = answer.left_at is not None and now > answer.left_at + notice
+                if is_late and name not in self.disturbed:
+                    raise AssertionError(f"{name} has a sequence whose client is gone")

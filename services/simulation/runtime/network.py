@@ -7,6 +7,7 @@ arrives after the cut, as TCP sends lost packets again. An end that receives not
 closes the connection, as gRPC's keepalive and TCP_USER_TIMEOUT do.
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 from zlib import crc32
@@ -44,6 +45,8 @@ class Network:
         self.spike_chance = 0.01
         """The chance that something takes much longer than usual."""
         self._cuts: dict[Cut, None] = {}
+        self.awaited: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
+        """By the names of source and target, who waits for an arrival."""
         self._waiting: dict[Cut, list[tuple[Pipe, Callable[..., object], tuple[Any, ...]]]] = {}
         self.connections: dict[Connection, None] = {}
         """The connections with an open end."""
@@ -112,6 +115,17 @@ class Network:
                         end.lose, "Connection reset by peer", context=end.process.context
                     )
 
+    async def arrival(self, source: Process, target: Process) -> None:
+        """Waits until something arrives that one process has sent to another."""
+        arrived = self.loop.create_future()
+        self.awaited.setdefault((source.name, target.name), []).append(arrived)
+        await arrived
+
+    def arrives(self, source: Process, target: Process) -> None:
+        for arrived in self.awaited.pop((source.name, target.name), ()):
+            if not arrived.done():
+                arrived.set_result(None)
+
     def wait(self, pipe: "Pipe", callback: Callable[..., object], args: tuple[Any, ...]) -> None:
         cut = pipe.source.name, pipe.target.name
         self._waiting.setdefault(cut, []).append((pipe, callback, args))
@@ -169,6 +183,8 @@ class Pipe:
             self._network.wait(self, callback, args)
         else:
             callback(*args)
+            if self._network.awaited:
+                self._network.arrives(self.source, self.target)
 
 
 class End:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from services.worker.core.kv.load_thread import IDLE_WAIT_SECONDS
 from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
 
-_LONGEST_LOAD_SECONDS = 0.02
+_LOAD_SECONDS = 0.02, 0.02, 0.3
+"""The longest times of loads, of which each load draws one."""
 
 
 class VirtualLoads:
@@ -22,7 +23,8 @@ class VirtualLoads:
     def begin(self, loads: Sequence[TierLoad]) -> None:
         for load in loads:
             begins = self._loads[-1][0] if self._loads else time.monotonic()
-            self._loads.append((begins + _LONGEST_LOAD_SECONDS * random.random(), load))
+            seconds = random.choice(_LOAD_SECONDS) * random.random()
+            self._loads.append((begins + seconds, load))
 
     def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
         if is_idle and self._loads:
