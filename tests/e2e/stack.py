@@ -24,6 +24,20 @@ _VLLM_GRPC = re.compile(r"vllm\.grpc\.engine will be at grpc://(\S+)")
 _START_SECONDS = 90.0
 
 
+def stepwell(*arguments: str, directory: Path = ROOT) -> str:
+    """Runs a command of `stepwell` in a directory, and returns its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        capture_output=True,
+        cwd=directory,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 class Stack:
     """A running `stepwell up`. Its output is stored for the report of a failed test."""
 

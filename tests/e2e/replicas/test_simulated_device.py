@@ -3,8 +3,6 @@ docs/simulation.md writes.
 """
 
 import re
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.stack import ROOT, Stack
+from tests.e2e.stack import ROOT, Stack, stepwell
 from tests.e2e.tiny import save_servable_model
 from tests.plain_http import http_get, http_post
 from tests.tiny_models import VOCAB_SIZE
@@ -118,26 +116,14 @@ def test_the_policy_of_the_page_lets_a_short_prompt_overtake(
 
 def replayed(directory: Path) -> str:
     """The output of `stepwell replay` for the server's step log, with the same policy."""
-    return stepwell(directory, "replay", "steps.jsonl", "--set", f"policy={POLICY}")
+    return stepwell("replay", "steps.jsonl", "--set", f"policy={POLICY}", directory=directory)
 
 
 def test_the_policy_of_the_page_passes_the_kit_and_is_simulated(directory: Path) -> None:
-    said = stepwell(directory, "simulate", "--check-policy", POLICY, "--programs", "12")
+    check = ("--check-policy", POLICY, "--programs", "12")
+    said = stepwell("simulate", *check, directory=directory)
     assert said == f"{POLICY}: 12 worlds, no problem\n"
     crowd = ("--workload", "chat", "--programs", "100", "--rate", "20", "--max-num-seqs", "64")
-    said = stepwell(directory, "simulate", *crowd, "--policy", "fcfs", "--policy", POLICY)
+    policies = ("--policy", "fcfs", "--policy", POLICY)
+    said = stepwell("simulate", *crowd, *policies, directory=directory)
     assert len(re.findall(rf"^{POLICY} ", said, re.M)) == 5
-
-
-def stepwell(directory: Path, *arguments: str) -> str:
-    """Runs a command of `stepwell` in this directory, and returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments],
-        capture_output=True,
-        cwd=directory,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout

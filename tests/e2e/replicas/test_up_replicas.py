@@ -3,8 +3,6 @@ killed.
 """
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 from services.worker.backends.choices import SumOrder
 from services.worker.backends.native.compiled import processor_features
 from tests.e2e.conftest import TinyModel
-from tests.e2e.stack import ROOT, Stack, wait_for
+from tests.e2e.stack import Stack, stepwell, wait_for
 from tests.hub_cache import in_hub_cache
 from tests.plain_http import http_get, http_post
 
@@ -70,19 +68,6 @@ def replicas(stack: Stack) -> list[dict[str, Any]]:
 
 def both_ready(stack: Stack) -> bool:
     return [replica["ready"] for replica in replicas(stack)] == [True, True]
-
-
-def stepwell(*arguments: str) -> str:
-    """Runs a command of `stepwell`, and returns its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments],
-        capture_output=True,
-        cwd=ROOT,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return done.stdout
 
 
 def shown_by_status(stack: Stack) -> list[str]:
