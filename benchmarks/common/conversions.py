@@ -1,4 +1,4 @@
-"""Converts requests, steps and outputs between the services' own types without protobufs."""
+"""Converts requests, steps and outputs from one service's types to another's, without protobufs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

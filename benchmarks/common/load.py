@@ -32,7 +32,7 @@ class Load:
     seed: str
 
     def prompt(self, number: int) -> list[int]:
-        """The token ids of a request."""
+        """Random token ids of the prompt of request `number`."""
         draw = random.Random(f"{self.seed}/{number}")
         return [draw.randrange(self.vocab_size) for _ in range(self.prompt_tokens)]
 

@@ -24,7 +24,7 @@ from services.common.rpc.channel import open_channel
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The parameters of the requests.
+    """The parameters of the load: numbers of conversations and requests, lengths in tokens.
 
     Equal workloads have the same system prompts and the same user turns in the same order. The
     answers depend on the model.

@@ -8,8 +8,8 @@
    and each client sends its next request as soon as the previous one is done.
 2. Overload: an open loop, at a multiple of the request rate measured in part 1. Each request has a
    deadline, at which its client cancels it. Goodput counts the tokens of requests that were done by
-   their deadlines. Refusals are timed from sending to the answer. Requests that were queued and
-   then evicted before their first step are counted separately.
+   their deadlines. The time of a refusal is from sending the request to receiving the refusal.
+   Requests that were queued and then evicted before their first step are counted separately.
 
 Services and clients share one machine and its processors. Arguments after `--` are flags of
 `stepwell up`, such as `-- --num-threads 1 --worker-niceness 5`. These flags apply to every part.

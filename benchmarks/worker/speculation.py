@@ -20,8 +20,8 @@ Without a draft model, the gain depends on the text:
 * a continuation: the prompt is the beginning of a page in prose, and the answer is the next part;
 * random tokens without repetition;
 * a misleading text: the same pair of tokens recurs, each time followed by a different token;
-* a step of an agent: a sentence and a tool call. Earlier requests wrote steps of the same
-  structure, with other files, names and lines.
+* a step of an agent: a sentence and a tool call. The answers to earlier requests are steps
+  of the same structure, with other files, names and lines.
 
 The engines draft from the outputs of earlier requests, too. Before each measurement these outputs
 are cleared, so that only the agent's step can use earlier steps.

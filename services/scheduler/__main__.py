@@ -150,7 +150,9 @@ async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> Replic
 
 
 class SchedulerService:
-    """The gRPC server, and all parts that it calls. Pool and workers must be open."""
+    """The gRPC server, and all parts that it calls. `replica.open()` has opened pool and workers
+    before.
+    """
 
     def __init__(
         self,

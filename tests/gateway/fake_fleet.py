@@ -124,7 +124,7 @@ class FakeFleet:
 
     @property
     def replicas(self) -> dict[str, Replica]:
-        """The replicas by name."""
+        """Maps each replica's address to the replica."""
         return {replica.address: replica for replica in self.fleet.membership.replicas}
 
     # Methods of the core's Links.

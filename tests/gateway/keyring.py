@@ -87,7 +87,9 @@ def bearer(key: str) -> dict[str, str]:
 async def limited(
     model: Path, tmp_path: Path, scheduler: FakeScheduler | None = None, **limits: Any
 ) -> AsyncIterator[tuple[Serving, str]]:
-    """A gateway, and the key of a tenant with limits."""
+    """Runs a gateway whose only key is that of tenant acme. `limits` are fields of its record.
+    Yields the gateway and the key.
+    """
     ring = FileKeyring(tmp_path / "keys.json")
     key = await ring.add(TenantRecord("acme", **limits))
     async with serving(model, scheduler or FakeScheduler(), api_key_file=ring.path) as served:

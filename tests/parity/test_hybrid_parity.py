@@ -165,7 +165,7 @@ async def test_retention_keeps_states_where_prompts_end_and_part(served: Served)
 @pytest.mark.parametrize(
     ("mode", "setting", "cached"),
     [
-        # 26 of 27 tokens are whole units. They are six and a half blocks.
+        # A hit has whole units of 2 of the 27 tokens. It ends in the middle of the seventh block.
         (MambaCacheMode.ALIGN, {"prefix_match_unit": 2}, [0, 26, 26]),
         (MambaCacheMode.ALIGN, {}, [0, 24, 24]),
         (MambaCacheMode.NONE, {"enable_prefix_caching": False}, [0, 0, 0]),

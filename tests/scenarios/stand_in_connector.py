@@ -37,7 +37,9 @@ class _Load:
 
 @dataclass(slots=True)
 class StandInConnector(KVConnector):
-    """Scheduler and worker side of a connector, following the scenario. The run sets `step`."""
+    """The scheduler's and the workers' side of a connector. The scenario says what is stored, what
+    fails, and how long transfers take. The run sets `step`.
+    """
 
     block_size: int
     sources: Mapping[RequestKey, ExternalTokens]

@@ -89,7 +89,7 @@ class CacheView:
     stored: dict[int, set[int]] = field(default_factory=dict)
     """Maps a group to its stored hashes."""
     adapter_digests: Mapping[str, bytes] = field(default_factory=dict)
-    """Maps the names of adapters to digests, because hashes depend on the adapter's content."""
+    """Maps the name of each adapter to the digest of its content, which is part of block hashes."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
     """The full digest of each hash that was ever stored, including hashes inside blocks."""
     orphans: list[BlockStored] = field(default_factory=list)

@@ -7,7 +7,7 @@ For each fault and each role of a container:
 2. A container of that role is broken. The container is in the replica that serves most of the
    streams.
 3. If the fault does not end by itself, it is undone after a while.
-4. The streams end. Each must have had the text of the undisturbed run every time.
+4. The streams end. Each of their runs must have had the same text as the undisturbed run.
 5. All containers must become healthy, and as many replicas must be ready as before.
 """
 

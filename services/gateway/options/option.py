@@ -116,8 +116,8 @@ class Option:
         return app
 
     def wrap(self, app: ASGIApp, *, for_operators: bool) -> ASGIApp:  # noqa: ARG002
-        """Wraps the clients' or the operators' HTTP application. The wrapper receives requests
-        before API keys are checked.
+        """Wraps the HTTP application of clients, or of operators if `for_operators`. The wrapper
+        receives requests before API keys are checked.
         """
         return app
 

@@ -3,7 +3,7 @@
 The node stands for the pool of one scheduler. When a call to Redis fails, the task does not know
 which of its entries are in the log. Therefore it retries with growing delays, and then begins a new
 epoch of the node with the next epoch number and a snapshot. Readers discard the previous epoch.
-`services.common.redis.directory_layout` defines the schemas.
+`services.common.redis.directory_layout` defines the keys and the formats of their values.
 """
 
 import asyncio

@@ -52,7 +52,7 @@ class RetainingFreeQueue(FreeQueue):
 
     @property
     def ids(self) -> list[ContextId]:
-        """The contexts, in the order of reuse."""
+        """The ids of the contexts with blocks, in the order in which their blocks are reused."""
         return [context for context, owned in self._contexts.items() if owned]
 
     def retain(

@@ -46,7 +46,7 @@ class Watch:
     is_calm: bool
     is_busy: bool
     _since: dict[Hashable, float] = field(default_factory=dict)
-    """Since when a service has waited for the same."""
+    """Maps each wait to the time at which it was first seen."""
 
     async def run(self) -> None:
         """Raises AssertionError if something is wrong that must hold at any time: a pool counts its

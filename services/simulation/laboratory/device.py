@@ -75,7 +75,7 @@ class Device:
         return (self._decode_costs(most)[0] - self._decode_costs(1)[0]) / max(1, most - 1)
 
     def _decode_costs(self, num_requests: int) -> tuple[float, float]:
-        """The time of a step without its contexts, and the time for each token of its contexts."""
+        """The fixed time of a decode step, and the time that each token of its contexts adds."""
         costs = self.times.decode
         return costs.without_contexts(num_requests, num_requests), costs.seconds_per_decoded_context
 

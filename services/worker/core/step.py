@@ -93,7 +93,9 @@ class StepInput:
     """
 
     generation: int
-    """If the previous step had another generation, the batch and the cache are emptied first."""
+    """A number that changes when the pool is opened anew. The worker then clears its batch and its
+    KV cache before this step.
+    """
     step: int
     rows: Int32Array
     num_scheduled_tokens: Int32Array

@@ -72,7 +72,8 @@ class WorkerDescription:
     num_speculative_tokens: int = 0
     """The maximum number of draft tokens of a request in a step. 0 means no speculation."""
     num_speculative_rows: int = 0
-    """Limit on the rows for tokens and drafts of decoding requests in a step. 0 means unlimited."""
+    """Maximum number of tokens of decoding requests in a step, drafts included. 0 means unlimited.
+    """
 
     @property
     def pipeline_stage(self) -> int | None:

@@ -70,7 +70,7 @@ def without_idle_windows(loaded: LoadedModel) -> LoadedModel:
 
 def native_max_model_len(config: ModelConfig, options: LoadOptions, path: Path) -> int:
     """The maximum length of a sequence of a native model. `path`: its config.json. Raises
-    ModelConfigError if the options exceed the model's limit.
+    ModelConfigError if `options.max_model_len` exceeds what the model supports.
     """
     longest, pooling = config.rope.max_model_len, options.pooling
     default = min(longest, config.rope.max_position_embeddings)

@@ -238,15 +238,15 @@ class _Loader:
         return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=device)
 
     def parts(self, *parts: _Part) -> torch.Tensor:
-        """Reads parts of tensors, stacked along their first axis. See TensorReader."""
+        """Reads parts of tensors and concatenates them along the first axis. See TensorReader."""
         return self.reader.read_parts(*self.named(parts), dtype=self.dtype)
 
     def weight(self, *parts: _Part) -> Weight:
-        """Reads parts of projection weights, stacked along their rows. See WeightReader."""
+        """Reads parts of projection weights and concatenates their rows. See WeightReader."""
         return self.weights.read(*self.named(parts))
 
     def dense(self, *parts: _Part) -> torch.Tensor:
-        """Reads parts of projection weights, stacked along their rows and dequantized."""
+        """Does the same as `weight`, and dequantizes the result."""
         weight = self.weight(*parts)
         return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
 

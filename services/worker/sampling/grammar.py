@@ -128,7 +128,8 @@ class GrammarMask:
         words: Int32Array,
     ) -> None:
         """`output`: the tokens so far. `words` [V / 32, rounded up], contiguous: memory for the
-        mask of the next token, in the format of RowMasks. It is valid while `is_made`.
+        mask of the next token, in the format of RowMasks. The mask is valid only while `is_made` is
+        true.
         """
         self._grammars, self._wanted = grammars, wanted
         self._output = list(output)

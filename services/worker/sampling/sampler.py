@@ -49,8 +49,9 @@ class SamplerOutput:
 class SamplingMetadata:
     """The sampling parameters of requests without logit edits. Column i is for row i of the logits.
 
-    `parameters` [NUM_ROW_VALUES, R]: row 0 has the temperatures, and each further row has one field
-    of Filters, for example top_k. `states` [R, 2]: the random states of the draws, see race.py.
+    R is the number of rows. `parameters` [NUM_ROW_VALUES, R]: row 0 has the temperatures, and each
+    further row has one of the filters of filters.py, for example top_k. `states` [R, 2]: the random
+    states of the draws, see race.py.
     """
 
     parameters: Float64Array

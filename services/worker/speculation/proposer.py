@@ -13,7 +13,8 @@ class Proposer(Protocol):
     """Proposes drafts, which are tokens that are likely to follow a request's tokens. Drafts change
     the number of steps that an output takes, and never the output.
 
-    Requests are identified by their row in the batch. All ranks of a model must propose the same.
+    Requests are identified by their row in the batch. All ranks of a model must propose the same
+    drafts.
     """
 
     def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:

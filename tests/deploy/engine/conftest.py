@@ -62,7 +62,7 @@ _SERVICE_LABEL = "com.docker.compose.service"
 
 
 def docker_client() -> Any:
-    """A client of Docker's SDK."""
+    """A client of the Docker engine, from Docker's SDK."""
     import docker  # noqa: PLC0415 - tests that need no engine are collected without it
 
     return docker.from_env(timeout=120)

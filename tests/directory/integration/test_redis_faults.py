@@ -131,7 +131,7 @@ async def test_a_trimmed_log_costs_a_new_reader_a_snapshot(server, pools, gatewa
 
 
 async def test_a_view_that_drifted_is_loaded_again_alone(pools, gateway, redis):
-    """An entry that its node did not write takes the place of one that it did."""
+    """The log of a node has a forged entry. The node's next entry has the same number."""
     await right_again(pools, gateway)
     await pools.pause()
     view = gateway.index.view("b")

@@ -1,5 +1,5 @@
-"""Runs schemathesis against all four services with the demo model. There must be no server error,
-and no answer that the OpenAPI document lacks.
+"""Runs schemathesis against the gateway's HTTP API, in front of all services with the demo model.
+There must be no server error, and no answer that the OpenAPI document lacks.
 
     python -m benchmarks.soak openapi --minutes 5
 

@@ -177,8 +177,8 @@ async def answers_https_with_a_new_certificate(
 async def refuses_strangers(
     secured: Secured, old: Authority, new: Authority, directory: Path
 ) -> None:
-    """Asserts that the pool serves its scheduler. It refuses the worker, and certificates of the
-    old authority.
+    """Asserts that the pool accepts the scheduler's certificate, and refuses those of the worker
+    and of the old authority.
     """
     former = Files(directory / "former").write(old.issue(identity("scheduler")), old, new)
     expected = {

@@ -1,7 +1,7 @@
 """Runs everything that a worker does on CUDA, without the device. The tokens must equal those of
 the CPU worker. The path has xFormers' kernel, decodes over static buffers of bucket sizes, sampling
-on the device of the logits, tokens that stay there, and two steps in flight. A function that a CUDA
-graph would replay is called again instead.
+on the device of the logits, tokens that stay there, and two steps in flight. Where a GPU would
+replay a CUDA graph, the captured function is called again.
 """
 
 from pathlib import Path

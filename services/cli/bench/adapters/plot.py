@@ -83,7 +83,9 @@ def _add_overlap(columns: list[float], width: float, begin: float, end: float) -
 
 
 def _draw_requests(axes: "Axes", records: Sequence[RequestRecord]) -> None:
-    """Draws a point for each request, with its intended time and its TTFT."""
+    """Draws the TTFT of each request in ms over the time at which it was to be sent. A failed
+    request is a cross at 0.
+    """
     highest = 1.0
     for label, colour, chosen in (
         ("TTFT", GREEN, [r for r in records if r.is_ok and not r.is_warmup]),

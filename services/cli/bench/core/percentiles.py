@@ -10,9 +10,9 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Statistics of one figure's values, in the unit of the values. `std` is the standard deviation
-    of the values themselves, not the estimate for a population from which they are a sample. This
-    is numpy's default, as in `vllm bench serve`.
+    """Statistics of one metric over all requests, in the metric's unit. `std` is the standard
+    deviation of the values themselves, not the estimate for a population from which they are a
+    sample. This is numpy's default, as in `vllm bench serve`.
     """
 
     count: int

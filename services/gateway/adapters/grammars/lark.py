@@ -89,8 +89,8 @@ class Lark:
         return self.rule(f"{before} {tail}")
 
     def text_without(self, literals: Sequence[str]) -> str:
-        """Adds a rule for any text that does not contain the first piece of any of these literals.
-        The pieces of a literal are the possible markers in it and the texts between them.
+        """Adds a rule for text without the first pieces of these literals. The pieces of a literal
+        are the possible markers in it and the texts between them.
         """
         parts = [_ANY]
         for literal in literals:

@@ -30,7 +30,9 @@ class Listener(Protocol):
         """Called at the end of a request that an engine had scheduled."""
 
     def refused(self, caller: Caller, reason: str) -> None:
-        """Called for a refused request. `reason` is the code of its error."""
+        """Called when a request fails before an engine has scheduled it. `reason` is the code of
+        its error.
+        """
 
 
 class Observation:

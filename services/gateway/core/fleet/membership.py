@@ -45,7 +45,7 @@ class Membership:
     since an open session proves that the scheduler exists. So no request is affected if a registry
     loses its data.
 
-    The fleet calls `update` after each change of a replica.
+    The class `Fleet` calls `update` after each change of a replica's state.
     """
 
     def __init__(

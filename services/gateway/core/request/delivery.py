@@ -39,7 +39,7 @@ class Delivery:
     Pieces are made and put into the sink in callbacks of the event loop. Waking a task for each
     piece would cost several times as much. At the start and after a drain, the task that runs the
     delivery puts the next piece itself. The sink is then drained in the same iteration of the event
-    loop. Output that arrives during a drain is merged.
+    loop. Output that arrives during a drain is put into the sink together, after it.
 
     If there are many tokens, for example after a long drain, they are put in several parts. The
     event loop can do other work between two parts.

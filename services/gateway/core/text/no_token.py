@@ -15,8 +15,8 @@ NO_CONFORMING_TOKEN = FinishReason.NO_CONFORMING_TOKEN.name
 def why_no_token(
     request: EngineRequest, output: Sequence[int], vocab_size: int
 ) -> InvalidArgument | None:
-    """Returns the error of a request that ended after `output` because no logit was usable. Returns
-    None if the request is not the cause, because the model itself computed NaN.
+    """Returns the error of a request for which no token could be sampled after `output`, if the
+    request is the cause. Returns None if the model itself computed NaN.
     """
     if request.prompt_embeds is not None:
         return InvalidArgument(

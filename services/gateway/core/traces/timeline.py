@@ -1,5 +1,5 @@
-"""The timeline of a request at the gateway. It consists of numbers. If a trace is needed, spans are
-made from the timeline at the end.
+"""Records when each part of a request began at the gateway. It consists of numbers. If a trace is
+needed, spans are made from the timeline at the end.
 """
 
 import enum

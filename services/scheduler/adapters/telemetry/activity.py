@@ -82,7 +82,7 @@ class WatchedSteps:
 
 
 class Activity:
-    """Answers GetActivity, including the map of blocks from the pool."""
+    """Implements GetActivity. The answer may include the pool's map of blocks."""
 
     def __init__(
         self,

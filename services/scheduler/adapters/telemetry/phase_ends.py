@@ -31,8 +31,9 @@ class PhaseEnds:
     reasons: WaitReasons
 
     def fill_in(self, tracked: Tracked, end: int, now: int, own: Sequence[OwnWait]) -> None:
-        """Completes the open phase, which ended at time `end`. If `end` is before `now`, adds a
-        pause from `end` on. `own` are the waits in which the request was passed over (skipped).
+        """Adds the details of the current phase of a timeline, which ended at time `end`. If `end`
+        is before `now`, adds a pause from `end` on. `own` are the waits in which the request was
+        passed over (skipped).
         """
         timeline = tracked.timeline
         match timeline.current.kind:

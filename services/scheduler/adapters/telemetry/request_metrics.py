@@ -233,7 +233,7 @@ class RequestMetrics(Collector):
 
 
 def _trace_id(request: Request) -> str:
-    """The trace id of a sampled request. Empty if it is not sampled."""
+    """The id of the request's trace. Empty if the trace is not sampled."""
     return request.traceparent[3:35]
 
 

@@ -47,7 +47,7 @@ class StepRecord:
     num_requests: int = 0
     num_tokens: int = 0
     done: int = 0
-    """Time at which the tokens arrived."""
+    """Time at which the step's tokens arrived from the workers."""
     compute_nanos: int = 0
     """Compute time of the workers."""
     nanos: int = 0

@@ -42,7 +42,7 @@ MAX_N = 128
 
 @dataclass(frozen=True, slots=True)
 class VllmSampling:
-    """Sampling parameters of a request, before values that depend on the prompt are set."""
+    """Sampling parameters as the client sent them. Defaults that depend on the prompt follow."""
 
     params: SamplingParams
     """`seed` and `max_tokens` are None if the client did not set them."""

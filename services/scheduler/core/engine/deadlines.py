@@ -17,7 +17,9 @@ maximum and the new time becomes the maximum.
 
 
 class Deadlines:
-    """Computes deadlines. Because of the floor, a busy machine's delay is not a hang."""
+    """Computes deadlines. No deadline is shorter than the floor, so that a short delay on a busy
+    machine is not taken for a hang.
+    """
 
     def __init__(self, floor_seconds: float, ceiling_seconds: float) -> None:
         self.ceiling_seconds = ceiling_seconds

@@ -61,9 +61,9 @@ class AdmissionPlan:
     refused: PlannedAdmission | None = None
     """The admission of the first candidate, if its blocks certainly do not fit in the pool."""
     has_old_hits: bool = False
-    """Whether the plan stopped at a candidate that must be looked up again, because an earlier
-    admission may have changed its prefix hit. An admission can evict cached blocks. With sliding
-    windows or states, only the pool knows which blocks an admission publishes.
+    """Whether the plan stopped because an earlier admission may have changed the prefix hit of the
+    next candidate, which must be looked up again. An admission can evict cached blocks. With
+    sliding windows or states, only the pool knows which blocks an admission publishes.
     """
 
     def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":

@@ -130,8 +130,8 @@ class LayerKind:
 class DecodeCall:
     """One query in each lane. Lengths and `tables` [num_lanes, width] are replaced in place.
 
-    The kernel computes `size` queries in a lane. All but the last are padding. `attend` calls the
-    kernel with `bias`.
+    The kernel computes `size` queries in a lane. All but the last are padding. `attend` is a
+    call of the kernel to which `bias` is already bound.
     """
 
     device: Device

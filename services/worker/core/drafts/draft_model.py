@@ -167,7 +167,7 @@ class DraftModel(DraftSource):
         samples: npt.NDArray[np.bool_],
     ) -> Int32Array:
         """Runs the draft model once over tokens `starts` to `ends` of each request. Returns the
-        most probable next token of each request in `samples`.
+        most probable next token of each request for which `samples` is true.
         """
         tokens = lay_out(StepInput(0, 0, rows, ends - starts, starts), batch)
         sampling = np.flatnonzero(samples[tokens.order])

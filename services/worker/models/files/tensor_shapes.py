@@ -24,8 +24,9 @@ STACKED_DOWN = "mlp.experts.down_proj"
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """The names of a layer's norms, or None for those that it lacks. `post_attention_layernorm`
-    names different norms in Gemma and Llama.
+    """The names of a layer's norms, or None for those that it lacks. In Llama,
+    `post_attention_layernorm` is the norm before the MLP. In Gemma, it is the norm of the attention
+    output.
     """
 
     attention_output: str | None

@@ -71,7 +71,7 @@ def is_native(name: str, *, pools: bool = False) -> bool:
 
 
 def takes_whole_prompts(directory: Path) -> bool:
-    """Whether a model that pools is computed by transformers, one whole prompt at a time.
+    """Whether the library transformers computes a pooling model, one whole prompt at a time.
 
     This is true if config.json sets `use_bidirectional_attention`, or if the architecture is
     neither native nor a decoder with a language model's head. Raises ModelError, for example if the

@@ -52,7 +52,7 @@ def test_without_a_queue_the_rate_is_that_of_as_many_as_could_run() -> None:
 
 def test_time_in_which_few_run_counts_as_if_all_did() -> None:
     """10 of at most 40 requests run, and 5 of them end in each second. A step with 40 requests
-    takes three times as long.
+    takes three times as long as one with 10.
     """
     estimate = QueueEstimate(40)
     for number in range(101):

@@ -1,4 +1,4 @@
-"""Tests which steps are run before the first request, and that a runner runs them."""
+"""Tests the shapes of steps that run before the first request, to warm up and measure memory."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -106,7 +106,7 @@ class BodyReader:
         self._log = IgnoredFieldLog()
 
     async def read(self, request: Request, model: type[B]) -> B:
-        """Reads and validates a body. A body that is too large is refused before it is buffered."""
+        """Reads and validates a body. If Content-Length exceeds the limit, nothing is read."""
         record: RequestRecord = request.scope["state"]["record"]
         num_bytes = _declared_bytes(record, self._max_bytes)
         if self._budget.is_counted(num_bytes):

@@ -39,7 +39,9 @@ async def embedding_request(
 async def prompts_request(
     body: InputBody, inference: Inference, request_id: str, params: PoolingParams
 ) -> ClientRequest:
-    """Makes the request that computes a vector for each prompt in `input`."""
+    """Makes a pooling request with a prompt for each item of `input`. The answer to each prompt is
+    one vector.
+    """
     given = body.input
     is_single = isinstance(given, str) or not given or isinstance(given[0], int)
     inputs = [given] if is_single else given

@@ -46,8 +46,8 @@ class OwnedLog:
         return is_over and self._pending is None and not self._has_lease
 
     def leave(self) -> None:
-        """Writes a last entry and releases the lease, because this gateway no longer generates the
-        answer.
+        """Called when this gateway stops generating the answer. `next` then returns a last entry,
+        which releases the lease: the right of one gateway to generate the answer.
         """
         self._is_leaving = True
         self._on_news()
@@ -83,7 +83,7 @@ class OwnedLog:
         self._begins, self._pending = False, None
 
     def close(self) -> None:
-        """Stops reading the recording. Further calls have no effect."""
+        """Closes the cursor on the recorded output. Further calls have no effect."""
         self._cursor.close()
 
     def _make(self, now: float) -> Append | None:

@@ -1,5 +1,5 @@
-"""The routes of traces. One lists stored and running requests. The other shows a request with all
-its spans.
+"""HTTP routes for traces. One route lists stored and running requests. The other returns a request
+with all its spans.
 """
 
 import asyncio

@@ -63,9 +63,9 @@ def set_back(
 
 @dataclass(slots=True)
 class Recomputations:
-    """Published blocks with wrong contents, which running requests compute again. The load of such
-    a block failed, or the block was computed from one whose load failed. As in vLLM, its hash stays
-    in the prefix index meanwhile. Only for models with one KV-cache group.
+    """The blocks in the prefix index with wrong contents, until running requests have computed them
+    again. The load of such a block failed, or the block was computed from one whose load failed. As
+    in vLLM, its hash stays in the prefix index meanwhile. Only for models with one KV-cache group.
     """
 
     _group: KVCacheGroup
