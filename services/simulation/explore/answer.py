@@ -23,7 +23,7 @@ class Answer:
     seconds: float = 0.0
     """The time until its end, without a session's pauses."""
     left_at: float | None = None
-    """When its client left before the end."""
+    """When its client left before the end, so that nobody waited for the answer any more."""
     error: str | None = None
 
     def clear(self) -> None:

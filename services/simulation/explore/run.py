@@ -287,7 +287,9 @@ async def _client(arrival: Arrival, answer: Answer, network: Network, *, retries
         async with asyncio.timeout(arrival.leaves_after_seconds):
             await asking
     except TimeoutError:
-        answer.error, answer.left_at = "left", network.loop.time()
+        answer.error = "left"
+        if not arrival.request.key:  # another client may wait for the answer of a key
+            answer.left_at = network.loop.time()
     pauses = arrival.request.pause_seconds * (1 + len(arrival.request.later_prompts))
     answer.seconds = network.loop.time() - begin - pauses
 
