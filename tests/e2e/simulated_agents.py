@@ -1,4 +1,4 @@
-"""Agents before the real services, with the policy `program` and a simulated device."""
+"""Agents before the real services, with a simulated device."""
 
 from pathlib import Path
 
@@ -14,13 +14,15 @@ PROFILE = "kv_cache_memory_bytes = 1_500_000\n[mixed]\nseconds = 0.01\nseconds_p
 ORACLE = Oracle(VOCAB_SIZE, (2,))
 
 
-def simulated_stack(directory: Path, *flags: str) -> Stack:
-    """The services before a pool of 40 blocks of 16 tokens. The model is saved in the directory."""
+def simulated_stack(
+    directory: Path, *flags: str, policy: str = "program", num_blocks: int = 41
+) -> Stack:
+    """The services, with blocks of 16 tokens. The model is saved in the directory."""
     save_servable_model(directory)
     (directory / "model.safetensors").unlink()
     (directory / "steps.toml").write_text(PROFILE)
-    flags += ("--device", "simulated", "--profile", "steps.toml", "--policy", "program")
-    flags += ("--num-blocks", "41", "--max-num-seqs", "4")
+    flags += ("--device", "simulated", "--profile", "steps.toml", "--policy", policy)
+    flags += ("--num-blocks", str(num_blocks), "--max-num-seqs", "4")
     return Stack(directory, *flags, directory=directory)
 
 

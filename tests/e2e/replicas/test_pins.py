@@ -7,19 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.replicas.test_programs import PROFILE, turn
+from tests.e2e.simulated_agents import simulated_stack, turn
 from tests.e2e.stack import Stack
-from tests.e2e.tiny import save_servable_model
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory: Path = tmp_path_factory.mktemp("pins")
-    save_servable_model(directory)
-    (directory / "model.safetensors").unlink()
-    (directory / "steps.toml").write_text(PROFILE)
-    flags = ("--device", "simulated", "--profile", "steps.toml", "--policy", "continuum-fixed")
-    with closing(Stack(directory, *flags, "--num-blocks", "21", directory=directory)) as running:
+    with closing(simulated_stack(directory, policy="continuum-fixed", num_blocks=21)) as running:
         yield running
 
 
@@ -29,10 +24,10 @@ def test_only_a_context_with_a_tool_is_kept_from_others(
 ) -> None:
     first = 3 if tool else 30
     fields = {"job_id": str(tool), "this_func_call": tool} if tool else {}
-    context, _ = turn(stack, [*range(first, first + 60)], **fields)
+    context, _ = turn(stack.url, [*range(first, first + 60)], **fields)
     for other in range(3):  # each needs nearly all blocks that are not pinned
         if tool is None:
             time.sleep(0.6)  # the blocks of the turn before are kept for half a second
-        turn(stack, [7 + (number * (other + 2)) % 90 for number in range(220)])
-    assert turn(stack, [*context, 21, 22], **fields)[1] == num_cached
+        turn(stack.url, [7 + (number * (other + 2)) % 90 for number in range(220)])
+    assert turn(stack.url, [*context, 21, 22], **fields)[1] == num_cached
     stack.wait_until_nothing_is_held()

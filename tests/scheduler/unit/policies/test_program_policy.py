@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.common.pool.block_hash import BlockHash
 from services.common.pool.ids import ContextId
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
+from services.common.request.program import DeclaredProgram
 from services.common.request.sampling import SamplingParams
 from services.scheduler.core.output import WaitReason
 from services.scheduler.core.policies.program.ended_programs import EndedPrograms
@@ -174,12 +175,30 @@ async def test_a_context_with_windows_is_lost_with_its_first_block() -> None:
 
 
 async def test_the_credit_of_waiting_bounds_the_wait() -> None:
-    agents, _, running = await paused_and_running()
+    """The client wishes to keep the context, which therefore keeps its value."""
+    agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
+    for _ in range(12):
+        agents.retention.worth.pauses.ended(b"", "", TOOL_SECONDS)
+    wish = DeclaredProgram("", keep_seconds=3600)
+    await agents.turn("paused", prompt(61), max_tokens=4, program=wish)
+    running = agents.story.add("running", prompt(20, first=300), max_tokens=60)
+    await agents.step()
     new = agents.story.add("new", prompt(80, first=600), max_tokens=2)
     while new.num_cached_tokens is None and not running.is_finished:
         await agents.step()
         agents.now += 3.0
     assert not running.is_finished
+
+
+async def test_a_context_that_another_replaces_before_its_blocks_are_free_is_dropped() -> None:
+    agents = Agents()
+    both = [agents.story.add(name, prompt(16), max_tokens=4) for name in ("one", "two")]
+    while not all(request.is_finished for request in both):
+        await agents.step()
+    for _ in range(3):
+        await agents.step()
+    assert len(agents.retention._contexts) == 1
+    assert agents.story.pool.core.context_ids == [*agents.retention._contexts]
 
 
 async def test_contexts_that_a_tier_loads_faster_are_worth_less() -> None:
