@@ -190,6 +190,25 @@ async def test_the_credit_of_waiting_bounds_the_wait() -> None:
     assert not running.is_finished
 
 
+async def test_an_admitted_turn_takes_over_its_context() -> None:
+    agents = Agents()
+    context = await agents.turn("one", prompt(16))
+    again = agents.story.add("again", [*context, *prompt(8, first=900)], max_tokens=30)
+    for _ in range(2):
+        await agents.step()
+    assert again.num_cached_tokens == 16
+    assert not agents.retention._contexts
+    assert agents.story.pool.core.context_ids == []
+
+
+async def test_a_context_of_a_lost_pool_has_no_blocks() -> None:
+    agents = Agents()
+    context = await agents.turn("one", prompt(16))
+    agents.retention.forget()
+    again = agents.story.add("again", [*context, *prompt(8, first=900)], max_tokens=1)
+    assert agents.retention.is_cold(again)
+
+
 async def test_a_context_that_another_replaces_before_its_blocks_are_free_is_dropped() -> None:
     agents = Agents()
     both = [agents.story.add(name, prompt(16), max_tokens=4) for name in ("one", "two")]
