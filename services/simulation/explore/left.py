@@ -80,9 +80,10 @@ def _in_scheduler(service: SchedulerService, num_gateways: int, in_pool: set[Con
 
     retention = scheduler.retention
     if isinstance(retention, ProgramRetention):
-        contexts = retention._contexts.keys()
+        contexts, programs = retention._contexts.keys(), retention._known
+        paused = {*programs._paused, *programs._kept}
         yield "programs in a turn", retention.num_in_turn
-        yield "contexts that are not paused", len(contexts ^ retention._known._paused.keys())
+        yield "contexts that are not paused", len(contexts ^ paused)
         known = {*contexts, *retention._dropped}
         yield "contexts that it does not know in its pool", len(in_pool - known)
 

@@ -79,7 +79,7 @@ class Context:
     began: float = 0.0
     """When the first of these turns arrived."""
     keep_seconds: int = 0
-    """The time from the begin of the pause for which the client wishes to keep it."""
+    """The time from the beginning of the pause for which the client wishes to keep it."""
 
     @property
     def reason(self) -> str:

@@ -16,7 +16,7 @@ def value(agents: Agents) -> float:
 
 
 async def paused(keep_seconds: int) -> Agents:
-    """A context in a pool of 20 blocks, whose tool takes a second, at the begin of its pause."""
+    """A context in a pool of 20 blocks, of a tool that takes a second, when its pause begins."""
     agents = Agents(num_blocks=21)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", 1.0)

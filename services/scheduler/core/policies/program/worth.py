@@ -137,7 +137,7 @@ class Worth:
 
     def _wished_index(self, context: Context, age: float) -> float:
         """The index of the pause of a context that the client wishes to keep. Until that time has
-        passed, at least half of the index at the begin of the pause.
+        passed, at least half of the index at the beginning of the pause.
         """
         tenant, reason = context.program.tenant, context.reason
         index = self.pauses.index(tenant, reason, age)
