@@ -11,9 +11,10 @@ from tests.worlds.run import live_world
 from tests.worlds.world import Incident
 
 NUM_WORLDS = 192
-FURTHER_WORLDS = (934, 1672)
+FURTHER_WORLDS = (934, 1405, 1672)
 """Worlds with rare events. 934: a request with drafts ends with NaN, while a step in flight writes
-to a block of its window that a load would get. 1672: a step without requests evicts an item.
+to a block of its window that a load would get. 1405: a step was to zero a block of a request that
+it preempted, and that a load has filled. 1672: a step without requests evicts an item.
 """
 RARE = (
     *("preemptions", "hits", "drafts", "copies", "STOP", "ABORT", "ERROR"),

@@ -1,9 +1,9 @@
 """The scheduler decides which tokens of which requests each engine step computes."""
 
 from collections.abc import Callable, Collection, Iterable
-from itertools import islice
+from itertools import chain, islice
 
-from services.common.pool.ids import ContextId
+from services.common.pool.ids import BlockId, ContextId
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.finish import FinishReason
 from services.scheduler.core.config import SchedulerConfig
@@ -336,6 +336,8 @@ class Scheduler(ReplicaState):
         if removed_rows := self.rows.removed:
             plan.removed_rows, self.rows.removed = removed_rows, []
         if block_ids := self.kv_cache_manager.block_ids_to_zero:
+            if self.config.fences_frees:
+                block_ids = _held_in(plan, block_ids)
             plan.block_ids_to_zero, self.kv_cache_manager.block_ids_to_zero = block_ids, []
         if self.encoder_cache.evicted:
             plan.evicted_encoder_inputs = self.encoder_cache.take_evicted()
@@ -347,3 +349,12 @@ class Scheduler(ReplicaState):
         if self.transfers is not None:
             self.transfers.planned(plan)
         return plan
+
+
+def _held_in(plan: SchedulerOutput, blocks: Iterable[BlockId]) -> list[BlockId]:
+    """Those of some blocks that requests of a step hold. A preempted request has lost its blocks.
+    The step must not zero them, because a load, which is not ordered with steps, may fill them.
+    """
+    tables = chain.from_iterable((*plan.block_tables.values(), *plan.appended_blocks.values()))
+    held = set(chain.from_iterable(tables))
+    return [block for block in blocks if block in held]
