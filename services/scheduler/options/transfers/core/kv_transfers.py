@@ -263,7 +263,8 @@ class KVTransfers:
 
     def finished(self, results: KVTransferResults, in_flight: Sequence[SchedulerOutput]) -> None:
         for key in results.finished_recving:
-            if (begun := self._begun.pop(key, None)) is not None:
+            begun = self._begun.pop(key, None)
+            if begun is not None and not (results.failed_recving or results.invalid_block_ids):
                 began, num_tokens = begun
                 self._costs.observe_load(num_tokens, self._clock() - began)
             if (request := self._loading.get(key)) is not None:
