@@ -1,4 +1,4 @@
-"""Pools whose caches change continuously, and the expected contents of their caches."""
+"""Pools whose prefix caches change continuously, and the expected contents of these caches."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ class BusyPools:
         self._task = asyncio.create_task(self._run())
 
     def change(self, name: str) -> None:
-        """Publishes one batch of events of a pool."""
+        """Publishes one batch of random events of a pool."""
         held, rng = self.held[name], self._rng
         events: list[Event] = []
         if rng.random() < 0.01:
@@ -67,12 +67,10 @@ class BusyPools:
         self.slowest_publish_seconds = max(self.slowest_publish_seconds, own_time() - began)
 
     async def pause(self) -> None:
-        """Stops the changes."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
     def resume(self) -> None:
-        """Resumes the changes."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -80,7 +78,7 @@ class BusyPools:
         await self.writer.close()
 
     def equal(self, index: PrefixIndex) -> bool:
-        """Whether an index has exactly the contents of the pools."""
+        """Whether the gateway's index has exactly the keys of the pools' cached blocks."""
         return index.state is DirectoryState.EXACT and all(
             keys_of(index, name) == set(block_keys(held)) for name, held in self.held.items()
         )
@@ -93,13 +91,14 @@ class BusyPools:
 
 
 def own_time() -> float:
-    """A clock in seconds that leaves out the time in which this thread waited for a processor."""
+    """A clock in seconds without the time in which this thread waited for a processor."""
     return time.perf_counter() - seconds_without_processor()
 
 
 async def right_again(pools: BusyPools, gateway: Gateway, seconds: float = 5.0) -> None:
-    """Waits until the index equals the pools: within `seconds` (more on a slow machine) while the
-    pools change, and again after the changes have stopped.
+    """Waits until the gateway's index is in the state EXACT and has a view of each pool, while the
+    pools change. Stops the changes, waits until the index equals the pools, and resumes the
+    changes. Each wait lasts up to `seconds`, or longer on a slow machine.
     """
     seconds *= busy_slowness()
     await until(
@@ -115,7 +114,7 @@ async def right_again(pools: BusyPools, gateway: Gateway, seconds: float = 5.0) 
 
 
 class LoopWatch:
-    """Measures the longest time in which the event loop was blocked."""
+    """Measures the longest time for which the event loop was blocked."""
 
     def __init__(self) -> None:
         self.longest_seconds = 0.0
@@ -133,7 +132,6 @@ class LoopWatch:
 
 
 def keys_of(index: PrefixIndex, node: str) -> set[int]:
-    """All keys of a node in an index."""
     view = index.view(node)
     if view is None:
         return set()

@@ -1,4 +1,4 @@
-"""Redis servers, and the writers and readers of the directory in Redis."""
+"""Fixtures of Redis servers for the tests of the directory of KV blocks."""
 
 from collections.abc import Iterator
 

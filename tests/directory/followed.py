@@ -1,4 +1,4 @@
-"""Directories that pools write and that a gateway's index answers."""
+"""A directory that pools write, and that a gateway's prefix index reads."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -36,7 +36,7 @@ READER = ReaderTimes(
 
 
 class Gateway:
-    """A reader of the directory in Redis, with its index."""
+    """A gateway's reader of the directory in Redis, with the prefix index that it updates."""
 
     def __init__(self, url: str, fingerprint: bytes, times: ReaderTimes = READER) -> None:
         self.index = PrefixIndex()
@@ -57,7 +57,7 @@ class Gateway:
 
 
 class FollowedDirectory:
-    """A Directory whose answers come from an index that follows the written events."""
+    """A Directory that matches in a PrefixIndex, which follows the published events."""
 
     def __init__(self, writer: RedisDirectory | EventFeed, index: PrefixIndex) -> None:
         self._writer = writer
@@ -87,7 +87,7 @@ class FollowedDirectory:
 async def redis_directory(
     url: str, fingerprint: bytes
 ) -> AsyncIterator[tuple[FollowedDirectory, Gateway]]:
-    """Pools and a gateway over one Redis."""
+    """A directory in Redis, and the gateway whose index follows it."""
     writer = RedisDirectory(RedisConnection(url), WRITER)
     gateway = Gateway(url, fingerprint)
     try:

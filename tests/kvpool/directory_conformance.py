@@ -1,7 +1,8 @@
-"""The behaviour of every Directory, independently of its storage.
+"""The tests that every implementation of the port Directory must pass.
 
 The tests of an implementation subclass `DirectoryConformance` and create the directory in a
-fixture. A directory may lag, so the tests wait, with a deadline, for the expected answer.
+fixture. A directory may lag behind the published events, so the tests wait for the expected answer
+until a deadline.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ SECONDS = 60.0
 FINGERPRINT = b"m" * 32
 
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
-WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
-CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
+WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # a query sees six tokens
+CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # a chunk is two blocks
 STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
@@ -37,7 +38,7 @@ def removed(*gone: BlockHash, group: int = 0) -> BlocksRemoved:
 
 
 async def says(directory: Directory, path: str, *expected: tuple[str, int, int]) -> None:
-    """Waits until the directory answers as expected. Each match is (pool, generation, blocks)."""
+    """Waits until the directory's matches are the expected ones: (pool, generation, blocks)."""
     answer: list[tuple[str, int, int]] = []
     try:
         async with asyncio.timeout(SECONDS):
@@ -94,7 +95,7 @@ class DirectoryConformance:
         a, ab, abc, abcd = hashes("abcd")
         directory.publish("p", EventBatch(1, 1, False, (BlocksStored(0, (abc, abcd)),)))
         await says(directory, "abcde", ("p", 1, 4))  # query 16 sees tokens 11 to 16
-        await says(directory, "abc")  # query 12 sees tokens 7 to 12, and 7 lies in "ab"
+        await says(directory, "abc")  # query 12 sees tokens 7 to 12; token 7 lies in block "ab"
         directory.publish("p", EventBatch(1, 2, False, (BlocksStored(0, (a, ab)), removed(abc))))
         await says(directory, "abcde", ("p", 1, 2))
 
@@ -122,8 +123,8 @@ class DirectoryConformance:
         directory.publish("p", EventBatch(1, 1, False, everything))
         await says(directory, "abcdef", ("p", 1, 6))
         directory.publish("p", EventBatch(1, 2, False, (removed(abcde, group=1),)))
-        # The window at "abcd" is complete again, but no state is cached there. The last state
-        # before it is at "a".
+        # The window that ends at "abcd" is completely cached, but no state is cached at "abcd". The
+        # last state before "abcd" is at "a".
         await says(directory, "abcdef", ("p", 1, 1))
         directory.publish("p", EventBatch(1, 3, False, (BlocksStored(0, (abcd,)),)))
         await says(directory, "abcdef", ("p", 1, 4))

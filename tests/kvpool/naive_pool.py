@@ -1,9 +1,9 @@
-"""A pool that is too simple to be wrong, because it searches lists from end to end.
+"""A slow model of the KV pool for tests. It is too simple to be wrong.
 
-It follows the contract literally, one item at a time, and stores nothing twice. The owners of a
-block are read from the tables. Prefix hits are read from a list of (group, hash, block) in
-publication order. The blocks that a request needs are computed from the tokens that its next query
-sees.
+The model executes the operations one item at a time and stores nothing twice. It reads the owners
+of a block from the block tables, and prefix hits from a list of (group, hash, block) in the order
+of publication. It computes the blocks that a request needs from the tokens that the request's next
+query sees.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,9 @@ class NaivePool:
         self.tables: dict[int, list[list[int]]] = {}
         self.chains: dict[int, list[bytes]] = {}
         self.num_evictions = 0
-        # Allocated blocks whose hash was removed. They are not published again.
+        # Blocks whose hash EvictBlocks removed. They get no hash until they are allocated again.
         self.barred: set[int] = set()
-        # States that were published since the start of the last step. Each is a group and a hash.
+        # The (group, hash) of each state that was published since the start of the last step.
         self.fresh: set[tuple[int, bytes]] = set()
         self._specs = groups
         self._groups = range(len(groups))
@@ -119,8 +119,8 @@ class NaivePool:
         return self._depth(self.chains.get(request, []) + new, limit)
 
     def common(self) -> list[int]:
-        """Leading blocks that all requests share, in groups that never free blocks while a request
-        runs.
+        """The number of leading blocks that all requests share in each group of full attention. It
+        is 0 in each other group.
         """
         if not self._caching or not self.tables:
             return [0 for _ in self._groups]
@@ -194,7 +194,7 @@ class NaivePool:
 
     def _settle(self, request: int, num_tokens: int) -> None:
         for group, table in enumerate(self.tables[request]):
-            # Blocks that neither this query nor any later query sees.
+            # Positions of blocks that neither this query nor any later query sees.
             unseen = [
                 position
                 for position in range(min(len(table), num_tokens // self._block_size))
@@ -220,8 +220,9 @@ class NaivePool:
         return new
 
     def _counted(self, group: int, num_entries: int, num_slots: int) -> int:
-        """The number of blocks that an admission reserves for a whole sequence, in addition to the
-        blocks of its table. It is at most a window plus the tokens of the steps in flight.
+        """The number of free blocks that an admission requires for its whole sequence, in addition
+        to the `num_entries` blocks of its table. With a window or chunks, the table and these
+        blocks cover at most one window or chunk and the tokens of the steps in flight.
         """
         spec = self._specs[group]
         match spec.attention_type:
@@ -299,8 +300,8 @@ class NaivePool:
                         self.fresh.add((group, self.chains[request][position]))
 
     def boundary(self, chain: list[bytes], limit: int) -> int:
-        """The hit length of the first kind of attention that is matched alone (full attention if
-        there is any), if it exceeds the common hit length of all groups.
+        """The hit length in tokens of the groups with full attention alone, or of the groups like
+        the first group if none has full attention. 0 if the hit of all groups is as long.
         """
         kinds = [spec for spec in self._specs if spec.attention_type is AttentionType.FULL]
         first = [*kinds, *self._specs][0]
@@ -312,7 +313,7 @@ class NaivePool:
         return self._longest_hit(chain, limit, list(self._groups))
 
     def _longest_hit(self, chain: list[bytes], limit: int, groups: list[int]) -> int:
-        """The longest hit in these groups, found by trying every length."""
+        """The longest hit in these groups in blocks. Tries every length."""
         longest = min(len(chain), limit // self._block_size)
         looked_at = chain[:longest] if len(self._groups) == 1 else chain[: longest + 1]
         return max(

@@ -23,9 +23,7 @@ BLOCK_SIZE = 4
 
 
 def hashes(path: str) -> list[BlockHash]:
-    """The hash chain of a prompt whose blocks are letters. "ab" and "ac" have the same
-    first hash.
-    """
+    """The hash chain of a prompt, one letter a block. "ab" and "ac" have the same first hash."""
     return [BlockHash(sha256(path[:end].encode()).digest()) for end in range(1, len(path) + 1)]
 
 
@@ -61,7 +59,7 @@ def admission(
 def admit(
     pool: KVPool, request: int, num_tokens: int, *, hit: int = 0, path: str = ""
 ) -> list[int]:
-    """Admits one request, which must succeed. Returns its table in the first group."""
+    """Admits one request, which must succeed. Returns its block table in the first group."""
     terms = admission(request, num_tokens, hit=hit, path=path)
     outcome = pool.transact([Admit([terms])])
     assert outcome.stop is None

@@ -9,13 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OTHER_PYTHON = os.environ.get("OTHER_PYTHON", "")
-"""An interpreter of another version, with the packages of `make test`."""
+"""A Python interpreter of another version that has the packages of `make test`, or empty."""
 RICH_SEED = "3082"
-"""A seed with most kinds of requests and of services, two ranks and Redis among them."""
+"""A seed with most kinds of requests and services. It has two data-parallel ranks and Redis."""
 
 
 def explore(*flags: str, python: str = sys.executable, hash_seed: int = 0) -> str:
-    """Runs the command in a process of its own. Returns its output."""
+    """Runs `stepwell explore` in a process of its own. Returns its output."""
     result = subprocess.run(
         [python, "-m", "services.cli", "explore", *flags],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Lines of a log that no run should have."""
+"""Which log lines of a simulated run count as failures."""
 
 from services.simulation.explore.lines import unexpected_line
 

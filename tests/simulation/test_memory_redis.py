@@ -1,4 +1,4 @@
-"""Redis in memory, held to the suites of the directory and the journal, over TCP."""
+"""The in-memory Redis passes the conformance tests of the directory and the journal over TCP."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The defects of `planted`: each fits the present sources, and the search finds one at once."""
+"""Each defect of `planted` can be planted in the sources, and the first seed finds one of them."""
 
 import pytest
 

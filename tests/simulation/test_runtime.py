@@ -1,4 +1,6 @@
-"""The runtime of virtual time: its loop, its guard and its network."""
+"""The runtime of the simulator: an event loop in virtual time, the guard against real I/O, and a
+network in memory.
+"""
 
 import subprocess
 import sys
@@ -31,7 +33,7 @@ def raises(error, main):
 
 
 def in_virtual_time(code: str) -> None:
-    """Runs a program in a process of its own, since clocks are replaced before imports."""
+    """Runs `code` in a process of its own, because the clocks must be replaced before imports."""
     result = subprocess.run(
         [sys.executable, "-c", PREAMBLE + code],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A pool process with Redis writes exactly its cached blocks, and ends if the URL is wrong."""
+"""A kvpool process writes its cached blocks to Redis, and ends if Redis refuses its password."""
 
 import asyncio
 
@@ -38,7 +38,7 @@ async def test_a_gateway_matches_what_a_pool_caches_until_the_pool_ends(shared_s
         assert "stepwell_cache_nodes_connected 1.0" in lines
         assert "stepwell_directory_lives_total 2.0" in lines
         process.terminate()
-        # It removes its node, before the lease would have expired.
+        # The pool removes its node from Redis before the node's lease expires.
         await until(lambda: gateway.index.view(NODE) is None, 2.0)
     await gateway.close()
 

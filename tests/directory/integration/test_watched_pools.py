@@ -1,4 +1,4 @@
-"""The gateway's index from a real pool's WatchEvents."""
+"""The gateway's index follows the WatchEvents streams of real pools."""
 
 import asyncio
 from collections.abc import AsyncIterator

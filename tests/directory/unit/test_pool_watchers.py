@@ -29,8 +29,8 @@ from tests.kvpool.directory_conformance import DirectoryConformance
 
 
 class WatchedPools(EventFeed):
-    """A feed whose pools are each followed by a PoolReader. Like real pools, they send a new
-    watcher a snapshot of their cached blocks first.
+    """An event feed with a PoolReader for each pool. Like a real pool, it first sends a snapshot of
+    the cached blocks to a new watcher.
     """
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -120,7 +120,7 @@ def watched_messages() -> list[kvpool_pb2.WatchEventsResponse]:
 
 
 async def test_no_changed_field_of_an_event_ends_its_reader() -> None:
-    """Wrong keys cost cache hits; a defect of a reader would end the gateway."""
+    """Wrong keys only cost cache hits, but an exception in a reader would end the gateway."""
     for position, message in enumerate(watched_messages()):
         for fault in faults_of(EVENTS):
             data = changed(message, fault.path, fault.change) if fault.path else None
@@ -129,7 +129,7 @@ async def test_no_changed_field_of_an_event_ends_its_reader() -> None:
             messages = watched_messages()
             try:
                 messages[position] = kvpool_pb2.WatchEventsResponse.FromString(data)
-            except DecodeError:  # the channel ends the call
+            except DecodeError:  # gRPC would end the call
                 continue
             index = PrefixIndex()
             reader = PoolReader("node", index, itertools.count(1), ReaderCounts())

@@ -34,7 +34,7 @@ def index() -> PrefixIndex:
 
 
 def chain(seed: int, num_blocks: int) -> list[int]:
-    """The keys of a prompt's blocks."""
+    """Random keys for the blocks of a prompt."""
     rng = random.Random(seed)
     return [rng.getrandbits(48) for _ in range(num_blocks)]
 
@@ -184,7 +184,7 @@ def test_groups_do_not_share_keys(index):
 
 
 CHAINS = [chain(seed, 2 * JUMP + 50) for seed in range(3)]
-CHAINS.append(CHAINS[0][:150] + chain(9, JUMP + 28))  # two prompts that share half
+CHAINS.append(CHAINS[0][:150] + chain(9, JUMP + 28))  # shares its first 150 blocks with CHAINS[0]
 
 Step = tuple[int, int, int]
 
@@ -202,7 +202,7 @@ Step = tuple[int, int, int]
 def test_random_prefixes_of_full_attention_are_matched_as_by_brute_force(
     steps: list[Step], sweeps: int
 ) -> None:
-    """Each step sets how many blocks of a chain a node has. Pools remove tails first."""
+    """Each step sets the number of leading blocks of one chain that one node has cached."""
     index = PrefixIndex()
     index.contact = DirectoryState.EXACT
     depth = {(node, number): 0 for node in range(5) for number in range(len(CHAINS))}

@@ -1,4 +1,4 @@
-"""A pool service on a free port or at a Unix socket, and a client of it."""
+"""Fixtures of a kvpool service on a free port or at a Unix socket, and of its client."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""The pool as a process: it serves, exports metrics, drains on SIGTERM and exits with status 0."""
+"""The process `stepwell kvpool` serves, exports metrics, drains on SIGTERM and exits with 0."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ async def test_it_drains_on_sigterm_and_exits_with_success():
         async with asyncio.timeout(wire.SECONDS):
             while b"stopping" not in (line := await process.stderr.readline()):
                 assert line, "it ended without a word"
-        # A scheduler's open stream may finish.
+        # A draining pool still executes the transactions of an open stream.
         assert (await speaker.transact(wire.release(1))).num_free_blocks == 9
         await speaker.end()
         async with asyncio.timeout(wire.SECONDS):
@@ -72,8 +72,8 @@ async def test_metrics_tell_how_long_blocks_live_lie_idle_and_wait_for_their_reu
             await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))  # 1
             await speaker.transact(wire.release(1))  # 2
             await speaker.transact(wire.lookup(2, 8, "ab"))  # 3
-            # Hits two blocks two transactions after they were freed. Evicts "c", which was cached
-            # for three transactions and idle for two.
+            # Transaction 4 hits two blocks that were freed two transactions ago, and evicts the
+            # block of "abc", which was cached for three transactions and free for two.
             await speaker.transact(wire.admit(wire.admission(2, 9, hit=8)))  # 4
             await speaker.transact(wire.release(2), wire.reset())
             await speaker.end()
@@ -108,7 +108,7 @@ async def test_an_address_that_is_taken_ends_it_with_one_sentence():
 async def pool_process(
     *flags: str,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, str]]]:
-    """A running service. The dictionary maps what is served to the logged address."""
+    """A running pool, and the addresses in its log: "serving", "serving metrics"."""
     process = await asyncio.create_subprocess_exec(
         *command("127.0.0.1:0", *flags),
         stderr=asyncio.subprocess.PIPE,

@@ -1,5 +1,5 @@
-"""Transactions over gRPC are executed exactly once, refused for older generations, and accepted on
-one stream at a time.
+"""Transactions over gRPC are executed exactly once, refused for older generations of the pool, and
+accepted on one stream at a time.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ async def test_a_transaction_is_executed_in_order_and_answered(stub):
     assert list(first.results[0].lookup.num_hit_tokens) == [0]
     tables = first.results[1].admit.groups[0]
     assert list(tables.num_blocks) == [3, 3]
-    assert list(tables.block_ids) == [1, 2, 3, 1, 2, 4]  # 2 hits blocks of 1
+    assert list(tables.block_ids) == [1, 2, 3, 1, 2, 4]  # request 2 hits blocks of request 1
     assert first.num_free_blocks == 5
 
     second = await speaker.transact(wire.release(2), wire.grow([1], [13]))
@@ -142,7 +142,7 @@ async def test_a_malformed_transaction_names_the_field_and_changes_nothing(stub)
     assert refused.value.field == "operations[1].grow.num_slots"
 
     again = Speaker(stub, speaker.generation)
-    answer = await again.send(2, wire.grow([1], [8]))  # still unused, request 1 exists
+    answer = await again.send(2, wire.grow([1], [8]))  # number 2 is unused, and request 1 exists
     assert list(answer.results[0].grow.groups[0].block_ids) == [2]
 
 
@@ -236,7 +236,7 @@ async def test_a_scheduler_of_another_protocol_opens_no_pool(stub):
     assert error.error_reason == "OTHER_PROTOCOL"
     assert "this kvpool has version" in error.message
     assert "the scheduler version 9 (protocol 9)" in error.message
-    await speaker.transact(wire.lookup(1, 8, "ab"))  # the pool continues in its generation
+    await speaker.transact(wire.lookup(1, 8, "ab"))  # the pool keeps its generation
 
 
 async def test_no_more_pools_are_opened_than_the_process_keeps(stub):

@@ -1,4 +1,4 @@
-"""The map of a pool's blocks shows the contents and the owner of each block."""
+"""The block map of a KV pool shows the contents and the owner of each block."""
 
 from services.common.pool.ids import BlockId, ContextId, RequestKey
 from services.common.pool.operations import Release

@@ -82,7 +82,7 @@ def test_a_hit_leaves_a_token_to_compute():
     pool = make_pool(8)
     admit(pool, 1, 8, path="ab")
     assert lookup(pool, 2, 7, "ab") == 4
-    # The second block is computed again, although another block stores the same tokens.
+    # Request 2 computes the tokens of "ab" again, although block 2 stores them.
     assert admit(pool, 2, 8, hit=4) == [1, 3]
     assert pool.num_cached_hashes == 2
 
@@ -90,11 +90,11 @@ def test_a_hit_leaves_a_token_to_compute():
 def test_of_two_blocks_with_one_hash_the_first_published_is_found():
     pool = make_pool(6)
     admit(pool, 1, 8, path="ab")
-    admit(pool, 2, 8, hit=4, path="ab")  # blocks 1 and 3; 2 and 3 store "ab"
+    admit(pool, 2, 8, hit=4, path="ab")  # gets blocks 1 and 3; blocks 2 and 3 both store "ab"
     assert admit(pool, 3, 9, hit=8, path="ab") == [1, 2, 4]
     release(pool, 3, 1, 2)
     assert pool.free_block_ids() == [4, 5, 2, 3, 1]
-    assert admit(pool, 4, 12) == [4, 5, 2]  # evicts the first of the two blocks
+    assert admit(pool, 4, 12) == [4, 5, 2]  # evicts block 2, so that only block 3 stores "ab"
     assert pool.num_cached_hashes == 2
     assert admit(pool, 5, 8, hit=4, path="ab") == [1, 3]
     release(pool, 5)
@@ -170,7 +170,7 @@ def test_an_admission_needs_room_for_the_whole_sequence():
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
     outcome = pool.transact([Admit([admission(1, 4, reserve=12)])])
     assert outcome.stop is None
-    assert outcome.num_free_blocks == 2  # these blocks are checked, but not reserved
+    assert outcome.num_free_blocks == 2  # the blocks of later tokens are not allocated yet
 
 
 def test_an_admission_leaves_the_watermark_free():
@@ -184,7 +184,7 @@ def test_a_hit_on_a_free_block_counts_as_a_free_block_needed():
     pool = make_pool(5)
     admit(pool, 1, 8, path="ab")
     release(pool, 1)
-    # Two hits and three new blocks make five; four are free.
+    # The request needs the two blocks of its hit and three new blocks, but four blocks are free.
     outcome = pool.transact([Admit([admission(2, 20, hit=8, path="ab")])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
     assert admit(pool, 2, 16, hit=8, path="ab") == [1, 2, 3, 4]

@@ -4,9 +4,6 @@ from services.common.pool.operations import Admit, BeginStep, Grow, Stop, StopRe
 from tests.kvpool.groups import CHUNK, FULL, STATE, WINDOW, evict, pool_of
 from tests.kvpool.worked_examples import admission, admit, commit, grow, hashes, lookup, release
 
-# Coordinators
-
-
 def test_without_prefix_caching_groups_of_all_kinds_find_nothing():
     pool = pool_of(FULL, WINDOW, CHUNK, STATE, caching=False)
     admit(pool, 1, 9, path="ab")
@@ -33,7 +30,7 @@ def test_groups_of_two_kinds_agree_on_the_longest_hit_of_both():
 
 def test_a_hit_shrinks_until_every_group_agrees():
     pool = pool_of(FULL, WINDOW, STATE, num_blocks=40)
-    # States are cached at tokens 8 and 24. The window frees the blocks before it.
+    # States are cached at tokens 8 and 24. Blocks before the sliding window are freed.
     admit(pool, 1, 8, path="ab")
     commit(pool, 1, 24, hashes("abcdef")[2:])
     grow(pool, 1, 24, computed=8)
@@ -42,8 +39,8 @@ def test_a_hit_shrinks_until_every_group_agrees():
     release(pool, 1)
     pool.transact([BeginStep()])
     assert lookup(pool, 2, 100, "abcdef") == 24
-    # A hit may have 23 tokens. Full attention and the window have cached 20, but a state is cached
-    # only at 8. The window at 8 needs blocks "a" and "ab", which are still cached.
+    # The hit may have up to 23 tokens. Full attention and the window could hit 20, but a state is
+    # cached only at token 8. The window at token 8 needs "a" and "ab", which are still cached.
     assert lookup(pool, 3, 23, "abcdef") == 8
     admit(pool, 3, 9, hit=8)
     tables = pool.block_tables(3)
@@ -62,16 +59,16 @@ def test_a_hit_can_shrink_to_nothing():
     release(pool, 1)
     assert pool.free_block_ids() == [6, 5, 4, 7, 2, 1, 3]
     assert lookup(pool, 2, 8, "ab") == 8
-    assert admit(pool, 9, 4) == [6]  # block 6 for the window, 5 for the state
+    assert admit(pool, 9, 4) == [6]  # allocates block 6 for the window and block 5 for the state
     assert pool.block_tables(9) == ((6,), (5,))
-    admit(pool, 8, 8)  # blocks 4, 7 and 2; evicts "ab" of the window
+    admit(pool, 8, 8)  # allocates blocks 4, 7 and 2; block 2 stored "ab" of the window
     assert pool.block_tables(8) == ((4, 7), (0, 2))
-    assert lookup(pool, 3, 8, "ab") == 0  # a window at 4, a state at 8
+    assert lookup(pool, 3, 8, "ab") == 0  # the window hits 4 tokens, the state only 8
     pool.check()
 
 
 def test_an_admission_counts_what_each_group_needs():
-    # Full attention needs ten blocks for 40 tokens, the window five, the state one.
+    # For 40 tokens full attention needs ten blocks, the window five and the state one.
     pool = pool_of(FULL, WINDOW, STATE, num_blocks=18, in_flight=8)
     outcome = pool.transact([Admit([admission(1, 8, reserve=40, watermark=2)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
@@ -80,11 +77,11 @@ def test_an_admission_counts_what_each_group_needs():
 
 def test_a_growth_fits_if_all_groups_do():
     pool = pool_of(FULL, WINDOW, num_blocks=8)
-    admit(pool, 1, 12)  # six blocks; one is left
+    admit(pool, 1, 12)  # allocates six blocks, so that one is free
     outcome = pool.transact([Grow([1], [8], [16])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
-    # Query 12 sees tokens 7 to 12, so the window frees a block, and the new blocks of both groups
-    # fit.
+    # Query 12 sees tokens 7 to 12, so the window frees block 4. Two free blocks are enough for one
+    # new block in each group.
     outcome = pool.transact([Grow([1], [12], [16])])
     assert outcome.stop is None
     assert [group.block_ids for group in outcome.results[0].groups] == [[4], [7]]
@@ -101,7 +98,7 @@ def test_events_and_snapshots_name_the_group():
     assert [(event.group, event.hashes) for event in pool.snapshot()] == told
 
 
-# EAGLE.
+# Hits for EAGLE draft heads, without their last block.
 
 
 def test_the_last_block_of_a_hit_is_dropped_for_a_draft_head():
@@ -118,8 +115,8 @@ def test_a_window_with_its_last_block_dropped_is_still_a_whole_window():
     grow(pool, 1, 17, computed=13)  # frees "a" and "ab"
     release(pool, 1)
     assert pool.free_block_ids() == [5, 6, 7, 2, 1, 4, 3]
-    assert lookup(pool, 2, 16, "abcd") == 12  # blocks "ab" and "abc", and "abcd" after them
-    evict(pool, 4)  # evicts "ab"; two blocks are a window, but then no block is left to drop
+    assert lookup(pool, 2, 16, "abcd") == 12  # the window is "ab" and "abc"; "abcd" is dropped
+    evict(pool, 4)  # evicts "ab"; "abc" and "abcd" are a window, but no block after it is cached
     assert lookup(pool, 2, 16) == 0
 
 
@@ -129,7 +126,7 @@ def test_states_need_nothing_behind_them_for_a_draft_head():
     commit(pool, 1, 12)
     grow(pool, 1, 12, computed=8)
     commit(pool, 1, 12)
-    assert lookup(pool, 2, 12, "abc") == 8  # full attention has cached twelve tokens and drops four
+    assert lookup(pool, 2, 12, "abc") == 8  # full attention hits 12 tokens and drops 4 of them
 
 
 # Blocks that all requests share

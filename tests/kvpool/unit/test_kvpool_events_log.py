@@ -1,4 +1,4 @@
-"""Events report exactly the hashes that entered or left the index, in order."""
+"""Events report exactly the hashes that entered or left the pool's prefix index, in order."""
 
 from services.common.pool.operations import Admit, Grow, Release, ResetPrefixCache
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
@@ -27,7 +27,7 @@ def test_a_second_block_of_a_hash_is_no_news():
     admit(pool, 2, 4, path="a")
     release(pool, 1)
     assert admit(pool, 3, 16) == [3, 4, 5, 1]
-    assert pool.take_events() == ()  # request 2 still holds the tokens of "a"
+    assert pool.take_events() == ()  # block 1 was evicted, but block 2 still stores "a"
     release(pool, 2)
     release(pool, 3)
     admit(pool, 4, 20)

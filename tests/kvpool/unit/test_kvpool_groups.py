@@ -35,10 +35,10 @@ def test_blocks_that_are_released_as_one_list_enter_the_queue_last_group_first()
 def test_blocks_outside_the_window_of_the_next_query_are_given_back():
     pool = pool_of(WINDOW)
     assert admit(pool, 1, 12, path="abc") == [1, 2, 3]
-    # Query 12 sees tokens 7 to 12: block 1 holds 0 to 3, block 2 holds 4 to 7.
+    # Query 12 sees tokens 7 to 12. Block 1 stores tokens 0 to 3, and block 2 tokens 4 to 7.
     assert grow(pool, 1, 13, computed=12) == [4]
     assert pool.block_tables(1) == ((0, 2, 3, 4),)
-    assert pool.free_block_ids()[-1] == 1  # it has a hash, so it is reused last
+    assert pool.free_block_ids()[-1] == 1  # block 1 has a hash, so it is reused last
     # Query 13 sees tokens 8 to 13.
     assert grow(pool, 1, 14, computed=13) == []
     assert pool.block_tables(1) == ((0, 0, 3, 4),)
@@ -103,22 +103,22 @@ def test_with_less_than_a_window_cached_a_hit_must_begin_at_the_first_token():
     admit(pool, 1, 12, path="abc")
     grow(pool, 1, 17, computed=12)  # frees "a"
     release(pool, 1)
-    # blocks 5 and 4 are blank, 1 was freed first, then 3 and 2
+    # Blocks 5 and 4 have no hash. Block 1 was freed before blocks 3 and 2.
     assert pool.free_block_ids() == [5, 4, 6, 7, 1, 3, 2]
     assert lookup(pool, 2, 4, "a") == 4
-    evict(pool, 6)  # evicts "a" and "abc"; "ab" alone is no window
+    evict(pool, 6)  # evicts "a" and "abc"; block "ab" alone is no whole window
     assert lookup(pool, 3, 12, "abc") == 0
 
 
 def test_a_window_is_admitted_with_less_than_the_whole_sequence():
     pool = pool_of(WINDOW, num_blocks=6, in_flight=8)
-    # 40 tokens fill ten blocks. A window and a step of eight tokens need five at most.
+    # 40 tokens fill ten blocks, but a window and a step of eight tokens need at most five blocks.
     assert pool.transact([Admit([admission(1, 8, reserve=40)])]).stop is None
     release(pool, 1)
     tight = pool_of(WINDOW, num_blocks=5, in_flight=8)
     outcome = tight.transact([Admit([admission(1, 8, reserve=40)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
-    # For the tokens that this step computes, all blocks are needed.
+    # The 20 tokens that this step computes need five blocks, and four are free.
     outcome = tight.transact([Admit([admission(1, 20)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
 
@@ -160,7 +160,7 @@ def test_what_lies_before_the_current_chunk_is_a_hit_without_being_cached():
     pool = pool_of(CHUNK)
     assert lookup(pool, 1, 12, "abc") == 8  # nothing is cached, and no token before 8 is read
     assert admit(pool, 1, 13, hit=8) == [0, 0, 1, 2]
-    assert lookup(pool, 2, 15, "abcx") == 12  # a chunk from 8, first block cached
+    assert lookup(pool, 2, 15, "abcx") == 12  # the first block of the chunk from token 8 is cached
     assert admit(pool, 2, 14, hit=12) == [0, 0, 1, 3]
     assert lookup(pool, 3, 15, "xyzw") == 8
     assert admit(pool, 3, 14, hit=8) == [0, 0, 4, 5]
@@ -182,7 +182,7 @@ def test_a_chunk_is_admitted_with_less_than_the_whole_sequence():
 
 def test_a_request_has_one_live_state():
     pool = pool_of(STATE)
-    assert admit(pool, 1, 8, path="ab") == [0, 1]  # its first block has no state
+    assert admit(pool, 1, 8, path="ab") == [0, 1]  # only the end of the step has a state
     assert grow(pool, 1, 9, computed=8) == [2]
     assert pool.block_tables(1) == ((0, 1, 2),)  # the step reads block 1 and writes block 2
     assert grow(pool, 1, 10, computed=9) == []
@@ -198,7 +198,7 @@ def test_a_state_is_of_use_when_it_is_stored_and_found_by_its_hash_alone():
     admit(pool, 1, 8, path="ab")
     assert lookup(pool, 2, 8, "abc") == 8
     outcome = pool.transact([Admit([admission(2, 10, hit=8)])])
-    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)  # its step has not run
+    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)  # the step that stores it has not run
     pool.transact([BeginStep()])
     grow(pool, 1, 9, computed=8)
     assert pool.num_cached_hashes == 1
@@ -215,13 +215,12 @@ def test_a_state_needs_one_block_however_long_the_prompt():
     pool = pool_of(STATE, num_blocks=3)
     assert admit(pool, 1, 400)[-2:] == [0, 1]
     assert grow(pool, 1, 401, computed=400) == [2]
-    # One state is read, and the other is written. No third block is free before the first state has
-    # been read.
+    # The step reads one state and writes the other. There is no third block for a third state.
     assert pool.transact([Grow([1], [400], [405])]).stop == Stop(0, 0, StopReason.NO_BLOCKS)
     assert grow(pool, 1, 405, computed=404) == [1]
 
 
-# Ages.
+# Ages of blocks.
 
 
 def test_ages_of_blocks_are_counted_in_transactions():
@@ -229,7 +228,9 @@ def test_ages_of_blocks_are_counted_in_transactions():
     admit(pool, 1, 12, path="abc")  # transaction 1
     release(pool, 1)  # 2
     assert lookup(pool, 2, 8, "ab") == 8  # 3
-    admit(pool, 2, 9, hit=8)  # 4: hits two blocks, free for two; evicts "abc", cached for three
+    # Transaction 4 hits two blocks that were freed two transactions ago, and evicts the block of
+    # "abc", which was cached for three transactions and free for two.
+    admit(pool, 2, 9, hit=8)
     stats = pool.stats()
     assert (stats.num_reuses, stats.reuse_gap_transactions) == (2, 4)
     assert stats.num_evictions == 1
@@ -242,7 +243,7 @@ def test_ages_of_blocks_are_counted_in_transactions():
     pool.check()
 
 
-# Zeroing.
+# Zeroing of new blocks.
 
 
 def zeroed(pool: KVPool, *operations: Operation) -> tuple[int, ...]:
@@ -256,8 +257,8 @@ def test_blocks_handed_out_beside_states_are_to_be_zeroed_but_hits_are_not():
     assert zeroed(pool, Grow([1], [8], [13])) == (4, 5)
     assert pool.block_tables(1) == ((1, 2, 4, 5), (0, 3, 0, 6))
     assert zeroed(pool, Grow([1], [12], [13])) == ()
-    # Two requests hit blocks 1 and 2 and the state in block 3. For each of them a block is
-    # allocated in both groups.
+    # Two requests hit blocks 1 and 2 and the state in block 3. Each request gets a new block in
+    # both groups.
     two = [admission(2, 9, hit=8, path="ab"), admission(3, 10, hit=8, path="ab")]
     assert zeroed(pool, Admit(two)) == (7, 9)
     assert pool.block_tables(3) == ((1, 2, 9), (0, 3, 10))
@@ -275,7 +276,7 @@ def test_without_states_nothing_is_to_be_zeroed():
     assert zeroed(pool, Admit([admission(1, 8, path="ab")]), Grow([1], [8], [9])) == ()
 
 
-# Delayed caching: blocks that are filled from elsewhere are published when they are full.
+# Blocks that are loaded from external storage: they are published when they are committed.
 
 
 def test_blocks_that_are_admitted_uncommitted_are_found_only_once_they_are_committed():

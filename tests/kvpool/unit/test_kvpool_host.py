@@ -1,6 +1,4 @@
-"""The pools of a process. Each opening of a pool has a greater generation than all earlier
-openings.
-"""
+"""The pools of a kvpool process. Each opening of a pool increases the pool's generation."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Blocks whose contents are loaded from external storage, in examples with four tokens in
-a block.
-"""
+"""Blocks that are loaded from external storage, in examples with four tokens in a block."""
 
 from dataclasses import replace
 
@@ -23,9 +21,7 @@ from tests.kvpool.worked_examples import admission, admit, commit, lookup, make_
 def load(
     request: int, num_tokens: int, *, hit: int = 0, path: str = "", kept_free: int = 0
 ) -> Admission:
-    """The admission of a request that loads all tokens after its hit, and does not compute any
-    token yet.
-    """
+    """The admission of a request that loads all its tokens after the hit, and computes none yet."""
     return replace(
         admission(request, num_tokens, hit=hit, path=path),
         num_commit_tokens=hit,

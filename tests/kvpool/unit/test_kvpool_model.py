@@ -1,6 +1,4 @@
-"""Compares the pool with a naive pool over random transactions. No block is lost, wrongly shared or
-wrongly hit.
-"""
+"""Compares the KV pool with `NaivePool` over random transactions."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -46,7 +44,8 @@ from tests.kvpool.worked_examples import hashes
 
 Option = TypeVar("Option")
 
-# Groups by their letters: full attention, sliding window, chunked local, state-space.
+# The KV-cache groups of a pool, a letter each: full attention, sliding window, chunked local
+# attention, state-space layers.
 POOLS = ["f", "f", "ff", "w", "c", "s", "fw", "wf", "fc", "fs", "wc", "fws", "wcf", "ww"]
 
 REQUESTS = range(6)
@@ -54,11 +53,11 @@ MIN_OPERATIONS = 10_000
 
 
 class Choices:
-    """Choices decoded from bytes, one byte each. When the bytes are used up, the first option is
-    chosen.
+    """Choices decoded from bytes, one byte a choice. After the last byte, each choice is the first
+    option.
 
-    One draw for each transaction instead of dozens makes thousands of operations possible in
-    seconds. Failures still shrink to a small example.
+    Hypothesis draws one byte string for each transaction instead of dozens of values. So thousands
+    of operations run in seconds, and failures still shrink to small examples.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -92,8 +91,8 @@ def spec(kind: str, block_size: int, window: int) -> KVCacheGroup:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Both pools execute the same transactions. After each transaction their visible states are
-    equal.
+    """A KVPool and a NaivePool execute the same transactions. After each transaction their visible
+    states are equal.
 
     A request's prompt is a path over two letters, so that prefixes are often shared. Pools are so
     small that blocks are always scarce.
@@ -123,8 +122,8 @@ class PoolMachine(RuleBasedStateMachine):
         in_flight: int,
     ) -> None:
         groups = tuple(spec(kind, block_size, window) for kind in kinds)
-        # With three kinds, or two without full attention, the search looks at the block after a
-        # candidate only once.
+        # With three kinds of groups, or two without full attention, KVPool does not search for the
+        # longest hit whose next block is cached, as NaivePool does.
         drop_last = drop_last and kinds in {"f", "ff", "w", "ww", "s", "fw", "wf", "fs"}
         self.pool = KVPool(
             PoolConfig(
@@ -240,7 +239,7 @@ class PoolMachine(RuleBasedStateMachine):
     def _grow(self, choices: Choices) -> Grow:
         requests = choices.some_of(self.admitted)
         slots = [choices.upto(8 * self.block_size) for _ in requests]
-        # Requests that this transaction admits have not computed tokens yet. No request has more
+        # A request that this transaction admits has no computed tokens yet. No request has more
         # computed tokens than slots.
         held = [self.num_held_slots.get(request, 0) for request in requests]
         computed = [choices.upto(min(both)) for both in zip(held, slots, strict=True)]
@@ -335,7 +334,7 @@ def split(blocks: GroupBlocks) -> list[list[int]]:
 def test_the_pool_equals_a_naive_one_over_thousands_of_operations():
     PoolMachine.num_operations = 0
     numbers = itertools.count()
-    while PoolMachine.num_operations < MIN_OPERATIONS:  # each run draws its number of operations
+    while PoolMachine.num_operations < MIN_OPERATIONS:  # a run has a random number of operations
         run_state_machine_as_test(
             seed(next(numbers))(PoolMachine),
             settings=settings(

@@ -1,5 +1,5 @@
-"""Transactions are applied in order up to the first operation that does not fit. Invalid
-transactions have no effect.
+"""The operations of a transaction are applied in order, up to the first operation that does not
+fit. An invalid transaction has no effect.
 """
 
 import pytest

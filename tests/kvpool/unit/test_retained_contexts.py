@@ -1,4 +1,4 @@
-"""Contexts of retained blocks, compared with a plain model of the rules."""
+"""The free queue that retains the blocks of contexts, compared with a plain model of its rules."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ NUM_BLOCKS = 12
 
 
 class Model:
-    """The rules, written without regard to time. `lru` and `contexts` hold numbers of blocks."""
+    """A slow model of RetainingFreeQueue. All lists contain block IDs."""
 
     def __init__(self) -> None:
         self.blank = list(range(1, NUM_BLOCKS + 1))
@@ -21,14 +21,14 @@ class Model:
         self.in_use: list[int] = []
         self.contexts: list[tuple[int, list[int]]] = []
         self.whole: set[int] = set()
-        """The contexts that end when one of their blocks is reused."""
+        """The contexts that end as a whole when one of their blocks is reused."""
 
     def owners(self, block: int) -> list[int]:
         return [context for context, blocks in self.contexts if block in blocks]
 
     @property
     def retained(self) -> list[int]:
-        """The free blocks of contexts, in the order of reuse."""
+        """The free blocks of contexts, in the order in which they are reused."""
         gone = {*self.blank, *self.lru, *self.in_use}
         left = [context for context, _ in self.contexts]
         order = []

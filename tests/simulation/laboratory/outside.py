@@ -1,4 +1,4 @@
-"""Policies outside of the tree of services, as a user writes them."""
+"""Scheduling and routing policies outside of the package `services`, as a user writes them."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ LAST_REPLICA = "tests.simulation.laboratory.outside:LastReplica"
 
 
 class LastReplica:
-    """A routing policy."""
+    """A routing policy that chooses the replica with the greatest address."""
 
     def __init__(self, parts: RoutingParts) -> None:
         self.parts = parts
@@ -27,7 +27,7 @@ class LastReplica:
 
 
 class LosesRequests(ShortestPromptFirstPolicy):
-    """A scheduling policy whose queue forgets what is prepended."""
+    """A scheduling policy whose queue loses requests that are prepended."""
 
     def create_request_queue(self) -> RequestQueue:
         return _Forgetful()
@@ -52,7 +52,7 @@ class PreemptsNobodyThatRuns(ShortestPromptFirstPolicy):
 
 
 class Random(ShortestPromptFirstPolicy):
-    """Its victims depend on how often it was asked."""
+    """A scheduling policy whose victims depend on the number of earlier calls of `victim`."""
 
     def __init__(self, parts: PolicyParts) -> None:
         super().__init__(parts)

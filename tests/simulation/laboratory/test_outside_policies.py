@@ -1,4 +1,4 @@
-"""A policy outside of the tree runs in the simulator, in replay and in the server alike."""
+"""A policy outside of `services` runs in the simulator, in replay and in the server alike."""
 
 import json
 import subprocess

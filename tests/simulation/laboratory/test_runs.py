@@ -1,4 +1,6 @@
-"""Whole runs of the laboratory, worked out by hand or by a law of queues."""
+"""Whole runs of the simulator's laboratory. The expected numbers are worked out by hand or by
+queueing theory.
+"""
 
 import random
 from collections.abc import Iterator
@@ -17,8 +19,9 @@ from tests.simulation.laboratory.small import program, setup
 
 def test_a_program_of_two_turns_takes_its_steps_and_its_pause() -> None:
     run = simulate(setup(), [program(1, 5.0, (100, 3, 0.0), (20, 2, 10.0))])
-    # Turn 1: steps of 64 and 36 prompt tokens, then 2 of one token: 7.4 + 4.6 + 1 + 1 = 14 s.
-    # Turn 2: of 123 tokens 96 are cached (102 are computed); a step of 27 and one of 1: 3.7 + 1.
+    # Turn 1: steps of 64 and 36 prompt tokens, then two of one token: 7.4 + 4.6 + 1 + 1 = 14 s.
+    # Turn 2: 96 of 123 prompt tokens are cached, as 102 were computed. A step of 27 tokens and one
+    # of 1 token: 3.7 + 1 = 4.7 s.
     accounts = run.accounts
     assert accounts.job_seconds.tolist() == pytest.approx([14.0 + 10.0 + 4.7])
     assert accounts.first_turn_seconds.tolist() == pytest.approx([12.0])
@@ -41,7 +44,8 @@ def test_serving_costs_make_steps_and_new_requests_longer() -> None:
 
 def test_a_programs_time_alone_is_its_time_on_an_idle_replica() -> None:
     run = simulate(setup(), [program(1, 0.0, (100, 30, 0.0), (20, 40, 10.0))])
-    # A hit ends at a whole block, here 128 of 129 computed tokens: one token more, 0.1 s.
+    # A hit has whole blocks, here 128 of the 129 computed tokens. So one token is computed again,
+    # which takes 0.1 s.
     (taken,), (alone,) = run.accounts.job_seconds, run.accounts.alone_seconds
     assert taken - alone == pytest.approx(0.1)
 
@@ -66,7 +70,7 @@ def test_the_next_turn_waits_for_all_subagents() -> None:
     children = tuple(program(number, 0.0, (10, 1, 0.0)) for number in (2, 3))
     parent = Program(1, 0.0, (Turn(10, 1, subagents=children), Turn(10, 1, 5.0)))
     run = simulate(setup(), [parent])
-    # 2 s for 10 tokens, 3 s for both children in one step, a pause, and 21 new tokens in 3.1 s.
+    # 2 s for 10 tokens, 3 s for both subagents in one step, 5 s of pause, 3.1 s for 21 new tokens.
     assert run.accounts.job_seconds.tolist() == pytest.approx([2.0 + 3.0 + 5.0 + 3.1])
     assert len(run.accounts.wait_seconds) == 4
 
@@ -74,13 +78,14 @@ def test_the_next_turn_waits_for_all_subagents() -> None:
 def test_a_compacted_context_is_computed_again_behind_the_shared_prefix() -> None:
     turns = (Turn(80, 1), Turn(8, 1, num_kept_tokens=40))
     run = simulate(setup(), [Program(1, 0.0, turns, num_shared_tokens=32)])
-    # The second prompt has 48 tokens. Only the shared ones are hit; none was computed in vain.
+    # The second prompt has 48 tokens, of which only the 32 shared tokens are hit.
     assert run.accounts.num_cached_tokens == 32
     assert run.accounts.num_evicted_tokens == 0
 
 
 def test_waste_counts_what_was_evicted() -> None:
-    # 15 blocks; the second program's 14 blocks evict those of the first, which has 12 full ones.
+    # The pool has 15 blocks. The first program fills 12 blocks (192 tokens). The 14 blocks of the
+    # second program evict blocks of the first.
     first = program(1, 0.0, (200, 1, 0.0), (8, 1, 100.0))
     run = simulate(setup(num_blocks=16), [first, program(2, 30.0, (220, 1, 0.0))])
     assert run.accounts.num_cached_tokens < 192
@@ -88,11 +93,12 @@ def test_waste_counts_what_was_evicted() -> None:
 
 
 def test_an_evicted_context_is_loaded_from_the_tier() -> None:
-    # 15 blocks; the second program's 14 evict 11 of the 12 that the first has filled.
+    # The pool has 15 blocks. The first program fills 12 blocks. The 14 blocks of the second program
+    # evict 11 of them.
     first = program(1, 0.0, (200, 1, 0.0), (8, 1, 100.0))
     with_tier = replace(setup(num_blocks=16), tier=TierSize(40, seconds_per_block=0.5))
     run = simulate(with_tier, [first, program(2, 30.0, (220, 1, 0.0))])
-    # 11 blocks are loaded, and then 17 of 209 tokens are computed.
+    # 11 blocks are loaded in 5.5 s, and then 17 of 209 tokens are computed in 2.7 s.
     assert run.accounts.later_turn_seconds.tolist() == pytest.approx([5.5 + 2.7])
     assert run.accounts.num_cached_tokens == 192
     assert run.accounts.num_evicted_tokens == 0
@@ -103,13 +109,14 @@ def test_loads_use_one_link_one_after_another_while_steps_run() -> None:
     others = [program(3, 50.0, (220, 1, 0.0)), program(4, 108.0, (8, 30, 0.0))]
     with_tier = replace(setup(num_blocks=17), tier=TierSize(40, seconds_per_block=2.0))
     run = simulate(with_tier, [*evicted, *others])
-    # Each loads 6 blocks in 12 s. The second arrives 7.4 s later and waits 4.6 s for the link.
+    # Each program loads 6 blocks in 12 s. The second program arrives 7.4 s after the first and
+    # waits 4.6 s for the link.
     assert run.accounts.later_turn_seconds.tolist() == pytest.approx([12 + 3.0, 4.6 + 12 + 2.9])
     assert run.accounts.num_evicted_tokens == 0
 
 
 def test_waste_counts_what_was_preempted() -> None:
-    # Two requests of 6 blocks each outgrow a pool of 11 blocks.
+    # Two requests grow to 6 blocks each, but the pool has only 11 blocks.
     run = simulate(
         setup(num_blocks=12, scheduler_reserve_full_isl=False),
         [program(1, 0.0, (60, 30, 0.0)), program(2, 0.0, (60, 30, 0.0))],
@@ -128,7 +135,8 @@ def md1(rate: float, num_programs: int, seed: int) -> Iterator[Program]:
 
 
 def test_a_queue_with_one_place_waits_as_pollaczek_and_khinchine_say() -> None:
-    # Prompt 2.6 s and 3 steps of 1 s: service 5.6 s. M/D/1: mean wait = rho s / (2 (1 - rho)).
+    # The service time s is 5.6 s: 2.6 s for the prompt and 3 steps of 1 s. The mean wait of an
+    # M/D/1 queue is rho s / (2 (1 - rho)).
     rate, service = 0.6 / 5.6, 5.6
     run = simulate(setup(max_num_seqs=1), md1(rate, 5_000, seed=3))
     assert run.accounts.alone_seconds[0] == pytest.approx(service)
@@ -188,7 +196,7 @@ def test_skipped_steps_change_nothing(workload: str, *, is_async: bool, is_optim
 
 def test_all_steps_between_the_first_and_the_last_tokens_are_skipped() -> None:
     run = simulate(setup(), [program(1, 0.0, (10, 400, 0.0))])
-    # Planned are the prompt, the next token, the last token, and the end.
+    # The four planned steps are the prompt, the next token, the last token, and the end.
     assert (run.num_steps, run.num_planned_steps) == (400, 4)
 
 

@@ -1,4 +1,4 @@
-"""Workloads from files, and the quantiles of generated ones."""
+"""Workloads from trace files, and the quantiles of generated workloads."""
 
 import json
 import random
@@ -63,7 +63,8 @@ def test_a_session_of_the_superset_is_a_program_with_subagents() -> None:
     assert num_requests(program) == 4
     assert [turn.pause_seconds for turn in program.turns] == [0.0, 2.0, 0.0]
     run = simulate(setup(), [program])
-    # 64 tokens 7.4 s; the subagent 2 s; 2 s; 16 of 80 tokens 2.6 s; 32 other tokens 4.2 s.
+    # 7.4 s for 64 tokens, 2 s for the subagent, 2 s of pause, 2.6 s for 16 of 80 tokens, and 4.2 s
+    # for 32 tokens after the reset of the prefix.
     assert run.accounts.job_seconds.tolist() == pytest.approx([7.4 + 2.0 + 2.0 + 2.6 + 4.2])
 
 

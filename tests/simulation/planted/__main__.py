@@ -1,5 +1,5 @@
-"""Plants each defect in a copy of the services, and searches seeds until one fails:
-`python -m tests.simulation.planted`. Prints a table. Arguments are names of defects.
+"""`python -m tests.simulation.planted` plants each known defect in a copy of the services, runs
+`stepwell explore` on seeds until one fails, and prints a table of the failing seeds.
 """
 
 import argparse
@@ -16,10 +16,12 @@ from tempfile import TemporaryDirectory
 from tests.simulation.planted.defects import ROOT, Defect, all_defects
 
 _ROUNDS = (20, 100)
-"""Each defect gets this many seeds before any gets more. Most are found by the first ones."""
+"""All defects are searched for up to the first of these numbers of seeds, then the defects that are
+not found up to the second, then up to `--seeds`.
+"""
 _LONGEST_COMPLAINT = 160
 _MAX_PROCESSOR_SECONDS = (60, 12)
-"""Limit on the processor time of a search, and more for each of its seeds."""
+"""Limit on the processor time of a search: a constant part and a part for each seed."""
 
 
 @dataclass(slots=True)
@@ -27,12 +29,12 @@ class Finding:
     seed: int | None = None
     """The first seed that fails. None if no seed fails."""
     complaint: str = ""
-    """What the search reported about this seed."""
+    """The first line that the search printed about this failure."""
     processor_seconds: float = 0.0
 
 
 def find(defect: Defect, finding: Finding, seeds: range) -> None:
-    """Runs some seeds with a defect, until one fails."""
+    """Runs `seeds` with a defect until one fails, and writes the result into `finding`."""
     before = _processor_seconds()
     with TemporaryDirectory() as directory:
         tree = Path(directory)
@@ -45,7 +47,7 @@ def find(defect: Defect, finding: Finding, seeds: range) -> None:
 
 
 def _search(tree: Path, seeds: range) -> tuple[int | None, str]:
-    """Searches some seeds, up to the first failure. Returns the seed and the first complaint."""
+    """Runs `seeds` in `tree` up to the first failure. Returns the failing seed and a complaint."""
     start, of_seed = _MAX_PROCESSOR_SECONDS
     limit = f"--cpu={start + of_seed * len(seeds)}"
     command = ["prlimit", limit, sys.executable, "-m", "services.cli", "explore"]

@@ -1,4 +1,4 @@
-"""Defects to plant in the services. The TOML files of this folder list them."""
+"""Known defects that can be planted in the services. The TOML files of this folder list them."""
 
 import tomllib
 from dataclasses import dataclass
@@ -11,20 +11,22 @@ ROOT = Path(__file__).parents[3]
 class Defect:
     name: str
     sentence: str
-    """What goes wrong, as one sentence."""
+    """One sentence about what the defect breaks."""
     path: str
     """The file that is changed, relative to the root of the tree."""
     before: str
     after: str
 
     def plant(self, root: Path) -> None:
-        """Changes the file in the tree `root`. Raises ValueError unless `before` occurs once."""
+        """Replaces `before` by `after` in the file `path` of the tree `root`. Raises ValueError
+        unless `before` occurs exactly once.
+        """
         file = root / self.path
         text = file.read_text()
         if (count := text.count(self.before)) != 1:
             raise ValueError(f"{self.name}: {self.path} has its text {count} times")
         changed = text.replace(self.before, self.after)
-        file.unlink()  # the copy may share the file with the original
+        file.unlink()  # not in place, as the file may be a hard link to the original
         file.write_text(changed)
 
 
