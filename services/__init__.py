@@ -1,4 +1,4 @@
-"""The services and what they share. Imported before any of them, and so before grpc."""
+"""The services and their common code. This package is imported before grpc, so it tunes grpc."""
 
 import os
 

@@ -9,13 +9,13 @@
     ├── PayloadTooLarge      the body exceeds the size limit
     ├── ResourceExhausted    rejected before queueing, or evicted from the queue; has a retry time
     │   └── QuotaExceeded    exceeds a limit of the tenant, under any load
-    ├── FailedPrecondition   the state forbids it: fenced, out of sequence, in use
-    ├── Aborted              taken over or cancelled after it was accepted
+    ├── FailedPrecondition   the state forbids the call: fenced, out of sequence, in use
+    ├── Aborted              the request was taken over or cancelled after it was accepted
     ├── Unavailable          a component is down or draining; has a retry time
-    │   └── DeadlineExceeded the caller's deadline passed before the answer
+    │   └── DeadlineExceeded the caller's deadline passed before the response
     └── InternalError        a defect in this service
 
-A core subclasses the kind that fits and sets `reason`, a machine-readable name that is sent in
+Services subclass these kinds and set `reason`, a machine-readable name that is sent in
 `google.rpc.ErrorInfo`. `services.common.rpc.status` maps kinds to gRPC statuses.
 """
 
@@ -50,7 +50,7 @@ class StepwellError(Exception):
 
     @property
     def metric_reason(self) -> str:
-        """The reason under which metrics count this error."""
+        """The value of the metric label `reason` that counts this error."""
         return self.error_reason.lower()
 
 
@@ -137,7 +137,7 @@ class Unavailable(StepwellError):
 
 
 class DeadlineExceeded(Unavailable):
-    """The caller's deadline passed before the answer was complete."""
+    """The caller's deadline passed before the response was complete."""
 
     reason = "DEADLINE_EXCEEDED"
     may_retry = False

@@ -1,6 +1,6 @@
 """The format of API keys, and the stored records of keys and tenants. A key is `sk-<id>-<32 random
-bytes>`. Only its SHA-256 is stored. Keys are random, so no slower hash is needed. The id is not
-secret, and is used to look up the key's record.
+bytes>`. Only the key's SHA-256 is stored. Keys are random, so no slower hash is needed. The id is
+not secret, and is used to look up the key's record.
 """
 
 import base64
@@ -23,7 +23,7 @@ MAX_WEIGHT = 1000.0
 
 
 class DamagedRecord(ValueError):
-    """The record of a key or a tenant is invalid. The message has the reason."""
+    """The record of a key or a tenant is invalid. The message explains why."""
 
 
 class KeyState(Enum):
@@ -44,7 +44,7 @@ class KeyRecord:
     expires: int | None = None
     """The time at which the key expires. None means never."""
     revoked: int | None = None
-    """The time at which the key was revoked. None means that it is not revoked."""
+    """The time at which the key was revoked. None means that the key is not revoked."""
     models: tuple[str, ...] | None = None
     """Models for which the key may be used. None means all."""
 
@@ -73,7 +73,7 @@ class TenantRecord:
     priority_ceiling: int | None = None
     """The smallest `priority` that the tenant's requests can have. Smaller values run earlier."""
     max_retained_share: float = 1.0
-    """Limit on the blocks of paused contexts, as a share of a replica's blocks."""
+    """Limit on the KV blocks of paused contexts, as a share of a replica's blocks."""
 
 
 def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""A key book, which has the records of all keys and tenants of one store, and its JSON text."""
+"""A key book, which has the records of all API keys and tenants, and the book's JSON text."""
 
 import json
 from collections.abc import Mapping

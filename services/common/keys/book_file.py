@@ -25,7 +25,7 @@ def change_book(path: Path, change: Callable[[KeyBook], KeyBook]) -> None:
 
 
 def version_of(path: Path) -> tuple[int, int, int] | None:
-    """Returns a value that changes when the file changes. None if there is no file."""
+    """Returns a value that changes when the file changes. Returns None if there is no file."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -1,10 +1,11 @@
-"""Keys and tenants in Redis, for gateways on several machines.
+"""API keys and tenants in Redis, for gateways on several machines.
 
 `apikeys:{all}:keys`      hash: a key's id to its record, in JSON
 `apikeys:{all}:tenants`   hash: a tenant's name to its record, in JSON
 `apikeys:{all}:version`   text that is replaced at each change, so that gateways notice changes
 
-The braces put all three into one slot of Redis Cluster, so that one script can access them.
+The braces put all three Redis keys into one slot of Redis Cluster, so that one script can access
+them.
 """
 
 import json
@@ -59,8 +60,8 @@ class ChangedMeanwhile(Exception):
 @dataclass(frozen=True, slots=True)
 class LookUp:
     """The result of a look-up. `found` maps key ids to the records of the key and its tenant.
-    `version` is empty if nothing has ever been written. `damaged` counts the invalid records, which
-    `found` excludes.
+    `version` is the store's current version text, or empty if nothing has ever been written.
+    `damaged` counts the invalid records, which `found` excludes.
     """
 
     version: str
@@ -71,7 +72,7 @@ class LookUp:
 async def look_up(
     redis: RedisConnection, key_ids: Sequence[str], seconds: float = CALL_SECONDS
 ) -> LookUp:
-    """Returns the records of several keys with one call. Raises RedisUnavailable."""
+    """Looks up the records of several keys with one Redis call. Raises RedisUnavailable."""
     version, *values = await redis.call(
         lambda client: client.eval(_LOOK_UP, len(_NAMES), *_NAMES, *key_ids), seconds
     )
@@ -107,7 +108,7 @@ async def change_key(
     tenant: TenantRecord | None,
     version: str,
 ) -> None:
-    """Replaces the record of a key, and of its tenant if given. `before` is None for a new key.
+    """Replaces a key's record, and its tenant's record if given. `before` is None for a new key.
     `version` must be a text that was never used before. Raises RedisUnavailable, or
     ChangedMeanwhile if the stored record is not `before`.
     """
@@ -136,7 +137,7 @@ def _decoded(name: str, value: bytes, read: Callable[[str, object], R]) -> R:
 
 
 def _texts(pairs: Any) -> list[tuple[str, bytes]]:
-    """Decodes the answer to HGETALL, a mapping or alternating names and values."""
+    """Decodes the reply to HGETALL, which is a mapping or alternates names and values."""
     if not isinstance(pairs, dict):
         pairs = dict(zip(pairs[::2], pairs[1::2], strict=True))
     return [(name.decode(), value) for name, value in pairs.items()]

@@ -1,1 +1,1 @@
-"""Finds models: in a directory, under a name of the hub, or in a GGUF file."""
+"""Finds models in a directory, under a name of the Hugging Face hub, or in a GGUF file."""

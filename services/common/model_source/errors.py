@@ -1,4 +1,4 @@
-"""Errors of finding a model. Each message is one sentence."""
+"""The errors of a failed search for a model. Each message is one sentence."""
 
 from pathlib import Path
 

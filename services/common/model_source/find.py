@@ -1,4 +1,4 @@
-"""Finds the directory of a model from the text of a setting, and the model's served name."""
+"""Finds the directory and the served name of a model that a setting names."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from services.common.model_source.hub import (
 
 def find_model(text: str) -> Path:
     """Returns the directory of a model with its weights. Raises ModelSourceError. `text` is the
-    path of a directory or of a GGUF file, or a name of the hub such as Qwen/Qwen3-0.6B. A name may
-    end with @ and a revision.
+    path of a directory or of a GGUF file, or a name of the Hugging Face hub such as
+    Qwen/Qwen3-0.6B. A name may end with @ and a revision.
     """
     return _find(text, with_weights=True)
 
@@ -26,7 +26,7 @@ def find_model_files(text: str) -> Path:
 
 
 def model_name(directory: Path) -> str:
-    """The default name of a served model. Without a hub name it is the directory's name."""
+    """The default served name of a model: its hub name, or else the directory's name."""
     directory = directory.absolute()
     return name_of_snapshot(directory) or directory.resolve().name
 
@@ -54,6 +54,6 @@ def _find(text: str, *, with_weights: bool) -> Path:
 
 
 def _with_configuration(directory: Path) -> Path:
-    """Returns the directory, or the one generated for its only model file, a GGUF file."""
+    """Returns `directory`, or the directory generated for its model if that is a GGUF file."""
     file = single_gguf(directory)
     return directory if file is None else gguf_directory(file)

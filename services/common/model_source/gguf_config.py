@@ -23,7 +23,7 @@ _CONTROL = 3
 _ENDS = frozenset(
     {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"}
 )
-"""Control tokens that end answers, in addition to the file's EOS token. The list is llama.cpp's."""
+"""Control tokens that end an output, besides the file's EOS token. The list is llama.cpp's."""
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 _LOW, _HIGH, _LENGTH = 1.0, 4.0, 8192
 """Llama 3's low_freq_factor, high_freq_factor and original_max_position_embeddings."""
@@ -73,7 +73,7 @@ def gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
 
 
 def gguf_generation_config(header: GgufHeader) -> dict[str, Any]:
-    """Returns the content of generation_config.json, which lists the tokens that end answers."""
+    """Returns the content of generation_config.json, which lists the tokens that end an output."""
     metadata = header.metadata
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     kinds = metadata.get("tokenizer.ggml.token_type") or []
@@ -97,7 +97,7 @@ class _Reader:
         self._architecture = architecture
 
     def optional(self, key: str) -> Any:
-        """Returns a key's value, or None. A list of equal values counts as one value."""
+        """Returns a key's value, or None if missing. A list of equal values counts as one value."""
         value = self._metadata.get(f"{self._architecture}.{key}")
         if isinstance(value, list) and len(set(value)) == 1:
             return value[0]
@@ -126,7 +126,7 @@ def _rope_scaling(reader: _Reader) -> dict[str, Any] | None:
 
 
 def _llama3(file: Path, tensor: GgufTensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """Returns Llama 3's RoPE scaling, inferred from the file's divisors of RoPE frequencies."""
+    """Infers the parameters of Llama 3's RoPE scaling from the divisors of the RoPE frequencies."""
     count = tensor.shape[0]
     with file.open("rb") as stream:
         stream.seek(tensor.begin)
@@ -152,8 +152,8 @@ def _llama3(file: Path, tensor: GgufTensor, theta: float, head_dim: int) -> dict
 
 def _original_length(factor: float, divisor: float, wave: float) -> int | None:
     """The context length for which a model was trained before its RoPE frequencies were scaled. The
-    length is computed from one frequency's divisor, which must be between 1 and the factor. For any
-    other divisor the result is None.
+    length is computed from the divisor of one RoPE frequency. Returns None if the divisor is not
+    between 1 and `factor`. `wave` is the frequency's wavelength in tokens.
     """
     smooth = (1 / divisor - 1 / factor) / (1 - 1 / factor) if factor > 1 else 0.0
     is_between = 1e-3 < smooth < 1 - 1e-3
@@ -161,7 +161,7 @@ def _original_length(factor: float, divisor: float, wave: float) -> int | None:
 
 
 def _dtype(tensors: list[GgufTensor]) -> str:
-    """The data type for computation: that of all matrices if it is a float type, else bfloat16."""
+    """The data type for computation: the matrices' float type, or bfloat16 for other types."""
     kinds = {tensor.kind for tensor in tensors if len(tensor.shape) > 1}
     if kinds == {_F32}:
         return "float32"

@@ -1,7 +1,7 @@
 """Creates a directory in Hugging Face's format for a single GGUF file. Code that reads model
-directories can then read GGUF files too. Configuration and tokenizer are built from the file's
-metadata, once for each file, and depend on the file alone. They are stored in
-$XDG_CACHE_HOME/stepwell/gguf with a link to the weights.
+directories can then read GGUF files too. Configuration and tokenizer are built once for each file,
+from the file's metadata alone. They are stored in $XDG_CACHE_HOME/stepwell/gguf with a link to the
+weights.
 """
 
 import json
@@ -19,7 +19,7 @@ from services.common.model_source.gguf_tokenizer import gguf_tokenizer
 
 SUFFIX = ".gguf"
 _FORM = 1
-"""The version of the generated files. It is increased when their contents change."""
+"""The version of the generated files. It is increased when the code generates other contents."""
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
@@ -50,7 +50,7 @@ def gguf_directory(file: Path) -> Path:
 
 
 def single_gguf(directory: Path) -> Path | None:
-    """Returns a directory's only GGUF file. None if it has several, none, or a config.json."""
+    """Returns the only GGUF file of a directory without config.json. Otherwise returns None."""
     if (directory / "config.json").exists():
         return None
     files = list(directory.glob(f"*{SUFFIX}"))

@@ -1,7 +1,7 @@
 """Builds tokenizer.json and tokenizer_config.json from the metadata of a GGUF file. Both files are
 plain JSON. transformers can also convert GGUF vocabularies, but it needs torch and the package
 gguf, which the gateway's image does not have. It also ignores the field tokenizer.ggml.pre, which
-names the rule for splitting texts.
+names the *splitting rule*: how a text is split into words before each word is encoded.
 """
 
 import re
@@ -35,18 +35,20 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     "tekken": (_TEKKEN,),
 }
-"""Maps a value of tokenizer.ggml.pre, a splitting rule, to its regular expressions, in order."""
+"""Maps each splitting rule to its regular expressions, in the order of their application."""
 _COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen"})
 """Splitting rules that first normalize texts to Unicode's composed form (NFC)."""
 _WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
-"""Splitting rules that encode a word as one token, without merges, if the vocabulary has it."""
+"""Splitting rules with which a word that is in the vocabulary is one token, without merges."""
 _WITH_BOS = _WHOLE_WORDS | {"smaug-bpe"}
 """Splitting rules that by default start each text with the BOS token. A file can disable it."""
 _SPACE = "▁"
 
 
 def gguf_tokenizer(file: Path, header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns tokenizer.json and tokenizer_config.json. `header` has arrays. Raises GgufError."""
+    """Returns tokenizer.json and tokenizer_config.json. Needs a header read with arrays. Raises
+    GgufError.
+    """
     metadata = header.metadata
     tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
     if not isinstance(tokens, list) or kind not in ("gpt2", "llama"):
@@ -115,7 +117,7 @@ def _bpe(file: Path, metadata: Mapping[str, Any], tokens: Mapping[str, int]) -> 
 
 
 def _guessed_rule(metadata: Mapping[str, Any], tokens: Mapping[str, int]) -> str:
-    """Guesses the splitting rule of an old file, which does not name it."""
+    """Guesses the splitting rule of an old file without tokenizer.ggml.pre."""
     if metadata.get("general.architecture") in ("qwen2", "qwen3"):
         return "qwen2"
     return "llama-bpe" if "<|begin_of_text|>" in tokens else "gpt-2"
@@ -195,7 +197,7 @@ def _special_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
 def _post_processor(
     metadata: Mapping[str, Any], special: Mapping[str, str], adds_bos: bool
 ) -> dict[str, Any] | None:
-    """Builds a post-processor that adds BOS and EOS if the file enables them. None without both."""
+    """Builds a post-processor that adds the BOS and EOS tokens that the file enables, if any."""
     adds = {"bos": adds_bos, "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
     ids = {
         special[f"{name}_token"]: metadata[f"tokenizer.ggml.{name}_token_id"]

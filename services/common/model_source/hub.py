@@ -1,6 +1,7 @@
 """Finds models by their names on the Hugging Face hub, in the local cache or by download. Cached
 files are used without a request to the hub. Missing files are downloaded with the package
-huggingface_hub and its variables: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT.
+huggingface_hub, which reads the environment variables HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE,
+HF_TOKEN and HF_ENDPOINT.
 """
 
 import json
@@ -18,13 +19,13 @@ _NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*(?:@[\w./-]+)?")
 _LINKS = ("https://huggingface.co/", "https://hf.co/", "hf.co/", "hf://")
 _ANSWER_SECONDS = 5.0
 _CONFIGURATION = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|\d+_[A-Za-z]+/[^/]+\.json")
-"""Matches a model's files other than weights. 1_Pooling is of sentence-transformers."""
+"""Matches files other than weights. Folders such as 1_Pooling are of sentence-transformers."""
 _WEIGHTS = (
     re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
     re.compile(r"[^/]+\.safetensors"),
     re.compile(r"[^/]+\.gguf"),
 )
-"""Name patterns of weights. Only files of the first pattern that matches any file are read."""
+"""Name patterns of weights. The files that match the first applicable pattern are read."""
 _INDEX = "model.safetensors.index.json"
 _CACHE_FOLDER = "models--"
 
@@ -56,7 +57,7 @@ def parse_hub_name(text: str) -> HubName | None:
 
 
 def name_of_snapshot(directory: Path) -> str | None:
-    """The hub name of a model in a directory of the cache. None for any other directory."""
+    """The hub name of a model in a cache directory. None if the directory is not in the cache."""
     folder = directory.parent.parent.name
     if directory.parent.name != "snapshots" or not folder.startswith(_CACHE_FOLDER):
         return None
@@ -92,9 +93,9 @@ def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
 
 
 def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
-    """Selects the files of a model that are read. Of the weights, only files of the first pattern
-    that matches are read. The patterns are Hugging Face's names, other safetensors files, and GGUF
-    files, in this order.
+    """Selects the files of a model that are read. The weight files are those with Hugging Face's
+    names. Without such files they are all other safetensors files, and without those the GGUF
+    files.
     """
     chosen = [file for file in names if _CONFIGURATION.fullmatch(file)]
     for kind in _WEIGHTS if with_weights else ():
@@ -114,7 +115,7 @@ def _ask(name: HubName, with_weights: bool) -> Any:
 
 
 def _why(name: HubName, error: Exception, with_weights: bool) -> str:
-    """Why a model cannot be downloaded. The package's errors are recognized by class name."""
+    """Explains a failed download. Errors of huggingface_hub are recognized by their class names."""
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return (
@@ -142,8 +143,8 @@ def _why(name: HubName, error: Exception, with_weights: bool) -> str:
 
 
 def _cached(name: HubName) -> Path | None:
-    """Returns the directory of a model's snapshot in the cache, or None. The package's own look-up
-    is not used, because it finds only complete copies. Some of their files are not needed here.
+    """Returns the directory of a model's snapshot in the cache, or None. huggingface_hub's own
+    look-up would find only snapshots that also have all the files that are not needed here.
     """
     try:
         from huggingface_hub import constants  # noqa: PLC0415 - not in every image

@@ -1,15 +1,14 @@
-"""Hashes of full KV-cache blocks, which identify cached prefixes. All machines compute equal
-hashes.
+"""Hashes of full KV-cache blocks, which identify cached prefixes.
 
     hash(block) = SHA-256( parent digest | token ids, int32 little-endian | extra keys )
 
-The chain starts with the model's fingerprint, so that equal tokens of two models have different
-hashes. Extra keys represent all inputs, besides the tokens, on which the attention's keys and
-values depend. The cache salt and the digest of an adapter are hashed with the first block only,
+The first block's parent digest is the model's fingerprint, so that equal tokens of two models have
+different hashes. Extra keys represent all inputs, besides the tokens, on which the attention's keys
+and values depend. The cache salt and the digest of an adapter are hashed with the first block only,
 since later hashes depend on them through the parent digest. An item of the prompt, such as an
 image, is hashed with each block that it overlaps, since its tokens are placeholders. Chained block
-hashes are from vLLM's automatic prefix caching. A canonical encoding instead of pickle makes them
-portable.
+hashes are from vLLM's automatic prefix caching. Unlike pickle, this canonical encoding leads to the
+same hashes on all machines.
 """
 
 import struct
@@ -46,7 +45,8 @@ def unpack_token_ids(packed: bytes) -> list[int]:
 
 def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
     """The extra keys of a sequence's first block. A salt adds a tag, the salt's length, and the
-    salt. An adapter adds a tag and the 32-byte digest of its files. Otherwise empty.
+    salt. An adapter adds a tag and the 32-byte digest of the adapter's files. Without salt and
+    adapter, the extra keys are empty.
     """
     extra_keys = b""
     if cache_salt:
@@ -57,7 +57,7 @@ def encode_extra_keys(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
 
 def cache_key(cache_salt: str, adapter_digest: bytes = b"") -> bytes:
     """Returns a key that is equal for requests that may share cached results. The key is the
-    SHA-256 of the first block's extra keys. It is empty without extra keys.
+    SHA-256 of the first block's extra keys, or empty if there are no extra keys.
     """
     extra_keys = encode_extra_keys(cache_salt, adapter_digest)
     return sha256(extra_keys).digest() if extra_keys else b""
@@ -87,8 +87,8 @@ def hash_full_blocks(
     encoder_inputs: Sequence[EncoderInput] = (),
     known: Sequence[BlockHash] = (),
 ) -> list[BlockHash]:
-    """Returns the hashes of the full blocks of `token_ids` that are not in `known` yet. `root` is
-    the model's fingerprint. `known` has the hashes of the first blocks.
+    """Returns the hashes of the full blocks of `token_ids` after the first `len(known)` blocks.
+    `known` has the hashes of these first blocks. `root` is the model's fingerprint.
     """
     parent: bytes = known[-1] if known else root
     extra_keys = b"" if known else encode_extra_keys(cache_salt, adapter_digest)
@@ -121,7 +121,7 @@ def hash_packed_blocks(
     parent: bytes, packed: bytes, block_size: int, extra_keys: bytes = b""
 ) -> list[BlockHash]:
     """Hashes of consecutive full blocks that follow the block with the hash `parent`. `packed` has
-    the token ids as int32. `extra_keys` belong to the first of these blocks.
+    the blocks' token ids as int32. `extra_keys` belong to the first of these blocks.
     """
     stride = 4 * block_size
     hashes: list[bytes] = []

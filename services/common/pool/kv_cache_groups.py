@@ -16,12 +16,12 @@ class AttentionType(enum.Enum):
 
 
 class MambaCacheMode(enum.Enum):
-    """Which earlier states of state-space layers are kept. The names are vLLM's."""
+    """Which states of state-space (Mamba) layers are kept. The names are vLLM's."""
 
     NONE = "none"
     """Only one state is kept, and each step overwrites it. Prefixes cannot be cached."""
     ALIGN = "align"
-    """The states at block boundaries are kept, so steps of a prompt end at these boundaries."""
+    """States at block boundaries are kept. Steps that compute a prompt end at these boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class KVCacheGroup:
     """
     num_layers: int = 1
     is_eagle_group: bool = False
-    """Whether a draft head (EAGLE) reads the hidden states at the end of a prefix hit in this
-    group. The last block of such a hit is dropped, so that it is computed again. If no group has
-    this flag, `PoolConfig.drop_last_hit_block` applies to all groups.
+    """Whether a draft head (EAGLE) needs the hidden states at the end of a prefix hit in this
+    group. The last block of the hit is then dropped and computed again, since hidden states are not
+    cached. If no group has this flag, `PoolConfig.drop_last_hit_block` applies to all groups.
     """
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE
     """Which states a state-space group keeps."""
     num_speculative_blocks: int = 0
-    """Additional blocks of a state-space group, one for the state after each draft token."""
+    """Additional blocks per request in a state-space group, one for each draft token's state."""
 
     @property
     def aligns_states(self) -> bool:
@@ -56,7 +56,7 @@ class KVCacheGroup:
 
     @property
     def overwrites_states(self) -> bool:
-        """Whether the group keeps one state per request, in one block for all its tokens."""
+        """Whether the group keeps only one state per request, which each step overwrites."""
         return (
             self.attention_type is AttentionType.STATE_SPACE
             and self.mamba_cache_mode is MambaCacheMode.NONE
@@ -79,10 +79,10 @@ class KVCacheGroup:
     def max_held_blocks(
         self, num_slots: int, max_in_flight_tokens: int, num_steps_in_flight: int
     ) -> int:
-        """An upper bound of the number of blocks that a request with `num_slots` token slots can
-        have at one time. `max_in_flight_tokens` limits the number of tokens in steps that are
-        planned but not processed. A sliding window that begins inside a block needs one block more.
-        In a state-space group, each step in flight may store one state.
+        """An upper bound of the number of this group's blocks that a request with `num_slots` token
+        slots can have at one time. `max_in_flight_tokens` limits the number of tokens in steps that
+        are planned but not processed. A sliding window that begins inside a block needs one block
+        more. In a state-space group, each step in flight may store one state.
         """
         num_blocks = -(-num_slots // self.block_size)
         match self.attention_type:
@@ -97,9 +97,10 @@ class KVCacheGroup:
                 return min(1 + num_steps_in_flight, num_blocks) + self.num_speculative_blocks
 
     def max_admission_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """Limit on the free blocks that an admission requires for the whole sequence, or None. A
-        window frees blocks only after a step has been processed. The limit therefore includes the
-        tokens of all steps in flight. As in vLLM, the limit does not depend on the request.
+        """The most free blocks that an admission can require for a whole sequence in this group.
+        None means that there is no such limit, because no blocks become unseen. Blocks outside a
+        window are freed only after a step has been processed, so the limit includes the tokens of
+        all steps in flight. As in vLLM, the limit does not depend on the request.
         """
         match self.attention_type:
             case AttentionType.SLIDING_WINDOW:
@@ -120,8 +121,8 @@ def hit_block_size(groups: Sequence[KVCacheGroup]) -> int:
 
 
 def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
-    """Number of tokens in a block of the hash chains with which a prompt's cached prefix is
-    measured. The greatest common divisor of the block sizes of all groups with prefix caching.
+    """Number of tokens in a block of the hash chains that measure how much of a prompt is cached.
+    It is the greatest common divisor of the block sizes of all groups with prefix caching.
     """
     sizes = [group.block_size for group in groups if not group.overwrites_states]
     return math.gcd(*sizes) or hit_block_size(groups)
@@ -130,10 +131,10 @@ def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
 def hash_block_size(
     groups: Sequence[KVCacheGroup], prefix_match_unit: int | None, *, enable_prefix_caching: bool
 ) -> int:
-    """The number of tokens that each hash of a chain adds. With one group, the result is the
-    group's block size. With several groups, it is `prefix_match_unit`, or by default the greatest
-    common divisor of all block sizes. Without prefix caching, or with a group whose states are
-    overwritten, it is `hit_block_size`.
+    """The number of tokens that each hash in a chain of block hashes adds. With one group, it is
+    the group's block size. With several groups, it is `prefix_match_unit`, or by default the
+    greatest common divisor of all block sizes. But it is `hit_block_size` without prefix caching,
+    or if one of several groups overwrites its states.
     """
     if len(groups) == 1:
         return groups[0].block_size
@@ -146,9 +147,9 @@ def hash_block_size(
 
 
 def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
-    """Whether prefix hits may end inside a block, at any multiple of the hash block size. This
-    requires a group whose state blocks are larger than a hash block. Sliding windows and chunks
-    match whole blocks only, so their blocks must have the hash block size.
+    """Whether prefix hits may end inside a block, at any multiple of `hash_size` tokens. This
+    requires a state-space group whose blocks are larger than `hash_size`. Sliding windows and
+    chunks match whole blocks only, so their blocks must have `hash_size` tokens.
     """
     return (
         len(groups) > 1
@@ -162,9 +163,9 @@ def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
 
 
 def last_state_position(num_tokens: int, unit: int, *, drops_last: bool) -> int:
-    """The last multiple of `unit` at which a sequence can continue from a state. After that
-    position, at least one token must be left to compute. If a hit's last block is dropped, a whole
-    unit must be left.
+    """The last position, a multiple of `unit`, from whose state the computation of a sequence can
+    continue. At least one token must be left to compute after that position, or a whole unit if
+    `drops_last` is set, because then a hit's last block is dropped.
     """
     if drops_last:
         return max(0, num_tokens // unit * unit - unit)

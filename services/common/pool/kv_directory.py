@@ -1,6 +1,7 @@
 """Types of the directory of cached prefixes, which pools write and gateways read. A *node* is the
-pool of one scheduler process. When a node's earlier entries become invalid, the node begins a new
-*epoch*, and readers ignore entries of other epochs. Blocks are identified by keys, which are
+pool of one scheduler process. Each node has a log, whose entries list the blocks that the node
+added to its prefix index and removed from it. When earlier entries become invalid, the node begins
+a new *epoch*, and readers ignore entries of other epochs. Blocks are identified by keys, which are
 shortened hashes. `services.common.redis.directory_layout` defines the schemas in Redis.
 """
 
@@ -24,7 +25,8 @@ def group_salt(group: int) -> int:
 
 def block_keys(hashes: Iterable[bytes], group: int = 0) -> list[int]:
     """The keys of block hashes in a KV-cache group. A key is the first 48 bits of a hash, XORed
-    with the group's salt. Among a million blocks, three look-ups in a billion match a wrong block.
+    with the group's salt. In an index of a million blocks, three of a billion look-ups match a
+    wrong block.
     """
     salt, from_bytes = group_salt(group), int.from_bytes
     return [from_bytes(block_hash[:KEY_BYTES], "little") ^ salt for block_hash in hashes]
@@ -55,8 +57,8 @@ class KeyBatch:
 
     epoch: int
     sequence: int
-    """The entry's number in its epoch. Entry 0 begins the epoch. If the node had keys at that time,
-    entry 0 has a digest that is not empty, and a snapshot has these keys.
+    """The entry's number in its epoch. Entry 0 begins the epoch. If the node already had keys then,
+    entry 0 has their digest, and a snapshot has the keys.
     """
     added: Sequence[int] = ()
     removed: Sequence[int] = ()
@@ -77,7 +79,7 @@ class NodeRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeLease:
-    """Shows, until it expires, that a node runs. `digest` is of its keys after entry `sequence`."""
+    """Shows that a node runs. `digest` covers the node's keys after the log entry `sequence`."""
 
     epoch: int
     sequence: int
@@ -86,8 +88,8 @@ class NodeLease:
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """The header of a snapshot. A snapshot has all keys that a node has after entry `sequence`.
-    Later entries follow the entry with the id `log_id` in the log.
+    """The header of a snapshot. A snapshot has all keys that a node has after log entry `sequence`.
+    In Redis that log entry has the id `log_id`, so later entries have larger ids.
     """
 
     epoch: int

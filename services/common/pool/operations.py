@@ -1,9 +1,11 @@
 """The operations of a pool transaction and their outcome, shared by scheduler and kvpool.
 
 An operation covers several requests. Its fields are parallel sequences with one item for each
-request. An item *fits* if enough blocks are free for it and the planned prefix hit has not changed.
-stepwell.kvpool.v1 specifies the fields. Types with an instance per step or per request are not
-frozen, since creating a frozen instance takes three times as long.
+request. An item *fits* if enough blocks are free for the item and its planned prefix hit has not
+changed. A *context* is the published blocks that a released request leaves for a later request. The
+blocks of contexts are reused after all other free blocks. stepwell.kvpool.v1 specifies the fields.
+Types with an instance per step or per request are not frozen, since creating a frozen instance
+takes three times as long.
 """
 
 import enum
@@ -28,8 +30,8 @@ class MalformedTransaction(InvalidArgument):
 @dataclass(frozen=True, slots=True)
 class BeginStep:
     """Starts a step. Blocks published by earlier steps can be read in this step. Always fits. Only
-    pools with state-space groups need this operation. There an admission does not fit if its hit is
-    a state that was published in the current step.
+    pools with state-space groups need this operation. In these pools an admission does not fit if
+    its hit is a state that was published in the current step.
     """
 
 
@@ -46,11 +48,11 @@ class ReleaseCopies:
 @dataclass(frozen=True, slots=True)
 class Release:
     """Frees all blocks of the requests and removes the requests from the pool. Always fits. Unknown
-    requests are ignored. By default the blocks of one group after the other enter the free queue.
-    With `as_one_list`, all blocks of a request enter it together, the last group's first.
+    requests are ignored. By default a request's blocks enter the free queue group by group. With
+    `as_one_list`, they enter it together, the last group's blocks first.
 
     The published blocks of a request with a context are free and can be hit, but they are reused
-    after all blocks that are in no context, those of the newest context last.
+    after all blocks that are in no context. The blocks of the newest context are reused last.
     """
 
     requests: Sequence[RequestKey]
@@ -61,8 +63,9 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class RankContexts:
-    """Puts contexts in the order in which they are reused, each from its end. Contexts that are not
-    named follow. Always fits. Unknown contexts are ignored.
+    """Sets the order in which the blocks of contexts are reused: the first of `contexts` first, and
+    contexts that are not named last. Each context is reused from its end. Always fits. Unknown
+    contexts are ignored.
     """
 
     contexts: Sequence[ContextId]
@@ -70,8 +73,8 @@ class RankContexts:
 
 @dataclass(frozen=True, slots=True)
 class DropContexts:
-    """Ends contexts. Their blocks stay cached, and are reused before all other cached blocks, those
-    of the first context first. Always fits. Unknown contexts are ignored.
+    """Ends contexts. Their blocks stay cached, but are reused before all other cached blocks, in
+    the order of `contexts`. Always fits. Unknown contexts are ignored.
     """
 
     contexts: Sequence[ContextId]
@@ -79,7 +82,7 @@ class DropContexts:
 
 @dataclass(frozen=True, slots=True)
 class RemoveSkippedBlocks:
-    """Frees blocks that no query from `num_computed_tokens` on can see. Always fits."""
+    """Frees blocks that no query from position `num_computed_tokens` on can see. Always fits."""
 
     requests: Sequence[RequestKey]
     num_computed_tokens: Sequence[int]
@@ -100,14 +103,14 @@ class Grow:
     num_slots: Sequence[int]
     num_tokens: Sequence[int] = ()
     """For each request, the number of tokens that are computed at the end of the step, draft tokens
-    included. Empty if these numbers equal `num_slots`, as without lookahead.
+    included. Empty if these numbers equal `num_slots`, which is so without lookahead slots.
     """
 
 
 @dataclass(slots=True)
 class Commit:
-    """Publishes blocks, that is, adds them to the prefix index under their hashes. Always fits. The
-    blocks of each request that end at or before the request's `num_tokens` are published.
+    """Publishes blocks, that is, adds them to the prefix index under their hashes. Always fits.
+    Blocks that end at or before the request's `num_tokens` are published.
     """
 
     requests: Sequence[RequestKey]
@@ -118,8 +121,8 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Looks up the longest cached prefixes of waiting requests, in whole blocks. Always fits. No
-    block is allocated. The pool keeps the hashes until the request is released.
+    """Looks up the longest cached prefixes of waiting requests. Always fits. No block is allocated.
+    The pool keeps the requests' hashes until the requests are released.
     """
 
     requests: Sequence[RequestKey]
@@ -144,7 +147,7 @@ class Admission:
     num_reserve_slots: int
     """The admission fits only if there are enough hit and free blocks for this number of token
     slots, and `num_watermark_blocks` more free blocks. With 0, only `num_slots` counts. If the
-    request has blocks already, free blocks are counted before blocks outside its windows are freed.
+    request already has blocks, its blocks outside windows do not count as free.
     """
     num_watermark_blocks: int = 0
     new_hashes: Sequence[BlockHash] = ()
@@ -153,58 +156,62 @@ class Admission:
     resumed: bool = False
     """Whether the request was preempted before. Hit statistics exclude resumed requests."""
     num_retained_blocks: int | None = None
-    """How many blocks of contexts, its hit left aside, this admission and those before it in the
-    transaction may reuse. Those among the blocks that it keeps free count, too. None means that
-    there is no limit.
+    """Limit on the number of blocks in contexts that this admission and the transaction's earlier
+    admissions may reuse. Hit blocks do not count. Blocks in contexts that this admission must keep
+    free (`num_blocks_kept_free`) count. None means no limit.
     """
     num_external_tokens: int = 0
-    """Number of tokens after the hit that are loaded from elsewhere. These tokens need blocks and
+    """Number of tokens after the hit that the KV connector loads. These tokens need blocks and
     count as computed. If no slots follow them, they are loaded between steps, and their blocks must
     not be zeroed.
     """
     num_blocks_kept_free: int = 0
     """Number of blocks that must stay free after the blocks for `num_slots` are allocated."""
     holds_blocks: bool = False
-    """Whether the request already has blocks, because it waited for a load from elsewhere. Then it
-    keeps its tables, nothing is looked up, and its first `num_hit_tokens` tokens count as computed.
+    """Whether the request already has blocks, because it waited for a load by the KV connector. It
+    then keeps its block tables, nothing is looked up, and its first `num_hit_tokens` tokens count
+    as computed.
     """
     num_tokens: int | None = None
     """Number of computed tokens after the step, draft tokens included. None means `num_slots`."""
     num_prompt_tokens: int = 0
     """Number of tokens in the prompt. Later requests are likely to continue at its end."""
     shared_prefix_boundary: int = 0
-    """When the hit was planned, the length in tokens of a longer prefix that some group had cached,
-    or 0. If this length differs now, the hit counts as changed, except if `diverges` is set.
+    """The length in tokens of a longer prefix that some group had cached when the hit was planned.
+    0 if there was none. If this length has changed, the hit counts as changed, unless `diverges` is
+    set.
     """
     diverges: bool = False
-    """Whether only full-attention groups count for the hit. Other groups load their blocks."""
+    """Whether only the full-attention groups must have cached the hit. The KV connector loads the
+    blocks of other groups.
+    """
     num_stored_tokens: int | None = None
-    """Blocks that no query after this number of tokens can see are freed. None if it equals the
-    number of computed tokens. It is less if the remaining tokens are computed again, or if steps in
-    flight still read earlier blocks.
+    """Blocks that no query after this number of tokens can see are freed. None means
+    `num_computed_tokens`. The number is smaller if the last computed tokens are computed again, or
+    if steps in flight still read earlier blocks.
     """
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens that are not computed, because they are hit or loaded from elsewhere."""
+        """Number of tokens that no step has to compute, because they are hit or loaded."""
         return self.num_hit_tokens + self.num_external_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Admits requests in order. Each can hit blocks that earlier admissions have published."""
+    """Admits requests in order. Each request can hit blocks that earlier admissions published."""
 
     admissions: Sequence[Admission]
 
 
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
-    """Removes every hash, if no block is in use. Always fits."""
+    """Removes all hashes from the prefix index if no block is in use. Always fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictBlocks:
-    """Removes the hashes of blocks whose contents do not match. Always fits."""
+    """Removes the hashes of blocks whose contents do not match their hashes. Always fits."""
 
     block_ids: Sequence[BlockId]
 
@@ -227,7 +234,7 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy between two blocks of a group, which workers make before the step."""
+    """A copy from one block of a group to another, which workers make before the step."""
 
     group: int
     source: BlockId
@@ -236,7 +243,7 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class GroupBlocks:
-    """Blocks of one group for several requests. The ids of all requests are concatenated."""
+    """Blocks of one group for several requests, with the block ids of all requests concatenated."""
 
     num_blocks: list[int]
     block_ids: list[BlockId]
@@ -244,7 +251,7 @@ class GroupBlocks:
 
 @dataclass(slots=True)
 class GrowResult:
-    """The new blocks in each group, for the requests that grew."""
+    """The new blocks in each group, of the requests that grew."""
 
     groups: tuple[GroupBlocks, ...]
 
@@ -255,7 +262,7 @@ class LookupResult:
 
     num_hit_tokens: list[int]
     shared_prefix_boundaries: list[int]
-    """Length of a longer prefix that some group has cached, in tokens. 0 if there is none."""
+    """Length in tokens of a longer prefix that only some groups have cached. 0 if there is none."""
     num_divergent_hit_tokens: list[int] = field(default_factory=list)
     """Number of tokens of each request's divergent hit, which is the hit of the full-attention
     groups alone. If another group has a longer hit, the hit of all groups is used instead. Empty if
@@ -286,9 +293,9 @@ class StopReason(enum.Enum):
     NO_BLOCKS = "no_blocks"
     HIT_CHANGED = "hit_changed"
     RETAINED = "retained"
-    """There are enough blocks, but too many of them are in contexts."""
+    """There are enough free blocks, but too many of them are in contexts."""
     KEPT_FREE = "kept_free"
-    """There are enough blocks, but too few would stay free."""
+    """There are enough free blocks, but fewer than `num_blocks_kept_free` would stay free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,27 +312,27 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class ContextBlocks:
-    """What is left of a context."""
+    """The blocks that are left in a context."""
 
     context: ContextId
     num_blocks: int
-    """Its blocks that were not reused, from its beginning. Some may be in use."""
+    """Number of the context's blocks that were not reused. Some of them may be in use."""
     num_own_blocks: int
-    """Those among them that are free and in no other context."""
+    """Number of these blocks that are free and in no other context."""
 
 
 @dataclass(slots=True)
 class Outcome:
     num_free_blocks: int
     results: tuple[OperationResult | None, ...] = ()
-    """One result for each started operation, None for operations without a result. If `stop` is
-    set, the last result has only the items before the stop.
+    """One result for each started operation, which is None if the operation has no result. If
+    `stop` is set, the last result has only the items before the stop.
     """
     stop: Stop | None = None
     block_ids_to_zero: tuple[BlockId, ...] = ()
     """New attention blocks that workers must zero, in pools that also have state-space groups."""
     copies: tuple[BlockCopy, ...] = ()
-    """Copies that workers make after zeroing, in order."""
+    """Copies that workers make in this order after they have zeroed blocks."""
     contexts: tuple[ContextBlocks, ...] = ()
     """The contexts that have changed since the last outcome."""
     num_retained_blocks: int = 0
@@ -333,7 +340,7 @@ class Outcome:
 
     @property
     def grown(self) -> list[BlockTables]:
-        """New blocks of each request that grew, in the order of the operations."""
+        """The new blocks of each request that grew, in the order of the operations."""
         return [
             tables
             for result in self.results
@@ -343,13 +350,13 @@ class Outcome:
 
     @property
     def admitted(self) -> list[BlockTables]:
-        """Complete block tables of each admitted request, hits first."""
+        """The complete block tables of each admitted request, with the hit blocks first."""
         results = [result for result in self.results if isinstance(result, AdmitResult)]
         return [tables for result in results for tables in block_tables(result.groups)]
 
     @property
     def hits(self) -> list[tuple[int, int]]:
-        """The number of cached tokens and the shared prefix boundary of each look-up."""
+        """The hit length and shared prefix boundary, in tokens, of each request looked up."""
         return [
             hit
             for result in self._lookups
@@ -358,7 +365,7 @@ class Outcome:
 
     @property
     def divergent_hits(self) -> list[int]:
-        """The tokens of the divergent hits of the look-ups, if they were requested."""
+        """The length of each request's divergent hit. Empty if these hits were not requested."""
         return [num for result in self._lookups for num in result.num_divergent_hit_tokens]
 
     @property
@@ -377,7 +384,7 @@ def block_tables(groups: Sequence[GroupBlocks]) -> list[BlockTables]:
 
 
 def _tables_of_group(group: GroupBlocks) -> list[list[BlockId]]:
-    """The blocks of each request in one group. In most steps each request has one block."""
+    """The blocks of each request in one group. Usually each request has one new block."""
     num_blocks, block_ids = group.num_blocks, group.block_ids
     if len(num_blocks) == len(block_ids) == num_blocks.count(1):
         return [[block_id] for block_id in block_ids]

@@ -28,14 +28,14 @@ _OPERATIONS: dict[str, tuple[type[Any], type[Message]]] = {
     "rank_contexts": (ops.RankContexts, kvpool_pb2.RankContexts),
     "drop_contexts": (ops.DropContexts, kvpool_pb2.DropContexts),
 }
-"""Maps each kind of Operation to its dataclass and its message, which have equal fields."""
+"""Maps each field of the message Operation to a dataclass and a message with equal fields."""
 _RESULTS: dict[str, tuple[type[Any], type[Message]]] = {
     "grow": (ops.GrowResult, kvpool_pb2.GrowResult),
     "lookup": (ops.LookupResult, kvpool_pb2.LookupResult),
     "admit": (ops.AdmitResult, kvpool_pb2.AdmitResult),
     "reset_prefix_cache": (ops.ResetPrefixCacheResult, kvpool_pb2.ResetPrefixCacheResult),
 }
-"""The same for OperationResult."""
+"""Maps each field of the message OperationResult to a dataclass and a message."""
 _KINDS = {
     own: (kind, message) for kind, (own, message) in (*_OPERATIONS.items(), *_RESULTS.items())
 }
@@ -65,7 +65,7 @@ def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.
 def outcome_to_proto(
     outcome: ops.Outcome, generation: int, sequence: int
 ) -> kvpool_pb2.TransactResponse:
-    """Converts the answer to a transaction of this generation and sequence number."""
+    """Converts the outcome of the transaction with this generation and sequence number."""
     message = kvpool_pb2.TransactResponse(
         generation=generation,
         sequence=sequence,
@@ -91,7 +91,7 @@ def outcome_to_proto(
 
 
 def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
-    """Converts the outcome in an answer. Raises ValueError for an unknown stop reason."""
+    """Converts a response to an outcome. Raises ValueError for an unknown stop reason."""
     stop = _stop_from_proto(message.stop) if message.HasField("stop") else None
     results = tuple(map(_result_from_proto, message.results))
     if not (message.block_ids_to_zero or message.copies):  # as in models without states

@@ -1,4 +1,4 @@
-"""Packs block keys into bytes. A sequence takes 6 bytes for each key. A set takes fewer bytes.
+"""Packs block keys into bytes. A sequence of keys takes 6 bytes per key. A set takes fewer bytes.
 
 Keys have 48 bits. The keys of a set are sorted. Instead of the first bytes of all keys, 256 counts
 are stored, one for each value of the first byte. The second byte of each key is replaced by its
@@ -55,7 +55,7 @@ def unpack_keys(packed: bytes) -> "array[int]":
 
 
 def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
-    """Packs distinct keys. Yields periodically, so that other tasks can run meanwhile."""
+    """Packs distinct keys as a set. Yields periodically, so that other tasks can run."""
     by_top: list[list[int]] = [[] for _ in range(_NUM_TOPS)]
     for at in range(0, len(keys), _KEYS_PER_TURN):
         for key in keys[at : at + _KEYS_PER_TURN]:
@@ -72,7 +72,7 @@ def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
         if since_turn >= _KEYS_PER_TURN:
             since_turn = 0
             yield
-    # The numbers are small and do not repeat, so only variable-length codes reduce their size.
+    # Repetitions are rare in these numbers, so only Huffman codes reduce their size.
     compressor = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY)
     compressed = compressor.compress(_COUNTS.pack(*map(len, by_top)) + steps)
     compressed += compressor.flush()
@@ -81,7 +81,7 @@ def pack_key_set(keys: Sequence[int]) -> Generator[None, None, bytes]:
 
 
 def unpack_key_set(packed: bytes) -> Iterator[list[int]]:
-    """The inverse of `pack_key_set`, in parts. Raises DamagedKeys before the first part."""
+    """The inverse of `pack_key_set`. Yields the keys in lists. Raises DamagedKeys at once."""
     try:
         num_keys, num_compressed = _LENGTHS.unpack_from(packed)
         begin = _LENGTHS.size + num_compressed

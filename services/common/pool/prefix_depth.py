@@ -7,8 +7,8 @@ from itertools import takewhile
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, chain_block_size
 
 IsCached = Callable[[int], bool]
-"""A function of the index of a block in the chain. Returns whether the group has cached its own
-block that ends with this block of the chain.
+"""Given the index of a block in the chain, returns whether the group has cached the group's block
+that ends with this chain block.
 """
 
 
@@ -34,9 +34,9 @@ def prefix_depth(
 
 
 def _usable(group: KVCacheGroup, scale: int, is_cached: IsCached, num_blocks: int) -> int:
-    """Number of the group's blocks, at most `num_blocks`, in the longest prefix that it can use.
-    `scale` is the number of chain blocks per group block. Full attention searches from the left,
-    since most chains are not cached at all. Other types search from the right.
+    """Number of the group's blocks, at most `num_blocks`, in the longest prefix that the group can
+    use. `scale` is the number of chain blocks per group block. Full attention searches from the
+    left, since most chains are not cached at all. Other types search from the right.
     """
     ends = range(scale - 1, num_blocks * scale, scale)
     if group.attention_type is AttentionType.FULL:
