@@ -19,8 +19,8 @@ _WORD = 2**32
 class PendingLogprobs:
     """Log-probabilities of sampled tokens that are being copied to the host.
 
-    `num_top` maps rows to the number of most probable tokens. Rows without log-probabilities are
-    absent. `numbers`: float64 [rows, 2 * width + 1]. A row has `width` token ids, the sampled one
+    `num_top` maps the rows whose log-probabilities are reported to the number of most probable
+    tokens. `numbers`: float64 [rows, 2 * width + 1]. A row has `width` token ids, the sampled one
     first, then their log-probabilities, then the sampled token's rank.
     """
 
@@ -28,7 +28,7 @@ class PendingLogprobs:
     numbers: Download
 
     def wait(self) -> dict[int, LogprobRows]:
-        """Waits for the copy. Keys are rows."""
+        """Waits for the copy. Maps each row of `num_top` to its log-probabilities."""
         numbers = self.numbers.wait()
         width = numbers.shape[1] // 2
         return {
@@ -49,9 +49,9 @@ def logprobs_on_device(
     *,
     by_row: bool = False,
 ) -> PendingLogprobs:
-    """Log-probabilities for the rows in `num_top`, at least one. `logits`: float32 [R, V].
-    `token_ids`: the tokens sampled from them, int64 [R]. Results of a row without a usable
-    distribution are undefined.
+    """Log-probabilities for the rows in `num_top`, which must not be empty. `logits`: float32 [R,
+    V]. `token_ids`: the tokens sampled from the logits, int64 [R]. Results of a row without a
+    usable distribution are undefined.
 
     With `by_row`, rows are computed one at a time, so that the order of sums does not depend on the
     number of rows.
@@ -83,8 +83,8 @@ def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` best tokens of each row, best first, int64 [R, count].
 
     topk may return any of several equal numbers, so each logit is converted to a distinct 64-bit
-    integer. Its high word is the logit's bits, converted to an integer with the same order. Its low
-    word is the distance of the token id from the vocabulary's end.
+    integer. The high word contains the logit's bits, changed so that integers are ordered like
+    logits. The low word is the distance of the token id from the vocabulary's end.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # makes -0.0 equal 0.0

@@ -1,7 +1,8 @@
 """Sampling on the device, for rows that need only a temperature and filters.
 
-Stages, their order, and random numbers are the same as in the host's sampler. Only top-p sums
-weights in another order. So the two samplers may differ in whether they keep a token at its limit.
+Stages, their order, and random numbers are the same as in the host's sampler (sampler.py). Only
+top-p sums weights in another order. So the two samplers may differ in whether they keep a token at
+the limit of top-p.
 """
 
 import numpy as np
@@ -69,8 +70,9 @@ def _filtered(
 def _race(
     logits: torch.Tensor, largest: torch.Tensor, temperatures: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:
-    """As sampling/race.py, draws a token for each row of the logits float32 [R, V]. Returns int64
-    [R, 1]. Computes all tokens, because the host would have to wait for the device to skip blocks.
+    """Draws a token for each row of the logits, float32 [R, V], as sampling/race.py does. Returns
+    int64 [R, 1]. Computes the times of all tokens. The host would have to wait for the device if it
+    skipped blocks.
 
     `largest`, float32 [R, 1]: each row's largest logit. `temperatures`, float32 [R, 1], above 0.
     `states`, int64 [R, 2]: each row's random states. A logit of minus infinity bans a token.
@@ -96,8 +98,8 @@ def _race(
 
 
 def _words(states: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
-    """The random words of race.py, in int64: products wrap around, and the sign bits that a shift
-    copies are cleared.
+    """The random words of race.py, in int64: products wrap around, and the sign bits that a right
+    shift copies are cleared.
     """
     mixed = states + indexes * _signed(race.GAMMA)
     for shift, factor in race.MIX:

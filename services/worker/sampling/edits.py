@@ -32,8 +32,8 @@ def logit_edits(
     num_prompt_tokens: int,
     grammar: GrammarMask | None = None,
 ) -> tuple[LogitEdit, ...]:
-    """The edits for these parameters, in the order in which they are applied, after the grammar's
-    mask.
+    """The edits for these parameters, in the order in which they are applied. The grammar's mask is
+    applied before them.
 
     `token_ids`: the prompt and the output so far. `grammar`: the grammar of a request with
     `structured_outputs`.
@@ -67,8 +67,8 @@ class AllowedTokens(LogitEdit):
 
 
 class BadWords(LogitEdit):
-    """Bans the last token of a word when the output ends with all tokens before it. Only output
-    tokens are compared, as in vLLM, so a word that begins in the prompt may be completed.
+    """Bans the last token of a bad word when the output ends with the word's other tokens. Only
+    output tokens are compared, as in vLLM, so a word that begins in the prompt may be completed.
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], output: Int32Array) -> None:
@@ -86,8 +86,8 @@ class BadWords(LogitEdit):
 
 
 class MinTokens(LogitEdit):
-    """Bans the tokens that end the request while `missing` tokens are left to sample. Nothing is
-    banned if the grammar allows the output only to end.
+    """Bans the tokens `ending`, which end the request, until `missing` more tokens are sampled.
+    Nothing is banned if the grammar allows only an end token.
     """
 
     def __init__(
@@ -161,16 +161,17 @@ class Penalties(LogitEdit):
 
 
 def _doubled(array: np.ndarray) -> np.ndarray:
-    """A copy with zeros appended. There are 16 more zeros than entries in the array."""
+    """A copy with len(array) + 16 zeros appended."""
     return np.concatenate((array, np.zeros(len(array) + 16, dtype=array.dtype)))
 
 
 class ThinkingLimit(LogitEdit):
-    """Ends reasoning that reaches its limit of `num_tokens` (`thinking_budget`): allows only the
-    next token of its end mark, the token sequence that ends reasoning.
+    """Ends reasoning after `num_tokens` tokens (`thinking_budget`): allows only the next token of
+    the end mark, which is the token sequence that ends reasoning.
 
-    The state depends only on the output's tokens, so that a request that is sent again with its
-    output continues in the same way. A partial end mark is completed.
+    A part of the end mark that the output already ends with is not repeated. The state depends only
+    on the output's tokens, so a request that is sent again with its output continues in the same
+    way.
     """
 
     def __init__(self, budget: ThinkingBudget, output: Int32Array) -> None:
@@ -208,7 +209,7 @@ class _Mark:
 
     @property
     def next_token_id(self) -> int:
-        """The next token of the mark after the part that the stream ends with."""
+        """The token of the mark that follows the part with which the stream ends."""
         return self._token_ids[self._num_matched]
 
     def completed_by(self, token_id: int) -> bool:

@@ -69,7 +69,7 @@ def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
 
 
 def keep_only(logits: Float32Array, token_ids: Int64Array) -> None:
-    """Bans all other tokens in a row of logits [V], in place."""
+    """Bans all tokens except `token_ids` in a row of logits [V], in place."""
     kept = logits[token_ids]
     logits.fill(-np.inf)
     logits[token_ids] = kept

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_SECONDS_IN_STEP = 0.005
-"""A grammar whose compilation takes longer counts as slow, and no step waits for it."""
+"""A grammar that takes longer to compile is slow. No step waits for it."""
 _MAX_CACHED_SLOW = 256
 _MAX_MASKS = 63
 """Limit on the masks that are computed in a row before a token is drawn without a mask again."""
@@ -73,9 +73,9 @@ class Grammars:
         return self._template(wanted).matcher.deep_copy()
 
     def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher | None":
-        """A matcher at the beginning of an output, with a newly compiled automaton. It is needed
-        when the shared automaton has reached its size limit, and drops that one from the cache.
-        Returns None if compiling would delay a step. Raises as `prepare` does.
+        """A matcher at the beginning of an output, with a newly compiled automaton, for use when
+        the shared automaton has reached its size limit. Removes the shared automaton from the
+        cache. Returns None if compiling would delay a step. Raises as `prepare` does.
         """
         with self._using_cache:
             kept = self._cached.get(wanted)
@@ -96,7 +96,7 @@ class Grammars:
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:
-        """Keeps the `most` last used grammars of those that are slow, or that are not."""
+        """Removes slow grammars, or grammars that are not slow, except the `most` last used."""
         same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
         for key in same_kind[: len(same_kind) - most]:
             del self._cached[key]
@@ -114,9 +114,9 @@ class GrammarMask:
     """Bans the tokens with which one request's output could not conform to its grammar. Bans the
     end tokens while the output is incomplete.
 
-    Computing a mask takes longer than checking one token: within a string of bounded length, a
-    hundred times as long. With `draws_first`, tokens are therefore drawn without a mask and then
-    checked (as in llama.cpp). This continues while most tokens conform, as they do if the prompt
+    Computing a mask takes longer than checking one token. Inside a string of bounded length it
+    takes a hundred times as long. With `draws_first`, tokens are therefore drawn without a mask and
+    then checked (as in llama.cpp), while most of them conform. Most tokens conform if the prompt
     describes the format.
     """
 
@@ -143,7 +143,9 @@ class GrammarMask:
         self.is_made = True
         """Whether the next token's mask is computed. If not, the token must be checked."""
         self._num_masks = self._num_masks_due = 0
-        """Masks to compute in a row after the last nonconforming token, and how many remain."""
+        """The number of masks to compute in a row after the last nonconforming token, and how many
+        of these masks are not computed yet.
+        """
         self._make()
 
     @property
@@ -152,7 +154,7 @@ class GrammarMask:
         return self._matcher is not None and self._matcher.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """The tokenizer's encoding of the only text that may follow, or empty for several."""
+        """The tokenizer's encoding of the text that must follow. Empty if several texts may."""
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []
         return self._matcher.compute_ff_tokens()
@@ -191,7 +193,7 @@ class GrammarMask:
             error = self._matcher.get_error()
             self._matcher = self._matcher_of_output(self._grammars.unshared_matcher)
             if self._matcher is None or not self._fill(self._matcher):
-                # It imports llguidance, which a matcher has already loaded.
+                # This module imports llguidance, which the matcher has already loaded.
                 from services.common.request.grammar_compiler import (  # noqa: PLC0415
                     reason_in_words,
                 )
@@ -209,7 +211,7 @@ class GrammarMask:
     def _matcher_of_output(
         self, make: "Callable[[StructuredOutputs], LLMatcher | None]"
     ) -> "LLMatcher | None":
-        """A matcher of `make` after the output so far, or None if `make` returns none or fails."""
+        """A matcher from `make`, advanced over the output so far, or None if `make` has none."""
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:

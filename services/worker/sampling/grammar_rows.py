@@ -22,7 +22,7 @@ class GrammarRows:
         self._words: Int32Array = np.zeros((max_num_seqs, -(-vocab_size // 32)), dtype=np.int32)
         """The masks, one for each row of the batch. Entries of rows without a mask are not read."""
         self._rows: Int64Array = np.full(max_num_seqs, -1)
-        """For each row, the number of the row, or -1 if the row has no mask."""
+        """Entry i is i, or -1 if row i has no mask."""
         self._unmasked: set[int] = set()
         """Rows with a grammar but without a mask."""
 
@@ -71,7 +71,7 @@ class GrammarRows:
         return [index for index, (row, token) in drawn if not self._conforms(row, token)]
 
     def errors(self, batch_rows: np.ndarray, indexes: Int32Array) -> dict[int, str]:
-        """Maps entries of `indexes` to the errors of their rows' failed grammars."""
+        """The errors of failed grammars in the rows batch_rows[indexes], by entry of `indexes`."""
         rows = zip(indexes.tolist(), batch_rows[indexes].tolist(), strict=True)
         return {index: self._of[row].error for index, row in rows if self._of[row].error}
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the most probable ones, from unmodified logits."""
+"""Log-probabilities of given tokens and of the most probable tokens, computed from logits."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,9 @@ class LogprobRows:
     """Log-probabilities of consecutive positions, in the layout of `stepwell.common.v1.Logprobs`.
 
     Column 0 is the position's actual token. The other columns are the most probable tokens, best
-    first, the lowest id first among equals. They may include the actual token. `ranks` counts from
-    1 in that order. If the logits contain NaN, the log-probabilities are NaN.
+    first, the lowest id first among equals. They may include the actual token. `ranks` has the
+    place of each actual token in this order of all tokens, from 1. If the logits contain NaN, the
+    log-probabilities are NaN.
     """
 
     token_ids: Int32Array  # [n, width]
@@ -23,7 +24,7 @@ class LogprobRows:
 
     @property
     def width(self) -> int:
-        """Tokens of each position: its actual token and the most probable tokens."""
+        """Number of columns."""
         return int(self.token_ids.shape[1])
 
     @classmethod
@@ -34,8 +35,8 @@ class LogprobRows:
 
 
 def logprob_rows(logits: Float32Array, token_ids: np.ndarray, num_top: int) -> LogprobRows:
-    """Log-probabilities of tokens: row i of the logits [n, V] predicts token i. Rows are computed
-    independently of each other, so the chunks of a prompt may be computed apart.
+    """Log-probabilities of tokens: row i of the logits [n, V] predicts token i. Rows do not affect
+    each other, so a prompt may be computed in chunks.
     """
     num_rows = len(token_ids)
     ids = np.empty((num_rows, 1 + num_top), dtype=np.int32)

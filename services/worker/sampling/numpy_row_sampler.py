@@ -1,4 +1,4 @@
-"""Draws tokens in NumPy. The reference for compiled kernels, used where there are none."""
+"""Draws tokens in NumPy. Used without compiled kernels, which must return the same tokens."""
 
 import numpy as np
 

@@ -49,9 +49,9 @@ _NUM_FIRST_BLOCKS = 24
 _BOUND_ERROR = 1e-9
 """An upper limit of the rounding error of a block's bound."""
 _LEAST_WEIGHT = np.float32(-1e6)
-"""Lower limit of the logarithm of a weight. A token below -46 cannot win, since exponentials are
-between 2**-58 and 38. The limit keeps the speeds of banned tokens finite and distinct, because
-selecting among many equal values is slow.
+"""Lower limit of the logarithm of a weight. A token whose logarithm is below -46 cannot win, since
+exponentials are between 2**-58 and 38. The limit keeps the speeds of banned tokens finite and
+distinct, because selecting among many equal values is slow.
 """
 
 
@@ -76,7 +76,7 @@ class Race:
     """Draws tokens for up to `capacity` rows of logits at a time.
 
     The logits of a row are written to `next_row`, and `enter` adds the row. `run` draws a token for
-    each row and removes all rows.
+    each row and removes all rows. A token's speed is the negative logarithm of its time.
 
       1. The speed of a block is bounded by the speed of its largest logit with its smallest
          exponential.
@@ -84,9 +84,9 @@ class Race:
          fastest of these tokens is found.
       3. The same is done for each further block whose bound is not below that token's speed.
 
-    A token's speed is the negative logarithm of its time. On average at most 32 blocks reach the
-    third step, for any distribution, and mostly none does. The result is the same as in a race of
-    all tokens. backends/native/cpp/token_race.h skips other blocks and draws the same tokens.
+    For any distribution, at most 32 blocks on average reach the third step. Mostly none does. The
+    result is the same as in a race of all tokens. backends/native/cpp/token_race.h skips other
+    blocks and draws the same tokens.
     """
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:
@@ -122,8 +122,8 @@ class Race:
         self._num_rows += 1
 
     def run(self) -> Int64Array:
-        """A token for each of at least one row, in the order in which rows were added. Among
-        equally fast tokens, the lowest id wins.
+        """A token for each row, in the order in which rows were added. There must be at least one
+        row. Among equally fast tokens, the lowest id wins.
         """
         count = self._num_rows
         self.clear()

@@ -38,7 +38,7 @@ class SamplerOutput:
     """The tokens that one step samples, in the order of its rows."""
 
     token_ids: Int32Array  # [R]
-    logprobs: dict[int, LogprobRows]  # row to log-probabilities, if requested
+    logprobs: dict[int, LogprobRows]  # by row, for requests with log-probabilities
     nan_rows: Int32Array  # rows without a usable distribution; their token is 0
     refused_rows: Int32Array  # rows whose grammar allows no token; their token is 0
     grammar_errors: dict[int, str] = field(default_factory=dict)
@@ -187,8 +187,8 @@ class Sampler:
         return {row: num_top for row, num_top in asked if num_top is not None}
 
     def sampling_metadata(self, batch_rows: np.ndarray) -> SamplingMetadata:
-        """The parameters with which a device samples the next token of unconstrained requests.
-        Counts this token as part of each request, although its id may not be known yet.
+        """The parameters with which a device samples the next token of requests without edits or a
+        grammar. Counts this token as part of each request, although its id may not be known yet.
         """
         positions = self._num_tokens[batch_rows]
         states = random_states(self._seeds[batch_rows], positions, SAMPLING_STREAM)
@@ -203,8 +203,8 @@ class Sampler:
         drawn: Int64Array | None = None,
     ) -> SamplerOutput:
         """Samples one token for each row of the logits float32 [n, V], or for the rows at the
-        indexes `at` [R]. The i-th of these rows belongs to batch_rows[i]. `drawn` [R]: results of
-        `draw_ahead` for these rows.
+        indexes `at` [R]. The i-th of these rows belongs to batch_rows[i]. `drawn` [R]: the results
+        of `draw_ahead` for these rows, which need not be drawn again.
 
         Appends the tokens to the requests. The logits are not changed. If NaN or infinity leaves no
         token to sample, the row is in `nan_rows`. If the grammar and other parameters leave no
@@ -240,10 +240,10 @@ class Sampler:
     def draw_ahead(
         self, logits: torch.Tensor, batch_rows: np.ndarray, ahead: Int64Array
     ) -> Int64Array | None:
-        """Draws a token for each row of the logits [n, V], at `ahead` positions after its request's
-        next token. The result is UNUSABLE for requests with edits or a grammar, because their
-        tokens depend on the tokens before. No token is appended to a request. Returns None if
-        drawing ahead does not save time.
+        """Draws a token for each row of the logits [n, V]. Row i belongs to batch_rows[i], and its
+        token is `ahead[i]` positions after the request's next token. The result is UNUSABLE for
+        requests with edits or a grammar, because their tokens depend on the tokens before. No token
+        is appended to a request. Returns None if drawing ahead does not save time.
         """
         plain = np.flatnonzero(self._is_plain[batch_rows])
         if not (self._row_sampler.draws_ahead and len(plain)):
@@ -254,7 +254,7 @@ class Sampler:
         return token_ids
 
     def _reported(self, logits: Float32Array, row: Int64Array, batch_row: int) -> Float32Array:
-        """The logits [1, V] from which log-probabilities are reported, for one row [1]."""
+        """The logits [1, V] of row [1], after the mask of its request's grammar, if any."""
         if self._grammars.get(batch_row) is None:
             return logits[row]
         copies = self._copies[:1]
@@ -320,8 +320,8 @@ class Sampler:
     def _append(
         self, batch_rows: np.ndarray, token_ids: Int64Array, missing: AbstractSet[int]
     ) -> None:
-        """Appends the sampled tokens to the requests. A request without a token ends, so its state
-        is not updated.
+        """Appends the sampled tokens to the requests. `missing`: indexes of requests without a
+        token. They end, so their state is not updated.
         """
         self._num_tokens[batch_rows] += 1
         if not self._constrained:

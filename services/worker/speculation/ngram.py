@@ -1,12 +1,12 @@
-"""Drafts from the request's own tokens. If its last tokens occurred earlier, the drafts are the
-tokens that followed them there.
+"""Drafts from the request's own tokens (prompt lookup decoding). If the request's last tokens
+occurred earlier, the drafts are the tokens that followed the earlier occurrence.
 
-Prompt lookup decoding, with the decisions of vLLM's method "ngram". n is the largest number such
-that the last n tokens also occurred earlier. The two occurrences may overlap. If there are several
-earlier occurrences, the earliest is used. vLLM searches all tokens in each step. Here an index
-stores where n-grams first ended, so that a look-up takes a microsecond for any length. Appending a
-token adds one entry to the index. If the token ends an n-gram that occurred before, it adds up to
-one entry for each n.
+The drafts are the same as with vLLM's method "ngram". n is the largest allowed number such that the
+last n tokens also occurred earlier. The two occurrences may overlap. If there are several earlier
+occurrences, the earliest is used. vLLM searches all tokens in each step. Here an index stores where
+n-grams first ended, so that a look-up takes a microsecond for any length. Appending a token adds
+one entry to the index. If the token ends an n-gram that occurred before, it adds up to one entry
+for each n.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,9 @@ class NgramIndex:
         end occurs again.
         """
         self._match_end = 0
-        """The end of the first occurrence of the longest suffix that occurred before, or 0."""
+        """The end of the first occurrence of the longest suffix of all tokens that occurred before.
+        It is 0 if no suffix did.
+        """
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -51,14 +53,17 @@ class NgramIndex:
                 self._match_end = first
 
     def follow(self, most: int) -> Sequence[int]:
-        """Up to `most` tokens that followed the longest suffix that occurred before, if any did."""
+        """Up to `most` tokens that followed the first occurrence of the longest suffix that
+        occurred before. Empty if no suffix did.
+        """
         end = self._match_end
         return self._token_ids[end : end + most] if end else ()
 
 
 class NgramProposer:
-    """A Proposer with an index for each request, built when it first proposes for the request. An
-    index needs about 100 bytes for each token, and for repetitive text for each token and each n.
+    """A Proposer with an index for each request, built at the first proposal for the request. An
+    index needs about 100 bytes for each token. For repetitive text it needs them for each token and
+    each n.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

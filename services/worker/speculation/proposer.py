@@ -18,12 +18,12 @@ class Proposer(Protocol):
     """
 
     def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:
-        """Returns up to `most` drafts, at least 1. `token_ids`: all known tokens of the request. In
-        a later call for the row, the same tokens are followed by new ones.
+        """Returns up to `most` drafts. `most` is at least 1. `token_ids`: all known tokens of the
+        request. A later call for the row passes the same tokens, followed by new ones.
         """
 
     def forget(self, row: int) -> None:
-        """Called when the request in this row has left the batch, with or without drafts."""
+        """Called when the request in this row has left the batch, even if it never had drafts."""
 
     def clear(self) -> None:
         """Called when all requests have left the batch."""
