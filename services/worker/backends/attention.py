@@ -1,8 +1,8 @@
 """The interface between a model's layers and the paged KV cache.
 
-A step is laid out once, before its first layer. Each layer then passes its queries, keys and values
-and gets the attention's output. The implementation determines how the cache is shaped, written and
-read.
+The layout of a step is computed once, before the first layer. Each layer then calls the step's
+attention with its queries, keys and values. The implementation determines how the cache is shaped,
+written and read.
 """
 
 import math
@@ -36,9 +36,9 @@ class StepLayout:
     * `query_starts` int32 [num_reqs + 1]: index of each request's first token, then the total
       number of tokens.
     * `seq_lens` int32 [num_reqs]: the number of tokens of each request after the step.
-    * `tables` int32 [any, any], each row contiguous: the block ids of request i are in row
-      `rows[i]`. Entries after its last block, and before the first block in the group's window, are
-      undefined. The array is the batch's own, and later steps change it.
+    * `tables` int32 [any, any], each row contiguous: block tables, of which row `rows[i]` is for
+      request i. Entries after the request's last block, and before the first block in the group's
+      window, are undefined. The array belongs to the batch, and later steps change it.
     * `rows` int32 [num_reqs].
 
     The properties are computed at their first use.
@@ -160,8 +160,8 @@ def head_elements(layer: AttentionLayer, kv_cache_dtype: KVCacheDtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """The state that one recurrent layer keeps of a sequence instead of keys and values: the shape
-    and data type of each of its tensors.
+    """The state that one recurrent layer stores for a sequence instead of keys and values.
+    `tensors`: the shape and data type of each tensor of the state.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -195,7 +195,9 @@ class AttentionShape:
     states: tuple[StateLayer, ...] = ()
     """States of the recurrent layers, which are numbered separately from attention layers."""
     state_groups: tuple[tuple[int, ...], ...] = ()
-    """Groups of recurrent layers, after `groups`. A block stores a state of each layer."""
+    """KV-cache groups of recurrent layers, numbered after `groups`. A block of such a group stores
+    a state of each of the group's layers.
+    """
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     """Data type of cached keys and values."""
     block_scales: tuple[int, ...] = ()
@@ -213,7 +215,8 @@ class AttentionShape:
         return torch.int8 if self.has_codes else self.dtype
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
-        """Axes of a page: keys and values (2), blocks, tokens, heads, elements of a head."""
+        """Axes of a layer's pages: keys and values (2), blocks, tokens, heads, elements of a head.
+        """
         own = self.layers[layer]
         head = head_elements(own, self.kv_cache_dtype)
         return 2, self.num_blocks, self.block_sizes[self.group_of[layer]], own.num_kv_heads, head
@@ -270,9 +273,9 @@ class AttentionShape:
 
     @property
     def block_size_for_states(self) -> int:
-        """The smallest multiple of `block_size` at which the keys and values of a block are at
-        least as large as its states. Then blocks of attention layers have no unused bytes (as in
-        vLLM).
+        """The smallest multiple of `block_size` with which the keys and values of a block need at
+        least as many bytes as the states of a block. Then blocks of attention layers have no unused
+        bytes (as in vLLM).
         """
         per_size = sum(self.page_bytes)
         return self.block_size * max(1, -(-sum(self.state_bytes) // per_size))

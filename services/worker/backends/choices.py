@@ -17,8 +17,8 @@ def bind_problem(value: str) -> str | None:
 
 
 class DeviceSetting(enum.Enum):
-    """The device of a worker. AUTO selects CUDA if possible, and the CPU otherwise. SIMULATED
-    computes no model: its steps take the time that a profile says.
+    """The device of a worker. AUTO selects CUDA if possible, and the CPU otherwise. With SIMULATED,
+    no model is computed, and steps take as long as a profile defines.
     """
 
     AUTO = "auto"
@@ -28,8 +28,8 @@ class DeviceSetting(enum.Enum):
 
 
 class KernelsSetting(enum.Enum):
-    """The kernels of a worker on the CPU: compiled (NATIVE), torch's (TORCH), or compiled kernels
-    if there are any and otherwise torch's (AUTO).
+    """The kernels of a worker on the CPU. NATIVE: compiled kernels. TORCH: torch's operations.
+    AUTO: compiled kernels if they are available, and torch's operations otherwise.
     """
 
     AUTO = "auto"
@@ -38,11 +38,12 @@ class KernelsSetting(enum.Enum):
 
 
 class SumOrder(enum.Enum):
-    """The order in which products of bfloat16 are added. Each rounds to other bits.
+    """The order in which products of bfloat16 are added. Sums in different orders differ in their
+    last bits.
 
-    PAIRS: the second product of each pair, then the first, both added to the total (AVX-512's
-    VDPBF16PS, and its order computed by other instructions). TILES: Intel AMX's. DOT_PRODUCTS:
-    ARM's BFDOT, which rounds the sum of a pair once.
+    PAIRS: of each pair of products, the second is added to the total, then the first. This is the
+    order of AVX-512's VDPBF16PS, also when other instructions compute it. TILES: the order of Intel
+    AMX. DOT_PRODUCTS: the order of ARM's BFDOT, which rounds the sum of a pair once.
     """
 
     PAIRS = "pairs"

@@ -92,7 +92,7 @@ class HybridCache:
 
     def copy_blocks(self, sources: Int32Array, targets: Int32Array) -> None:
         """Copies whole blocks in order, `sources[i]` to `targets[i]`. Must be called before the
-        step that uses them begins.
+        step that uses the targets begins.
         """
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for plane in (plane for planes in self._planes for plane in planes):
@@ -157,8 +157,8 @@ def state_runs(layouts: Sequence[StepLayout]) -> list[StateRun]:
     first = layouts[0]
     counts = np.diff(first.query_starts)
     computed = first.seq_lens - counts
-    # Single tokens come first, in ascending order of lengths. So sequences without computed
-    # tokens precede the others.
+    # Sequences with a single token come first, in ascending order of lengths. So the sequences
+    # without computed tokens are at the beginning.
     decodes = range(int(np.count_nonzero(computed[: first.num_decodes] == 0)), first.num_decodes)
     runs = [_run(layouts, computed, decodes)] if decodes else []
     alone = (*range(decodes.start), *range(decodes.stop, len(counts)))
@@ -170,7 +170,7 @@ def _run(layouts: Sequence[StepLayout], computed: Int32Array, sequences: range) 
     starts = layouts[0].query_starts
 
     def blocks(num_tokens: Int32Array) -> tuple[torch.Tensor, ...]:
-        """For each group, the blocks with the sequences' states after these numbers of tokens."""
+        """For each group, the blocks of the sequences' states after `num_tokens` tokens."""
         last = num_tokens[own] - 1
         found = (each.tables[each.rows[own], last // each.block_size] for each in layouts)
         return tuple(torch.from_numpy(block_ids.astype(np.int64)) for block_ids in found)

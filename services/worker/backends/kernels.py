@@ -1,4 +1,4 @@
-"""The operations that decoders are written against. An implementation determines how weights are
+"""The interface of the operations that decoders call. An implementation determines how weights are
 packed and caches are laid out. So layers do not depend on devices, instruction sets or page
 layouts.
 """
@@ -43,7 +43,8 @@ class Linear(Protocol):
         """
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32, if possible without rounding to x's data type first."""
+        """The product in float32. Implementations that can do so do not round it to x's data type.
+        """
 
 
 class Mlp(Protocol):
@@ -97,7 +98,7 @@ class DecoderWeights:
     """The weights of a decoder, or of one of its pipeline stages."""
 
     embedding: torch.Tensor
-    """[vocab_size, hidden_size]. Later pipeline stages have no rows."""
+    """[vocab_size, hidden_size]. In pipeline stages after the first it has no rows."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor | None
     """The norm after the last layer. `norm` and `head` are None in stages before the last."""
@@ -139,10 +140,10 @@ class FusedDecoder(Protocol):
         wanted: torch.Tensor | None,
         lora: LoraStep | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Maps token ids, int64 [n], to hidden states [n, hidden_size] and the wanted logits in
-        float32, as in Model.forward. Hidden states are normalized if there is a norm. Logits need a
-        head. `embedded` [n, hidden_size] replaces the embeddings of the ids if it is not None.
-        `lora`: the LoRA adapters of the rows.
+        """Maps token ids, int64 [n], to hidden states [n, hidden_size] and the logits, float32, of
+        the tokens at the indexes `wanted` (see Model.forward). Hidden states are normalized if the
+        decoder has a final norm. Without a head there are no logits. `embedded` [n, hidden_size]
+        replaces the embeddings of the ids if it is not None. `lora`: the LoRA adapters of the rows.
         """
 
 
@@ -155,7 +156,7 @@ class Kernels(Protocol):
 
     @property
     def description(self) -> str:
-        """What computes, in a few words for people."""
+        """A short name of the kernels for logs."""
 
     @property
     def has_bfloat16(self) -> bool:
@@ -171,7 +172,8 @@ class Kernels(Protocol):
         """The number of rows to compute instead of `num_rows`. It is at least `num_rows`."""
 
     def padded_torch_rows(self, num_rows: int) -> int:
-        """The same for operations that torch computes, whatever these kernels are."""
+        """As `padded_rows`, for operations that torch computes even if these kernels are compiled.
+        """
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """A projection. The weight is packed, and the caller's tensor is not kept. A quantized
@@ -187,8 +189,8 @@ class Kernels(Protocol):
         """
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight of a norm, in float32 or in the model's data type, as the norm operations
-        expect it. The weight is not rounded.
+        """Converts the weight of a norm to the form that the norm operations expect. The weight is
+        in float32 or in the model's data type, and it is not rounded.
         """
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
@@ -223,7 +225,7 @@ class Kernels(Protocol):
         """
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
-        """The LoRA adapters of a step. These kernels must have packed them."""
+        """The LoRA adapters of a step, which these kernels must have packed."""
 
     def row_sampler(self) -> RowSampler | None:
         """A compiled sampler for rows of logits on the host, or None if these kernels have none."""

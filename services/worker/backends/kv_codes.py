@@ -3,7 +3,7 @@
 The elements of one head of a token are stored as codes, integers from -127 to 127, and a scale in
 float32. The scale is the largest magnitude of the elements divided by 127. So the error of an
 element is at most half the scale. Codes and scale depend only on this head of this token. vLLM has
-this format under the same name.
+the same format, `int8_per_token_head`.
 """
 
 import torch
@@ -15,7 +15,7 @@ _VECTOR = 16
 
 
 def bytes_of_head(head_dim: int) -> int:
-    """The bytes of one head of a token: its codes, padded to whole vectors, and its scale."""
+    """The bytes of one head of a token: codes, padded to a multiple of 16 bytes, and the scale."""
     return -(-head_dim // _VECTOR) * _VECTOR + _SCALE_BYTES
 
 

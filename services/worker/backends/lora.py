@@ -28,8 +28,9 @@ Factors = tuple[LoraFactors, ...]
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """An adapter's factors for the projections of a layer, named as in LayerWeights. If a field is
-    empty, nothing is added. In `gate_up` the gates' columns precede the values' columns.
+    """An adapter's factors for the projections of a layer, named as in LayerWeights. Nothing is
+    added to a projection whose field is empty. In `gate_up` the gates' columns precede the values'
+    columns.
     """
 
     qkv: Factors = ()
@@ -75,7 +76,9 @@ class LoraRows:
 
 
 class Delta(Protocol):
-    """What a step's adapters add to one projection, which the same kernels must have created."""
+    """What a step's adapters add to one projection. The kernels that created this object must have
+    created the projection.
+    """
 
     def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds the deltas of x [n, in] to the product [n, out], which may be overwritten."""
@@ -83,7 +86,7 @@ class Delta(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerDeltas:
-    """The deltas of a step's adapters in the projections of a layer. None adds nothing."""
+    """The deltas of a step's adapters in the projections of a layer. None means no delta."""
 
     qkv: Delta | None = None
     output: Delta | None = None

@@ -73,7 +73,9 @@ class QuantizedWeight:
         return self._mapped(self.codes[taken], lambda scales: scales[taken])
 
     def columns(self, taken: slice) -> "QuantizedWeight":
-        """The weight with these columns only, whole groups if a row has several."""
+        """The weight with these columns only. If a row has several groups, raises ValueError for
+        columns that are not whole groups.
+        """
         if self.scales.shape[1] == 1:
             return replace(self, codes=self.codes[:, taken])
         first, end, _ = taken.indices(self.shape[1])
@@ -91,8 +93,8 @@ class QuantizedWeight:
 
 
 def quantize_int8(weight: torch.Tensor, *, quantizes_inputs: bool = False) -> QuantizedWeight:
-    """Quantizes a weight to 8 bits. Each row has a scale, with which its largest magnitude is 127.
-    Raises ValueError as QuantizedWeight does.
+    """Quantizes a weight to 8 bits. The scale of a row is the row's largest magnitude divided by
+    127. Raises ValueError as QuantizedWeight does.
     """
     wide = weight.float()
     scales = wide.abs().amax(dim=1, keepdim=True) / _MOST_INT8

@@ -41,9 +41,9 @@ class SuffixDecoding(Protocol):
     """
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
-        """Adds a request with `num_tokens` known tokens in a free row. Later tokens are its
-        response. Other requests with the same key get drafts from it, even after the request has
-        left.
+        """Adds a request with `num_tokens` known tokens in a free row. Later tokens are the
+        request's response. Other requests with the same key get drafts from this response, even
+        after the request has left.
         """
 
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
