@@ -1,3 +1,1 @@
-"""The gateway's logic. It keeps the prompts, parameters and delivered tokens of requests, and
-converts tokens to text.
-"""
+"""The gateway's logic: checking requests, choosing replicas, and converting tokens to text."""

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller without limits. Callers with different ids cannot see each other's requests. An
-    option may have subclasses with fewer rights.
+    """A caller without limits. Callers with different ids cannot see each other's requests. The
+    subclass Tenant of the option `tenants` has fewer rights.
     """
 
     caller_id: str
     weight: float = 1.0
-    """The caller's share where callers compete, relative to the shares of others."""
+    """The weight of the caller in fair queueing, relative to the weights of other callers."""
     max_retained_share: float = 1.0
-    """Limit on the blocks of paused contexts, as a share of a replica's blocks."""
+    """Maximum fraction of a replica's KV blocks that the caller's paused programs may retain."""
 
     def may_use(self, _model: str) -> bool:
         return True

@@ -30,9 +30,7 @@ class Gate:
 
     @contextmanager
     def enter(self) -> Iterator[None]:
-        """A context that counts a request. Raises ResourceExhausted if the gate is full, and
-        Unavailable if it is closed.
-        """
+        """Counts a request while the `with` block runs. Raises the errors of `check`."""
         self.check()
         self.inside += 1
         self._empty.clear()
@@ -44,7 +42,7 @@ class Gate:
                 self._empty.set()
 
     def close(self) -> None:
-        """Closes the gate: new requests are refused. Idempotent."""
+        """Refuses new requests from now on. Idempotent."""
         self.is_open = False
 
     async def empty(self) -> None:

@@ -12,7 +12,7 @@ labels.
 
 
 class LoraModules:
-    """The adapters by their names. An adapter cannot have the model's name."""
+    """The loaded adapters by name. No adapter has the model's name."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -22,12 +22,12 @@ class LoraModules:
         return iter(self._adapters.values())
 
     def find(self, name: str | None) -> Adapter | None:
-        """The adapter with this name. It is None if there is none."""
+        """Returns the adapter with this name, or None if there is no such adapter."""
         return None if name is None else self._adapters.get(name)
 
     def check_new(self, name: str, *, in_place: bool = False) -> None:
         """Raises InvalidArgument if a name is empty, too long, not printable, or the model's name.
-        If `in_place` is false, also raises InvalidArgument for the name of a known adapter.
+        If `in_place` is false, also raises InvalidArgument for the name of a loaded adapter.
         """
         if not (0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable()):
             raise InvalidArgument(
@@ -44,12 +44,14 @@ class LoraModules:
             )
 
     def add(self, adapter: Adapter, *, in_place: bool = False) -> None:
-        """Adds an adapter. Raises InvalidArgument for an invalid name."""
+        """Adds an adapter. Raises InvalidArgument if `check_new` does not accept the name."""
         self.check_new(adapter.name, in_place=in_place)
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Removes an adapter. Running requests that use it continue. Raises NotFound."""
+        """Removes an adapter. Running requests that use the adapter continue. Raises NotFound if
+        the name is unknown.
+        """
         if self._adapters.pop(name, None) is None:
             raise NotFound(
                 f"there is no adapter {name[:100]!r} here",

@@ -1,4 +1,4 @@
-"""The interfaces that the core uses: a clock, a directory of prefixes, grammars, a tokenizer."""
+"""The interfaces to the core's environment: a clock, a prefix directory, grammars, a tokenizer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -25,12 +25,12 @@ class Clock(Protocol):
 
 
 class PrefixDirectory(Protocol):
-    """The cached prefixes of all replicas' pools."""
+    """The prefixes that the KV-cache pools of all replicas have cached."""
 
     def match(self, keys: Sequence[int]) -> Mapping[str, int]:
-        """Returns a map from nodes (the pools in the directory) to the number of leading blocks of
-        a chain that the node has cached. Nodes without any are omitted. `keys` are the keys of the
-        chain's blocks, as `services.common.pool.kv_directory` defines them.
+        """Returns how many leading blocks of a prompt each node has cached. A node is the pool of
+        one replica. Nodes without cached blocks are omitted. `keys` are the keys of the prompt's
+        blocks, as `services.common.pool.kv_directory` defines them.
         """
         ...
 
@@ -41,14 +41,14 @@ class Grammars(Protocol):
     async def check(
         self, wanted: StructuredOutputs, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """Raises InvalidArgument if a constraint cannot be compiled for this vocabulary, and
+        """Raises InvalidArgument if the constraint cannot be compiled for this vocabulary, and
         ResourceExhausted if too many other constraints are being compiled.
         """
 
 
 class TextTooLong(Exception):
-    """The text with index `number` is too long. It has `num_tokens` tokens. If this number is not
-    exact, the text has at least that many.
+    """The text with index `number` is too long. It has `num_tokens` tokens, or at least
+    `num_tokens` if `is_exact` is false.
     """
 
     def __init__(self, num_tokens: int, number: int, *, is_exact: bool) -> None:
@@ -65,16 +65,16 @@ class Tokenizer(Protocol):
     """Whether the text of tokens is exactly the concatenation of their `token_bytes`."""
     byte_values: Mapping[int, int]
     """Maps byte tokens (SentencePiece's byte fallback) to their bytes. The text of a byte token
-    depends on the adjacent byte tokens. The mapping is empty for other tokenizers.
+    depends on the adjacent byte tokens. Tokenizers without byte tokens have an empty mapping.
     """
     special_ids: frozenset[int]
     """Ids of the special tokens, which are not text, such as end of sequence, roles and padding."""
     eos_token_id: int | None
-    """The tokenizer's end-of-sequence token. It is None if the tokenizer has no such token."""
+    """The end-of-sequence token, or None if the tokenizer has no such token."""
     max_token_bytes: int
     """Number of bytes of the longest token."""
     has_chat_template: bool
-    """Whether conversations can be rendered."""
+    """Whether the model has a chat template, which `render_chat` needs."""
 
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
@@ -87,15 +87,15 @@ class Tokenizer(Protocol):
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int
     ) -> list[tuple[list[int], int]]:
         """Returns, for each pair of texts, the token ids of one prompt with both texts, and the
-        number of tokens before the second text. The number is 0 if the tokenizer's token types do
+        number of tokens before the second text. This number is 0 if the tokenizer's token types do
         not distinguish the texts. Raises TextTooLong if a prompt has more than `max_tokens` tokens.
         """
 
     async def encode_truncated(
         self, prompts: Sequence[tuple[str, ...]], kept: Truncation, *, add_special_tokens: bool
     ) -> list[tuple[list[int], int]]:
-        """Returns, for each prompt of one or two texts, the token ids of the kept part, and the
-        number of tokens before the second text. The number is 0 if it is not known.
+        """Truncates prompts of one or two texts. Returns, for each prompt, the remaining token ids,
+        and the number of tokens before the second text, or 0 if this number is not known.
         """
 
     async def token_starts(
@@ -121,8 +121,8 @@ class Tokenizer(Protocol):
         continue_final_message: bool,
         variables: Mapping[str, Any],
     ) -> str:
-        """Renders a conversation with the model's chat template. The content of a message is a
-        text, or a list of the texts of its parts.
+        """Renders a conversation with the model's chat template. The content of each message is a
+        text, or a list of texts, one for each content part.
 
         Raises InvalidArgument if the template does not accept the conversation.
         """

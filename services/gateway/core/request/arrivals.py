@@ -1,5 +1,5 @@
-"""Counts arriving requests. A request is arriving from its first check until its sequences are
-queued. Meanwhile it is read, tokenized and checked.
+"""Counts arriving requests. A request is arriving while the gateway reads, tokenizes and checks it,
+until its sequences are queued for a replica.
 """
 
 from collections import Counter
@@ -52,5 +52,5 @@ class Arrivals:
         return self._counts[caller.caller_id]
 
     def begin(self, caller: Caller) -> Arrival:
-        """Counts a request until `end` is called on the returned Arrival."""
+        """Counts a request of the caller until `end` of the returned Arrival is called."""
         return Arrival(self._counts, caller)

@@ -1,4 +1,4 @@
-"""One answer in progress: converts its tokens to text."""
+"""One answer in progress: converts the answer's tokens to text."""
 
 from dataclasses import dataclass, field
 
@@ -18,12 +18,14 @@ class Piece:
 
     index: int
     text: str = ""
-    """Whole characters that cannot become part of a stop string."""
+    """Complete characters that can no longer become part of a stop string."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows | None = None
     """One row for each token. It is None if log-probabilities were not requested."""
     offsets: list[int] | None = None
-    """For each token, the number of characters that precede it in the answer."""
+    """For each token, the number of characters before it in the answer. It is None if the tokens
+    were converted together.
+    """
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -31,16 +33,18 @@ class Piece:
     pooled: bytes | None = None
     """The vector of the prompt as little-endian float32 numbers."""
     events: list[OutputEvent] | None = None
-    """The text as parsed events. It is None if the request has no output form."""
+    """The events (content, reasoning and tool calls) that were parsed from the text. It is None if
+    the request has no output form.
+    """
 
     @property
     def is_empty(self) -> bool:
-        """Whether the piece contains nothing that is sent to clients."""
+        """Whether the piece has neither tokens, prompt log-probabilities, nor the answer's end."""
         return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
 
     @property
     def is_text(self) -> bool:
-        """Whether the piece contains only text and the text's tokens."""
+        """Whether the piece has text, and nothing else except the text's tokens."""
         return bool(self.text) and (
             self.finish_reason is None
             and self.logprobs is None
@@ -50,11 +54,11 @@ class Piece:
 
 
 class Choice:
-    """Converts deltas of one sequence to pieces, and finds its stop strings.
+    """Converts the deltas of one sequence to pieces of an answer, and ends the answer at a stop
+    string.
 
-    The result does not depend on how tokens were grouped into deltas. The text of an
-    end-of-sequence or stop token that ended the sequence is omitted. If the request sets
-    include_stop_str_in_output, this text is kept.
+    The answer does not depend on how tokens were grouped into deltas. If an end-of-sequence or stop
+    token ended the sequence, its text is omitted, except with include_stop_str_in_output.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.called: list[str] = []
-        """Names of the tools that the answer calls."""
+        """Names of the tools that the answer has called so far."""
         self._detokenizer = new_detokenizer(
             tokenizer,
             sequence.prompt_token_ids if sequence.prompt_embeds is None else (),
@@ -152,10 +156,11 @@ class Choice:
     def _text_token_by_token(
         self, token_ids: list[int], events: list[OutputEvent] | None
     ) -> tuple[str, int, list[int], str | None]:
-        """Returns the visible text, the number of tokens used, the start of each token's text, and
-        the stop string that ended the text.
+        """Returns the visible text, the number of tokens up to the stop string, the position in
+        characters at which each token's text starts, and the stop string. Without a stop string,
+        the number includes all tokens and the stop string is None.
 
-        Appends the parsed events of the text to `events`.
+        Appends the events that are parsed from the text to `events`.
         """
         shown: list[str] = []
         offsets: list[int] = []
@@ -173,7 +178,7 @@ class Choice:
         return "".join(shown), len(token_ids), offsets, None
 
     def _parse(self, text: str, events: list[OutputEvent] | None) -> None:
-        """Appends the parsed events of one token's text to `events`."""
+        """Appends the events that are parsed from one token's text to `events`."""
         if self._parser is None or events is None:
             return
         if text:
@@ -199,6 +204,8 @@ class Choice:
         return self.finish_reason, delta.finish.stop_token_id
 
     def _rest(self) -> str:
-        """Returns the text that is still held back at the end of the sequence."""
+        """Returns the text that detokenizer and stop strings still hold back at the answer's
+        end.
+        """
         tail = self._detokenizer.flush()
         return tail if self._stops is None else self._stops.flush() + tail

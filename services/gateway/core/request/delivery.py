@@ -1,4 +1,4 @@
-"""Delivers a generation's output to its reader."""
+"""Delivers the output of a generation to its reader, such as an HTTP response."""
 
 import asyncio
 from collections import deque
@@ -21,7 +21,7 @@ class Sink(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `put` may be called. If not, `drain` must be awaited first."""
+        """Whether `put` may be called. If it is false, `drain` must be awaited first."""
 
     def put(self, added: list[Piece]) -> None:
         """Accepts new pieces. The list is empty if a sequence was scheduled and has no output
@@ -29,28 +29,27 @@ class Sink(Protocol):
         """
 
     async def drain(self) -> None:
-        """Sends everything that was put. Returns when the sink is ready again."""
+        """Sends all pieces that were put. Returns when the sink is ready again."""
 
 
 class Delivery:
-    """Runs a generation's sequences at an engine, and puts their output into a sink, the reader's
-    side.
+    """Runs a generation's sequences at an engine, and puts their output into a sink.
 
-    Pieces are made and put into the sink in callbacks of the event loop. Waking a task for each
-    piece would cost several times as much. At the start and after a drain, the task that runs the
-    delivery puts the next piece itself. The sink is then drained in the same iteration of the event
-    loop. Output that arrives during a drain is put into the sink together, after it.
+    Callbacks of the event loop make the pieces and put them into the sink. Waking a task for each
+    piece would cost several times as much. At the start and after each drain, the task of `run`
+    puts the next output itself, so that it can drain the sink in the same iteration of the event
+    loop. Output that arrives during a drain is put into the sink together after the drain.
 
-    If there are many tokens, for example after a long drain, they are put in several parts. The
-    event loop can do other work between two parts.
+    Many tokens, for example after a long drain, are put in several parts. The event loop can do
+    other work between two parts.
     """
 
     def __init__(
         self, generation: Generation, engine: Source, sink: Sink, min_tokens: int = 1
     ) -> None:
         """The first tokens of a sequence are put at once. Later tokens are put when there are at
-        least `min_tokens`, or earlier together with other output. If the request has stop strings,
-        each token is put separately, since it may be the last.
+        least `min_tokens` of them, or earlier together with other output. If the request has stop
+        strings, tokens are put as soon as they arrive, since each may be the last.
         """
         self._min_tokens = 1 if generation.request.stop else min_tokens
         self._generation = generation
@@ -62,9 +61,9 @@ class Delivery:
         self._parts: deque[Sequence[tuple[int, Delta]]] = deque()
         self._is_due = False
         self._is_for_task = True
-        """Whether the task puts the next output. Otherwise a callback does."""
+        """Whether the task of `run` puts the next output. Otherwise a callback puts it."""
         self._wanted: asyncio.Future[None] | None = None
-        """The future that the task awaits. It is None while the task is busy."""
+        """The future that the task of `run` awaits. It is None while the task is busy."""
         self._error: Exception | None = None
 
     async def run(self) -> None:
@@ -94,7 +93,7 @@ class Delivery:
             self.close()
 
     def end(self, error: StepwellError) -> None:
-        """Makes `run` raise this error. If the sink is being drained, `run` raises afterwards."""
+        """Makes `run` raise this error. If `run` drains the sink, it raises after the drain."""
         if self._error is None:
             self._error = error
         self._wake()
@@ -117,8 +116,8 @@ class Delivery:
             self._loop.call_soon(self._deliver, context=self._context)
 
     def _deliver(self) -> None:
-        """If the task is waiting, puts the next part of the output into the sink. Wakes the task if
-        it must drain the sink or end.
+        """If the task of `run` waits, puts the next part of the output into the sink. Wakes the
+        task if it must drain the sink or end.
         """
         self._is_due = False
         if self._wanted is None or self._wanted.done():
@@ -131,7 +130,9 @@ class Delivery:
         self._wake()
 
     def _put_next(self) -> bool:
-        """Puts the next part of the output into the sink."""
+        """Puts the next part of the output, if there is any, into the sink. Returns whether the
+        task of `run` must drain the sink or end.
+        """
         assert self._source is not None
         if self._parts:
             part = self._parts.popleft()
@@ -153,7 +154,7 @@ class Delivery:
 
     def _take_error(self) -> Exception:
         """Returns the error and removes the reference to it. The error's traceback refers to this
-        delivery, so the reference would form a cycle.
+        delivery, so a reference from the delivery to the error would form a cycle.
         """
         error, self._error = self._error, None
         assert error is not None
@@ -172,12 +173,11 @@ class Answers:
         for piece in added:
             self.answers[piece.index].add(piece)
 
-    async def drain(self) -> None:
-        """Does nothing, since the sink is always ready."""
+    async def drain(self) -> None: ...
 
 
 async def received(source: DeltaSource) -> list[tuple[int, Delta]]:
-    """Waits for output of the sequences and returns it. Calls must not overlap."""
+    """Waits for output of the sequences and returns it. Only one call per source may wait."""
     news = asyncio.Event()
     source.listen(news.set)
     while not (deltas := source.take()):

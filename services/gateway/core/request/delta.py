@@ -1,4 +1,4 @@
-"""The output that steps add to one sequence."""
+"""The output of one sequence: all of it so far, and the part since the last read."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ from services.gateway.core.request.logprobs import LogprobRows
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The output of a sequence so far: its tokens, the number of its rows of prompt
-    log-probabilities, and whether it has ended.
+    """The output of a sequence so far: the tokens, the number of rows of prompt log-probabilities,
+    and whether the sequence has ended.
     """
 
     token_ids: list[int]
@@ -21,13 +21,15 @@ class Progress:
 
 @dataclass(slots=True)
 class Delta:
-    """The output of one sequence since the last delta that its reader took."""
+    """The output of one sequence since the reader took the previous delta."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
-    """Number of cached prompt tokens, if the sequence was scheduled since the last delta."""
+    """Number of cached prompt tokens. It is set only if a replica scheduled the sequence since the
+    previous delta.
+    """
     finish: Finish | None = None
     error: StepwellError | None = None
     """The error that ended the sequence. If it is set, `finish` is None and no delta follows."""
@@ -35,8 +37,8 @@ class Delta:
     """The vector of the prompt as little-endian float32 numbers."""
 
     def take_error(self) -> StepwellError:
-        """Returns the error and removes the reference to it. When the error is raised, its
-        traceback refers to frames with this delta, so the reference would form a cycle.
+        """Returns the error and removes the reference to it. The traceback of a raised error refers
+        to frames that contain this delta, so the reference would form a cycle.
         """
         error, self.error = self.error, None
         assert error is not None
@@ -65,11 +67,11 @@ def parts_of(
     deltas: list[tuple[int, Delta]], max_tokens: int
 ) -> Sequence[Sequence[tuple[int, Delta]]]:
     """Splits a list of deltas, each with its sequence's index, into parts of about `max_tokens`
-    tokens. No part is empty. Errors that arrived together with tokens are in the last part, so that
-    the tokens are delivered first.
+    tokens. No part is empty. If there are both tokens and errors, the errors form the last part, so
+    that the tokens are delivered first.
 
-    There is almost always one part, because a delta has only one step's tokens if its reader is
-    fast enough.
+    The result is usually one part: if the reader is fast enough, a delta has only one step's
+    tokens.
     """
     num_tokens, has_error = 0, False
     for _, delta in deltas:

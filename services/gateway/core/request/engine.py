@@ -1,4 +1,6 @@
-"""The interfaces through which a generation uses the fleet, or another source of output."""
+"""The interfaces through which a generation uses the fleet of replicas, or another source of
+output.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,9 +20,9 @@ class DeltaSource(Protocol):
     """The output of a request's sequences."""
 
     routes: list[RoutingDecision]
-    """The routes of the sequences in the order of sending."""
+    """The routing decision for each time that a sequence was sent to a replica, in this order."""
     waits: list[Wait]
-    """The waits of sequences that were not sent to a replica at once, or were preempted."""
+    """The ended waits of sequences that were not sent to a replica at once, or were preempted."""
     traces: list[SequenceTrace]
     """The trace of each sequence. The list is empty if another gateway runs the sequences."""
 
@@ -31,48 +33,47 @@ class DeltaSource(Protocol):
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
         """Calls `on_news` when there is new output. Replaces an earlier callback. After a
-        sequence's first tokens, a source may wait until it has `min_tokens` new tokens.
+        sequence's first tokens, the source may delay the call until there are `min_tokens` new
+        tokens.
         """
 
     def abort(self, index: int) -> None:
-        """Ends this sequence, because a stop string was found. Idempotent."""
+        """Ends a sequence because its text contains a stop string. Idempotent."""
 
     def end_turn(self, index: int, tool: str) -> None:
-        """Notes which tool the client runs after the answer of an ended sequence. A source may
-        ignore it.
+        """Reports the tool that the client runs after the answer of an ended sequence. A source may
+        ignore the report.
         """
 
     def close(self) -> None:
-        """Ends all sequences and their output. Idempotent."""
+        """Ends all sequences. Idempotent."""
 
 
 class Source(Protocol):
-    """A source of deltas: an engine that generates them, or a recording."""
+    """A source of deltas: an engine that generates tokens, or a recorded answer."""
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """Starts sequences. Returns their output from the beginning."""
+        """Starts sequences. Returns the source of their whole output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The number of an answer's tokens that were generated so far, and the numbers of prompt tokens
-    that were found in the cache.
-    """
+    """The numbers of generated and cached tokens of a request so far."""
 
     num_tokens: int
     """Number of generated tokens of all sequences."""
     num_cached_tokens: tuple[int | None, ...]
-    """Number of cached prompt tokens of each sequence. It is None for a sequence that was not
+    """Number of cached prompt tokens of each sequence, or None for a sequence that was not
     scheduled.
     """
 
 
 class KeptSource(Source, Protocol):
-    """A source that may continue after its reader has left."""
+    """A source that may continue to generate an answer after the answer's reader has left."""
 
     def when_making_ends(self, call: Callable[[Made], None]) -> None:
-        """Calls `call` once when the answer has ended or stopped. If the answer is not being
-        generated, calls it at once.
+        """Calls `call` once when the generation of the answer has ended or was aborted, or at once
+        if the answer is not being generated.
         """
 
 
@@ -86,20 +87,20 @@ class Engine(Source, Protocol):
 
     def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request of the caller would be refused now, and
-        DeadlineExceeded if the request would not end by its deadline.
+        DeadlineExceeded if the request would not end by `deadline`.
 
-        The result is an estimate. The scheduler decides after `start`.
+        This check is an estimate. After `start`, the replica's scheduler decides.
         """
 
     def arriving(self, caller: Caller, deadline: float | None) -> Arrival:
-        """Checks for room like `check_room`, and raises the same errors. Counts the request until
-        `end` is called on the returned Arrival. The caller calls `start` next.
+        """Raises the errors of `check_room`, and otherwise counts the request as arriving until
+        `end` of the returned Arrival is called. Call this method before `start`.
         """
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """Sends sequences to a replica. While no replica is ready, the sequences wait in order of
-        arrival.
+        """Sends each sequence to a replica. While no replica is ready, the sequences wait in order
+        of arrival.
 
-        If a replica is lost, its sequences are sent to another one with the tokens that they have
-        generated. No token is lost or repeated in their deltas.
+        If a replica is lost, its sequences and their generated tokens are sent to another replica,
+        which continues them. The deltas neither lose nor repeat a token.
         """

@@ -1,4 +1,4 @@
-"""A client request from start to end: its sequences at the engine, and its growing answers."""
+"""A client's request from start to end: its sequences at the engine, and its growing answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,8 +17,8 @@ from services.gateway.core.text.stop_strings import StopPatterns
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The token counts of a request. Each prompt is counted once. Every answer is counted, even if
-    it is not returned.
+    """The token counts of a request. Each prompt is counted once, even if it has several answers.
+    Answers that are not returned to the client are counted, too.
     """
 
     num_prompt_tokens: int
@@ -27,14 +27,16 @@ class Usage:
     num_reasoning_tokens: int | None = None
     """Number of generated tokens that are reasoning. It is None if reasoning is not parsed."""
     is_wish_clipped: bool = False
-    """Whether the client wished to keep the context for longer than MAX_KEEP_SECONDS."""
+    """Whether the client asked to keep the KV blocks of the context for longer than
+    MAX_KEEP_SECONDS.
+    """
 
 
 class Generation:
     """A checked request with the state of its answers.
 
-    `request.num_candidates` answers are generated for each prompt. Answer i belongs to prompt i //
-    num_candidates.
+    `request.num_candidates` answers are generated for each prompt. Answer i belongs to the prompt
+    with index i // num_candidates.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Generation:
         sequences: list[EngineRequest],
         tokenizer: Tokenizer,
     ) -> None:
-        """`sequences` must have been made with `identity`."""
+        """`sequences` has one sequence for each answer, and must have been made with `identity`."""
         self.request = request
         self.identity = identity
         self.sequences = sequences
@@ -52,7 +54,9 @@ class Generation:
         self.mailbox: DeltaSource | None = None
         """The output of the sequences at the engine. It is None before `start` is called."""
         self.source: KeptSource | None = None
-        """The source of an answer that several requests share."""
+        """The source of the answer, if several requests with the same idempotency key share it. It
+        is None if this request alone uses the engine.
+        """
         self.is_replay = False
         """Whether another request started the shared answer."""
         self.was_taken = False
@@ -66,15 +70,15 @@ class Generation:
         self.num_open = len(self.choices)
 
     def start(self, engine: Source) -> DeltaSource:
-        """Starts the sequences at an engine, or attaches to a shared answer."""
+        """Starts the sequences at an engine, or reads a shared answer."""
         if self.request.turn is not None:
             self.request.turn.begin()
         self.mailbox = engine.start(self.sequences)
         return self.mailbox
 
     def accept(self, deltas: Sequence[tuple[int, Delta]]) -> list[Piece]:
-        """Returns the pieces that deltas add to the answers. Deltas of ended answers are ignored.
-        Raises StepwellError if the engine refused the request or failed.
+        """Converts deltas, each with its sequence's index, to pieces of the answers. Deltas of
+        ended answers are ignored. Raises StepwellError if the engine refused the request or failed.
         """
         choices = self.choices
         added = [
@@ -88,8 +92,8 @@ class Generation:
         return added
 
     def close(self) -> None:
-        """Aborts unfinished sequences. Generated tokens that were not read count as used.
-        Idempotent.
+        """Aborts unfinished sequences. Tokens that were generated but not read are added to the
+        usage, except in a shared answer. Idempotent.
         """
         if self.mailbox is not None:
             if self.source is None:
@@ -118,8 +122,8 @@ class Generation:
         return piece
 
     def usage(self) -> Usage:
-        """Returns the token counts so far, including answers that are not returned to the client.
-        Cached tokens are counted only for the first answer to each prompt.
+        """Returns the token counts so far. Cached tokens are counted only for the first answer to
+        each prompt.
         """
         firsts, program = self.choices[:: self.request.num_candidates], self.request.program
         return Usage(
@@ -137,7 +141,7 @@ class Generation:
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     def finish_reasons(self) -> list[str]:
-        """Returns the finish reasons of the answers that have ended, in order."""
+        """Returns the finish reasons of the ended answers, in order of the answers' indices."""
         return [c.finish_reason.value for c in self.choices if c.finish_reason is not None]
 
 
@@ -153,7 +157,9 @@ class Answer:
     pooled: bytes = b""
     """The vector of the prompt as little-endian float32 numbers."""
     message: ParsedMessage = field(default_factory=ParsedMessage)
-    """The text as a parsed message. It is empty if the request has no output form."""
+    """The content, reasoning and tool calls that were parsed from the text. It is empty if the
+    request has no output form.
+    """
     _text: list[str] = field(default_factory=list)
 
     @property
@@ -174,9 +180,9 @@ class Answer:
 def best_answers(answers: Sequence[Answer], request: ClientRequest) -> list[Answer]:
     """Returns, for each prompt, the best `n` of the `best_of` generated answers, best first.
 
-    As in OpenAI's definition, the best answer has the highest mean log-probability per token. Among
-    equals, the answer with the lowest index is better. Log-probabilities are removed if the client
-    did not request them.
+    By OpenAI's definition, the best answer has the highest mean log-probability per token. Among
+    equal answers, the answer with the lowest index is the best. Log-probabilities that the client
+    did not request are removed.
     """
     if not request.is_ranked:
         return list(answers)
@@ -191,7 +197,7 @@ def best_answers(answers: Sequence[Answer], request: ClientRequest) -> list[Answ
 
 
 def _mean_logprob(answer: Answer) -> float:
-    """Returns the mean log-probability per token. Minus infinity for an answer without tokens."""
+    """Returns the mean log-probability per token, or -inf for an answer without tokens."""
     rows = answer.logprobs
     if rows is None or not len(rows):
         return float("-inf")

@@ -1,4 +1,6 @@
-"""The identity of a request. Another gateway with the same identity generates the same answer."""
+"""The identity of a request. Two gateways that run a request with the same identity generate the
+same answer.
+"""
 
 from dataclasses import dataclass
 
@@ -13,5 +15,5 @@ class Identity:
 
     @property
     def created(self) -> int:
-        """Arrival time in whole seconds since 1970. Answers contain this number."""
+        """Arrival time in whole seconds since 1970, as answers contain it."""
         return self.arrival_unix_nanos // 10**9

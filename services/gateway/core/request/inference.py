@@ -1,4 +1,4 @@
-"""The service behind all protocols. It checks requests, and makes the generations that run them."""
+"""Prepares the requests of all protocols: checks them, and makes the generations that run them."""
 
 import asyncio
 from collections import Counter
@@ -33,16 +33,16 @@ from services.gateway.core.text.parsing.special_tokens import SpecialTokens
 _TOKENS_CHECKED_AT_A_TIME = 65_536
 """Number of prompt tokens that are checked in one iteration of the event loop."""
 _MAX_NAMES = 8
-"""Limit on the number of models that an error lists."""
+"""Limit on the number of model names that an error message lists."""
 _ANSWERS_AT_A_TIME = 32
-"""If a request has more answers than this, the event loop can do other work between the stages of
-the request's preparation.
+"""Between the stages of the preparation of a request with more answers than this number, the event
+loop can do other work.
 """
 
 
 class Inference:
-    """Checks clients' requests, tokenizes prompts, and makes generations, which run at the engine.
-    Both HTTP and gRPC use it.
+    """Checks clients' requests, tokenizes prompts, and makes generations, which run requests at the
+    engine. The handlers of both HTTP and gRPC use this class.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Inference:
         draw_seed: Callable[[], int],
         unix_nanos: Callable[[], int],
     ) -> None:
-        """One request may have at most `max_choices` answers and `max_items` values in its lists.
-        An answer that is not streamed may have at most `max_logprobs` log-probabilities. In a
-        stream, `stream_interval` tokens are sent together. `draw_seed` returns random seeds below
-        2**64.
+        """A request may have at most `max_choices` answers and at most `max_items` values in a
+        list. Its answers may have at most `max_logprobs` log-probabilities in total if they are not
+        streamed. In a stream, `stream_interval` tokens are sent together. `draw_seed` returns
+        random seeds below 2**64.
         """
         self.model_name = model_name
         self.adapters = adapters or LoraModules(model_name)
@@ -84,8 +84,8 @@ class Inference:
         self._unix_nanos = unix_nanos
 
     def check_model(self, name: str | None, caller: Caller = ANYONE) -> None:
-        """Raises NotFound if `name` is given and is the name of neither the model nor an adapter.
-        Raises PermissionDenied if the caller may not use this model or adapter.
+        """Raises NotFound if `name` is neither the model's name, the name of an adapter, nor empty.
+        Raises PermissionDenied if the caller may not use the named model or adapter.
         """
         if (adapter := self.adapters.find(name)) is not None:
             caller.check_model(adapter.name)
@@ -99,7 +99,7 @@ class Inference:
         caller.check_model(self.model_name)
 
     def _names_for(self, caller: Caller) -> str:
-        """Returns the names of the models that a caller may use, as text for an error."""
+        """Lists the names of the models that a caller may use, for an error message."""
         names = [self.model_name, *(adapter.name for adapter in self.adapters)]
         allowed = [repr(name) for name in names if caller.may_use(name)]
         more = f" and {len(allowed) - _MAX_NAMES} more" if len(allowed) > _MAX_NAMES else ""
@@ -108,8 +108,8 @@ class Inference:
     def limits(self) -> ModelLimits:
         """Returns the limits of a request. Raises Unavailable before the first replica is ready.
 
-        The end-of-sequence tokens are the tokens in the model's configuration and, as in vLLM, the
-        tokenizer's own token. Fine-tuned chat models often change only the tokenizer's.
+        The end-of-sequence tokens are those of the model's configuration and, as in vLLM, the
+        tokenizer's end-of-sequence token. Fine-tuned chat models often change only the tokenizer.
         """
         limits = self._engine.limits()
         eos_token_id = self.tokenizer.eos_token_id
@@ -120,8 +120,8 @@ class Inference:
         return replace(limits, eos_token_ids=(*limits.eos_token_ids, eos_token_id))
 
     def check_pools(self, task: PoolingTask | None = None) -> Pooler:
-        """Returns the model's pooler. Raises InvalidArgument if the model generates text, or has
-        another pooling task than `task`.
+        """Returns the model's pooler. Raises InvalidArgument if the model generates text, or if
+        `task` is given and is not the pooler's task.
         """
         pooler = self.limits().pooler
         if pooler is None:
@@ -141,19 +141,19 @@ class Inference:
 
     def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if the engine would refuse another request, and DeadlineExceeded
-        if the request would not end in time.
+        if the request would not end by `deadline`.
 
-        Call this before the prompt is tokenized, since under overload most requests are refused.
+        Call this method before tokenization: under overload most requests are refused, and
+        tokenizing their prompts would be wasted work.
         """
         self._engine.check_room(caller, deadline)
 
     def arriving(
         self, caller: Caller, deadline: float | None, *, needs_room: bool = True
     ) -> Arrival:
-        """Counts a request that is being read, tokenized and prepared, until `end` is called on the
-        returned Arrival. Raises ResourceExhausted or DeadlineExceeded if the engine has no room. If
-        `needs_room` is false, the request is neither checked nor counted, since its answer already
-        exists.
+        """Raises the errors of `check_room`, and otherwise counts the request as arriving until
+        `end` of the returned Arrival is called. If `needs_room` is false, the request's answer
+        already exists, and the request is neither checked nor counted.
         """
         if not needs_room:
             return Arrival(Counter(), caller)
@@ -163,8 +163,8 @@ class Inference:
         self, request: ClientRequest, trace: TraceHeaders = UNTRACED, deadline: float | None = None
     ) -> Generation:
         """Checks a request and makes its generation. Raises InvalidArgument or OutOfRange if the
-        request is invalid. If the request has many tokens, the event loop can do other work between
-        the checks.
+        request is invalid. The event loop can do other work between the checks of a request with
+        many tokens.
         """
         limits = self.limits()
         request = self._defaults.bounded(request)
@@ -198,7 +198,7 @@ class Inference:
         return generation
 
     async def check_form(self, wanted: StructuredOutputs) -> None:
-        """Raises InvalidArgument if a constraint cannot be compiled."""
+        """Raises InvalidArgument if a structured-output constraint cannot be compiled."""
         limits = self.limits()
         await self._grammars.check(wanted, limits.vocab_size, limits.eos_token_ids)
 
@@ -209,16 +209,16 @@ class Inference:
             await asyncio.sleep(0)
 
     def delivery(self, generation: Generation, sink: Sink, *, stream: bool) -> Delivery:
-        """Makes the delivery of a generation to a sink. If the answer is not streamed, many tokens
-        are put into the sink together.
+        """Makes the delivery of a generation to a sink. If `stream` is false, many tokens are put
+        into the sink together.
         """
         source = generation.source or self._engine
         min_tokens = self._stream_interval if stream else TOKENS_AT_A_TIME
         return Delivery(generation, source, sink, min_tokens)
 
     def check_num_choices(self, num_prompts: int, n: int, best_of: int | None = None) -> None:
-        """Raises InvalidArgument if a request would have too many answers. It can be called before
-        the prompts are tokenized.
+        """Raises InvalidArgument if a request would have too many answers. The prompts need not be
+        tokenized yet.
         """
         name, each = ("n", n) if best_of is None else ("best_of", best_of)
         if num_prompts * each > self._max_choices:
@@ -229,8 +229,8 @@ class Inference:
             )
 
     def check_num_logprobs(self, generation: Generation) -> None:
-        """Raises OutOfRange if answers that are not streamed would have too many
-        log-probabilities.
+        """Raises OutOfRange if the answers may have more log-probabilities than are allowed without
+        streaming.
         """
         count = sum(
             (sequence.sampling.max_tokens or 0) * _width(sequence.sampling.logprobs)

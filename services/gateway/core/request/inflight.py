@@ -1,5 +1,5 @@
-"""Unfinished sequences with the tokens that they have generated, and the mailbox from which a
-reader takes their output.
+"""Unfinished sequences with their generated tokens, and the mailbox of a request, from which a
+reader takes the output of the request's sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +16,18 @@ from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.request.wait import Wait
 
 MAX_LOSSES_COMPUTED = 5
-"""Limit on the number of replicas that may be lost in succession while they compute a sequence. A
-new token resets the count.
+"""Limit on the number of replicas that may be lost in succession while they compute one sequence. A
+new token of the sequence resets the count.
 """
 MAX_LOSSES_WAITED = 50
-"""Limit on the number of replicas that may be lost in succession while a sequence waits in their
-queue. A waiting sequence is unlikely to cause a loss.
+"""Limit on the number of replicas that may be lost in succession while one sequence waits in their
+queues. The limit is high, since a waiting sequence is unlikely to cause a loss.
 """
 
 
 @dataclass(slots=True)
 class Losses:
-    """Counts the replicas that were lost while they had a certain sequence, since its last new
+    """Counts the replicas that were lost while they had one sequence, since the sequence's last new
     token.
     """
 
@@ -44,12 +44,12 @@ class Losses:
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def forget(self) -> None:
-        """Resets the counts after a new token."""
+        """Resets the counts. Called after a new token."""
         self.computing = False
         self.num_computed = self.num_waited = 0
 
     def count(self) -> None:
-        """Counts the loss of the sequence's replica."""
+        """Counts the loss of the replica that has the sequence."""
         if self.computing:
             self.num_computed += 1
         else:
@@ -67,63 +67,63 @@ def _ignore(_tool: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class Inflight:
-    """One unfinished sequence. A replica can continue the sequence from its request and its tokens
-    so far.
+    """One unfinished sequence. Any replica can continue the sequence from `request` and
+    `output_token_ids`.
     """
 
     request: EngineRequest
     index: int
     """The sequence's index in the client's request."""
     number: int
-    """The arrival number. A sequence that arrived later has a higher number."""
+    """A number that increases in order of arrival."""
     mailbox: "Mailbox"
     output_token_ids: list[int] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     refused_by: set[str] = field(default_factory=set)
-    """Addresses of the replicas that refused the sequence since it last left a replica."""
+    """Addresses of the replicas that have refused the sequence since the sequence last left a
+    replica.
+    """
     was_accepted: bool = False
-    """Whether a replica has accepted the sequence. If true, the sequence waits if all queues are
-    full. A new request would be refused.
+    """Whether a replica has accepted the sequence before. When the queues of all replicas are full,
+    such a sequence waits, and a new sequence is refused.
     """
     num_times_taken_back: int = 0
-    """Number of times that the sequence was preempted or taken back from a replica that could not
-    run steps.
+    """Number of times that the gateway took the sequence back from a replica, because the sequence
+    was preempted or the replica could not run steps.
     """
     was_called_invalid: bool = False
     """Whether a replica has refused the sequence as invalid."""
     was_sent: bool = False
-    """Whether the sequence was sent to a replica at least once."""
+    """Whether the sequence was ever sent to a replica."""
     was_stopped: bool = False
     """Whether a stop string ended the sequence."""
     wait_until: float | None = None
     """Time on the event loop's clock at which the current wait for a replica ends with an error."""
     release: Callable[[], None] = _nothing
-    """Aborts the sequence at its replica."""
+    """Aborts the sequence at its current replica."""
     end_turn: Callable[[str], None] = _ignore
-    """Tells the replica which tool runs after the sequence has ended there."""
+    """Sends the replica the name of the tool that the client runs after the sequence's end."""
     trace: SequenceTrace = field(init=False)
     _num_prompt_rows: int = 0
-    """Number of rows of prompt log-probabilities that were delivered."""
+    """Number of rows of prompt log-probabilities that were added to deltas."""
     _num_repeated_rows: int = 0
-    """Number of delivered rows of prompt log-probabilities that the current replica will send
-    again.
-    """
+    """Number of these rows that the current replica will send again. They are skipped."""
 
     def __post_init__(self) -> None:
         self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)
 
     @property
     def has_output(self) -> bool:
-        """Whether any model output was delivered."""
+        """Whether the sequence has tokens or prompt log-probabilities."""
         return bool(self.output_token_ids or self._num_prompt_rows)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of the prompt are still expected."""
+        """Whether the replica must still send log-probabilities of the prompt."""
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def resume(self, progress: Progress) -> None:
-        """Sets the output of the sequence to earlier output from which it is resumed."""
+        """Sets the output with which the sequence is resumed."""
         self.output_token_ids = list(progress.token_ids)
         self.was_accepted = bool(progress.token_ids)
         self._num_prompt_rows = progress.num_prompt_rows
@@ -134,9 +134,8 @@ class Inflight:
         route: RoutingDecision,
         end_turn: Callable[[str], None] = _ignore,
     ) -> None:
-        """Records that the sequence was sent to a replica. `release` aborts the sequence there, and
-        `end_turn` sends the tool that runs after it. The replica sends all log-probabilities of the
-        prompt, including those already delivered.
+        """Records that the sequence was sent to a replica. `release` aborts the sequence at this
+        replica, and `end_turn` sends the replica the name of the tool that runs after the sequence.
         """
         self.release, self.end_turn = release, end_turn
         self.was_sent = True
@@ -145,8 +144,8 @@ class Inflight:
         self._num_repeated_rows = self._num_prompt_rows
 
     def admitted(self, num_cached_tokens: int) -> None:
-        """Records that the sequence was scheduled. `num_cached_tokens` is delivered only if there
-        is no output yet. Later numbers are from another replica, after a loss.
+        """Records that the replica has scheduled the sequence. `num_cached_tokens` is ignored if
+        the sequence already has tokens, since another replica has then generated them.
         """
         self.was_accepted = True
         self.losses.computing = True
@@ -166,8 +165,8 @@ class Inflight:
         self.mailbox.add_tokens(self.index, token_ids)
 
     def lost(self, cause: ResubmitCause) -> None:
-        """Records that the session with the replica ended. The sequence's next wait for a replica
-        has the full time limit.
+        """Records that the session with the sequence's replica has ended. The next wait for a
+        replica has the full time limit again.
         """
         self.was_accepted = True
         self.wait_until = None
@@ -178,7 +177,9 @@ class Inflight:
         self.trace.left(cause)
 
     def taken_back(self, cause: ResubmitCause) -> None:
-        """Aborts the sequence at its replica. It will be continued later or at another replica."""
+        """Aborts the sequence at its replica. The sequence continues later or at another
+        replica.
+        """
         self.was_accepted = True
         self.num_times_taken_back += 1
         self.wait_until = None
@@ -193,7 +194,7 @@ class Inflight:
         delta.logprobs = joined(delta.logprobs, rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
-        """Adds log-probabilities of the prompt. Rows that were delivered before are skipped."""
+        """Adds log-probabilities of the prompt, except rows that an earlier replica has sent."""
         num_repeated = min(self._num_repeated_rows, len(rows))
         self._num_repeated_rows -= num_repeated
         rows = rows.part(num_repeated)
@@ -204,7 +205,9 @@ class Inflight:
         delta.prompt_logprobs = joined(delta.prompt_logprobs, rows)
 
     def pooled(self, values: bytes) -> None:
-        """Adds the vector of the prompt. A call of `finished` follows."""
+        """Adds the vector of the prompt, as little-endian float32 numbers. The caller calls
+        `finished` next.
+        """
         self.was_accepted = True
         self._delta().pooled = values
 
@@ -213,12 +216,12 @@ class Inflight:
         self._delta().finish = finish
 
     def failed(self, error: StepwellError) -> None:
-        """Ends the sequence with an error, which is delivered to its reader."""
+        """Ends the sequence with an error, which the reader receives."""
         self.trace.timeline.end("failed")
         self._delta().error = error
 
     def aborted(self) -> None:
-        """Ends the sequence at its replica, since its reader needs no more output."""
+        """Ends the sequence at its replica, since the reader needs no more output."""
         self.release()
         self.trace.timeline.end("aborted")
 
@@ -227,8 +230,8 @@ class Inflight:
 
 
 def ended(inflight: Inflight) -> Finish | None:
-    """Determines from a sequence's tokens how it ended. Returns None if the sequence has not ended.
-    Used if a replica was lost before it reported the end.
+    """Determines from a sequence's tokens whether and how the sequence has ended. Returns None if
+    it has not ended. Needed if a replica was lost before it reported the end.
     """
     tokens, sampling = inflight.output_token_ids, inflight.request.sampling
     if not tokens:
@@ -239,10 +242,10 @@ def ended(inflight: Inflight) -> Finish | None:
 
 
 class Mailbox:
-    """The sequences of one client request, and their output since it was last read.
+    """The sequences of one client request, and the output that the reader has not taken yet.
 
-    There is at most one delta per sequence, so a reader that stops reading costs only the memory of
-    its request's tokens.
+    Each sequence has at most one delta, which collects its output. If a reader stops reading, the
+    mailbox therefore needs no more memory than the request's tokens.
     """
 
     def __init__(
@@ -253,41 +256,38 @@ class Mailbox:
         nanos: Callable[[], int],
     ) -> None:
         """`numbers` yields the arrival numbers of sequences. `drop` is called for each aborted
-        sequence. `nanos` returns the time of the timelines, in nanoseconds on a steady clock.
+        sequence. `nanos` is the clock of the sequences' timelines, in steady nanoseconds.
         """
         self.nanos = nanos
         self.inflights = [
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
         self.routes: list[RoutingDecision] = []
-        """The routes of the sequences, in the order in which they were sent. A sequence that was
-        sent several times has several routes.
+        """The routing decisions in order of time. A sequence that was sent several times has
+        several.
         """
         self.waits: list[Wait] = []
-        """The waits of sequences that were not sent to a replica at once or were preempted, in the
-        order in which the waits ended.
+        """The ended waits of sequences that were not sent to a replica at once or were preempted,
+        in the order of the waits' ends.
         """
         self.traces = [inflight.trace for inflight in self.inflights]
-        """The trace of each sequence."""
         self._unfinished = set(range(len(requests)))
         self._drop = drop
         self._deltas: dict[int, Delta] = {}
         self._on_news: Callable[[], None] = _nothing
         self._min_tokens = 1
         self._begun: set[int] = set()
-        """Indices of the sequences whose first tokens were taken."""
+        """Indices of the sequences whose first tokens the reader has taken."""
 
     def delta(self, index: int) -> Delta:
-        """Returns the sequence's current delta, to which the caller adds output. Notifies the
-        reader.
-        """
+        """Returns the delta to which the caller adds output of a sequence. Notifies the reader."""
         delta = self.open_delta(index)
         self._on_news()
         return delta
 
     def open_delta(self, index: int) -> Delta:
-        """Returns the sequence's current delta, to which the caller adds output. Does not notify
-        the reader, since a later addition will.
+        """Like `delta`, but does not notify the reader. Used for output that accompanies tokens,
+        whose addition notifies the reader.
         """
         delta = self._deltas.get(index)
         if delta is None:
@@ -305,9 +305,9 @@ class Mailbox:
             self._on_news()
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
-        """Calls `on_news` after additions to a delta. The callback must not take the delta. If only
-        tokens are added, it is called for a sequence's first tokens, and then whenever a delta has
-        at least `min_tokens` tokens.
+        """Calls `on_news` when there is new output. `on_news` must not call `take`. If the new
+        output consists of tokens, `on_news` is called for the first tokens of a sequence, and later
+        when a delta has at least `min_tokens` tokens.
         """
         self._on_news, self._min_tokens = on_news, min_tokens
 
@@ -324,7 +324,7 @@ class Mailbox:
         return list(deltas.items())
 
     def resume(self, progress: Sequence[Progress]) -> list[Inflight]:
-        """Resumes the sequences from their progress. Returns the unfinished sequences."""
+        """Sets the output with which each sequence is resumed. Returns the unfinished sequences."""
         going_on = []
         for inflight, one in zip(self.inflights, progress, strict=True):
             inflight.resume(one)
@@ -337,9 +337,7 @@ class Mailbox:
         return going_on
 
     def abort(self, index: int) -> None:
-        """Ends a sequence because a stop string completed its text. Later output is dropped.
-        Idempotent.
-        """
+        """Ends a sequence because its text contains a stop string. Idempotent."""
         if index in self._unfinished:
             self.inflights[index].was_stopped = True
             self._abort(index)

@@ -5,16 +5,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 LOWEST_LOGPROB = -9999.0
-"""OpenAI's value for the log-probability of an impossible token, since JSON has no -inf."""
+"""OpenAI's log-probability of an impossible token. JSON has no -inf."""
 
 
 @dataclass(slots=True)
 class LogprobRows:
-    """The log-probabilities as a row-major matrix with one row for each position. Column 0 has the
+    """Log-probabilities as a row-major matrix with one row for each position. Column 0 has the
     position's token. The other columns have the most probable tokens in descending order.
 
-    `token_ids` and `logprobs` have `width` values per row, and `ranks` has one. All are arrays of
-    4-byte numbers, since lists would take nine times the memory.
+    `token_ids` and `logprobs` have `width` values per row. `ranks` has one value per row, the rank
+    of the position's token. All three are arrays of 4-byte numbers. Lists would take nine times the
+    memory.
     """
 
     width: int
@@ -32,7 +33,7 @@ class LogprobRows:
         return len(self.ranks)
 
     def extend(self, other: "LogprobRows") -> None:
-        """Appends the rows of `other`, which has the same width."""
+        """Appends the rows of `other`, which must have the same width."""
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.ranks += other.ranks
@@ -61,9 +62,7 @@ class LogprobRows:
 
 
 def joined(rows: LogprobRows | None, more: LogprobRows | None) -> LogprobRows | None:
-    """Returns rows followed by more rows. Either argument may be None. May extend `rows` in
-    place.
-    """
+    """Returns `rows` followed by `more`. May extend `rows` in place."""
     if rows is None or more is None:
         return more if rows is None else rows
     rows.extend(more)

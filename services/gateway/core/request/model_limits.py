@@ -8,11 +8,7 @@ from services.common.request.pooling import Pooler
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits of a request. They are the tightest limits of all ready replicas.
-
-    `capacity` is the largest number of tokens, prompt plus output, that a sequence can have in both
-    the model and the pool.
-    """
+    """The limits that a replica or a fleet of replicas sets for a request."""
 
     max_model_len: int
     max_request_tokens: int
@@ -21,22 +17,25 @@ class ModelLimits:
     priority_scheduling: bool
     hidden_size: int
     pooler: Pooler | None = None
-    """How the model computes a vector of a prompt. It is None if the model generates text."""
+    """How the model computes the vector of a prompt. It is None if the model generates text."""
 
     @property
     def capacity(self) -> int:
+        """Maximum number of tokens of a sequence, prompt plus output, that fit both the model and
+        the KV-cache pool.
+        """
         return min(self.max_model_len, self.max_request_tokens)
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Limit on the number of prompt tokens. If the model generates text, one token less than
-        the capacity.
+        """Limit on the number of prompt tokens. If the model generates text, the prompt must leave
+        room for one token.
         """
         return self.capacity if self.pooler is not None else self.capacity - 1
 
 
 def tightest_limits(limits: Sequence[ModelLimits]) -> ModelLimits:
-    """Returns the limits that a request must meet to fit every replica."""
+    """Returns the limits that a request must meet to be accepted by every replica."""
     if len(limits) == 1:
         return limits[0]
     return ModelLimits(

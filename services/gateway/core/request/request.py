@@ -1,4 +1,4 @@
-"""A client's request, and the sequences that are sent to engines for it."""
+"""A client's request, and the sequences that are sent to the replicas for it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +18,8 @@ from services.gateway.core.text.parsing.output_form import OutputForm
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
-"""The roles of messages over gRPC. The role `tool` is left out, because these messages have no tool
-calls.
+"""The roles of chat messages over gRPC. They do not include `tool`, since these messages have no
+tool calls.
 """
 
 
@@ -29,7 +29,7 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
-    """The text of the prompt, if the client requested that it is returned."""
+    """The text of the prompt. It is set only if the client requested that it is returned (echo)."""
     offsets: list[int] | None = None
     """For each token, the number of characters in `text` before it."""
     embeds: PromptEmbeds | None = None
@@ -51,57 +51,56 @@ class ClientRequest:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     shown_special_ids: frozenset[int] = frozenset()
-    """Special tokens that are kept in an answer's text, because they mark the parts of its
-    format.
-    """
+    """Special tokens that are kept in an answer's text, because the answer's parser needs them."""
     priority: int = 0
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
-    """Whether the whole prompt is computed even if a part is cached."""
+    """Whether the whole prompt is computed, even if the prefix cache contains a part of it."""
     default_max_tokens: int | None = None
-    """Maximum length of an answer if `sampling.max_tokens` is None. None means as many tokens as
-    fit.
+    """Maximum number of tokens of an answer if `sampling.max_tokens` is None. None means as many
+    tokens as fit into the context.
     """
     prompt_only: bool = False
     """Whether only the prompt is returned (echo with max_tokens 0)."""
     session_id: str = ""
     """Requests with the same id are expected to share prompt prefixes."""
     program: DeclaredProgram | None = None
-    """What the client says about the program that the request is a turn of."""
+    """The client's data about the agent program to which the request belongs."""
     caller: Caller = ANYONE
     best_of: int | None = None
-    """Number of answers that are generated for each prompt. The best `n` of them are returned. None
-    means `n`.
+    """Number of answers that are generated for each prompt, of which the best `n` are returned.
+    None means `n`.
     """
     pooling: PoolingParams | None = None
-    """How a vector of each prompt is computed. It is None if text is generated."""
+    """How the vector of each prompt is computed. It is None if text is generated."""
     turn: "Turn | None" = None
-    """The turn of a growing prompt that this request is. It is None for all other requests."""
+    """Set if the request is a turn of a client's session, whose prompt grows with each turn."""
     output_form: OutputForm | None = None
-    """How answers are parsed. It is None if they are plain text."""
+    """How answers are parsed into content, reasoning and tool calls. None means only content."""
     adapter: Adapter | None = None
     """The LoRA adapter that the client requested in place of the model."""
 
     @property
     def num_candidates(self) -> int:
-        """Number of answers that are generated for each prompt. `n` of them are returned."""
+        """Number of answers that are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_choices(self) -> int:
-        """Number of answers that are generated for all prompts."""
+        """Number of answers that are generated for all prompts together."""
         return len(self.prompts) * self.num_candidates
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more answers are generated than returned."""
+        """Whether more answers are generated than returned, so that answers are ranked."""
         return self.num_candidates > self.n
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One complete sequence: seed, max_tokens and end-of-sequence tokens are set, and the caller's
-    rules are applied to priority and cache_salt.
+    """One sequence of a client's request, with all defaults filled in: `sampling` has a seed,
+    max_tokens and end-of-sequence tokens, and the caller's rules were applied to priority and
+    cache_salt.
     """
 
     request_id: str
@@ -113,20 +112,17 @@ class EngineRequest:
     trace: TraceHeaders = UNTRACED
     prompt_embeds: PromptEmbeds | None = None
     deadline: float | None = None
-    """The client's deadline on the engine's clock. It is None if the client set none."""
+    """The client's deadline in seconds on the event loop's clock. None means no deadline."""
     session_id: str = ""
     program: DeclaredProgram | None = None
     caller: Caller = ANYONE
     num_choices: int = 0
-    """For metrics: in the first sequence of a prompt, the number of answers that the client
-    requested. It is 0 in other sequences.
+    """For metrics: the number of answers that the client requested for the prompt. It is set in the
+    prompt's first sequence, and 0 in the others.
     """
     pooling: PoolingParams | None = None
-    """How the prompt's vector is computed. It is None if text is generated."""
     skip_reading_prefix_cache: bool = False
-    """Whether the whole prompt of the sequence is computed even if a part is cached."""
     turn: "Turn | None" = None
-    """The turn of a growing prompt that this sequence is. It is None for all other sequences."""
     adapter: Adapter | None = None
 
     @property
@@ -137,42 +133,42 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """A sequence that a replica keeps. A sequence that continues it must share the last three
-    fields.
+    """A sequence whose KV blocks a replica keeps after the sequence's end. A sequence that
+    continues it must have the same priority, cache_salt and adapter_digest.
     """
 
     replica: object
     handle: int
     """The handle of the sequence at the replica."""
     release: Callable[[], None]
-    """Ends the sequence at the replica. Does nothing if the sequence has ended."""
+    """Makes the replica free the sequence. Does nothing if the replica has freed it."""
     num_tokens: int
-    """Number of leading tokens that the replica keeps."""
+    """Number of leading tokens whose KV blocks the replica keeps."""
     priority: int
     cache_salt: str
     adapter_digest: bytes
 
 
 class Turn(Protocol):
-    """A request that continues an earlier one. In vLLM such a request is called resumable: the
-    replica keeps its sequence after the end, and the next turn continues the sequence there.
+    """A turn of a client's session, which vLLM calls a resumable request: the replica keeps the
+    turn's sequence after its end, and the next turn continues this sequence at the replica.
     """
 
     def begin(self) -> None:
-        """Called before the sequence is sent."""
+        """Called before the turn's sequence is sent to a replica."""
 
     def add(
         self, token_ids: Sequence[int], reason: FinishReason | None, stop: str | int | None
     ) -> None:
-        """Called with new tokens. `reason` is None before the end. `stop` is the stop string or
-        stop token that ended the answer.
+        """Called with new tokens. `reason` is None before the answer's end. `stop` is the stop
+        string or the id of the stop token that ended the answer.
         """
 
     def end(self) -> None:
         """Called when the request has ended or was aborted. Idempotent."""
 
     def take_held(self, request: EngineRequest) -> HeldSequence | None:
-        """Returns the kept sequence that `request` continues."""
+        """Returns and forgets the kept sequence that `request` continues, if there is one."""
 
     def hold(self, held: HeldSequence) -> None:
         """Called when the sequence has ended, and the replica keeps it."""
@@ -190,10 +186,10 @@ def to_engine_requests(
     trace: TraceHeaders = UNTRACED,
     deadline: float | None = None,
 ) -> list[EngineRequest]:
-    """Makes the sequences of a checked request, prompt by prompt.
+    """Makes the sequences of a checked request, in order of the prompts.
 
     If the request has no seed, the sequences' seeds are derived from `seed`. If more answers are
-    generated than returned, log-probabilities are requested, by which the best are selected.
+    generated than returned, the sequences request log-probabilities, by which answers are ranked.
     """
     eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
     sampling, num_candidates = request.sampling, request.num_candidates

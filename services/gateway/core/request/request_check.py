@@ -1,4 +1,4 @@
-"""Checks requests before anything is queued."""
+"""Checks clients' requests before their sequences are queued."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def is_request_id(name: str) -> bool:
-    """Whether a text is allowed as a request id. Request ids appear in logs, traces and answers."""
+    """Whether a text is valid as a request id. Request ids appear in logs, traces and answers."""
     return _REQUEST_ID.fullmatch(name) is not None
 
 
@@ -34,8 +34,8 @@ def check_request_id(name: str) -> None:
 
 
 def check_request(request: ClientRequest, limits: ModelLimits) -> None:
-    """Raises InvalidArgument, which names the field, if a request is invalid. Prompts are not
-    checked here.
+    """Raises InvalidArgument with the name of the invalid field if a request is invalid. Does not
+    check the prompts.
     """
     if request.n < 1:
         raise InvalidArgument(f"n must be at least 1, not {request.n}", field="n")
@@ -97,8 +97,8 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
 
 
 def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellError:
-    """Returns an error about a prompt. If there are several prompts, the prompt's number is added
-    to the error.
+    """Returns the error with the prompt's index added to its field and message, if the error is
+    about a prompt and the request has several.
     """
     if error.field != "prompt" or num_prompts == 1:
         return error
@@ -108,7 +108,7 @@ def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellEr
 
 
 def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
-    """Returns the error of a prompt that is too long. `size` is the prompt's length as a text, such
+    """Returns the error for a prompt that is too long. `size` is the prompt's length as text, such
     as "600 tokens".
     """
     sentence = f"{_context_length(limits)} prompt has {size}"
@@ -118,10 +118,9 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
 
 
 def _context_length(limits: ModelLimits) -> str:
-    """Returns the first words of an error about a length.
+    """Returns the first words of the message of an error about a length.
 
-    OpenAI and vLLM use the same words, and some clients recognize the error by them. For example,
-    LiteLLM searches for this text. LangChain compares the error code instead.
+    OpenAI and vLLM use the same words. Some clients, such as LiteLLM, recognize the error by them.
     """
     sentence = f"This model's maximum context length is {limits.capacity} tokens"
     if limits.max_request_tokens < limits.max_model_len:
@@ -130,7 +129,9 @@ def _context_length(limits: ModelLimits) -> str:
 
 
 def _check_runner(request: ClientRequest, limits: ModelLimits) -> None:
-    """Raises InvalidArgument if the model does not support the kind of request."""
+    """Raises InvalidArgument if the request is for text and the model computes vectors, or if the
+    model's pooler does not support the request.
+    """
     pooler = limits.pooler
     if request.pooling is None and pooler is not None:
         kind = "scores" if pooler.task is PoolingTask.CLASSIFY else "embeddings"

@@ -13,16 +13,16 @@ class SamplingDefaults:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The default of each sampling parameter."""
     max_tokens: int | None = None
-    """Maximum length of an answer if neither the client nor the API sets one. None means as many
-    tokens as fit.
+    """Maximum number of tokens of an answer if neither the client nor the API sets one. None means
+    as many tokens as fit into the context.
     """
     most_tokens: int | None = None
-    """Upper bound on the length of every answer, even if the client requests more. None means no
-    bound.
+    """Upper bound on the number of tokens of every answer, even if the client requests more. None
+    means no bound.
     """
 
     def bounded(self, request: ClientRequest) -> ClientRequest:
-        """Returns the request with the defaults and bounds of the answer's length applied."""
+        """Returns the request with `max_tokens` and `most_tokens` applied to its limits."""
         default = request.default_max_tokens
         if default is None:
             default = self.max_tokens

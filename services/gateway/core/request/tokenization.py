@@ -11,13 +11,13 @@ from services.gateway.core.request.truncation import Truncation, truncation
 
 
 class Tokenization:
-    """The tokenizer with checks of the number of characters and tokens."""
+    """Calls the tokenizer, and checks the numbers of characters and tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, limits: Callable[[], ModelLimits], max_items: int
     ) -> None:
-        """`limits` returns the model's limits, or raises Unavailable. A request or an answer may
-        have at most `max_items` tokens that are listed.
+        """`limits` returns the model's limits, or raises Unavailable. A list of tokens in a request
+        or an answer may have at most `max_items` items.
         """
         self._tokenizer = tokenizer
         self._limits = limits
@@ -34,8 +34,8 @@ class Tokenization:
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, kept: Truncation | None = None
     ) -> list[list[int]]:
-        """Returns the token ids of prompts, truncated if `kept` is given. Raises OutOfRange if a
-        prompt does not fit into the context.
+        """Returns the token ids of prompts. If `kept` is given, the prompts are truncated.
+        Otherwise raises OutOfRange if a prompt does not fit into the context.
         """
         limits = self._limits()
         if kept is not None:
@@ -55,8 +55,8 @@ class Tokenization:
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], kept: Truncation | None = None
     ) -> list[tuple[list[int], int]]:
-        """Returns the same as `Tokenizer.encode_pairs`. Pairs are truncated if `kept` is given.
-        Raises OutOfRange if a pair does not fit into the context.
+        """Returns, for each pair of texts, the token ids of one prompt with both texts, and the
+        number of tokens before the second text. Truncates or raises OutOfRange like `encode`.
         """
         limits = self._limits()
         if kept is not None:
@@ -70,9 +70,10 @@ class Tokenization:
     def truncation(
         self, num_tokens: int | None, side: str | None, max_tokens: int | None = None
     ) -> Truncation | None:
-        """Returns the truncation of prompts, or None if `num_tokens` is None. `max_tokens` is the
-        maximum length of the answer. `side` is the side on which tokens are removed. By default,
-        the end of a prompt is kept if text is generated, and the beginning if a vector is computed.
+        """Returns the truncation of prompts to `num_tokens`, or None if `num_tokens` is None.
+        `max_tokens` is the maximum length of the answer. `side` ("left" or "right") is the side
+        from which tokens are removed. If it is None, the end of a prompt is kept if the model
+        generates text, and the beginning if it computes a vector.
         """
         if num_tokens is None:
             return None
@@ -85,7 +86,7 @@ class Tokenization:
 
     def _check_lengths(self, lengths: Sequence[int], limits: ModelLimits) -> None:
         """Raises OutOfRange if a text has so many characters that its tokens cannot fit into the
-        context.
+        context. `lengths` are the texts' numbers of characters.
         """
         longest = limits.capacity * self._tokenizer.max_token_bytes
         for number, length in enumerate(lengths):
@@ -94,8 +95,8 @@ class Tokenization:
                 raise of_prompt(error, number, len(lengths))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Returns the token ids of any text. Raises OutOfRange if there are too many tokens for one
-        answer.
+        """Returns the token ids of any text. Raises OutOfRange if there are more tokens than one
+        answer may list.
         """
         try:
             [token_ids] = await self._tokenizer.encode(
@@ -110,16 +111,16 @@ class Tokenization:
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of token ids. Raises OutOfRange if there are too many tokens for one
-        request.
+        """Returns the text of token ids. Raises OutOfRange if there are more tokens than one
+        request may list.
         """
         self.check_num_items("tokens", len(token_ids))
         return await self._tokenizer.detokenize(token_ids)
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Returns the token sequences of words that must not appear. Each word is tokenized alone
-        and after a space. By vLLM's rule, the second sequence is used only if its first token
-        differs and its length is the same.
+        """Returns the token sequences of words that must not appear in an answer. Each word is
+        tokenized without and with a space before it. By vLLM's rule, the sequence with the space is
+        used only if it has a different first token and the same length.
         """
         if not words:
             return ()

@@ -11,8 +11,8 @@ _AS_MANY_AS_FIT = -1
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keeps either the last or the first `num_tokens` tokens of a prompt. Special tokens are
-    counted.
+    """Keeps either the last or the first `num_tokens` tokens of a prompt, including special
+    tokens.
     """
 
     num_tokens: int
@@ -23,10 +23,10 @@ class Truncation:
 
 
 def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
-    """Returns the truncation that a client requested. If `num_tokens` is -1, `most` tokens are
-    kept, the longest possible prompt.
+    """Returns the truncation that a client requested. `most` is the number of tokens of the longest
+    possible prompt. If `num_tokens` is -1, `most` tokens are kept.
 
-    Raises InvalidArgument if the number is less than 1 or more than `most`.
+    Raises InvalidArgument if `num_tokens` is any other number less than 1, or more than `most`.
     """
     if num_tokens == _AS_MANY_AS_FIT:
         num_tokens = most
@@ -39,9 +39,9 @@ def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
 
 
 def lengths_kept(lengths: Sequence[int], most: int) -> tuple[int, int]:
-    """Returns how many tokens are kept of each of two texts with these lengths. In total at most
-    `most` tokens are kept. The longer text is shortened until both are equally long, and then both
-    texts are shortened ("longest_first" of the tokenizers package).
+    """Returns how many tokens of each of two texts are kept, at most `most` tokens in total.
+    `lengths` are the texts' numbers of tokens. The longer text is shortened until both are equally
+    long, and then both texts are shortened ("longest_first" of the tokenizers package).
     """
     shorter, longer = sorted(lengths)
     if shorter + longer > most:

@@ -1,4 +1,4 @@
-"""A sequence's wait for a place: its reason and duration."""
+"""A sequence's wait at the gateway: its reason and duration."""
 
 from dataclasses import dataclass
 

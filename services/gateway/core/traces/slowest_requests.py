@@ -7,16 +7,16 @@ _MINUTE_SECONDS = 60.0
 
 class SlowestRequests:
     """Selects requests when they end. A request is selected if it is among the `num_kept` slowest
-    requests that have ended in the current minute. So the slowest requests of the whole minute are
-    always selected. Of N requests in random order, about num_kept * (1 + ln(N / num_kept)) are
-    selected.
+    requests that have ended so far in the current minute. So the slowest requests of the whole
+    minute are always selected, together with some faster ones: of N requests in random order, about
+    num_kept * (1 + ln(N / num_kept)) are selected.
     """
 
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept
         self._minute = -1
         self._slowest: list[float] = []
-        """A heap of the longest durations in this minute."""
+        """A heap of the longest durations in the current minute, in seconds."""
 
     def is_among(self, seconds: float, now: float) -> bool:
         """Whether a request that took `seconds` is selected. `now` is the time in seconds on a

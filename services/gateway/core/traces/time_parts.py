@@ -1,7 +1,8 @@
-"""The parts of a request's time, from its arrival to its end at the gateway.
+"""Divides the time of a request at the gateway, from its arrival to its end, into parts.
 
-These are the parts of the request's timeline. The part GENERATE is replaced by the parts of the
-sequence that ended last: its waits at the gateway, and the times that its last replica reported.
+The request's timeline already has parts. The timeline's part GENERATE, in which replicas process
+the request's sequences, is replaced by the parts of the sequence that ended last: the sequence's
+waits at the gateway, and the times that its last replica reported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,17 +24,20 @@ from services.gateway.core.fleet.sequence_trace import SequenceTrace
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 EngineParts = Mapping[str, Sequence[TimePart]]
-"""Maps the ids of sequences to their parts at their current replicas."""
+"""Maps the id of each sequence to the time parts that its current replica has reported so far."""
 
 _NAMES = {Part.READ: CLIENT, Part.WRITE: CLIENT, Part.RESUBMIT: "resubmit"}
-"""The names of parts that are not the gateway's own work. A wait is named after its reason."""
+"""The names of parts in which the gateway itself does no work. A part WAIT is named after the
+reason of the wait.
+"""
 
 
 def request_parts(
     timeline: Timeline, traces: Sequence[SequenceTrace], now: int, so_far: EngineParts | None = None
 ) -> tuple[TimePart, ...]:
-    """Returns the parts of a request's time up to its end, or up to `now` while it runs. Their sum
-    is the whole time. `so_far` has the parts of sequences that are still at a replica.
+    """Returns the parts of a request's time up to the request's end, or up to `now` while the
+    request runs. The parts add up to the whole time. `so_far` has the parts of sequences that are
+    still at a replica.
     """
     last = max(traces, key=lambda trace: trace.timeline.ended or now, default=None)
     parts: list[TimePart] = []
@@ -48,8 +52,8 @@ def request_parts(
 def _sequence_parts(
     trace: SequenceTrace, began: int, ended: int, so_far: EngineParts
 ) -> list[TimePart]:
-    """Returns the parts of a sequence's time from `began` to `ended`. Time that no part covers is
-    counted as the gateway's.
+    """Returns the parts of a sequence's time from `began` to `ended`. Time that no part of the
+    sequence's timeline covers is counted as GATEWAY.
     """
     parts: list[TimePart] = []
     num_sent = 0
@@ -73,8 +77,9 @@ def _sequence_parts(
 def _stay_parts(
     trace: SequenceTrace, start: int, end: int, so_far: Sequence[TimePart]
 ) -> list[TimePart]:
-    """Returns the parts of the last stay at a replica. If the replica has not reported these parts,
-    they are estimated from what the gateway observed.
+    """Returns the parts of a sequence's last stay at a replica, from `start` to `end`. If the
+    replica has reported no parts, they are estimated from the times at which the gateway received
+    the sequence's first messages from the replica.
     """
     reported = so_far if trace.times is None else trace.times.parts
     if not reported:
@@ -86,7 +91,7 @@ def _stay_parts(
             TimePart(DECODE, end - first),
         ]
     left, parts = end - start, []
-    for part in reported:  # The replica's clock differs, so its parts are cut at the stay's end.
+    for part in reported:  # The clocks differ, so the replica's parts are cut at `end`.
         length = min(part.nanos, left)
         left -= length
         parts.append(TimePart(part.name, length, part.request_id, part.step))
@@ -100,7 +105,7 @@ def _name(stretch: Stretch) -> str:
 
 
 def _stretches(timeline: Timeline, now: int) -> Iterator[tuple[Stretch, int, int]]:
-    """Yields each part with its start and end."""
+    """Yields each part of a timeline with the part's start and end."""
     for one, following in pairwise(timeline.stretches):
         yield one, one.began, following.began
     last = timeline.stretches[-1]

@@ -1,5 +1,5 @@
-"""Records when each part of a request began at the gateway. It consists of numbers. If a trace is
-needed, spans are made from the timeline at the end.
+"""Timelines: when each part of a request's processing began at the gateway. If a request is traced,
+OpenTelemetry spans are made from its timeline when the request has ended.
 """
 
 import enum
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from services.common.telemetry import names
 
 MAX_STRETCHES = 64
-"""Limit on the number of parts of a timeline. A sequence that is refused repeatedly could have
-thousands.
+"""Limit on the number of parts of a timeline. The timeline of a sequence that replicas refuse
+repeatedly could otherwise have thousands of parts.
 """
 
 Details = Mapping[str, str | int | float | bool]
@@ -20,26 +20,28 @@ class Part(enum.Enum):
     """A stage in the processing of a request or a sequence."""
 
     ADMIT = names.SPAN_GATEWAY_ADMIT
-    """The API key, the caller's limits and the room at the replicas are checked."""
+    """The gateway checks the API key, the caller's limits, and whether a replica can accept the
+    request.
+    """
     READ = names.SPAN_GATEWAY_READ
     PARSE = names.SPAN_GATEWAY_PARSE
     TOKENIZE = names.SPAN_GATEWAY_TOKENIZE
     PREPARE = names.SPAN_GATEWAY_PREPARE
-    """Parameters are checked, and sequences are made."""
+    """The gateway checks the parameters, and makes the sequences."""
     WAIT = names.SPAN_GATEWAY_WAIT
-    """The request waits at the gateway. The details have the reason."""
+    """The request or sequence waits at the gateway. The part's details have the reason."""
     GENERATE = names.SPAN_GATEWAY_GENERATE
     """The replicas process the sequences, until the last sequence ends."""
     ROUTE = names.SPAN_GATEWAY_ROUTE
-    """A replica is chosen for a sequence."""
+    """The gateway chooses a replica for a sequence."""
     ENGINE = names.SPAN_GATEWAY_ENGINE
     """A sequence is at a replica."""
     RESUBMIT = names.SPAN_GATEWAY_RESUBMIT
-    """A sequence has left a replica before its end, and waits for the next replica. The details
-    have the cause.
+    """A sequence has left a replica before the sequence's end, and waits for the next replica. The
+    part's details have the cause.
     """
     WRITE = names.SPAN_GATEWAY_WRITE
-    """The last output of the sequences is sent to the client."""
+    """The gateway sends the last output to the client."""
 
 
 @dataclass(slots=True)
@@ -53,10 +55,10 @@ class Stretch:
 
 
 class Timeline:
-    """A list of consecutive parts. Each part starts at the end of the previous part, so together
-    they cover the whole time. Times are in nanoseconds of the given clock.
+    """The consecutive parts of a request's or a sequence's processing. Each part starts at the end
+    of the previous part. Times are in nanoseconds on the clock `nanos`.
 
-    When there are MAX_STRETCHES parts, all further time is added to the last part.
+    A timeline with MAX_STRETCHES parts gets no new parts. Its last part covers all further time.
     """
 
     __slots__ = ("_nanos", "ended", "num_dropped", "stretches")
@@ -69,7 +71,7 @@ class Timeline:
 
     @property
     def part(self) -> Part:
-        """The current part. After the end, the last part."""
+        """The current part, or the last part if the timeline has ended."""
         return self.stretches[-1].part
 
     @property
@@ -83,7 +85,8 @@ class Timeline:
         self, part: Part, details: Details | None = None, outcome: str = "", at: int | None = None
     ) -> None:
         """Ends the current part with an outcome, and starts `part` now or at the earlier time `at`.
-        Does nothing if the part and its details are unchanged, or after the timeline's end.
+        Does nothing if the current part is the same and has the same details, or if the timeline
+        has ended.
         """
         last = self.stretches[-1]
         if self.ended is not None or (last.part is part and last.details == details):
@@ -105,8 +108,8 @@ class Timeline:
             self.ended = self._nanos()
 
     def nanos_of(self, *parts: Part) -> int:
-        """Returns the total nanoseconds of the given parts, up to the timeline's end. If the
-        timeline has not ended, up to now.
+        """Returns the total nanoseconds of the given parts up to the timeline's end, or up to now
+        if the timeline has not ended.
         """
         ends = [*(stretch.began for stretch in self.stretches[1:]), self.ended or self._nanos()]
         pairs = zip(self.stretches, ends, strict=True)
