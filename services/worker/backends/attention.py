@@ -215,8 +215,7 @@ class AttentionShape:
         return torch.int8 if self.has_codes else self.dtype
 
     def page_shape(self, layer: int) -> tuple[int, ...]:
-        """Axes of a layer's pages: keys and values (2), blocks, tokens, heads, elements of a head.
-        """
+        """Axes of a layer's pages: keys and values (2), blocks, tokens, heads, head elements."""
         own = self.layers[layer]
         head = head_elements(own, self.kv_cache_dtype)
         return 2, self.num_blocks, self.block_sizes[self.group_of[layer]], own.num_kv_heads, head

@@ -43,8 +43,7 @@ class Linear(Protocol):
         """
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32. Implementations that can do so do not round it to x's data type.
-        """
+        """The product in float32, if possible without rounding to x's data type first."""
 
 
 class Mlp(Protocol):
@@ -172,8 +171,7 @@ class Kernels(Protocol):
         """The number of rows to compute instead of `num_rows`. It is at least `num_rows`."""
 
     def padded_torch_rows(self, num_rows: int) -> int:
-        """As `padded_rows`, for operations that torch computes even if these kernels are compiled.
-        """
+        """As `padded_rows`, for operations that torch computes even if kernels are compiled."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
         """A projection. The weight is packed, and the caller's tensor is not kept. A quantized
