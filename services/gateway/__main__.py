@@ -1,11 +1,11 @@
-"""The gateway, `python -m services.gateway`: its composition root."""
+"""The composition root of the gateway process: `python -m services.gateway`."""
 
 import gc
 import signal
 
 if __name__ == "__main__":
     gc.disable()  # until run_service has frozen the imported objects
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles SIGINT
 
 import asyncio
 import contextlib
@@ -45,10 +45,10 @@ PUBLIC_TLS = TlsFields(
 _NEW_OBJECTS_BEFORE_COLLECTION = 2_000
 """Net new objects (allocated minus freed) that trigger a collection of the youngest generation."""
 _LAST_ANSWERS_SECONDS = 1.0
-"""Time limit for sending the last answers after all requests have ended."""
+"""Seconds in which the last answers must be sent at the end of a drain."""
 _SCRAPE_SECONDS = 10.0
-"""Time limit for collecting the metrics of all replicas. It includes the wait for replicas that do
-not respond.
+"""Time limit in seconds for collecting the metrics of all replicas. It includes the wait for
+replicas that do not respond.
 """
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains."""
+    """Serves until `stop` is set, then drains the gateway."""
     give_memory_back()
     with (
         service_tracing(SERVICE, settings) as tracing,
@@ -110,7 +110,7 @@ class Addresses:
 
 
 class Gateway:
-    """All parts of a gateway process."""
+    """The servers, scheduler links and background tasks of a gateway process."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Gateway:
         internal_tls: "Tls | None" = None,
         meter: Meter | None = None,
     ) -> None:
-        """The arguments are those of Parts."""
+        """Passes the arguments to Parts. Raises SettingError if settings conflict."""
         settings.require_admin_key()
         settings.require_tool_call_parser()
         self._settings = settings
@@ -141,7 +141,8 @@ class Gateway:
         """Listens on all addresses, and starts connecting to the schedulers.
 
         Raises Unavailable if an address cannot be bound. Raises SettingError if Redis refuses the
-        password, or the file of keys cannot be read. After an error, no address is open.
+        password, or if the file with clients' API keys cannot be read. After an error, no address
+        is open.
         """
         await self.parts.follower.require_usable()
         for option in self.parts.options:
@@ -194,11 +195,12 @@ class Gateway:
             await option.stop(second_stop)
 
     async def drain(self, stop: asyncio.Event | None = None) -> None:
-        """Waits for requests for at most `drain_seconds`, then ends the remaining ones.
+        """Waits at most `drain_seconds` until all requests have ended, then aborts the rest.
 
-        At once, gRPC health reports that the gateway is not ready, new HTTP requests are refused as
-        unavailable, and each connection closes when it has no request. The health service ends
-        after the last request. Afterwards options may serve until `stop` is set.
+        When the drain begins, gRPC health reports that the gateway is not ready, new HTTP requests
+        are refused as unavailable, and each connection closes when it has no request. The health
+        service ends after the last request. Then options, such as the viewer, may serve until
+        `stop` is set.
         """
         self.gate.close()
         shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)
@@ -235,7 +237,7 @@ class Gateway:
             task.result()
 
     async def _follow_readiness(self) -> None:
-        """Sets health over gRPC to SERVING while a replica is ready and the gate is open."""
+        """Sets gRPC health to SERVING while a replica is ready and the gateway accepts requests."""
         while True:
             self.membership.changed.clear()
             await self._grpc.set_ready(self.membership.num_ready > 0 and self.gate.is_open)

@@ -1,6 +1,4 @@
-"""The gateway's settings that concern clients: limits on requests, answers and waiting
-times.
-"""
+"""The gateway's settings for clients: limits on requests, answers and waiting times."""
 
 from dataclasses import dataclass
 
@@ -84,8 +82,8 @@ class ClientSettings(ServiceSettings):
 
     @property
     def max_items_per_request(self) -> int:
-        """Limit on the number of values in a request, such as token ids, and of tokens in an answer
-        of /tokenize. Reading the values blocks the event loop for about 100 ns each.
+        """Limit on the number of values in a request, such as token ids, and on the number of
+        tokens in an answer of /tokenize. Reading one value blocks the event loop for about 100 ns.
         """
         return self.max_body_bytes // 32
 
@@ -103,8 +101,8 @@ class ClientSettings(ServiceSettings):
 
     @property
     def max_message_bytes(self) -> int:
-        """Limit on the bytes of a message from a gRPC client. The limit for HTTP is higher, because
-        numbers take more bytes in JSON.
+        """Limit on the bytes of a message from a gRPC client. The limit for HTTP bodies is higher,
+        because numbers take more bytes in JSON.
         """
         return self.max_body_bytes // 2
 

@@ -40,8 +40,8 @@ SERVICE_NAME = "stepwell.gateway.v1.Inference"
 _ADMIN_CONNECTIONS = 64
 """Limit on the number of open connections of operators."""
 _OTHER_RPCS = 256
-"""Number of concurrent calls, such as health checks, that are allowed in addition to calls that
-generate.
+"""Number of concurrent calls, such as health checks, that are allowed in addition to generating
+calls.
 """
 _GRPC_IDLE_MILLISECONDS = 300_000
 """A gRPC connection without calls is closed after this number of milliseconds."""
@@ -154,7 +154,8 @@ def grpc_server(parts: Parts, max_connections: int) -> GrpcServer:
             # One connection may have all streams that the gateway allows.
             "grpc.max_concurrent_streams": max_streams,
             "grpc.max_connection_idle_ms": _GRPC_IDLE_MILLISECONDS,
-            # The time limits for the client's first frame and for the settings in it.
+            # Time limits for a connection's handshake, and for the client's acknowledgement of the
+            # server's HTTP/2 settings.
             "grpc.server_handshake_timeout_ms": int(1000 * settings.receive_timeout_seconds),
             "grpc.http2.settings_timeout": int(1000 * settings.receive_timeout_seconds),
         },

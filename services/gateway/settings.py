@@ -250,8 +250,8 @@ class GatewaySettings(ClientSettings, OptionSettings):
 
     @property
     def known_schedulers(self) -> tuple[str, ...]:
-        """Returns the addresses of the schedulers that settings name. Raises SettingError if there
-        are neither such schedulers nor a registry.
+        """Returns the addresses of schedulers in the settings. Raises SettingError if the settings
+        contain neither addresses nor the URL of Redis, where schedulers are registered.
         """
         if self.schedulers is None:
             return DEFAULT_SCHEDULERS if self.redis_url is None else ()

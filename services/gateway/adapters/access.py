@@ -15,8 +15,8 @@ CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
 
 
 class Access:
-    """Accepts requests with one of some keys. Without keys, every request is accepted. An option
-    may have a subclass with further keys.
+    """Accepts requests with a known API key. If no keys are configured, accepts every request. An
+    option of the gateway may have a subclass with further keys.
     """
 
     def __init__(self, keys: Mapping[str, Caller] | None = None) -> None:
@@ -28,11 +28,11 @@ class Access:
         """Whether requests need a key."""
 
     async def authenticate(self, authorization: str) -> Caller:
-        """Returns the caller of a request. Raises Unauthenticated if the header is not `Bearer`
-        with a valid key. Raises Unavailable if the key cannot be looked up at the moment.
+        """Returns the caller of a request. Raises Unauthenticated if `authorization` is not
+        `Bearer` with a valid key. Raises Unavailable if the key cannot be looked up at the moment.
 
-        `authorization` has one character for each byte of the header (ISO 8859-1). Keys are
-        compared in constant time.
+        `authorization` is the header's value with one character for each byte (ISO 8859-1). Keys
+        are compared in constant time.
         """
         if not self.needs_key:
             return ANYONE
@@ -63,7 +63,7 @@ def authorization_of(headers: Mapping[str, str]) -> str:
 
 
 def key_of(authorization: str) -> str:
-    """Returns the key in the value of the header. Raises Unauthenticated if it has none."""
+    """Returns the key in `authorization`. Raises Unauthenticated unless the scheme is Bearer."""
     scheme, _, key = authorization.partition(" ")
     if scheme.lower() != _SCHEME:
         raise invalid_key()

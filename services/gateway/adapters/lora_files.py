@@ -17,7 +17,7 @@ _MAX_SHOWN_CHARACTERS = 300
 
 def read_adapter(name: str, directory: Path) -> Adapter:
     """Returns the adapter in a directory. Its digest is computed from all its files. Raises
-    NotFound if a file is missing.
+    NotFound if a file cannot be read.
     """
     try:
         return Adapter(adapter_digest(directory), name, str(directory))
@@ -62,8 +62,8 @@ def _resolved(path: Path) -> Path:
 
 
 def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
-    """Reads the adapters of --lora-modules. Each entry has the form name=path. Raises
-    SettingError.
+    """Reads the adapters of --lora-modules. Each entry has the form name=path. Raises SettingError
+    if an adapter cannot be read.
     """
     modules = LoraModules(model_name)
     for entry in named:
@@ -76,6 +76,6 @@ def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
 
 
 def _shown(entry: str) -> str:
-    """Returns an entry for an error message."""
+    """Returns a printable text for an error message. Long entries are truncated."""
     cut = entry[:_MAX_SHOWN_CHARACTERS] + "…" * (len(entry) > _MAX_SHOWN_CHARACTERS)
     return cut if cut.isprintable() else repr(cut)

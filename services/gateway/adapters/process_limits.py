@@ -19,9 +19,9 @@ schedulers, tracing and libraries.
 def give_memory_back() -> None:
     """Configures glibc to return large blocks to the system as soon as they are freed.
 
-    By default, glibc raises its threshold after large blocks were freed, and has one heap per
-    thread. So the memory of a burst of large requests would never be returned. Other C libraries
-    are not configured.
+    By default, glibc raises the size limit for such blocks after large blocks were freed, and gives
+    threads their own heaps. So the memory of a burst of large requests would never be returned.
+    Other C libraries are not configured.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -33,8 +33,9 @@ def give_memory_back() -> None:
 
 
 def connections_within_limit(wanted: int) -> int:
-    """Raises the limit on open files to its maximum. Returns the number of HTTP connections, at
-    most `wanted`, that the limit allows together with the same number of gRPC connections.
+    """Raises the soft limit on open files to the hard limit. Returns the number of HTTP
+    connections, at most `wanted`, that the limit allows together with the same number of gRPC
+    connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

@@ -34,9 +34,10 @@ class CallRecords:
     def recording(
         self, method: str, operation: str, context: Context, *, in_trailer: bool = True
     ) -> Iterator[RequestRecord]:
-        """A context that records a call, or one turn of a session call. Sets the context variable
-        CALL_RECORD to the record. If `in_trailer` is true, the request id and trace id are sent in
-        the trailing metadata. It is false for calls with several records.
+        """A context that records a gRPC call, or one turn of a GenerateSession call. Sets the
+        context variable CALL_RECORD to the record. If `in_trailer` is true, the request id and
+        trace id are sent in the trailing metadata. It is false for GenerateSession calls, since
+        they have several records.
         """
         call = Call("grpc", "POST", method, client_of(context))
         record = self._recorder.begin(call, operation, metadata_of(context))

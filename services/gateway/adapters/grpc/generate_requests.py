@@ -43,8 +43,9 @@ class GenerateRequests:
         *,
         is_continuation: bool = False,
     ) -> ClientRequest:
-        """Converts a message to a request. The tokenizer adds special tokens to its text unless the
-        text continues another one. Raises InvalidArgument or OutOfRange.
+        """Converts a message to a request of the core. If `is_continuation` is true, the text
+        continues an earlier text, so the tokenizer adds no special tokens. Raises InvalidArgument
+        or OutOfRange.
         """
         if request.request_id:
             check_request_id(request.request_id)
@@ -92,7 +93,7 @@ class GenerateRequests:
         raise InvalidArgument("prompt is missing", field="prompt")
 
     async def chat_tokens(self, chat: gateway_pb2.Chat) -> list[int]:
-        """Returns the tokens of a conversation. Raises InvalidArgument."""
+        """Returns the token ids of a rendered conversation. Raises InvalidArgument."""
         if not chat.messages:
             raise InvalidArgument("messages must not be empty", field="chat.messages")
         for number, turn in enumerate(chat.messages):
@@ -113,7 +114,7 @@ class GenerateRequests:
 
 
 def _program(request: gateway_pb2.GenerateRequest) -> DeclaredProgram | None:
-    """The program that a message names. Raises InvalidArgument if it names two."""
+    """Returns the agent program of a message. Raises InvalidArgument if it names two programs."""
     if not request.HasField("program"):
         return DeclaredProgram(request.session_id) if request.session_id else None
     program = program_from_proto(request.program)
@@ -125,8 +126,8 @@ def _program(request: gateway_pb2.GenerateRequest) -> DeclaredProgram | None:
 def to_response(
     piece: Piece, generation: Generation, timed: RequestRecord | None
 ) -> gateway_pb2.GenerateResponse:
-    """Converts a piece of an answer to a message. `timed` is the record whose times are sent. It is
-    None if the client did not request times.
+    """Converts a piece of an answer to a message. `timed` is the record whose times are sent to the
+    client, or None if the client did not request times.
     """
     response = gateway_pb2.GenerateResponse(
         request_id=generation.request.request_id,

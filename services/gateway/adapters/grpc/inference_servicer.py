@@ -51,17 +51,17 @@ REQUEST_TYPES: dict[str, type[Message]] = {
     for method in _METHODS
     if not method.client_streaming
 }
-"""Maps the full names of methods with one request to the types of their requests."""
+"""Maps the full name of each method with a single request message to the type of the message."""
 STREAM_TYPES: dict[str, type[Message]] = {
     f"{METHOD_PREFIX}{method.name}": getattr(gateway_pb2, method.input_type.name)
     for method in _METHODS
     if method.client_streaming
 }
-"""Maps the full names of methods with request streams to the types of their messages."""
+"""Maps the full name of each method with a stream of request messages to the type of a message."""
 
 
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
-    """Serves inference over gRPC with the same core as HTTP."""
+    """Serves inference over gRPC. The HTTP routes use the same core."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         streams: AnswerStreams,
         calls: Mapping[str, StreamCall],
     ) -> None:
-        """`calls` maps the names of methods with request streams to options' handlers."""
+        """`calls` maps the names of methods with request streams to handlers from options."""
         self._inference = inference
         self._options = options
         self._membership = membership
@@ -84,8 +84,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self._requests = GenerateRequests(inference)
 
     def arriving(self, context: Context) -> Arrival:
-        """Counts a call as arriving, from before its message is read until its sequences are
-        queued. Raises an error if there is no room for the call.
+        """Begins to count a call as arriving, before its message is read. The returned Arrival
+        counts the call until its sequences are queued. Raises an error if the gateway or the engine
+        has no room for the call.
         """
         caller, record = CALLER.get(), CALL_RECORD.get()
         with self._observer.counting_refusals(record, caller):
@@ -255,6 +256,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
 
 def deadline_of_call(context: Context) -> float | None:
-    """Returns the call's deadline on the event loop's clock."""
+    """Returns the call's deadline on the event loop's clock. Returns None if it has no deadline."""
     remaining = context.time_remaining()
     return None if remaining is None else asyncio.get_running_loop().time() + remaining

@@ -25,9 +25,10 @@ class StreamReaderTimeout:
 
     The object is a context for the duration of the stream. Call `sending` before each write, and
     `sent` after it. These calls only set attributes, which a timer checks at intervals. On a
-    timeout, `work` is closed at once with an error, so the sequences are aborted and the request
-    leaves the gate. The gRPC call itself cannot end during a write. If the client reads again, it
-    receives the messages that were sent before, and then the error, which `sent` raises.
+    timeout, `work`, the stack of the call's contexts, is closed at once with an error. This aborts
+    the sequences, and the request no longer counts as a concurrent request. The gRPC call itself
+    cannot end during a write. If the client reads again, it receives the messages that were sent
+    before, and then the error, which `sent` raises.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ logger = logging.getLogger(__name__)
 
 
 class MessageStream:
-    """Writes one message for each non-empty piece of an answer. Pieces that arrive during a write
-    are merged.
+    """Writes one message for each non-empty piece of an answer. During a write, `is_ready` is
+    false, and the delivery merges the pieces that arrive.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class MessageStream:
         self._unwritten += [piece for piece in added if not piece.is_empty]
 
     async def drain(self) -> None:
-        """Writes the messages. Raises Aborted if the client has stopped reading."""
+        """Writes the unwritten pieces. Raises Aborted if the client has stopped reading."""
         for piece in self._unwritten:
             self._reader.sending()
             await self._context.write(self._to_message(piece))
@@ -140,7 +141,7 @@ class AnswerStreams:
     ) -> None:
         """Runs a generation and writes its pieces. `work` is the stack of the call's contexts. If
         the client stops reading, the stack is closed with an error. `arrival` is ended just before
-        the sequences are sent.
+        the sequences are sent to replicas.
         """
         with StreamReaderTimeout(
             work, self._reader_timeout_seconds, self._reader_timed_out

@@ -18,8 +18,8 @@ _BYTES_OF_VARINT = 5
 
 
 def check_message(raw: bytes, kind: type[Message], max_items: int) -> None:  # noqa: PLR0912
-    """Raises OutOfRange if a message has too many fields, or too many items in packed lists. It
-    does not check whether the bytes are a valid message, and accepts any bytes.
+    """Raises OutOfRange if a message has too many fields, or too many items in packed lists. Does
+    not check that the bytes are a valid message.
     """
     if len(raw) <= 2 * MAX_FIELDS:  # A field has two bytes or more.
         return
@@ -29,7 +29,7 @@ def check_message(raw: bytes, kind: type[Message], max_items: int) -> None:  # n
         place, end, descriptor = left.pop()
         while place < end:
             tag = raw[place]
-            if tag < 0x80:  # most tags; calling _varint would double the time
+            if tag < 0x80:  # most tags have one byte; calling _varint would double the time
                 place += 1
             else:
                 tag, place = _varint(raw, place, end)
@@ -95,8 +95,8 @@ class MessageReaders:
         """Start time and timeout of each read that has a slot, the oldest first."""
 
     async def read(self, messages: AsyncIterator[bytes]) -> bytes:
-        """Reads the first message. Raises Aborted if it does not arrive in time, and
-        InvalidArgument if there is none.
+        """Reads the first message of a call. Raises Aborted if the message does not arrive in time,
+        and InvalidArgument if the client sends none.
         """
         if self._slots.locked():
             self._shorten_timeouts()

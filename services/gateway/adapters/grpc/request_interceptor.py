@@ -27,11 +27,12 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Authenticates each call, sets CALLER, and reads the request message itself.
+    """Authenticates each call, sets the context variable CALLER, and reads the request message
+    itself.
 
     Otherwise grpc would read and parse the message before the handler could authenticate the call.
-    The health service needs no API key. The number of other streams, such as reflection, is
-    limited.
+    The health service needs no API key. The number of concurrent health watches and calls of other
+    services, such as reflection, is limited.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         to the type of its messages.
 
         The functions in `arriving` are called before the message is read. They raise an error to
-        refuse the call. Their result, an Arrival, is closed at the end of the call. During the
-        call, CALL_ARRIVAL is the arrival. `operations` maps methods that a model computes to their
-        operations in traces and metrics.
+        refuse the call. The Arrival that a function returns is the value of CALL_ARRIVAL during the
+        call, and ends with the call. `operations` maps methods that run the model to the names of
+        their operations in traces and metrics.
         """
         self._options = options
         self._request_types = request_types
@@ -65,7 +66,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self._readers = MessageReaders(message_timeout_seconds)
         self._num_other_streams = 0
         self._handlers: dict[str, Any] = {}
-        """Cached handlers of the methods whose messages are read here."""
+        """Cached handlers of the methods whose messages the interceptor reads."""
 
     async def intercept_service(
         self,
@@ -129,8 +130,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         return serve
 
     async def _authenticate(self, metadata: Mapping[str, str]) -> Caller:
-        """Sets CALLER to the caller, and returns it. The access expects one character for each
-        byte of the header, as HTTP headers are decoded.
+        """Returns the caller of a call, and sets CALLER to it. The header is decoded as ISO 8859-1,
+        since `authenticate` expects one character for each byte.
         """
         value = metadata.get("authorization", "")
         authorization = value.encode("utf-8", errors="surrogateescape").decode("latin-1")

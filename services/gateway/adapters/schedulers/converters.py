@@ -60,8 +60,8 @@ def client_sampling_from_proto(
     """Converts a client's sampling parameters. Absent fields have the values of `defaults`.
 
     Raises InvalidArgument if a field is set that only the gateway may set (eos_token_ids), if there
-    are too many bad words, or if the logit-bias arrays have unequal lengths. Other fields are
-    checked later.
+    are too many bad words, if the logit-bias arrays have unequal lengths, or if they repeat a
+    token. Other fields are checked later.
     """
     if len(message.logit_bias_token_ids) != len(message.logit_bias_values):
         raise errors.InvalidArgument(
@@ -82,11 +82,11 @@ def client_sampling_from_proto(
 
 
 def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_pb2.AddRequest:
-    """Converts a sequence with all its output so far. The replica starts the sequence, or resumes
-    it if it has output.
+    """Converts a sequence with all its output so far. If the sequence has output, the replica
+    resumes it.
 
-    `now` is the current time on the clock of the request's deadline. The timeout is computed from
-    it.
+    `now` is the current time on the clock of the request's deadline. The message contains the time
+    left until the deadline.
     """
     request = inflight.request
     sampling = sampling_to_proto(request.sampling)
@@ -122,13 +122,13 @@ def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_
 
 @lru_cache
 def tenant_digest(caller_id: str) -> bytes:
-    """Identifies the caller to a scheduler without its name."""
+    """Returns a digest that identifies a caller to schedulers without revealing its id."""
     return blake2b(caller_id.encode(), digest_size=16).digest() if caller_id else b""
 
 
 def chunk_to_proto(handle: int, inflight: Inflight, num_tokens: int) -> scheduler_pb2.AddChunk:
-    """Converts the tokens that a turn of a session adds to its prompt. The replica keeps the first
-    `num_tokens` tokens of the prompt.
+    """Converts the tokens that a turn adds to the prompt of a client's session. The first
+    `num_tokens` tokens of the prompt are at the replica already.
     """
     request = inflight.request
     return scheduler_pb2.AddChunk(

@@ -49,11 +49,11 @@ _UNREAD_BYTES = 512
 Results of further steps stay at the scheduler, which merges them into one message.
 """
 _LAST_CALLS_SECONDS = 1.0
-"""Time limit in seconds of the calls of GetStats that are in progress when the link is closed."""
+"""Seconds for which calls such as GetStats may continue after the link is closed."""
 
 
 class SchedulerLink:
-    """The core's Link over gRPC. A session that ends is opened again after a growing delay."""
+    """Implements the core's Link over gRPC. An ended session is reopened after a growing delay."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class SchedulerLink:
         """Number of consecutive sessions that timed out."""
         self._numbering = Numbering()
         self._deltas: SessionDeltas | None = None
-        """Processes the results of the session's sequences."""
+        """Processes the results of the session's sequences. None before the session is open."""
         self._wrong_at = 0.0
         self._rest_seconds = _FIRST_BACKOFF_SECONDS
         self._refused_with = ""
@@ -81,7 +81,7 @@ class SchedulerLink:
         self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self.admin = SchedulerAdmin(address, self._channel)
-        # The messages of sequences are made just before they are written, since a request may have
+        # The messages of sequences are built just before they are written, since a request may have
         # hundreds of sequences, and each message contains the whole prompt.
         self._outbox: list[Mail] = []
         self._has_mail = asyncio.Event()
@@ -123,15 +123,15 @@ class SchedulerLink:
         self._post(scheduler_pb2.SessionRequest(keep=keep))
 
     async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
-        """Queries statistics of queues and pool, and totals. Raises AioRpcError."""
+        """Queries statistics of the queue and the KV pool, and totals. Raises AioRpcError."""
         response: scheduler_pb2.GetStatsResponse = await self._stub.GetStats(
             scheduler_pb2.GetStatsRequest(), timeout=timeout_seconds
         )
         return response
 
     async def metrics(self, labels: Mapping[str, str], *, exemplars: bool) -> bytes | None:
-        """Queries the replica's metrics, and adds these labels. Returns None if they do not arrive
-        in time.
+        """Queries the replica's metrics, and adds `labels` to each series. Returns None if the
+        metrics do not arrive in time.
         """
         return await collect_from(self._channel, labels, exemplars=exemplars)
 
@@ -185,7 +185,7 @@ class SchedulerLink:
         return seconds
 
     async def _session(self, replica: Replica) -> bool:
-        """Runs one session. Returns whether it was opened."""
+        """Runs one session until it ends. Returns whether the scheduler opened it."""
         call, loop = self._stub.Session(), asyncio.get_running_loop()
         self._outbox.clear()
         self._numbering, self._deltas = Numbering(), None
@@ -239,7 +239,7 @@ class SchedulerLink:
             self._deltas.sent(handle, inflight)
 
     def _count_timeout(self, *, is_late: bool) -> None:
-        """Counts consecutive sessions that timed out."""
+        """Counts consecutive timeouts of sessions. At _MOST_TIMEOUTS, renews the channel."""
         self._num_timeouts = self._num_timeouts + 1 if is_late else 0
         if self._num_timeouts == _MOST_TIMEOUTS:
             self._num_timeouts = 0
@@ -247,7 +247,7 @@ class SchedulerLink:
 
     async def _read(self, call: SessionCall, replica: Replica) -> None:
         """Processes messages until the scheduler ends the stream. Raises TimeoutError if no message
-        arrives, or the scheduler acknowledges none, for the session's timeout.
+        arrives, or the scheduler acknowledges no sent message, for the session's timeout.
         """
         loop = asyncio.get_running_loop()
         self._received_at = loop.time()
@@ -265,7 +265,7 @@ class SchedulerLink:
                 watch.cancel()
 
     def _open(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
-        """Processes the first message. Raises WrongMessage or OtherProtocol."""
+        """Processes the first message of a session. Raises WrongMessage or OtherProtocol."""
         require(response.WhichOneof("message") == "opened", "a session began without `opened`")
         require_same_protocol("the scheduler", response.opened.release, "gateway")
         reports.check_opened(response.opened)
@@ -332,7 +332,7 @@ class SchedulerLink:
     def _abort_again(self, latest: float) -> None:
         """Repeats aborts that were sent at `latest` or earlier and are still unanswered. The
         scheduler ignores aborts of requests that have ended. Without the repetition, a client's
-        session between two turns would keep its blocks for ever if its abort was lost.
+        session between two turns would keep its KV blocks for ever if its abort was lost.
         """
         late = self._deltas.unanswered_aborts(latest) if self._deltas is not None else {}
         for handle, was_stopped in late.items():
@@ -362,9 +362,9 @@ class SchedulerLink:
 
 
 def longest_backoff(away_seconds: float) -> float:
-    """Returns the seconds between two attempts to open a session, if no session was open for
-    `away_seconds`. The result is a tenth of `away_seconds`, within bounds. Attempts become rarer
-    because each costs a millisecond of processor time, and a registry may list many dead
-    schedulers.
+    """Returns the longest delay in seconds between two attempts to open a session, if no session
+    was open for `away_seconds`. The delay is a tenth of `away_seconds`, within bounds. Attempts
+    become rarer because each costs a millisecond of processor time, and a registry may list many
+    dead schedulers.
     """
     return min(max(_MAX_BACKOFF_SECONDS, away_seconds / 10), _MAX_AWAY_BACKOFF_SECONDS)

@@ -1,4 +1,4 @@
-"""Checks and delivers the results of steps. Each message is checked as a whole."""
+"""Checks the results of steps in a scheduler's messages, and delivers them to the sequences."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
 
 _MAX_CROSSED = 1024
-"""Client sessions whose late rejections are expected."""
+"""Limit on the number of client sessions in `_crossed`."""
 
 
 class _Abort(NamedTuple):
@@ -34,20 +34,20 @@ class _Abort(NamedTuple):
 
 
 class SessionDeltas:
-    """Keeps the sequences of one session, and delivers their results. A message is delivered only
-    if all of it is valid.
+    """Keeps the sequences of one session with a scheduler, and delivers their results. A message is
+    delivered only if all of it is valid.
     """
 
     def __init__(self, replica: Replica, limits: ModelLimits) -> None:
-        """`limits` are the limits of this replica."""
+        """`limits` are the limits of the replica's model."""
         self._replica = replica
         self._limits = limits
         self._sent: dict[int, Sent] = {}
         self._aborted: dict[int, _Abort] = {}
         """Maps handles to aborts that the scheduler has not answered, the oldest first."""
         self._crossed: dict[int, None] = {}
-        """Client sessions that the scheduler ended, perhaps before it had their next input. If so,
-        it rejects that input.
+        """Handles of client sessions that the scheduler ended, perhaps before it received an input
+        that the gateway had sent. The scheduler rejects such an input after the session's end.
         """
         self._step = self._num_ended = 0
         self._steady: SteadySteps | None = None
@@ -59,8 +59,8 @@ class SessionDeltas:
         self._steady = None
 
     def aborted(self, handle: int, now: float, *, was_stopped: bool = False) -> None:
-        """Records that a sequence or a client's session was aborted. Its later results are
-        ignored, except its end.
+        """Records that a sequence or a client's session was aborted. Its end is still delivered,
+        but its other results are ignored.
         """
         if (sent := self._sent.get(handle)) is not None:
             sent.is_leaving = True
@@ -68,8 +68,8 @@ class SessionDeltas:
             self._aborted[handle] = _Abort(now, was_stopped)
 
     def unanswered_aborts(self, latest: float) -> dict[int, bool]:
-        """Removes and returns the aborts since which no end arrived, if they were sent at `latest`
-        or earlier. The result maps handles to `was_stopped`.
+        """Removes and returns the aborts that were sent at `latest` or earlier and have not led to
+        an end. The result maps handles to `was_stopped`.
         """
         found: dict[int, bool] = {}
         for handle, abort in self._aborted.items():
@@ -88,7 +88,7 @@ class SessionDeltas:
             list(deltas.token_ids),
         )
         is_steady = self._check_tokens(deltas, handles, counts, token_ids)
-        if deltas.HasField("queue"):  # this state still counts the requests that the step admits
+        if deltas.HasField("queue"):
             check_queue(deltas.queue)
         if deltas.HasField("load"):
             check_load(deltas.load)
@@ -121,8 +121,8 @@ class SessionDeltas:
         counts: list[int],
         token_ids: list[int],
     ) -> bool:
-        """Checks all parts of a message except queue state and load. Returns whether `SteadySteps`
-        has checked it, so that it has no other parts than tokens.
+        """Checks all parts of a message except queue state and load. Returns True if `SteadySteps`
+        has checked the message. Such a message contains only tokens.
         """
         self._check_numbers(deltas, counts, token_ids)
         totals = list(deltas.num_output_tokens)
@@ -175,8 +175,8 @@ class SessionDeltas:
         return frozenset(ends)
 
     def _check_rows(self, deltas: scheduler_pb2.StepDeltas, new: dict[int, list[int]]) -> None:
-        """Checks the log-probabilities of new tokens and of prompts. All rows of a prompt must
-        arrive before the first output token.
+        """Checks the log-probabilities of new tokens and of prompts. All rows of a prompt must have
+        arrived when the first output token arrives.
         """
         vocab_size = self._limits.vocab_size
         rows: dict[int, int] = {}
@@ -227,6 +227,7 @@ class SessionDeltas:
     ) -> None:
         replica, running = self._replica, self._replica.running
         self._step, self._num_ended = deltas.step, deltas.num_ended
+        # The queue's state is from before the step, so it still counts the admitted requests.
         if deltas.HasField("queue"):
             replica.queue_changed(queue_state_from_proto(deltas.queue))
         if not is_steady:
@@ -277,8 +278,8 @@ class SessionDeltas:
             replica.rejected(rejected.handle, rejection_from_proto(rejected))
 
     def _is_late(self, rejected: scheduler_pb2.Rejection, ends: Sequence[int]) -> bool:
-        """Whether a rejection is of input for a client's session that has ended, or that the same
-        message ends before.
+        """Whether a rejection concerns input for a client's session that has ended, or that the
+        same message ends.
         """
         sent = self._sent.get(rejected.handle)
         if sent is None:

@@ -33,7 +33,7 @@ class Sent:
     )
 
     def __init__(self, inflight: Inflight, *, continues: bool = False) -> None:
-        """`continues` says whether it is the next turn of a sequence that was sent before."""
+        """`continues`: whether this is a later turn of a client's session."""
         self.continues = continues
         sampling = inflight.request.sampling
         self.inflight = inflight
@@ -61,7 +61,7 @@ class Sent:
         return self.is_leaving or self.wants_rows or self.repetition is not None
 
     def check_admitted(self, num_cached_tokens: int) -> None:
-        """Checks the message that the sequence was scheduled for the first time. Raises
+        """Checks the report that the sequence was scheduled for the first time. Raises
         WrongMessage.
         """
         require(not self.is_admitted, "a request is admitted twice")

@@ -1,5 +1,5 @@
-"""A fast check of steps that add one token to each request of the previous step. Most steps do
-so.
+"""A fast check of steps that only add one token to each request of the previous step. Most steps
+are of this kind.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from services.gateway.adapters.schedulers.session.sent import Sent
 
 
 class SteadySteps:
-    """The requests of a step whose results were checked one by one. If each of the same requests
-    gets one token in a later step and none ends, that step is checked by comparing whole lists.
+    """The requests of a step whose results were checked one by one. If a later step adds one token
+    to each of the same requests and ends none, it is checked by comparing whole lists.
     """
 
     def __init__(self, handles: list[int], totals: list[int], sent: Sequence[Sent]) -> None:
@@ -42,7 +42,7 @@ class SteadySteps:
         totals: list[int],
     ) -> bool:
         """Checks a step by comparing lists, and adds its tokens to the counts. Returns False,
-        without changes, if the step must be checked one by one.
+        without changes, if the results must be checked one by one.
         """
         if handles != self._handles or counts != self._ones or self._num_left <= 1:
             return False
