@@ -1,4 +1,4 @@
-"""Plans the admissions of waiting requests by arithmetic on tokens, without a transaction."""
+"""Plans the admissions of waiting requests by arithmetic, without a transaction with the pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,23 +27,23 @@ class PlannedAdmission:
     num_asked: int
     """Number of tokens that the step would compute without the encoder's limits."""
     num_drafts: int
-    """Number of empty draft tokens that pad the first step. `terms.num_slots` includes them."""
+    """Number of empty draft tokens in the first step. `terms.num_slots` includes them."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the admission takes from the step's budget."""
+        """Number of tokens of the step's budget that the admission uses."""
         return self.num_new_tokens + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A request that is passed over (skipped)."""
+    """A waiting request that the step skips."""
 
     request: Request
     reason: WaitReason
     num_computed_tokens: int = 0
     num_asked: int = 0
-    """With the reason ENCODER, the number of tokens without the encoder's limits."""
+    """For `reason` ENCODER: number of tokens without the encoder's limits. Otherwise 0."""
     error: str = ""
     """Why the request can never run. Empty if it may run later."""
 
@@ -53,23 +53,21 @@ class AdmissionPlan:
     """Planned admissions of waiting requests."""
 
     decisions: list[PlannedAdmission | PassedOver] = field(default_factory=list)
-    """A decision for each examined request, valid if all earlier admissions succeed."""
+    """One per examined request, in order. Valid only if all earlier admissions succeed."""
     admissions: list[PlannedAdmission] = field(default_factory=list)
     """The admissions in `decisions`."""
     wait_reason: WaitReason | None = None
-    """Why the plan stopped before a candidate. None at the end, or if `has_old_hits` is true."""
+    """Why the plan stopped before the last candidate. None if `has_old_hits` is true."""
     refused: PlannedAdmission | None = None
-    """The admission of the first candidate, if its blocks certainly do not fit in the pool."""
+    """The admission of the first candidate, if the pool certainly has too few free blocks."""
     has_old_hits: bool = False
     """Whether the plan stopped because an earlier admission may have changed the prefix hit of the
-    next candidate, which must be looked up again. An admission can evict cached blocks. With
-    sliding windows or states, only the pool knows which blocks an admission publishes.
+    next candidate. That candidate must be looked up again. An admission can evict cached blocks.
+    With sliding windows or states, only the pool knows which blocks an admission publishes.
     """
 
     def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":
-        """Ends the plan before a request that waits for `reason`, and returns the plan. With
-        `hit_is_old`, sets `has_old_hits` instead of the reason.
-        """
+        """Sets `reason`, or `has_old_hits` if `hit_is_old` is true. Returns the plan."""
         if hit_is_old:
             self.has_old_hits = True
         else:
@@ -79,12 +77,12 @@ class AdmissionPlan:
 
 @dataclass(slots=True)
 class _Trial:
-    """The state of the step if all admissions that are planned so far succeed."""
+    """The state of the step if all admissions planned so far succeed."""
 
     budget: int
     """Number of tokens left in the step's budget."""
     published: set[BlockHash]
-    """Hashes of the blocks that the admissions so far publish."""
+    """Hashes of the blocks that the planned admissions publish."""
     passing_over: PassingOver
     encoder: step_encoder.StepEncoder | None = None
     """A copy of the step's encoder state. None until a candidate has encoder items."""
@@ -106,14 +104,14 @@ class AdmissionPlanner:
         num_free_places: int,
         num_free_blocks: int,
     ) -> AdmissionPlan:
-        """Plans admissions of the candidates in order, until rows of the batch or token budget are
-        used up.
+        """Plans admissions of the candidates in order, until the rows of the batch or the token
+        budget are used up.
 
-        The prefix hit of a candidate is the pool's last answer. If hits can be computed here
-        (`foretells_hits`), blocks that earlier admissions of the step publish extend the hit.
-        Otherwise only the pool can compute a changed hit, so the plan stops at a candidate whose
-        hit may have changed. If the blocks of the first candidate certainly do not fit, nothing is
-        planned, which saves a transaction in every step until they fit.
+        The prefix hit of a candidate is the result of its last lookup in the pool. If
+        `config.foretells_hits` is true, blocks that earlier admissions of the step publish extend
+        the hit. Otherwise the plan stops at a candidate whose hit may have changed, because only
+        the pool can compute the new hit. If the first candidate certainly needs more blocks than
+        are free, nothing is planned. This saves a transaction in every step until its blocks fit.
         """
         prefixes = builder.prefixes
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
@@ -159,8 +157,8 @@ class AdmissionPlanner:
     def _hit(
         self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
     ) -> tuple[int, bool]:
-        """The length of a request's hit in tokens, and whether an earlier admission of the plan may
-        have changed the hit. The hit of a request that already holds blocks never changes.
+        """The length of a request's prefix hit in tokens, and whether an earlier admission of the
+        plan may have changed the hit. The hit of a request that already holds blocks never changes.
         """
         hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
         if request.holds_blocks:
@@ -187,7 +185,7 @@ class AdmissionPlanner:
     def _decide_items(
         builder: StepBuilder, trial: _Trial, request: Request, start: int, num_new: int
     ) -> step_encoder.EncoderDecision | None:
-        """Decides which items the encoder computes for `num_new` tokens, if there are any."""
+        """Decides which prompt items (such as images) the encoder computes. None without items."""
         if not num_new or start >= request.num_encoded_tokens:
             return None
         trial.encoder = trial.encoder or builder.encoder.copy()
@@ -199,7 +197,9 @@ class AdmissionPlanner:
     def _num_new_tokens(
         self, builder: StepBuilder, request: Request, start: int, budget: int
     ) -> int:
-        """Number of tokens that a request's first step computes. 0 if the budget is too small."""
+        """Number of tokens that a request's first step computes. 0 if the prompt must not be
+        chunked and exceeds the budget, or if no chunk can end where a state can be cached.
+        """
         gap = builder.cap(request.num_tokens - start)
         if gap > budget and not self.config.enable_chunked_prefill:
             return 0
@@ -247,16 +247,17 @@ class AdmissionPlanner:
     def _padding(
         self, builder: StepBuilder, request: Request, start: int, end: int, budget: int
     ) -> int:
-        """The number of empty drafts that give a request with one token to compute as many tokens
-        in the step as each decoding request has. 0 if
+        """The number of empty drafts of a request that has one token to compute. With them it has
+        as many tokens in the step as each decoding request. 0 if
 
+        * the request has more than one token to compute;
         * the number of drafts depends on the number of requests;
-        * the step computes a further chunk of a prompt;
-        * no request runs and nothing of the prompt is cached;
-        * the drafts exceed the model's length, the step's whole budget, or the limit of tokens of
-          one request in the step.
+        * the step computes a prompt chunk of a running request;
+        * no running request is scheduled, and no token of the request is computed;
+        * the drafts exceed `max_model_len`, the step's whole token budget, or the limit on the
+          tokens of one request in the step.
 
-        If the drafts exceed `budget`, the limit of tokens of one request is not applied. The
+        If the drafts exceed `budget`, the limit on the tokens of one request is not applied. The
         request then waits for a later step.
         """
         num_drafts = self.config.num_speculative_tokens
@@ -273,14 +274,14 @@ class AdmissionPlanner:
         if num_tokens <= budget:
             num_tokens = builder.cap(num_tokens)
             if self.config.aligns_states:
-                # If the step must end before the drafts, there are no drafts.
+                # If the chunk must end before the drafts, the request has no drafts.
                 num_tokens = aligned_chunk(self.config, request, start, num_tokens)
         return num_drafts if num_tokens > num_drafts else 0
 
     def _blocks_needed(self, planned: PlannedAdmission) -> int:
-        """A lower bound on the number of blocks that an admission needs in the groups of
-        full-attention layers. 0 if only the pool knows how many blocks the request holds, because
-        groups free blocks while it runs.
+        """A lower bound on the number of blocks that an admission needs: the blocks of the
+        KV-cache groups of full-attention layers, and the watermark. 0 if the request holds blocks
+        and its groups may have freed some, because only the pool knows how many are left.
         """
         terms = planned.terms
         if terms.holds_blocks and not self.config.only_grows:

@@ -1,4 +1,4 @@
-"""Cuts prompts into chunks that end where the states of recurrent layers can be cached."""
+"""Divides prompts into chunks that end where the states of recurrent layers can be cached."""
 
 from collections.abc import Iterator
 
@@ -8,15 +8,14 @@ from services.scheduler.core.request import Request
 
 
 def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tokens: int) -> int:
-    """Returns how many of `num_tokens` tokens from position `start` on a step computes, so that the
-    step ends where a state can be cached. Returns 0 if the tokens do not reach such a position. For
-    a decoding request it returns `num_tokens`.
+    """Returns how many of the `num_tokens` tokens from position `start` on a step computes, so that
+    the chunk ends where a state can be cached. Returns 0 if the tokens do not reach such a
+    position. Returns `num_tokens` for a decoding request. The rules are those of vLLM's "align"
+    mode:
 
-    1. A step that does not reach the end of the prompt ends at a block boundary. If a block is
-       larger than any step, the step may end inside a block.
-    2. If a position of `_stops` lies inside the step, the step ends there.
-
-    As in vLLM's "align" mode.
+    1. A chunk that does not reach the end of the prompt ends at a block boundary. If a block is
+       larger than any step, the chunk may end inside a block.
+    2. If a position of `_stops` lies inside the chunk, the chunk ends there.
     """
     prefill_end = max(request.num_prompt_tokens, request.num_tokens - 1)
     if start >= prefill_end:
@@ -32,13 +31,12 @@ def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tok
 
 
 def _stops(config: SchedulerConfig, request: Request, start: int, end: int) -> Iterator[int]:
-    """Positions at which a step must end instead of crossing them:
+    """Positions that a chunk must not cross:
 
-    * the end of a block that an earlier step left unfinished;
-    * the last block boundary in the request's tokens from which another request with the same
-      tokens can continue;
-    * if hits may end inside a block, the same for the prompt alone, in units of the hash block
-      size;
+    * the end of a block that an earlier step has only filled in part;
+    * the last block boundary from which another request with the same tokens can continue;
+    * if prefix hits may end inside a block: the last hash block boundary from which another request
+      with the same prompt can continue;
     * the last block boundary in a prefix that another request shares.
     """
     size, drops_last = config.block_size, config.drop_last_hit_block

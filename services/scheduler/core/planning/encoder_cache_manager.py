@@ -1,7 +1,7 @@
-"""Which outputs of the encoder are cached on the workers. An output belongs to an item of a prompt,
-such as an image. Ideas and names follow vLLM's EncoderCacheManager. Sizes count embeddings. All
-requests with the same item share one output. An output that no request uses stays cached until its
-space is needed.
+"""Tracks which encoder outputs are cached on the workers. An output is the embeddings of one prompt
+item, such as an image. All requests with the same item share one output. An output that no request
+uses stays cached until its space is needed. Sizes count embeddings. Ideas and names follow vLLM's
+EncoderCacheManager.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class EncoderCacheManager:
         """Maps the identifier of an item to the requests that use its output."""
         self._num_embeds: dict[str, int] = {}
         self._unused: dict[str, int] = {}
-        """Maps each unused item to its number of embeddings, the longest unused first."""
+        """Maps items that no request uses to their sizes, the longest unused item first."""
         self.used_inputs: dict[Request, set[int]] = {}
         """Maps a request to the indexes of the items that it uses."""
 
@@ -46,7 +46,7 @@ class EncoderCacheManager:
         return {identifier: users for identifier, users in self._users.items() if users}
 
     def copy(self) -> "EncoderCacheManager":
-        """A copy of the state, on which decisions can be tried."""
+        """A copy of the state, for trying decisions."""
         copy = EncoderCacheManager(self._size)
         copy.restore(self)
         return copy
@@ -60,7 +60,7 @@ class EncoderCacheManager:
         self.evicted = list(earlier.evicted)
 
     def reset(self) -> None:
-        """Removes all outputs, including outputs in use. `evicted` does not list them."""
+        """Removes all outputs, including outputs in use. They are not added to `evicted`."""
         self.evicted = []
         self._empty()
 
@@ -69,7 +69,7 @@ class EncoderCacheManager:
         return self._num_embeds.get(identifier)
 
     def use_cached(self, request: Request, index: int) -> bool:
-        """Marks the cached output of item `index` as used. Returns False if it is not cached."""
+        """Marks the cached output of item `index` as used. Returns False if there is none."""
         identifier = request.encoder_inputs[index].identifier
         users = self._users.get(identifier)
         if users is None:
@@ -80,7 +80,7 @@ class EncoderCacheManager:
         return True
 
     def make_room(self, num_embeds: int) -> bool:
-        """Evicts unused outputs until `num_embeds` embeddings fit. Returns False if they cannot."""
+        """Evicts unused outputs until `num_embeds` fit. Returns False if they cannot fit."""
         if num_embeds > self.num_freeable:
             return False
         while num_embeds > self.num_free:

@@ -1,17 +1,17 @@
-"""Decides which steps contain only decoding requests and schedule no prompts."""
+"""Decides which steps schedule no prompts, only decoding requests."""
 
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.planning.step_builder import StepBuilder
 
 
 class PrefillPacing:
-    """Limits how often a step contains prompts while requests decode, as vLLM's
-    prefill_schedule_interval does.
+    """Limits how often a step contains prompts while requests decode. Equivalent to vLLM's
+    `prefill_schedule_interval`.
 
     A step with prompts takes longer than a decode-only step and delays every decoding request. With
-    an interval of n, n - 1 decode-only steps lie between two steps with prompts. If the last step
-    that could admit prompts left requests waiting, prompts arrive faster than the interval allows.
-    The interval is then ignored.
+    an interval of n, at least n - 1 decode-only steps lie between two steps with prompts. The
+    interval is ignored if the last step that could admit prompts left requests waiting, because
+    prompts then arrive faster than the interval allows.
     """
 
     def __init__(self, interval: int) -> None:
@@ -19,20 +19,22 @@ class PrefillPacing:
         """Whether the interval has an effect."""
         self._interval = interval
         self._num_steps_between = interval
-        """Number of steps with tokens since the last step with prompts."""
+        """Number of steps that computed tokens since the last step with prompts."""
         self.left_waiting = False
         """Whether the last step that could admit prompts left requests waiting."""
 
     def defers_prefills(self, running: RunningRequests, *, throttled: bool) -> bool:
-        """Whether the next step schedules no prompts, as the caller may ask by `throttled`."""
+        """Whether the next step schedules no prompts. `throttled` has the same effect as an
+        interval that has not passed.
+        """
         is_too_soon = self._num_steps_between < self._interval - 1
         if self.left_waiting or not (throttled or is_too_soon):
             return False
         return any(not request.is_prefill_chunk for request in running)
 
     def planned(self, builder: StepBuilder) -> None:
-        """Counts a planned step. Must be called before the step's tokens count as computed. A
-        running request that recomputes tokens whose load failed does not count as a prompt.
+        """Counts a planned step. Must be called before the step's tokens are counted as computed. A
+        running request that recomputes tokens after a failed load does not count as a prompt.
         """
         if builder.plan.requests:
             has_prefills = any(

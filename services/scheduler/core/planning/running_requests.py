@@ -1,10 +1,11 @@
 """The running requests, and which of them the next step must examine.
 
-Most running requests decode, and each step computes one more token of each. While nothing else
-about a request changes, it is on the fast path, and no step updates its attributes. Its number of
-computed tokens is the sum of the request's own origin and a clock that all requests on the fast
-path share. Planning a step advances the clock, which increases the counts of all these requests.
-Other modules read and set `num_computed_tokens` and do not depend on this representation.
+Most running requests decode: each step computes one more token of each request. While nothing else
+about a request changes, it is on the fast path, and no step updates its attributes. The number of
+computed tokens is then the sum of two numbers: `origin`, which belongs to the request, and a clock
+that all requests on the fast path share. Planning a step advances the clock, which increases the
+count of every request on the fast path. Other modules read and set `num_computed_tokens`, and do
+not depend on this representation.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _admission_number = attrgetter("admission_number")
 
 
 class RunningRequests:
-    """The running requests, in the order of their admission. A request is on the fast path for a
-    number of steps that is known in advance, and is scheduled without being examined. A calendar
-    maps each step to the requests that leave the fast path before that step. It is a timing wheel
-    (Varghese and Lauck, 1987).
+    """The running requests, in the order of their admission. A request on the fast path is
+    scheduled without being examined. It stays there for a number of steps that is known in advance.
+    A calendar maps each step to the requests that leave the fast path before that step. The
+    calendar is a timing wheel (Varghese and Lauck, 1987).
     """
 
     def __init__(self) -> None:
@@ -55,14 +56,14 @@ class RunningRequests:
         return bisect_left(self._admission_numbers, request.admission_number)
 
     def append(self, request: Request) -> None:
-        """Adds a request behind the others, off the fast path."""
+        """Adds a request at the end, off the fast path."""
         request.admission_number = next(self._next_admission_number)
         self._requests.append(request)
         self._admission_numbers.append(request.admission_number)
         self._off_fast_path.add(request)
 
     def remove(self, request: Request) -> None:
-        """Removes a request, which also leaves the fast path."""
+        """Removes a request from the running requests and from the fast path."""
         self.leave_fast_path(request)
         self._off_fast_path.remove(request)
         index = self.index(request)
@@ -77,7 +78,7 @@ class RunningRequests:
         return [request for request in requests if self.index(request) >= begin]
 
     def take_due_off_fast_path(self) -> None:
-        """Removes the requests from the fast path whose number of steps has passed."""
+        """Removes the requests whose steps on the fast path have passed from the fast path."""
         if due := self._calendar.pop(self._clock.now, None):
             self._leave_fast_path(due)
 
@@ -86,7 +87,7 @@ class RunningRequests:
         return self._calendar.get(self._clock.now + 1, ())
 
     def enter_fast_path(self, requests: Mapping[Request, int]) -> None:
-        """Puts each request on the fast path for its number of steps, at least one."""
+        """Puts requests on the fast path, each for the given number of steps, at least one."""
         clock, now, calendar = self._clock, self._clock.now, self._calendar
         for request, num_steps in requests.items():
             request.origin -= now
@@ -96,7 +97,9 @@ class RunningRequests:
         self._off_fast_path.difference_update(requests)
 
     def leave_fast_path(self, request: Request) -> None:
-        """Removes a request from the fast path, if it is there, before its steps have passed."""
+        """Removes a request from the fast path before its steps have passed. Does nothing if the
+        request is not on the fast path.
+        """
         if request.is_on_fast_path:
             leaving = self._calendar[request.fast_path_end]
             leaving.remove(request)
@@ -105,24 +108,24 @@ class RunningRequests:
             self._leave_fast_path((request,))
 
     def _leave_fast_path(self, requests: Collection[Request]) -> None:
-        """Detaches the counts of these requests from the clock, at their present values."""
+        """Stops the counts of computed tokens of these requests at their present values."""
         for request in requests:
             request.origin += request.clock.now
             request.clock, request.is_on_fast_path = _STOPPED, False
         self._off_fast_path.update(requests)
 
     def advance(self, num_steps: int = 1) -> None:
-        """Counts planned steps. Each adds one computed token to each request on the fast path."""
+        """Counts planned steps. Each adds a computed token to every request on the fast path."""
         self._clock.now += num_steps
 
     @property
     def has_off_fast_path(self) -> bool:
-        """Whether the next step examines a request although its steps have not passed."""
+        """Whether the next step examines a request that is off the fast path."""
         return bool(self._off_fast_path)
 
     def skip(self, num_steps: int) -> None:
-        """Counts steps that were not planned, each with one token of each request. The next step
-        examines the requests that should have left the fast path.
+        """Counts `num_steps` steps that were not planned, each with one token of every request. The
+        next step examines the requests that should have left the fast path.
         """
         for request in self._off_fast_path:
             request.origin += num_steps
@@ -137,12 +140,12 @@ class StepClock:
 
 
 _STOPPED = StepClock()
-"""The clock of requests off the fast path. It stays at 0, so their count is the origin."""
+"""The clock of requests off the fast path. It stays at 0."""
 
 
 @dataclass(slots=True, eq=False)
 class ComputedTokens:
-    """The number of computed tokens of one request. The base class of `Request`."""
+    """The base class of `Request`. Stores the number of computed tokens."""
 
     is_on_fast_path: bool = field(init=False, default=False)
     """Whether each step computes exactly one more token of the request, in the same blocks."""
@@ -151,7 +154,7 @@ class ComputedTokens:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Number of tokens whose keys and values are stored after the steps in flight."""
+        """Number of tokens whose keys and values are stored once all planned steps have run."""
         return self.origin + self.clock.now
 
     @num_computed_tokens.setter
@@ -160,7 +163,7 @@ class ComputedTokens:
 
 
 def num_computed_tokens_of(requests: Iterable[Request]) -> list[int]:
-    """The counts of many requests, without a property call for each request."""
+    """`num_computed_tokens` of each request. Avoids a property call for each request."""
     return [request.origin + request.clock.now for request in requests]
 
 

@@ -1,4 +1,4 @@
-"""The first part of scheduling a step, in which running requests get tokens and blocks."""
+"""The first part of planning a step: running requests get tokens and blocks."""
 
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 
@@ -16,8 +16,8 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class RunningScheduler:
-    """Divides a step's token budget among the running requests, and preempts if blocks are missing.
-    On the fast path, a request gets one token in each step without being examined.
+    """Divides a step's token budget among the running requests, and preempts requests if blocks are
+    missing. A request on the fast path gets one token in each step without being examined.
     """
 
     def __init__(self, state: ReplicaState, waiting_scheduler: WaitingScheduler) -> None:
@@ -37,8 +37,8 @@ class RunningScheduler:
         """
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
-        """Divides the budget among the running requests and allocates blocks. If blocks do not fit,
-        a victim is preempted, and planning resumes at the request that lacks blocks.
+        """Divides the budget among the running requests and allocates their blocks. If blocks are
+        missing, a victim is preempted, and planning resumes at the request that lacks blocks.
         """
         begin, num_decided = 0, None
         while True:
@@ -54,7 +54,7 @@ class RunningScheduler:
 
     def update_after_schedule(self, builder: StepBuilder, steps: PlannedSteps) -> None:
         """Counts the tokens of a planned step as computed, so that the next step can be planned
-        while this step runs. Puts requests on the fast path. `steps` are the earlier steps.
+        while this step runs. Puts requests on the fast path. `steps` does not contain this step.
         """
         self._running.advance()
         if not builder.off_fast_path:
@@ -86,22 +86,22 @@ class RunningScheduler:
             self._running.enter_fast_path(entering)
 
     def preempt_all(self) -> list[Request]:
-        """Preempts every running request. The requests are queued in their order of admission."""
+        """Preempts and returns all running requests. Queues them in their order of admission."""
         victims = list(reversed(self._running))
         for victim in victims:
             self._preempt(victim)
         return victims
 
     def preempt_waiting(self, builder: StepBuilder) -> None:
-        """Preempts the last of the waiting requests that hold blocks. Must only be called if no
-        request runs and the first waiting request lacks blocks.
+        """Preempts the last waiting request that holds blocks. Must only be called if no request
+        runs and the first waiting request lacks blocks.
 
-        Without this, two sessions could deadlock if the next turn of each needs blocks that the
-        other holds. If the first request is the only one with blocks and no session is between two
-        turns, the first request itself is preempted. Otherwise a session with state-space layers
-        that holds all blocks would wait forever, because it frees none before its next turn.
+        This prevents a deadlock of two sessions, if the next turn of each session needs blocks that
+        the other session holds. If only the first waiting request holds blocks, and no session is
+        between two turns, the first request itself is preempted. Otherwise a session with
+        state-space layers that holds all blocks of the pool would wait forever.
 
-        Sessions between two turns keep their blocks. Nothing is preempted while transfers, steps
+        Sessions between two turns keep their blocks. Nothing is preempted while KV transfers, steps
         in flight or pending operations are about to free blocks.
         """
         state = self._state
@@ -124,8 +124,8 @@ class RunningScheduler:
             self._preempt(victim)
 
     def _promote(self, transfers: Transfers) -> bool:
-        """Makes the requests behind the first one ready whose loads have ended, so that they can be
-        preempted. Returns whether one of them frees its blocks because its load failed.
+        """Makes the waiting requests whose loads have ended ready for admission, so that they can
+        be preempted. Returns whether a request has freed its blocks because its load failed.
         """
         queues = self._state.queues
         promoted = [request for request in queues.kv_waiting if transfers.promote(request)]
@@ -138,16 +138,16 @@ class RunningScheduler:
         self, builder: StepBuilder, begin: int = 0, num_decided: int | None = None
     ) -> list[Request]:
         """Schedules tokens of the running requests from index `begin` on, until the budget is used
-        up. Returns the requests that need further blocks for their tokens.
+        up. Returns the requests that may need more blocks for their tokens.
 
-        Only requests off the fast path are examined. Requests that need one token each and follow
-        each other form a run, which is scheduled as a whole. An examined request is part of a run
-        if it needs one token, needs no encoder items, and the budget suffices for one token of each
-        later request.
+        Only requests off the fast path are examined. Consecutive requests that need one token each
+        form a run, which is scheduled as a whole. An examined request is part of a run if it needs
+        one token and no encoder items, and if the budget suffices for one token of each later
+        request.
 
         `num_decided` is set after a preemption. It is the number of tokens that were scheduled for
-        the request at `begin` before the preemption. As in vLLM, the request gets no more tokens,
-        and the budget that the victim frees is available to later requests.
+        the request at `begin` before the preemption. As in vLLM, the request gets no more tokens
+        than these, and later requests can use the budget that the victim frees.
         """
         running = self._running
         growing: list[Request] = []
@@ -180,7 +180,9 @@ class RunningScheduler:
         return growing
 
     def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
-        """Schedules a token of each running request from `begin` to `end`, within the budget."""
+        """Schedules one token of each running request from index `begin` up to, but not including,
+        `end`. Requests that exceed the budget get no token.
+        """
         if begin < end:
             last = min(end, begin + builder.token_budget)
             builder.schedule_one_token_each(self._running.between(begin, last))
@@ -209,12 +211,11 @@ class RunningScheduler:
         return max(num_new, 0)
 
     def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
-        """Number of tokens, drafts included, that one step may compute of a running request."""
+        """Number of tokens, drafts included, that the step may compute of a running request."""
         num_tokens = len(request.token_ids)
         num_new = num_tokens - num_computed
         if num_new <= 0:
-            # The next token is in flight. Even if every draft is rejected, that token may be the
-            # request's last.
+            # A step in flight samples the next token, which may be the request's last.
             if not self._feeds_forward or num_tokens + 1 >= request.max_num_tokens:
                 return 0
             num_new = 1
@@ -224,9 +225,9 @@ class RunningScheduler:
         return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
 
     def _fast_path_end(self, request: Request) -> int:
-        """The number of computed tokens at which a decoding request must leave the fast path. At
-        that number it needs a block, reaches its maximum length, or has filled a block. 0 if the
-        request cannot use the fast path.
+        """The number of computed tokens at which a decoding request must leave the fast path,
+        because it needs a block, is about to reach its maximum length, or has filled a block. 0 if
+        the request cannot use the fast path.
         """
         if request.sampling.repetition_detection is not None:
             return 0
@@ -243,8 +244,8 @@ class RunningScheduler:
     def _grow(
         self, builder: StepBuilder, growing: Sequence[Request], traceparent: str
     ) -> Awaitable[Stop | None]:
-        """Allocates blocks for `growing`, and looks up prefixes of waiting requests, except after a
-        preemption, because the step then admits no request.
+        """Allocates blocks for `growing`, and looks up cached prefixes of waiting requests. After a
+        preemption nothing is looked up, because the step then admits no request.
         """
         looked_up: list[Request] = []
         if not builder.plan.preemptions and self._queues.has_queued:
@@ -254,24 +255,24 @@ class RunningScheduler:
         return self._kv_cache_manager.grow(builder, growing, leaving, looked_up, steps, traceparent)
 
     def _waits_for_blocks(self) -> bool:
-        """Whether blocks are about to be freed, so that no preemption is needed."""
+        """Whether to wait for blocks that transfers or steps will free, instead of preempting."""
         transfers, in_flight = self._state.transfers, self._state.steps.in_flight
         if transfers is None:
             return False
         return transfers.defer_frees(self._state.policy.victim(self._running), in_flight)
 
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Ends the plan before a request: nothing is scheduled for it and for later requests."""
+        """Ends the plan before a request. Later requests get no tokens either."""
         builder.unschedule_from(request)
         for later in self._running.between(self._running.index(request), len(self._running)):
             self._running.leave_fast_path(later)
         await self._grow(builder, (), traceparent)
 
     def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
-        """Preempts the policy's victim because `request` lacks blocks. If only `request` runs, an
-        ended request that is held is released instead, if there is one. Returns the index in the
-        order of admission from which to plan again, and the number of tokens that `request` was
-        scheduled. The number is None if `request` is the victim.
+        """Preempts the policy's victim because `request` lacks blocks. If only `request` runs and
+        blocks of an ended request are kept, these blocks are freed instead. Returns the index of
+        the running request at which planning resumes, and the number of tokens that were scheduled
+        for `request`. The number is None if `request` is the victim.
         """
         num_decided = builder.unschedule_from(request)
         index = self._running.index(request)
@@ -308,9 +309,10 @@ class RunningScheduler:
 
 
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
-    """The requests with more than one token in this step or in the steps in flight together. Their
-    sliding windows may move by more than one token in a step, and drafts may be rejected.
-    `scheduled` maps each request of the step to its number of computed tokens after the step.
+    """The requests that have more than one token in this step, or more than one token in all steps
+    in flight. Their sliding windows may move by more than one token in a step, and drafts may be
+    rejected. `scheduled` maps each request of the step to its number of computed tokens after the
+    step.
     """
     num_in_flight = steps.num_tokens()
     return {

@@ -27,9 +27,9 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class Scheduler(ReplicaState):
-    """Plans the steps of one replica. The base class stores the running and waiting requests. The
-    decisions equal the decisions of vLLM V1's scheduler. Blocks are allocated in transactions with
-    the pool. Calls must not overlap, so only one engine loop may use a scheduler.
+    """Plans the engine steps of one replica, with the same decisions as vLLM V1's scheduler. The
+    base class stores the running and the waiting requests. Blocks are allocated in transactions
+    with the kvpool service. Calls must not overlap, so only one engine loop may use a scheduler.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Scheduler(ReplicaState):
         connect: Connect | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`connect` must be set if the configuration has a `kv_role`, and only then. `clock` is in
-        seconds, and only for policies that ask for the time. By default time stands still.
+        """`connect` creates the transfers of a KV connector. It must be set if and only if
+        `config.kv_role` is set. `clock` returns seconds. Only some policies read it.
         """
         if (connect is None) != (config.kv_role is None):
             raise ValueError("a connector and its kv_role go together")
@@ -52,7 +52,7 @@ class Scheduler(ReplicaState):
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have an effect, such as sending operations to pool or workers."""
+        """Whether a step would compute tokens, or send operations to the pool or the workers."""
         if self.running and self.pause_mode is None:
             return True
         has_operations = bool(self.kv_cache_manager.pending or self.rows.removed)
@@ -66,7 +66,7 @@ class Scheduler(ReplicaState):
 
     @property
     def is_steady(self) -> bool:
-        """Whether only running requests, and no waiting request or operation, affect a step."""
+        """Whether the next step would only compute tokens of running requests."""
         is_paced = self._pacing.is_on or self.kv_cache_manager.needs_steps
         return not (
             is_paced
@@ -81,7 +81,7 @@ class Scheduler(ReplicaState):
 
     @property
     def has_transfers(self) -> bool:
-        """Whether a transfer is in progress, whose end a step's output must report."""
+        """Whether a KV transfer is in progress. Only the output of a step reports its end."""
         return self.transfers is not None and self.transfers.is_busy
 
     @property
@@ -112,15 +112,15 @@ class Scheduler(ReplicaState):
             self.retention.arrived(request)
 
     def end_turn(self, context: ContextId, tool: str, *, ends: bool = False) -> None:
-        """Notes which tool runs after the turn that left a context, or that it was the last turn of
-        its program. Does nothing without such a context.
+        """Records which tool runs after the turn that left `context`. If `ends` is true, the turn
+        was the last turn of its program. Does nothing if the context is unknown.
         """
         if self.retention is not None:
             self.retention.end_turn(context, tool, ends=ends)
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Adds the next input of a session that has not ended. If `chunk` is None, the session
-        ends. Between two turns it ends at once, otherwise after the turn that runs or waits.
+        """Adds the next input of a session that has not ended. None ends the session: at once if
+        the session is between two turns, otherwise after its present turn.
         """
         if session.status is not RequestStatus.WAITING_FOR_CHUNK:
             session.chunks.append(chunk)
@@ -131,8 +131,8 @@ class Scheduler(ReplicaState):
             self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
     def is_held_up_by_sessions(self, plan: SchedulerOutput) -> bool:
-        """Whether planning again would result in the same empty step as `plan`, because all
-        requests wait for blocks or slots of idle sessions, and no pending operation frees any.
+        """Whether the next step would be empty like `plan`, because all requests wait for blocks or
+        batch rows of idle sessions, and no pending operation frees blocks.
         """
         return (
             bool(self.queues.between_turns or self.queues.kv_waiting)
@@ -144,8 +144,9 @@ class Scheduler(ReplicaState):
     def grammar_compiled(
         self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """Records that the workers have compiled the grammar of a request, unless it has ended. If
-        compilation failed, the request will end with `error`, which is not empty, and `reason`.
+        """Records that the workers have compiled the grammar of a request. A non-empty `error`
+        means that the compilation failed. The request then ends with `error` and `reason` when a
+        step tries to admit it. Does nothing if the request has ended.
         """
         if request.is_finished:
             return
@@ -155,16 +156,16 @@ class Scheduler(ReplicaState):
             request.error, request.error_reason = error, reason
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends a request, whether it runs or waits. Does nothing if it has ended."""
+        """Ends a running or waiting request. Does nothing if the request has ended."""
         if not request.is_finished:
             request.finish(reason)
             self.remove(request)
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
-        """Allows only these requests to be admitted. All others are held back, including requests
-        that arrive later. None allows all requests again. No request may run. All requests are
-        queued again in the order of arrival. Waiting requests lose their blocks, except while a
-        load is filling them.
+        """Allows only `requests` to be admitted, or all requests if it is None. All other requests
+        are held back, including requests that arrive later. Queues all requests again, in the order
+        of arrival. Frees the blocks of waiting requests, except blocks that a KV transfer is
+        loading. Must not be called while a request runs.
         """
         if self.running:
             raise AssertionError("requests run that are to be held back")
@@ -173,33 +174,36 @@ class Scheduler(ReplicaState):
         self.queues.admit_only(requests)
 
     def pause(self, mode: PauseMode) -> None:
-        """Pauses the engine until `resume`. With WAIT, the caller plans steps while requests run,
-        which admit no new request. With ABORT, the caller ends all requests.
+        """Pauses the engine until `resume` is called. With WAIT, the caller continues to plan steps
+        for the requests that have blocks, and no other request is admitted. With ABORT, the caller
+        must abort all requests.
         """
         self.pause_mode = mode
 
     def resume(self) -> None:
-        """Ends a pause: steps are planned again."""
+        """Ends a pause."""
         self.pause_mode = None
 
     async def schedule(
         self, traceparent: str = "", *, throttle_prefills: bool = False
     ) -> SchedulerOutput:
-        """Plans one step and reserves its memory.
+        """Plans one step: chooses the tokens that it computes, and allocates blocks for them.
 
-        There is no prefill and no decode phase. Each request has tokens, and a count of how many
-        are computed. A step distributes a budget of tokens so that the count catches up:
+        There is no prefill phase and no decode phase. Each request has a list of tokens, and
+        `num_computed_tokens` counts how many of them are computed. Each step divides a budget of
+        tokens among the requests, so that every count catches up with its list:
 
-        1. Running requests are scheduled in the order of admission. Their blocks are allocated in
-           one transaction with the pool. If the blocks do not fit, the policy chooses a running
-           request to preempt, and the remaining requests are planned again.
-        2. If no request was preempted, waiting requests are admitted from the head of the queue,
-           each with the cached part of its prompt, until budget, rows or blocks are used up. If the
-           head cannot be admitted, admission stops. If the reason concerns the head alone, the head
-           is passed over instead. It keeps its position, and the next request is tried.
+        1. Running requests are scheduled first, in the order of their admission. One transaction
+           with the pool allocates all their blocks. If blocks are missing, the policy chooses a
+           running request to preempt. Planning then resumes at the request that lacked blocks.
+        2. If no request was preempted, waiting requests are admitted from the head of the queue.
+           The cached prefix of a prompt counts as computed. Admission stops when the token budget,
+           the rows of the batch or the free blocks are used up. A request that cannot be admitted
+           for a reason of its own, such as a grammar that is not compiled yet, is skipped. It keeps
+           its position in the queue, and the next request is tried.
 
-        With `throttle_prefills`, prompts wait while requests decode, as `PrefillPacing` describes.
-        In a pause with a mode other than WAIT the step computes nothing.
+        With `throttle_prefills`, prompts wait while requests decode (see `PrefillPacing`). During a
+        pause the step computes nothing, unless the pause mode is WAIT.
         """
         builder, pause_mode = self._new_builder(), self.pause_mode
         if pause_mode is not None and pause_mode is not PauseMode.WAIT:
@@ -241,9 +245,9 @@ class Scheduler(ReplicaState):
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
         """Applies the output of a step. Appends the sampled tokens, also to requests that were
-        preempted while the step ran. Discards the tokens of requests that ended meanwhile, and of
-        the requests in `plan.dropped`. Ends requests that are complete. A session whose turn is
-        complete begins its next turn, or waits for the input of that turn.
+        preempted while the step ran. Discards tokens of requests that ended while the step ran, and
+        of requests in `plan.dropped`. Ends complete requests. A session whose turn is complete
+        begins its next turn if the input has arrived, and otherwise waits for the input.
         """
         return self._update.update(plan, output)
 
@@ -252,8 +256,8 @@ class Scheduler(ReplicaState):
         return self._update.end_failed()
 
     def preempt_all(self) -> list[Request]:
-        """Preempts every running request. Tokens that steps in flight sample for these requests
-        will be discarded. The requests are queued in their order of admission.
+        """Preempts every running request, and returns them. Tokens that steps in flight sample for
+        these requests will be discarded. The requests are queued in their order of admission.
         """
         self.steps.drop(list(self.running))
         return self._running_scheduler.preempt_all()
@@ -275,27 +279,27 @@ class Scheduler(ReplicaState):
         return victims
 
     async def flush(self) -> None:
-        """Frees the blocks of ended requests, and sends the pending operations to the pool now,
-        instead of with the next step.
+        """Frees all blocks that are kept for ended requests. Sends the pending operations to the
+        pool now, instead of with the next step.
         """
         if self.retention is not None:
             self.retention.release_all()
         await self.kv_cache_manager.flush()
 
     async def reset_prefix_cache(self) -> bool:
-        """Removes every cached prefix. If requests that have not ended use blocks, no prefix is
-        removed, and the result is False.
+        """Removes every cached prefix and returns True. Removes nothing and returns False if a
+        request that has not ended uses blocks.
         """
         if self.retention is not None:
             self.retention.release_all()
         return await self.kv_cache_manager.reset_prefix_cache()
 
     def reset_encoder_cache(self) -> None:
-        """Removes all encoder outputs. Sends nothing to the workers."""
+        """Marks all encoder outputs as not cached. Sends nothing to the workers."""
         self.encoder_cache.reset()
 
     def _make_room(self) -> bool:
-        """Releases an ended request that is held. Returns False if there is none."""
+        """Releases an ended request whose blocks are kept. Returns False if there is none."""
         return self.retention is not None and self.retention.make_room()
 
     def _release(self, waiting: Iterable[Request]) -> None:
@@ -316,7 +320,7 @@ class Scheduler(ReplicaState):
         )
 
     def _long_prefill_token_threshold(self) -> int:
-        """Limit on the tokens of one request in the step. 0, for no limit, if there is only one."""
+        """Limit on the tokens of each request in the step. 0 (no limit) for a single request."""
         config, queues = self.config, self.queues
         num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
         if num_requests <= 1:
@@ -329,7 +333,7 @@ class Scheduler(ReplicaState):
     def _finish_step(
         self, builder: StepBuilder, wait_reason: WaitReason | None, *, computes: bool = True
     ) -> SchedulerOutput:
-        """Completes the planned step. If `computes` is true, its tokens then count as computed."""
+        """Completes the plan. If `computes` is true, counts the step's tokens as computed."""
         plan = builder.plan
         plan.wait_reason = wait_reason
         plan.num_tokens = self.config.token_budget - builder.token_budget
@@ -352,8 +356,8 @@ class Scheduler(ReplicaState):
 
 
 def _held_in(plan: SchedulerOutput, blocks: Iterable[BlockId]) -> list[BlockId]:
-    """Those of some blocks that requests of a step hold. A preempted request has lost its blocks.
-    The step must not zero them, because a load, which is not ordered with steps, may fill them.
+    """The `blocks` that requests of the step hold. The step must not zero blocks that a preempted
+    request has lost. A KV transfer, which is not ordered with steps, may be loading them.
     """
     tables = chain.from_iterable((*plan.block_tables.values(), *plan.appended_blocks.values()))
     held = set(chain.from_iterable(tables))

@@ -1,7 +1,7 @@
-"""Steps in which every running request computes one token, and no request begins or ends.
+"""Steady steps: every running request computes one token, and no request begins or ends.
 
-A simulation can skip such steps: it knows their output without planning each of them. The blocks
-that the steps allocate and publish are allocated and published in one transaction.
+A simulation knows the outputs of steady steps without planning each step, and skips them. One
+transaction allocates and publishes the blocks of all skipped steps.
 """
 
 from bisect import bisect_right
@@ -12,11 +12,10 @@ from services.scheduler.core.planning.scheduler import Scheduler
 
 
 def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput, max_num_blocks: int) -> int:
-    """The number of steps after `plan` that compute one token of each of its requests, and need at
-    most `max_num_blocks` free blocks together, if no request arrives and none is aborted. `plan` is
-    the last planned step, and the only one in flight. 0 if `plan` itself does more than compute a
-    token of each running request, and blocks for it. Configurations with windows, states, partial
-    hits or drafts have no steady steps.
+    """The number of steady steps after `plan` if no request arrives and none is aborted. Together
+    these steps need at most `max_num_blocks` free blocks. `plan` must be the last planned step, and
+    the only step in flight. 0 if `plan` itself is not steady. Configurations with sliding windows,
+    states, partial hits or drafts have no steady steps.
     """
     config, running, num_requests = scheduler.config, scheduler.running, len(plan.requests)
     is_steady = (
@@ -42,7 +41,7 @@ def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput, max_num_blocks
             for num, slots in zip(computed, held, strict=True)
         )
 
-    # The last token of a request, and the token before it, are planned as usual.
+    # The steps with the last two tokens of a request are planned as usual.
     num_steps = max(0, longest - 2)
     if num_new_blocks(num_steps) <= max_num_blocks:
         return num_steps
@@ -50,8 +49,8 @@ def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput, max_num_blocks
 
 
 def next_is_empty(scheduler: Scheduler) -> bool:
-    """Whether planning a step now would change nothing, because the step in flight has the last
-    token of every running request, and nothing else is to be done.
+    """Whether a step planned now would be empty, because the step in flight computes the last token
+    of every running request, and no other request or operation waits.
     """
     return scheduler.is_steady and all(
         len(request.token_ids) + 1 >= request.max_num_tokens
@@ -67,8 +66,8 @@ async def skip_steps(
     token_ids: Sequence[Sequence[int]],
 ) -> None:
     """Changes the scheduler, its pool and `plan` as if `num_steps` further steps had been planned
-    and their outputs applied. `token_ids` are the outputs: `num_steps` tokens for each request of
-    the plan. No token may end a request.
+    and their outputs applied. `token_ids` has `num_steps` sampled tokens for each request of the
+    plan. No token may end a request.
     """
     for request, tokens in zip(plan.requests, token_ids, strict=True):
         request.token_ids += tokens

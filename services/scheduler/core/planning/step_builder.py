@@ -13,7 +13,7 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PlannedSteps:
-    """Counts the planned steps. Lists those in flight (without output yet), oldest first."""
+    """Counts the planned steps. Lists the steps in flight (without output yet), oldest first."""
 
     def __init__(self) -> None:
         self.in_flight: list[SchedulerOutput] = []
@@ -28,25 +28,23 @@ class PlannedSteps:
             self.in_flight.append(plan)
 
     def updated(self, plan: SchedulerOutput) -> None:
-        """Records that the outputs of this step and of all earlier steps have arrived."""
+        """Records that the outputs up to the output of this step were applied."""
         self.last_updated = plan.step
         while self.in_flight and self.in_flight[0].step <= plan.step:
             del self.in_flight[0]
 
     def skip(self, num_steps: int) -> None:
-        """Counts `num_steps` steps that were planned and updated. The step in flight then is the
-        last of them.
-        """
+        """Counts `num_steps` more planned and updated steps. The caller renumbers the plan."""
         self.next_number += num_steps
         self.last_updated += num_steps
 
     def forget(self) -> None:
-        """Removes the steps in flight, whose outputs will not arrive."""
+        """Removes the steps in flight, because their outputs will not arrive."""
         self.in_flight = []
         self.last_updated = self.next_number - 1
 
     def drop(self, requests: Collection[Request]) -> None:
-        """Discards the tokens of these requests that steps in flight sample."""
+        """Makes the steps in flight discard the tokens that they sample for these requests."""
         for plan in self.in_flight:
             plan.dropped |= set(plan.requests).intersection(requests)
 
@@ -55,12 +53,12 @@ class PlannedSteps:
         return any(request in plan.dropped for plan in self.in_flight)
 
     def last_awaited(self, request: Request) -> int | None:
-        """Number of the last step in flight whose output for a request is awaited, or None."""
+        """Number of the last step in flight whose tokens for a request are kept, or None."""
         awaited = (one for one in reversed(self.in_flight) if request not in one.dropped)
         return next((plan.step for plan in awaited if request in plan.requests), None)
 
     def num_tokens(self) -> Callable[[Request], int]:
-        """Returns a function that maps a request to its tokens in the present steps in flight."""
+        """Returns a function that counts a request's tokens in the present steps in flight."""
         steps = [
             dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))
             for plan in self.in_flight
@@ -70,30 +68,34 @@ class PlannedSteps:
 
 @dataclass(slots=True)
 class WaitingPrefixes:
-    """Results of prefix lookups in the pool and in a connector, after the admissions so far."""
+    """Results of looking up the prefixes of waiting requests in the pool and in a KV connector."""
 
     hits: dict[Request, int] = field(default_factory=dict)
-    """Number of cached tokens of each request, from the pool's latest answer."""
+    """Number of cached tokens of each request, from its latest lookup."""
     external: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens after a request's hit that a connector loads."""
+    """Number of tokens after a request's hit that the connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens cached for full-attention layers alone. Empty if hits cannot diverge."""
+    """Number of tokens of each request that are cached for full-attention layers, even if they are
+    not cached for other layers. Empty if `config.hits_may_diverge` is false.
+    """
     diverging: set[Request] = field(default_factory=set)
-    """Requests whose hit counts the tokens cached for full-attention layers only."""
+    """Requests whose entry in `hits` counts tokens that only full-attention layers have cached."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """Maps a request to the token where its windows begin, if before the computed tokens."""
+    """Number of stored tokens of a request, if smaller than its computed tokens because steps of
+    its last turn are in flight. Sliding windows advance only to this token.
+    """
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish. Later admissions of the step can hit them."""
 
     _cut_hits: dict[Request, int] = field(default_factory=dict)
 
     def note_hit(self, request: Request, num_tokens: int, shared_prefix_boundary: int) -> None:
-        """Stores the pool's answer for a request."""
+        """Stores the result of a request's lookup."""
         self.hits[request] = num_tokens
         request.shared_prefix_boundary = shared_prefix_boundary
 
     def cut_hit(self, request: Request, num_tokens: int) -> None:
-        """Cuts a request's hit to whole blocks with `num_tokens` tokens. The connector loads the
+        """Sets a request's hit to `num_tokens` tokens, in whole blocks. The connector loads the
         tokens after these blocks, and the states of state-space layers.
         """
         self.hits[request] = num_tokens
@@ -105,7 +107,7 @@ class WaitingPrefixes:
         return self._cut_hits.get(request, request.max_hit_tokens)
 
     def forget_hits(self) -> None:
-        """Removes the known hits, because an admission may have changed them."""
+        """Removes all hits, because an admission may have changed them."""
         self.hits.clear()
         self._cut_hits.clear()
         self.divergent_hits.clear()
@@ -113,12 +115,12 @@ class WaitingPrefixes:
 
 
 class PassingOver:
-    """Decides for one step which waiting requests are passed over (skipped).
+    """Decides which waiting requests a step skips (passes over).
 
-    A request is passed over if it cannot be admitted in this step for a reason that concerns this
-    request alone. It keeps its position in the queue, and requests behind it may be admitted. At a
-    request that lacks blocks or budget, admission stops instead, because requests behind it would
-    use up the blocks or the budget.
+    A request is skipped if it cannot be admitted in this step for a reason of its own, such as an
+    adapter that is not loaded. It keeps its position in the queue, and requests behind it may be
+    admitted. A request that lacks blocks or budget is not skipped. Admission stops at it, because
+    requests behind it would use up the blocks or the budget.
     """
 
     def __init__(
@@ -127,12 +129,12 @@ class PassingOver:
         self._max_loras = max_loras
         self._last_updated_step = last_updated_step
         self._adapters: set[bytes] = set()
-        """Digests of the adapters of all running requests, scheduled in this step or not."""
+        """Digests of the adapters of all running requests."""
         if max_loras is not None:
             self._adapters = {request.adapter_digest for request in running} - {b""}
 
     def copy(self) -> "PassingOver":
-        """A copy, on which admissions are planned that may fail."""
+        """A copy for planning admissions that may fail."""
         if self._max_loras is None:
             return self
         copy = PassingOver(self._max_loras, (), self._last_updated_step)
@@ -140,7 +142,7 @@ class PassingOver:
         return copy
 
     def reason(self, request: Request) -> WaitReason | None:
-        """Why a request is passed over, or None."""
+        """Why a request is skipped. None if it may be admitted."""
         if request.status is RequestStatus.WAITING_FOR_CHUNK:
             return WaitReason.SESSION
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -162,7 +164,7 @@ class PassingOver:
 
 @dataclass  # without slots: cached properties are stored in the instance
 class StepBuilder:
-    """The decisions of a step so far. `plan` is the result. Later decisions need the rest."""
+    """A step while it is planned. `plan` is the result. The rest is discarded."""
 
     plan: SchedulerOutput
     token_budget: int
@@ -171,11 +173,11 @@ class StepBuilder:
     make_passing_over: Callable[[], PassingOver]
     make_encoder: Callable[[], StepEncoder]
     defers_prefills: bool = False
-    """Whether no prompt is scheduled in this step, so that all prompts wait for a later step."""
+    """Whether the step schedules no prompts. They wait for a later step."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
     """Maps scheduled requests off the fast path to their computed tokens after the step."""
     failed: dict[Request, str] = field(default_factory=dict)
-    """Requests that can never run, each with its error."""
+    """Maps requests that can never run to their errors."""
 
     @cached_property
     def prefixes(self) -> WaitingPrefixes:
@@ -183,12 +185,11 @@ class StepBuilder:
 
     @cached_property
     def passing_over(self) -> PassingOver:
-        """Decides which waiting requests are passed over (skipped), given the admissions so far."""
         return self.make_passing_over()
 
     @cached_property
     def encoder(self) -> StepEncoder:
-        """The step's remaining budget and decisions for prompt items (such as images)."""
+        """Plans the encoder's work on prompt items (such as images)."""
         return self.make_encoder()
 
     def cap(self, num_tokens: int) -> int:
@@ -204,7 +205,9 @@ class StepBuilder:
         self.token_budget -= len(requests)
 
     def schedule(self, request: Request, num_tokens: int) -> None:
-        """Schedules tokens of a request off the fast path. Its drafts are the last of them."""
+        """Schedules `num_tokens` tokens of a request off the fast path. The last of these tokens
+        are the request's drafts, if it has any.
+        """
         plan, num_computed_tokens = self.plan, request.num_computed_tokens
         plan.requests.append(request)
         plan.num_scheduled_tokens.append(num_tokens)

@@ -16,7 +16,7 @@ class EncoderDecision:
 
     num_tokens: int
     """Number of tokens that the step computes. Equals `num_asked` if the encoder can compute all
-    items that overlap these tokens. Otherwise the tokens end before the first item that the encoder
+    items that overlap these tokens. Otherwise the chunk ends before the first item that the encoder
     cannot compute in this step.
     """
     budget: int
@@ -28,33 +28,33 @@ class EncoderDecision:
     repeated: list[int] = field(default_factory=list)
     """Indexes of items that equal an earlier item in `inputs` and share its output."""
     mismatch: str = ""
-    """Identifier of an item, if any, whose size differs from its cached output's size."""
+    """Identifier of an item whose cached output has another size. Empty if there is none."""
 
 
 @dataclass(slots=True)
 class StepEncoder:
-    """The encoder's remaining budget in a step, and the cache of its outputs."""
+    """The encoder's remaining budget in a step, and the cache of encoder outputs."""
 
     config: SchedulerConfig
     cache: EncoderCacheManager
     budget: int
     """Number of embeddings that the encoder can still compute in this step."""
     decisions: dict[Request, EncoderDecision] = field(default_factory=dict)
-    """Decisions for running requests with items, in the order in which the decisions were made."""
+    """Decisions for running requests with items, in the order in which they were made."""
     kept: dict[Request, EncoderDecision] = field(default_factory=dict)
     """Decisions for requests that caused a preemption, used again when planning resumes."""
     _marks: list[tuple[Request, int, EncoderCacheManager]] = field(default_factory=list)
     """For each decision, in order: the request, and budget and cache before the decision."""
 
     def copy(self) -> "StepEncoder":
-        """A copy of budget and cache, to plan admissions that may fail."""
+        """A copy of the budget and the cache, for planning admissions that may fail."""
         return StepEncoder(self.config, self.cache.copy(), self.budget)
 
     def decide(self, request: Request, start: int, num_tokens: int) -> EncoderDecision:
-        """Decides which items must be computed before `num_tokens` tokens from position `start` on
-        can be computed. These are the items that overlap the tokens and are not cached. An item is
+        """Decides which items the encoder must compute for the `num_tokens` tokens from position
+        `start` on. These are the items that overlap the tokens and are not cached. An item is
         computed as a whole. Marks the cached outputs of overlapping items as used. Evicts unused
-        outputs if space is needed.
+        outputs if the cache lacks space.
         """
         decision, end = EncoderDecision(num_tokens, self.budget, num_tokens), start + num_tokens
         sizes: dict[str, int] = {}
@@ -87,7 +87,7 @@ class StepEncoder:
         return decision
 
     def allocate(self, request: Request, decision: EncoderDecision) -> None:
-        """Allocates budget and cache space for the items of a decision."""
+        """Reserves budget and cache space for the items of a decision."""
         if decision.inputs:
             self.budget = decision.budget
         for index in decision.inputs:
@@ -96,13 +96,13 @@ class StepEncoder:
             self.cache.use_cached(request, index)
 
     def admit(self, request: Request, start: int, num_tokens: int) -> list[int]:
-        """Decides and allocates the items of an admitted request. Returns the computed indexes."""
+        """Like `schedule`, for an admitted request. Returns the indexes of the computed items."""
         decision = self.decide(request, start, num_tokens)
         self.allocate(request, decision)
         return decision.inputs
 
     def schedule(self, request: Request, num_computed: int, num_tokens: int) -> EncoderDecision:
-        """Decides and, if tokens can be computed, allocates the items of a running request."""
+        """Decides on a running request's items. Reserves budget and cache space for them."""
         decision = self.kept.get(request)
         if decision is None:
             self._mark(request)
@@ -113,8 +113,8 @@ class StepEncoder:
         return decision
 
     def take_back_from(self, request: Request) -> None:
-        """Undoes the decisions for a running request that lacks blocks and for all running requests
-        that were admitted after it. Outputs evicted for the first of these requests stay evicted.
+        """Undoes the decisions for `request`, which lacks blocks, and for all running requests that
+        were admitted after it. Outputs that were evicted for `request` stay evicted.
         """
         number = request.admission_number
         later = [mark for mark in self._marks if mark[0].admission_number >= number]
@@ -133,7 +133,7 @@ class StepEncoder:
             self._mark(request)
 
     def refuse(self, request: Request, start: int, num_tokens: int) -> None:
-        """Evicts the outputs that a waiting request that lacks blocks would evict."""
+        """Evicts the outputs that the admission of a request that lacks blocks would evict."""
         if start < request.num_encoded_tokens:
             self.decide(request, start, num_tokens)
             self.cache.free(request)

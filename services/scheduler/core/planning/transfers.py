@@ -1,4 +1,4 @@
-"""The interface of transfers of keys and values to and from another tier or replica."""
+"""The interface of transfers of keys and values, to and from host memory or another replica."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -11,21 +11,23 @@ from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request
 
 Answer = None | bool | list[int | bool]
-"""The JSON form of a connector's answer.
+"""The result of one call of a KV connector, as JSON.
 
-`[tokens, is_async]` is the number of tokens that can be loaded, and None means that the number is
-not known yet. True and False answer whether blocks of an ended request are still read, or whether
-transfers will free blocks.
+`[tokens, is_async]` is the number of tokens that can be loaded, and whether they are loaded between
+steps. None means that the number is not known yet. A Boolean is the result of one of two calls:
+whether transfers still read blocks of an ended request, or whether transfers will free blocks.
 """
 
 
 class Transfers(Protocol):
-    """The calls of a scheduler with a connector. Without a connector, nothing is called."""
+    """What a scheduler calls if it has a KV connector. Implemented by
+    `services.scheduler.options.transfers.core.kv_transfers`.
+    """
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is in progress. Steps must continue then, because their outputs report
-        the end of the transfer.
+        """Whether a transfer is in progress. Steps must continue, because only the output of a step
+        reports the end of a transfer.
         """
 
     @property
@@ -40,15 +42,15 @@ class Transfers(Protocol):
     async def plan(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> AdmissionPlan | None:
-        """Passes over (skips) a request, or begins its asynchronous load. Returns None if the
-        request may be admitted now. In that case `prefixes.external` has the number of tokens to
-        load within the step.
+        """Looks up a waiting request. Returns None if the request may be admitted now. In that case
+        `builder.prefixes.external` has the number of tokens to load within the step. Otherwise
+        begins an asynchronous load or skips the request, and returns the plan of this decision.
         """
 
     def promote(self, request: Request) -> bool:
-        """Makes a request ready for admission after its load, and publishes the valid blocks. If no
-        block is valid, frees all blocks of the request. Does nothing and returns False if no load
-        of the request has ended.
+        """If a load of the request has ended: makes the request ready for admission, publishes the
+        blocks that were loaded, and returns True. If no block was loaded, frees all blocks of the
+        request. If no load has ended, only returns False.
         """
 
     def admitted(
@@ -59,13 +61,11 @@ class Transfers(Protocol):
         """
 
     def defer_frees(self, victim: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
-        """Whether transfers or steps in flight are about to free blocks, so that the preemption of
-        `victim` would free nothing now.
-        """
+        """Whether to wait for transfers or steps that free blocks, instead of preempting."""
 
     def defer_copies(self, copies: Sequence[BlockCopy], step: int) -> bool:
-        """Returns True if the blocks of copies are freed only after the output of the step that
-        makes the copies. Returns False if the caller frees them now.
+        """Returns True if the blocks of `copies` are freed after the output of the step that makes
+        the copies. Returns False if the caller must free them now.
         """
 
     def planned(self, plan: SchedulerOutput) -> None:
@@ -91,17 +91,18 @@ class Transfers(Protocol):
         waiting: Iterable[Request],
         running: Iterable[Request],
     ) -> set[Request]:
-        """Forwards the results of a step, and frees blocks that waited for its output. Resets the
-        computed tokens of requests to the start of the first block whose load failed.
+        """Passes the transfer results of a step to the connector. Frees the blocks that were kept
+        until this step's output. Resets the computed tokens of requests to the start of the first
+        block whose load failed.
 
-        The step and the steps in flight were planned as if all loads had succeeded. With the policy
-        RECOMPUTE, returns the requests whose output of these steps is invalid. With the policy
-        FAIL, returns all requests that have a block whose load failed.
+        The step and the steps in flight were planned as if all loads had succeeded. With the
+        failure policy RECOMPUTE, returns the requests whose output of these steps is invalid. With
+        the policy FAIL, returns all requests that have a block whose load failed.
         """
 
     def finished(self, results: KVTransferResults, in_flight: Sequence[SchedulerOutput]) -> None:
-        """Records which transfers have ended. Frees the blocks of ended requests that no transfer
-        uses any more. If steps in flight write the blocks, frees them after these steps.
+        """Records which transfers have ended. Frees the blocks of ended requests as soon as no
+        transfer uses them and no step in flight writes them.
         """
 
     # When pool or workers are lost, or the connector is reset
@@ -115,19 +116,19 @@ class Transfers(Protocol):
     # For the step log
 
     def record_answers(self) -> None:
-        """Records the connector's answers from now on, because scheduling depends on them."""
+        """Records the results of the connector's calls from now on. Planning depends on them."""
 
     def take_answers(self) -> list[Answer]:
-        """Returns the answers since the last call, in the order of the calls of the connector."""
+        """Returns the results that were recorded since the last call, in the order of calls."""
 
 
 class LoggedAnswers(Protocol):
-    """The answers of a connector in a step log, in the order of calls. Its methods raise an error
-    if the next answer is missing or has another form.
+    """Reads the results of a connector's calls from a step log, in order. Each method returns the
+    next result, and raises an error if it is missing or has another form.
     """
 
     def match(self) -> tuple[int, bool] | None:
-        """How many tokens can be loaded, and whether they are loaded between steps."""
+        """Returns how many tokens can be loaded, and whether they are loaded between steps."""
 
     def flag(self) -> bool:
-        """Returns an answer that is true or false."""
+        """Returns a Boolean result."""

@@ -10,10 +10,11 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class WaitingRequests:
-    """The queues of a replica. The policy orders the requests in each queue. Requests that hold
-    blocks are in `kv_waiting`. A step tries to admit them before the requests in `waiting`. A
-    request that could not be admitted even if all resources were free is passed over (skipped), and
-    keeps its position in the queue.
+    """The queues of a replica's waiting requests, each in the order of the scheduling policy.
+
+    Requests that hold blocks are in `kv_waiting`. A step tries to admit them before the requests in
+    `waiting`. A request that cannot be admitted even if all resources are free is skipped (passed
+    over). It keeps its position in the queue.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -23,16 +24,16 @@ class WaitingRequests:
         self.held_back: dict[Request, None] = {}
         """Requests that must not be admitted now, in the order in which they were held back."""
         self.admitted_only: Collection[Request] | None = None
-        """The only requests that may be admitted. None if all requests may."""
+        """The only requests that may be admitted. None if all requests may be admitted."""
         self.between_turns: dict[Request, None] = {}
         """Sessions that wait for input, the longest waiting first. Each counts as running."""
         self.passed_over: dict[Request, WaitReason] = {}
-        """Maps waiting requests to the most recent reason for which they were passed over. A
-        request whose grammar or adapter must be prepared has an entry from its arrival on.
+        """Maps skipped requests to the reason of the last skip. A request whose grammar or adapter
+        must be prepared has an entry from its arrival on.
         """
         self._lost_blocks: dict[Request, None] = {}
-        """Requests in `kv_waiting` that lost their blocks because their load filled no block with
-        valid data. They keep their position until they are passed over.
+        """Requests in `kv_waiting` that lost their blocks because the load of every block failed.
+        They keep their position until they are skipped.
         """
         self._passed_without_blocks: list[Request] = []
 
@@ -49,7 +50,7 @@ class WaitingRequests:
 
     @property
     def ready(self) -> Iterator[Request]:
-        """The queued requests that were not passed over (skipped). They wait for resources."""
+        """The queued requests that were not skipped. They wait for resources."""
         return (request for request in self.queued if request not in self.passed_over)
 
     @property
@@ -102,13 +103,13 @@ class WaitingRequests:
         self._lost_blocks[request] = None
 
     def pass_over(self, request: Request, reason: WaitReason) -> None:
-        """Records that a request is passed over in this step, and why."""
+        """Records that the step skips a request, and why."""
         self.passed_over[request] = reason
         if request in self._lost_blocks:
             self._passed_without_blocks.append(request)
 
     def requeue_without_blocks(self) -> None:
-        """Moves requests that lost their blocks and were passed over to the front of `waiting`."""
+        """Moves requests that lost their blocks and were skipped to the front of `waiting`."""
         for request in reversed(self._passed_without_blocks):
             del self._lost_blocks[request]
             self.kv_waiting.remove(request)
@@ -116,7 +117,7 @@ class WaitingRequests:
         self._passed_without_blocks.clear()
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Moves requests of `kv_waiting`, whose blocks are freed, to the front of `waiting`."""
+        """Moves requests, whose blocks the caller frees, to the front of `waiting`."""
         for request in reversed(list(requests)):
             self.kv_waiting.remove(request)
             self._lost_blocks.pop(request, None)
@@ -148,9 +149,9 @@ class WaitingRequests:
         return self.kv_waiting if holds_blocks else self.waiting
 
     def admit_only(self, requests: Collection[Request] | None) -> None:
-        """Allows only these requests to be admitted. All others are held back, including requests
-        that arrive later. None allows all requests again. Requests in `waiting` are queued again in
-        the order of arrival. Requests in `kv_waiting` stay there.
+        """Allows only `requests` to be admitted, or all requests if it is None. All other requests
+        are held back, including requests that arrive later. Requests in `waiting` are queued again
+        in the order of arrival. Requests in `kv_waiting` stay there.
         """
         queued = sorted(chain(self.waiting, self.held_back), key=lambda request: request.key)
         self.admitted_only = requests

@@ -1,4 +1,4 @@
-"""The second part of scheduling a step, in which waiting requests are admitted."""
+"""The second part of planning a step: waiting requests are admitted."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,7 +13,7 @@ from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request, RequestStatus
 
 LOOKUP_BATCH = 32
-"""Limit on the number of waiting requests whose prefixes one transaction looks up."""
+"""Limit on the number of waiting requests whose cached prefixes one transaction looks up."""
 _BLOCKS_LACK = {
     StopReason.NO_BLOCKS: WaitReason.NO_BLOCKS,
     StopReason.KEPT_FREE: WaitReason.HEADROOM,
@@ -21,7 +21,7 @@ _BLOCKS_LACK = {
 
 
 class WaitingScheduler:
-    """Admits waiting requests to a step. The cached parts of their prompts count as computed."""
+    """Admits waiting requests to a step. The cached prefix of a prompt counts as computed."""
 
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
@@ -32,7 +32,7 @@ class WaitingScheduler:
         self._transfers = state.transfers
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
-        """Admits requests from the head of the queue. Returns why others wait, or None."""
+        """Admits requests from the head of the queue. Returns why the other requests wait."""
         if not self._queues.has_queued:
             return WaitReason.HELD_BACK if self._queues.held_back else None
         reason = await self._admit_candidates(builder, traceparent)
@@ -62,9 +62,9 @@ class WaitingScheduler:
         return self._why_others_wait(builder)
 
     def _batches(self, builder: StepBuilder) -> Iterator[list[Request]]:
-        """Yields the candidates whose admissions are planned together. With a connector, each
-        request is planned alone and only once, because earlier admissions change how many of its
-        tokens the connector can load.
+        """Yields lists of candidates whose admissions are planned together. With a KV connector,
+        each list is a single request, because earlier admissions change how many tokens the
+        connector can load for it.
         """
         if self._transfers is None:
             while candidates := self.candidates(builder):
@@ -78,7 +78,7 @@ class WaitingScheduler:
     async def _carry_out(
         self, builder: StepBuilder, planned: AdmissionPlan, traceparent: str
     ) -> WaitReason | None:
-        """Makes a plan's transaction, and admits requests. Returns why admission must stop."""
+        """Executes a plan's transaction, and admits requests. Returns why admission must stop."""
         if not planned.admissions:
             self._decide(builder, planned, ())
             self._refuse(builder, planned.refused)
@@ -105,7 +105,7 @@ class WaitingScheduler:
         return None
 
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
-        """The reason why requests still wait although no candidate for admission is left."""
+        """Why requests still wait although no candidate is left."""
         first = next(self._queues.queued, None)
         if first is None:
             return WaitReason.HELD_BACK if self._queues.held_back else None
@@ -119,14 +119,14 @@ class WaitingScheduler:
 
     @property
     def _looked_at(self) -> Iterable[Request]:
-        """Requests that may be admitted. In a pause, only requests that hold blocks."""
+        """Requests that may be admitted. During a pause: the requests that hold blocks."""
         return self._queues.queued if self._state.pause_mode is None else self._queues.kv_waiting
 
     def candidates(self, builder: StepBuilder) -> list[Request]:
-        """The requests at the head of the queue for which free rows of the batch and budget could
-        suffice. Requests that were passed over (skipped) in this step are left out. Requests that
-        are about to be passed over are included, so that the plan notes why, but do not count
-        toward the maximum number of candidates, because they take no row and no budget.
+        """The first requests of the queue that were not skipped in this step yet, as many as the
+        free rows of the batch, the token budget and `LOOKUP_BATCH` allow. The list also contains
+        requests that this step will skip, so that the plan records the reason. These do not count
+        toward the limits.
         """
         candidates: list[Request] = []
         num_ready = min(self._state.num_free_places, builder.token_budget, LOOKUP_BATCH)
@@ -140,7 +140,9 @@ class WaitingScheduler:
         return candidates
 
     def not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
-        """The candidates that must be looked up: they may be admitted, and hold no blocks."""
+        """The candidates whose cached prefix must be looked up, because they hold no blocks. The
+        hit of a candidate that holds blocks is set to its computed tokens.
+        """
         not_looked_up: list[Request] = []
         for request in candidates:
             if request in builder.prefixes.hits or builder.passing_over.reason(request) is not None:
@@ -154,7 +156,9 @@ class WaitingScheduler:
     def _decide(
         self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
     ) -> None:
-        """Carries out the decisions before the first admission without blocks."""
+        """Applies the decisions up to the first admission that got no blocks. `admitted` has the
+        block tables of the admissions that succeeded, in order.
+        """
         tables = iter(admitted)
         for decision in planned.decisions:
             if isinstance(decision, PassedOver):
@@ -176,8 +180,8 @@ class WaitingScheduler:
             builder.failed[request] = passed.error
 
     def _refuse(self, builder: StepBuilder, refused: admission.PlannedAdmission | None) -> None:
-        """Evicts the cached encoder items that a request that lacks blocks would have evicted. vLLM
-        decides on items before it allocates blocks, and does not undo these evictions.
+        """Evicts the encoder outputs that the admission of a request that lacks blocks would have
+        evicted. vLLM evicts them before it allocates blocks, and does not undo the evictions.
         """
         if refused is not None:
             start = refused.terms.num_computed_tokens
