@@ -13,10 +13,10 @@ from services.gateway.core.fleet.fleet import Fleet
 
 
 class FleetCollector(Collector):
-    """Metrics of the replicas that this gateway knows, read at each scrape."""
+    """Counts of the replicas that this gateway knows, read at each scrape."""
 
     def __init__(self, fleet: Fleet, model_name: str, num_expected: int) -> None:
-        """`num_expected`: the number of replicas that should be ready, or 0."""
+        """`num_expected`: the number of replicas that should be ready, or 0 if none was set."""
         self._fleet = fleet
         self._model = model_name
         self._num_expected = num_expected
@@ -48,9 +48,9 @@ class FleetMetrics:
         self._links = links
 
     async def collect(self, hidden_labels: Sequence[str] = (), *, exemplars: bool) -> bytes:
-        """Returns the metrics as text. The label `replica` of a replica's series is its address,
-        because several replicas may have the same engine name. Series with one of `hidden_labels`
-        are omitted.
+        """Returns the metrics as text. The label `replica` of a replica's series is the replica's
+        address, because several replicas may have the same engine name. The gateway's own series
+        with one of `hidden_labels` are omitted.
         """
         links = self._links.all()
         texts = await asyncio.gather(

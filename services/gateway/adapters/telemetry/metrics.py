@@ -102,7 +102,7 @@ class Metrics:
 
 class TokenMetrics(Collector):
     """Generated tokens and inter-token latencies as plain numbers, read at each scrape. A counter
-    of the client library would take a lock for each token.
+    of prometheus_client would take a lock for each token.
     """
 
     def __init__(self, model_name: str) -> None:

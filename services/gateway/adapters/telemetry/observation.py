@@ -24,19 +24,19 @@ from services.gateway.core.traces.timeline import Part
 
 
 class Listener(Protocol):
-    """Counts requests in a further way."""
+    """Receives the outcome of each request, for example to count it for a tenant."""
 
     def answered(self, record: RequestRecord, usage: Usage) -> None:
         """Called at the end of a request that an engine had scheduled."""
 
     def refused(self, caller: Caller, reason: str) -> None:
-        """Called when a request fails before an engine has scheduled it. `reason` is the code of
-        its error.
+        """Called when a request fails before an engine has scheduled it. `reason` is the error's
+        code.
         """
 
 
 class Observation:
-    """Measures the times and counts of one request, from its parsing to its end."""
+    """Measures the latencies and counts the tokens of one request."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class Observation:
     def completed(self) -> None:
         """Counts a request that has ended.
 
-        Nothing is counted for a refused request or for a replayed answer, which was counted when
-        it was generated. If the client disconnected while the request was queued, only the finish
-        reason is counted.
+        A refused request is not counted here. Neither is a replayed answer, which is the stored
+        answer to an idempotency key, since it was counted when it was generated. If the client
+        disconnected while the request was queued, only the waits and the finish reason are counted.
         """
         seconds = time.perf_counter() - self._started
         generation = self._generation

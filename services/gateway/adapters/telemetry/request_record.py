@@ -73,7 +73,7 @@ class RequestRecord:
     """Maps lower-case names of headers to values. In gRPC the headers are the call's metadata."""
     request_id: str
     origin: TraceOrigin
-    """The trace id, the caller's span, and whether the trace is sampled."""
+    """The trace id, the client's span, and whether the trace is sampled."""
     timeline: Timeline
     """The parts of the call's time, from the call's arrival on."""
     baggage: str = ""
@@ -99,7 +99,7 @@ class RequestRecord:
     """Fields of the body that have no effect."""
     is_stream: bool = False
     directory_state: str = ""
-    """The state of the directory when the request's processing began (see DirectoryState)."""
+    """The state of the prefix index (a DirectoryState) when the request's processing began."""
     first_token: int | None = None
     """The time when the first token was ready for the client. It is None before the first token."""
     write_nanos: int = 0

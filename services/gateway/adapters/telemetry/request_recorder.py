@@ -75,8 +75,8 @@ class RequestRecorder:
         """Starts the record of a call. The keys of `headers` are lower-case names.
 
         The request id is the client's if it is valid, and otherwise a new id. A call without an
-        operation has no spans and is not sampled. Otherwise such calls, for example for metrics,
-        would use up the limit on sampled requests.
+        operation, such as a scrape of metrics, has no spans and is not sampled. Otherwise such
+        calls would use up the limit on sampled requests.
         """
         given = headers.get(REQUEST_ID.lower(), "")
         origin = self._tracing.origin(
@@ -95,7 +95,8 @@ class RequestRecorder:
 
     def end_soon(self, record: RequestRecord) -> None:
         """Ends a record in the next iteration of the event loop. The status of a gRPC call is sent
-        after its handler has returned. With `end`, it would wait for the spans and the log line.
+        after its handler has returned. If the handler called `end`, the status would be delayed
+        until the spans and the log line are made.
         """
         record.timeline.end()
         asyncio.get_running_loop().call_soon(self.end, record)

@@ -1,10 +1,9 @@
 """The spans of a request at the gateway, made from its record when it has ended, or while it runs.
 
-    chat tiny                                    the call, from its arrival to the end of its answer
-
-Consecutive parts have no gap, so the sum of their durations is the call's duration. Each sequence
-has a quota, which is its part of MAX_SPANS. If a sequence has more parts than its quota, its last
-span extends to the sequence's end.
+The root span, such as `chat tiny` for the model tiny, lasts from the call's arrival to the end of
+its answer. Its child spans are the consecutive parts of the call's time. They have no gaps, so the
+sum of their durations is the call's duration. Each sequence has a quota of spans. If a sequence has
+more parts than its quota, its last span extends to the sequence's end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +29,8 @@ from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 MAX_SPANS = 1152
-"""Limit on the number of spans of one request. The limit is divided equally among the request's
-sequences. With 256 sequences, the quota of a sequence suffices if it is sent to only one replica.
+"""Limit on the number of spans of one request. It is divided equally among the request's sequences.
+With 256 sequences, the quota of a sequence suffices if it is sent to only one replica.
 """
 _MAX_STOPS, _MAX_CHARACTERS = 16, 256
 """Limits on the number of stop strings in a span, and on the characters of each text from a
@@ -50,8 +49,9 @@ class RequestSpans:
         so_far: EngineParts | None = None,
         now: int | None = None,
     ) -> None:
-        """`so_far` has the parts of the time of sequences that are still at a replica. `now` is the
-        end of the parts that have not ended. None means the current time.
+        """`so_far` contains the time parts that replicas have reported for sequences that have not
+        ended. Unfinished parts of the timeline end at `now`, or at the current time if `now` is
+        None.
         """
         self._record = record
         self._so_far = so_far
@@ -64,9 +64,8 @@ class RequestSpans:
         self.num_dropped = record.timeline.num_dropped
 
     def make(self, kept_for: KeptFor | None) -> None:
-        """Exports all spans. `kept_for` is the reason for tracing the request. It is None for a
-        running request. Parts that have not ended are exported with the current time as their end,
-        and an attribute that they are running.
+        """Exports all spans. `kept_for` is the reason for tracing the request, or None for a
+        running request. Unfinished parts have an attribute that they are running.
         """
         record = self._record
         for stretch, end in stretches_of(record.timeline, self._end):
@@ -221,8 +220,8 @@ class RequestSpans:
 
 
 def stretches_of(timeline: Timeline, until: int) -> Iterator[tuple[Stretch, int]]:
-    """Yields each stretch with its end. If the timeline has not ended, the last stretch ends at
-    `until`.
+    """Yields each stretch, which is a part of the timeline, with its end. If the timeline has not
+    ended, the last stretch ends at `until`.
     """
     yield from ((one, following.began) for one, following in pairwise(timeline.stretches))
     yield timeline.stretches[-1], timeline.ended or until
