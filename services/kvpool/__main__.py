@@ -1,4 +1,4 @@
-"""The pool service, `python -m services.kvpool`: its composition root."""
+"""The composition root of the pool service, which `python -m services.kvpool` starts."""
 
 import gc
 import signal
@@ -41,8 +41,8 @@ SERVICE = "kvpool"
 MAX_POOLS = 64
 """Limit on the number of open pools."""
 _RPCS_PER_POOL = 16
-"""Number of concurrent calls that are allowed for each pool. It suffices for the stream of the
-pool's scheduler, the streams of watchers, and some short calls.
+"""Limit on concurrent calls for each pool. It suffices for the stream of the pool's scheduler, the
+WatchEvents streams of gateways, and some short calls.
 """
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains. Raises Unavailable if an address is taken."""
+    """Serves until `stop` is set, then drains. Raises Unavailable if an address is in use."""
     with service_tracing(SERVICE, settings) as tracing, tls_of(settings) as tls:
         service = PoolService(settings, tracing, tls)
         exposition = service.exposition
@@ -108,8 +108,8 @@ class PoolService:
         return address
 
     async def drain(self) -> None:
-        """Ends watchers' streams at once and other calls after the drain time. Then removes the
-        pools' hashes from the directory.
+        """Ends WatchEvents streams at once and other calls after the drain time. Then removes the
+        pools from the directories of cached prefixes.
         """
         self._feed.close()
         await self._server.drain(self._settings.drain_seconds)
@@ -120,7 +120,8 @@ class PoolService:
 
 
 def _shared(url: str) -> "RedisDirectory":
-    """Creates the directory in Redis. Raises SettingError if the redis package is missing."""
+    """Creates the writer to the directory in Redis. Raises SettingError if redis is not installed.
+    """
     try:
         from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.kvpool.adapters.redis_directory import RedisDirectory  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""Converts messages of stepwell.kvpool.v1; `services.common` converts operations."""
+"""Converts messages of stepwell.kvpool.v1. Their operations are converted by `services.common`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""The streams of WatchEvents, with bounded queues, by which gateways track caches without Redis."""
+"""The streams of WatchEvents, through which gateways without Redis track the pools' caches."""
 
 import asyncio
 from collections import deque
@@ -16,9 +16,9 @@ Snapshot = Callable[[], EventBatch]
 
 
 class EventFeed:
-    """Sends every batch of events to the watchers of the pool. Unread batches are stored for each
-    watcher, up to `max_hashes` hashes. If there are more, the batches are dropped, and a new
-    snapshot is sent to the watcher at its next read.
+    """Sends every batch of events to the watchers of its pool (the clients of WatchEvents). Unread
+    batches are stored for each watcher, up to `max_hashes` hashes. If there are more, the batches
+    are dropped, and a new snapshot is sent to the watcher at its next read.
     """
 
     def __init__(self, max_hashes: int = MAX_UNREAD_HASHES) -> None:
@@ -61,7 +61,7 @@ class EventFeed:
 
 
 class _Watcher:
-    """The unread batches of one reader. Too many hashes are dropped, and `_lagging` is set."""
+    """The unread batches of one watcher. Too many are dropped, and `_lagging` is set."""
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes
@@ -83,7 +83,7 @@ class _Watcher:
         self._news.set()
 
     def pop(self) -> EventBatch | None:
-        """Returns the next batch. Returns None if a snapshot must be sent to the reader instead."""
+        """Returns the next batch, or None if a snapshot must be sent to the watcher instead."""
         if self._lagging:
             self._lagging = False
             return None

@@ -1,6 +1,6 @@
 """Prometheus metrics of the pools and of writes to Redis, read from counts at each scrape. The hot
-path updates no metric. A metric has vLLM's name if it has the same meaning. Metrics of a replica as
-a whole belong to the scheduler.
+path updates no metric. A metric has vLLM's name if it has the same meaning. The scheduler exports
+the metrics of a whole replica.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ class PoolCollector(Collector, Generic[Answer]):
 
 
 class DirectoryCollector(Collector):
-    """Exports the writers' counts, summed over all pools and read at each scrape."""
+    """Exports the counts of writes to the directory in Redis, summed over all pools."""
 
     def __init__(self, directory: "RedisDirectory") -> None:
         self._directory = directory

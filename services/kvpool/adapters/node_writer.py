@@ -1,9 +1,10 @@
-"""Writes a pool's cached keys to the directory in Redis.
+"""Writes a pool's cached keys (shortened block hashes) to the directory in Redis.
 
-The node stands for the pool of one scheduler. When a call to Redis fails, the task does not know
-which of its entries are in the log. Therefore it retries with growing delays, and then begins a new
-epoch of the node with the next epoch number and a snapshot. Readers discard the previous epoch.
-`services.common.redis.directory_layout` defines the keys and the formats of their values.
+A node is the pool of one scheduler. A task appends the node's changes to the directory's log. When
+a call to Redis fails, the task does not know which of its entries are in the log. Therefore it
+begins a new epoch of the node with a snapshot, and retries with growing delays until that succeeds.
+Readers discard the previous epoch. `services.common.redis.directory_layout` defines the keys in
+Redis and the formats of their values.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class WriterTimes:
     """The time after which an unrenewed lease expires."""
     snapshot_seconds: float = 30.0
     snapshot_changes: int = 50_000
-    """A snapshot follows after either limit. The log keeps the entries of two snapshot periods."""
+    """A snapshot is written after this many changes, and at the latest after `snapshot_seconds`."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
     max_unwritten_keys: int = 262_144
@@ -79,11 +80,11 @@ class _Superseded(Exception):
 
 
 class _LifeLost(Exception):
-    """Redis has lost keys of this epoch, because it was flushed, was restarted, or evicted them."""
+    """A new epoch must begin, because Redis lost keys of this epoch, or changes were dropped."""
 
 
 class NodeWriter:
-    """The task that writes one generation of a pool, as one or more epochs of its node."""
+    """Writes one generation of a pool to the directory, as one or more epochs of a node."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class NodeWriter:
         self._news.set()
 
     async def stop(self) -> None:
-        """Ends the task, but keeps the node, because another task will write for it."""
+        """Ends the task. The node stays in the directory, and another task will write for it."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -136,7 +137,7 @@ class NodeWriter:
         if not self._epoch:
             return
         keys = self._keys
-        with suppress(RedisUnavailable, TimeoutError):  # the lease expires
+        with suppress(RedisUnavailable, TimeoutError):  # after a failure, the lease expires
             async with asyncio.timeout(_LEAVE_SECONDS):
                 if await self._is_superseded():
                     return
@@ -173,8 +174,8 @@ class NodeWriter:
         number, newest = await self._redis.pipeline(
             [("INCR", keys.epoch), ("XREVRANGE", keys.log, "+", "-", "COUNT", 1)]
         )
-        # After a flush, or a restart from an old dump, Redis repeats values of the counter. Then
-        # the time makes the numbers differ. The counter does so for epochs of one microsecond.
+        # Redis repeats values of the counter after a flush or a restart from an old dump. Therefore
+        # an epoch number contains the time too. Within a microsecond the counter is different.
         self._epoch = self._clock_micros() << _COUNTER_BITS | number % (1 << _COUNTER_BITS)
         self._sequence = 0
         self._log_id = _text(newest[0][0]) if newest else "0-0"
@@ -190,7 +191,9 @@ class NodeWriter:
             self._counts.nodes_connected.add(self.node)
 
     async def _follow(self) -> None:
-        """Writes changes soon, heartbeats and snapshots periodically. Ends when a write fails."""
+        """Writes changes, heartbeats and snapshots until RedisUnavailable, _LifeLost or _Superseded
+        is raised.
+        """
         loop = asyncio.get_running_loop()
         while True:
             if await self._changes_before(min(self._heartbeat_at, self._snapshot_at)):
@@ -200,8 +203,8 @@ class NodeWriter:
                 raise _Superseded
             if self.changes.must_restart:
                 raise _LifeLost
-            # No other task runs until the keys are copied, so the copy has the keys after this
-            # entry.
+            # No other task runs between the next two lines, so `cached` has exactly the keys after
+            # the last entry.
             entries = self._take_entries(with_digest=is_heartbeat)
             cached = self.changes.keys() if self._is_snapshot_due(loop.time()) else None
             commands = [self._entry(entry) for entry in entries]
@@ -223,7 +226,7 @@ class NodeWriter:
         return len(self.changes) > 0
 
     def _is_snapshot_due(self, now: float) -> bool:
-        """Whether a snapshot is due. In a large pool it costs more, and needs more changes."""
+        """Whether a snapshot is due. More changes are required in a large pool, to save time."""
         bound = max(self._times.snapshot_changes, self._digest.count // 2)
         return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
 
@@ -255,8 +258,8 @@ class NodeWriter:
         return entries
 
     def _entry(self, batch: KeyBatch) -> Command:
-        """Returns the command that appends a batch to the log. The log keeps the entries of two
-        snapshot periods. The ids of entries contain the server's time, and so their age.
+        """Returns the command that appends a batch to the log and drops entries older than twice
+        `snapshot_seconds`. An entry's id contains the time at which Redis added the entry.
         """
         kept_millis = int(2_000 * self._times.snapshot_seconds)
         oldest = max(0, int(self._log_id.partition("-")[0]) - kept_millis)
@@ -264,7 +267,7 @@ class NodeWriter:
         return ("XADD", self._keys.log, *trim, "*", FIELD, batch_to_bytes(batch))
 
     def _heartbeat(self) -> list[Command]:
-        """Commands that renew the lease and the record, and check that required keys exist."""
+        """Commands that renew the node's lease and record, and check that required keys exist."""
         keys, node = self._keys, self.node
         lease = NodeLease(self._epoch, self._sequence, self._digest)
         record = NodeRecord(node, self._epoch, self.generation, self._config.groups)

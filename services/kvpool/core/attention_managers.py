@@ -48,9 +48,9 @@ class FullAttentionManager(GroupManager):
             assert published == expected, "blocks are not under their hashes"
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
-        """Publishes the block in which a prompt ends, under the hash of its last full hash block.
-        An equal prompt can hit all its tokens except the last one. With a draft head, the look-up
-        includes the last token, and the hit is shortened afterwards.
+        """Publishes the block inside which a prompt ends, under the hash of the prompt's last full
+        hash block. The prompt's last token is left out, because an equal prompt computes it again.
+        With a draft head (EAGLE), it is included, and look-ups shorten the hit instead.
         """
         unit = self._hash_block_size
         longest = chain.num_prompt_tokens - (not self._uses_eagle)
@@ -64,9 +64,9 @@ class FullAttentionManager(GroupManager):
 
 class SlidingWindowManager(GroupManager):
     """Manages the tables of a group in which a request keeps the blocks of the last window. A block
-    is published only if it lies in the window before a possible end of a hit. If groups have
-    different block sizes, some blocks lie in no such window. With sparse retention, most blocks lie
-    in no such window.
+    is published only if it lies in the window before a possible end of a hit. Some blocks lie in no
+    such window if groups have different block sizes. Most blocks lie in no such window if
+    `prefix_cache_retention_interval` is set.
     """
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:

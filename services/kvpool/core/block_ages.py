@@ -41,7 +41,7 @@ class BlockAges:
             published_at[block] = now
 
     def reused(self, free_since: Sequence[int]) -> None:
-        """Records prefix hits on free blocks. `free_since` has the times of their freeing."""
+        """Records prefix hits on free blocks, which were freed at the times `free_since`."""
         self.num_reuses += len(free_since)
         self.reuse_gap += self.now * len(free_since) - sum(free_since)
 

@@ -15,7 +15,7 @@ class BlockState(IntEnum):
     CACHED = 2
     """The block is free and has a hash: a prompt can hit it until the block is reused."""
     RETAINED = 3
-    """The block is free and belongs to a paused context. It is reused after cached blocks."""
+    """The block is free but belongs to a retained context. It is reused after cached blocks."""
     HELD = 4
     """The block is in the block table of one request."""
     SHARED = 5
@@ -26,8 +26,8 @@ class BlockState(IntEnum):
 class BlockMap:
     """The blocks of a pool in order of their ids, without the null block, as a list of cells. Each
     cell stands for `blocks_per_cell` blocks and shows the block with the greatest state. `states`
-    and `owners` are parallel. An owner is the request admitted last among those that use the block,
-    or 0 if the block is free.
+    and `owners` have one item for each cell. An owner is the request admitted last among those that
+    use the block, or 0 if the block is free.
     """
 
     blocks_per_cell: int
@@ -50,7 +50,7 @@ def block_map(
 ) -> BlockMap:
     """Returns the map of blocks 1 .. num_blocks-1. `tables` has the blocks of each request,
     `cached` the published blocks, `shared` the blocks that are in several tables, and `retained`
-    the free blocks of contexts.
+    the free blocks of retained contexts.
     """
     states = [BlockState.BLANK] * num_blocks
     owners: list[RequestKey] = [RequestKey(0)] * num_blocks

@@ -17,7 +17,7 @@ from services.kvpool.core.retained_contexts import RetainingFreeQueue
 
 @lru_cache(maxsize=1)
 def _block_ids(num_blocks: int) -> Sequence[BlockId]:
-    """All blocks except the null block. Pools of one size share the numbers, to save memory."""
+    """The ids of all blocks except the null block. Pools of equal size share them in memory."""
     return tuple(map(BlockId, range(1, num_blocks)))
 
 
@@ -28,7 +28,7 @@ class BlockPool:
     published when its hash is added to the prefix index. A published block keeps its hash when it
     is freed. Requests can hit the block until it is evicted, which means that it is allocated
     again. Reference counts are stored only for blocks with several holders, so that the allocation
-    of a block needs no counting. The caller counts transactions in `ages.now`.
+    of a block needs no counting. The caller increments `ages.now` in each transaction.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class BlockPool:
         self.ages = BlockAges(num_blocks)
         self._free = make_free_queue(_block_ids(num_blocks))
         self.contexts: RetainingFreeQueue | None = None
-        """The free queue, once there was a context. Before that, contexts cost nothing."""
+        """The same queue as `_free`, once a context was retained. Until then None."""
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
-        """The published blocks of each group. Only `publish`, `reset` and evictions change them."""
+        """The published blocks of each group. Only this class changes them."""
         self._shared: dict[BlockId, int] = {}
         """Maps blocks in several tables to their ref_cnt. Any other block's ref_cnt is 0 or 1."""
         self._copies: list[BlockCopy] = []
@@ -89,10 +89,10 @@ class BlockPool:
             shared[block] = shared[block] + 1 if block in shared else 2
 
     def free(self, blocks: Sequence[BlockId], num_published: int) -> None:
-        """Removes a holder from each block of a table, the last block first. A block without
-        holders enters the free queue. The first `num_published` blocks of the table are added at
-        the back. Because the last of them is added first, the end of a prefix is reused before its
-        beginning. The remaining blocks are added at the front.
+        """Removes a holder from each block of a table. A block without holders enters the free
+        queue. The first `num_published` blocks of the table are added at the back, the last one
+        first, so that the end of a prefix is reused before its beginning. The remaining blocks are
+        added at the front.
         """
         published = blocks[num_published - 1 :: -1] if num_published else []
         blank = blocks[num_published:]
@@ -125,8 +125,8 @@ class BlockPool:
         self, group: int, source: BlockId, target: BlockId, *, adds_holder_of: BlockId
     ) -> None:
         """Records that the workers must copy a block of a group. Until `release_copies`, the copy
-        counts as an additional holder of both blocks. This method adds this holder to the block
-        `adds_holder_of`. The other block must already have its additional holder.
+        counts as a holder of both blocks. This method adds the copy to the holders of
+        `adds_holder_of`. For the other block, the caller must already have counted the copy.
         """
         self._shared[adds_holder_of] = self._shared.get(adds_holder_of, 1) + 1
         self._copies.append(BlockCopy(group, source, target))
@@ -139,7 +139,7 @@ class BlockPool:
         return copies
 
     def release_copies(self, num_copies: int) -> None:
-        """Removes the extra holders that the oldest `num_copies` copies have added."""
+        """Ends the oldest `num_copies` copies, which then no longer count as holders."""
         copies, self._copies = self._copies[:num_copies], self._copies[num_copies:]
         ends = [
             (copy.group, block)
@@ -151,8 +151,8 @@ class BlockPool:
     def retain(
         self, context: ContextId, blocks: Iterable[BlockId], *, is_whole: bool = False
     ) -> None:
-        """Makes a context of blocks in use, unless the pool has a free queue of another kind. If
-        `is_whole`, no block is of use without the others.
+        """Makes a context of blocks in use (see `retained_contexts`). If `is_whole`, a later
+        request needs all of its blocks. Does nothing in a simulation with its own free queue.
         """
         if self.contexts is None and type(self._free) is FreeQueue:
             self._free = self.contexts = RetainingFreeQueue(self._free)
@@ -222,11 +222,11 @@ class BlockPool:
         return True
 
     def take_events(self) -> tuple[Event, ...]:
-        """Returns the events of the prefix index since the last call, in order."""
+        """Returns the events of all prefix indexes since the last call, in order."""
         return self._events.take()
 
     def snapshot(self) -> tuple[BlocksStored, ...]:
-        """Returns every hash in the prefix index, as one event for each group."""
+        """Returns every hash in the prefix indexes, as one event for each group."""
         return tuple(
             BlocksStored(group, tuple(index.hashes()))
             for group, index in enumerate(self.indexes)

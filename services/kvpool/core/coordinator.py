@@ -29,8 +29,8 @@ _MANAGERS: dict[AttentionType, Callable[..., GroupManager]] = {
 class PrefixHit:
     """A cached prefix of a request: its blocks in each group (`tables`) and its length in tokens.
     `shared_prefix_boundary` is the length of a longer prefix that only some groups have cached, or
-    0 if there is none. Another request has computed that prefix. A request that computes the prefix
-    again may publish the windows and states at its end for later requests (Marconi, MLSys 2025).
+    0 if there is none. Another request has computed that prefix. A request that computes it again
+    may publish the windows and states at the prefix's end for later requests (Marconi, MLSys 2025).
     """
 
     tables: list[list[BlockId]]
@@ -40,7 +40,7 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Groups that are searched together because they have the same attention parameters."""
+    """Groups that are searched together because their attention type and parameters are equal."""
 
     groups: list[int]
     search: PrefixSearch
@@ -49,7 +49,7 @@ class _Kind:
 
 
 class Coordinator:
-    """The groups of a pool, in the order of its configuration."""
+    """Coordinates the groups of a pool, which are in the order of the pool's configuration."""
 
     def __init__(self, config: PoolConfig, pool: BlockPool) -> None:
         self._kinds = _kinds(config, pool)
@@ -65,7 +65,7 @@ class Coordinator:
             and spec.block_size == config.groups[0].block_size
             for spec in config.groups
         )
-        """Whether all tables of a request have equal length, and only grow until it finishes."""
+        """Whether a request's tables have equal lengths, and never shrink before it finishes."""
         self._is_single = len(config.groups) == 1
         self._hash_block_size = config.hash_block_size
         first = self._kinds[0].search
@@ -81,10 +81,10 @@ class Coordinator:
         return self._agree(chain, max_tokens)
 
     def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
-        """Returns the hit of the full-attention groups. Other groups may have shorter hits, which
-        their tables contain. If another group's hit is longer, or all hits are equally long, the
-        result is the hit of `find_longest_cache_hit`. A connector that transfers states together
-        with the tokens after a hit can supply the missing states.
+        """Returns the hit of the full-attention groups. The hits of other groups may be shorter:
+        each table has the blocks of its own group's hit. If another group's hit is longer, or all
+        hits are equally long, the result is the hit of `find_longest_cache_hit`. A KV connector
+        that transfers states together with the tokens after a hit can supply the missing states.
         """
         common = self.find_longest_cache_hit(chain, max_tokens)
         first = self._kinds[0]
@@ -168,12 +168,12 @@ class _Candidate:
     longest: int = 0
     """The number of tokens in the longest hit that any kind has found."""
     full_lengths: dict[int, int] = field(default_factory=dict)
-    """Maps the first group of each full-attention kind to the kind's hit length in tokens. Full
-    attention is searched once, since each prefix of its hit is a hit too.
+    """Maps the first group of each full-attention kind to the kind's hit length in tokens. Such a
+    kind is searched only once, because each prefix of a full-attention hit is a hit too.
     """
     verified: set[int] = field(default_factory=set)
-    """First groups of the kinds whose block after the prefix is known to be cached. Such a kind
-    looks up one block more than the prefix and drops it, because a draft head needs it.
+    """First groups of the kinds with `drops_last` whose block after the prefix is known to be
+    cached. A draft head (EAGLE) requires that block, which is not part of the hit.
     """
 
     def shorten(self, kind: _Kind) -> None:

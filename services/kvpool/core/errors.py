@@ -26,13 +26,13 @@ class TooManyPools(errors.ResourceExhausted):
 
 
 class RequestNotAdmitted(errors.FailedPrecondition):
-    """The request has no blocks in this pool. Nothing of the transaction is applied."""
+    """The request has no blocks in this pool. No operation of the transaction is applied."""
 
     reason = "REQUEST_NOT_ADMITTED"
 
 
 class RequestAlreadyAdmitted(errors.FailedPrecondition):
-    """The request already has blocks. Nothing of the transaction is applied."""
+    """The request already has blocks. No operation of the transaction is applied."""
 
     reason = "REQUEST_ALREADY_ADMITTED"
 
@@ -44,7 +44,7 @@ class StaleGeneration(errors.FailedPrecondition):
 
 
 class OutOfSequence(errors.FailedPrecondition):
-    """The sequence number belongs to another transaction than the next or the last one."""
+    """The transaction's number is neither the last number, which may be repeated, nor the next."""
 
     reason = "OUT_OF_SEQUENCE"
 
@@ -56,6 +56,6 @@ class TakenOver(errors.Aborted):
 
 
 class Draining(errors.Unavailable):
-    """The process is shutting down, and closes streams that would stay open."""
+    """The process is shutting down and ends the streams of events."""
 
     reason = "DRAINING"

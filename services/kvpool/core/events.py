@@ -1,7 +1,7 @@
 """Events of hashes that enter or leave the prefix index. MatchPrefix, WatchEvents and the directory
 in Redis are computed from these events. Gateways use WatchEvents or the directory to choose
-replicas. The vocabulary is vLLM's for KV events. An event does not name a block's parent, because
-hashes are chained. The hashes of a prompt therefore suffice to find its cached prefix.
+replicas. The names are those of vLLM's KV events. An event does not name a block's parent. Hashes
+are chained, so that the hashes of a prompt suffice to find its cached prefix.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Hashes that left the prefix index because the last block with each hash was reused."""
+    """Hashes that left the prefix index because no cached block has them any more."""
 
     group: int
     hashes: tuple[BlockHash, ...]
@@ -35,8 +35,8 @@ Event = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Consecutive changes in one generation of a pool. `sequence` grows by one with each batch of a
-    generation. A snapshot replaces all batches up to its own `sequence`.
+    """Consecutive changes of a pool. `sequence` grows by one with each batch of a generation, which
+    begins when the pool is opened. A snapshot replaces all batches up to its own `sequence`.
     """
 
     generation: int
@@ -66,7 +66,7 @@ class EventLog:
             self._runs.append((kind, group, hashes))
 
     def cleared(self) -> None:
-        """Adds the event that all hashes were removed, and drops the events before it."""
+        """Adds AllBlocksCleared, and drops the earlier events."""
         self._cleared = True
         self._runs.clear()
 

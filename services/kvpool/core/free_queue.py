@@ -72,7 +72,7 @@ class FreeQueue:
         return block in self._cached
 
     def remove_cached(self, blocks: Sequence[BlockId]) -> tuple[Sequence[BlockId], list[int]]:
-        """Removes the blocks that are cached and free, from anywhere in the queue. Returns the
+        """Removes those `blocks` that are cached and free, from anywhere in the queue. Returns the
         blocks that were not removed, and the times at which the removed blocks were freed.
         """
         cached = self._cached

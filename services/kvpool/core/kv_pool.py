@@ -46,7 +46,7 @@ class KVPool:
 
     def __init__(self, config: PoolConfig, make_free_queue: MakeFreeQueue = FreeQueue) -> None:
         """Creates a pool with all blocks free. Raises InvalidPool or UnsupportedGroup. Simulations
-        make another free queue, which evicts in another order.
+        pass a `make_free_queue` whose queue evicts in another order.
         """
         config.validate()
         self.config = config
@@ -94,13 +94,13 @@ class KVPool:
 
     @property
     def num_retained_blocks(self) -> int:
-        """The number of free blocks in contexts."""
+        """The number of free blocks in retained contexts (see `retained_contexts`)."""
         contexts = self._blocks.contexts
         return 0 if contexts is None else contexts.num_retained
 
     @property
     def context_ids(self) -> list[ContextId]:
-        """The contexts that have blocks, in the order of reuse."""
+        """The retained contexts that have blocks, in the order in which the blocks are reused."""
         contexts = self._blocks.contexts
         return [] if contexts is None else contexts.ids
 
@@ -156,7 +156,7 @@ class KVPool:
         )
 
     def block_map(self, max_cells: int) -> BlockMap:
-        """Returns a map of the blocks in at most `max_cells` cells. Takes time for each block."""
+        """Returns a map of the blocks in at most `max_cells` cells. It is slow in a large pool."""
         tables = (
             (request, table.blocks) for request, tables in self._tables.items() for table in tables
         )

@@ -21,7 +21,7 @@ class PoolConfig:
     enable_prefix_caching: bool = True
     fingerprint: bytes = b""
     """Identifies the model and the layout of its KV cache. In directories of cached prefixes, a
-    pool is identified by `fingerprint` and by `node`, the pool's name in them.
+    pool is identified by `fingerprint` and by its name there, `node`.
     """
     drop_last_hit_block: bool = False
     """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs
@@ -36,8 +36,8 @@ class PoolConfig:
     additional ones are published. With None, all windows and states are published.
     """
     max_model_len: int | None = None
-    """Number of tokens of the longest sequence. From this and `max_in_flight_tokens` follows the
-    largest number of free blocks that an admission requires in a group with windows. If either is
+    """Number of tokens of the longest sequence. Together with `max_in_flight_tokens` it limits the
+    number of free blocks that an admission requires in a group with windows. If either field is
     None, that number is not limited.
     """
     max_in_flight_tokens: int | None = None
@@ -87,7 +87,7 @@ class PoolConfig:
         self._validate_units()
 
     def _group_conflicts(self, group: KVCacheGroup) -> Iterator[tuple[str, str | None]]:
-        """Yields a field's name, and why the field's value is invalid, or None."""
+        """Yields pairs of a field's name and the reason why its value is invalid, or None."""
         yield "window", _window_conflict(group)
         is_chunked = group.attention_type is AttentionType.CHUNKED_LOCAL
         is_state = group.attention_type is AttentionType.STATE_SPACE

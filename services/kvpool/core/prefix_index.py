@@ -25,7 +25,7 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self.num_changes = 0
-        """The number of additions and removals. Until the next, look-ups can be reused."""
+        """The number of additions and removals. Results of look-ups are valid until it changes."""
         self._block_of: dict[BlockHash, BlockId] = {}
         self._hash_of: dict[BlockId, BlockHash] = {}
         self._duplicates: dict[BlockHash, OrderedDict[BlockId, None]] = {}
@@ -74,7 +74,7 @@ class PrefixIndex:
         ]
 
     def insert_at(self, block_hash: BlockHash, block: BlockId, end: int) -> bool:
-        """Adds the hash of the first `end` tokens to a block. Returns whether it is new."""
+        """Adds the hash of the first `end` tokens to a block. Returns whether the hash is new."""
         first = self._hash_of.get(block)
         if first == block_hash or block_hash in self._further.get(block, ()):
             return False
@@ -122,7 +122,7 @@ class PrefixIndex:
         return [] if first is None else [first, *self._further.get(block, ())]
 
     def end_of(self, block: BlockId) -> int | None:
-        """The length, in tokens, of a block's first hash. None if it covers the whole block."""
+        """The number of tokens before the end of a block's first hash, or None after `insert`."""
         return self._end_of.get(block)
 
     def hashes(self) -> list[BlockHash]:

@@ -105,7 +105,7 @@ class FullSearch(PrefixSearch):
         tables: list[list[BlockId]],
         num_tokens: int,
     ) -> int:
-        """Appends a block in which a cached prefix ends. Returns the number of hit tokens."""
+        """Appends the block inside which a cached prefix ends, if any. Returns the hit's length."""
         unit = self._alignment
         longest = min(num_tokens + self._block_size - unit, max_tokens, len(chain) * unit)
         for end in range(longest // unit * unit, num_tokens, -unit):
@@ -119,13 +119,13 @@ class FullSearch(PrefixSearch):
 
 class WindowSearch(PrefixSearch):
     """The search for sliding windows, which runs from the end of the chain to its beginning. Only
-    the blocks in the last window of a hit must be cached. In a short hit, these are all blocks.
+    the blocks in the last window of a hit must be cached: all blocks if the hit is shorter.
     """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         size = self._block_size
         num_wanted = -(-(self.spec.window - 1) // size) + drop_last
-        # For each position in the window, last position first, the blocks of all groups.
+        # The window's blocks, last position first. An item has the blocks of all groups.
         run: list[list[BlockId]] = []
         begin = 0
         for position in range(self._num_whole_blocks(chain, max_tokens) - 1, -1, -1):
@@ -181,7 +181,7 @@ class ChunkSearch(PrefixSearch):
 
 
 class StateSearch(PrefixSearch):
-    """Searches state-space layers, where only the state at the end of a hit must be cached."""
+    """The search for state-space layers. Only the state at the end of a hit must be cached."""
 
     def find(
         self,

@@ -66,9 +66,9 @@ class RequestBlocks:
                 group.free(table)
 
     def _retain(self, context: ContextId, tables: Tables) -> None:
-        """Makes a context of the published blocks of a request. If its groups only grow, blocks of
-        all groups for the same tokens are next to each other. Otherwise a hit at the end needs all
-        blocks that are left, and no shorter hit is likely.
+        """Makes a context of the published blocks of a request (see `retained_contexts`). If no
+        group frees blocks early, the context is ordered by token, so that blocks from its end can
+        be reused and the rest can still be hit. Otherwise a later hit needs all of its blocks.
         """
         if self.coordinator.is_simple:
             published = (table.blocks[: table.num_published] for table in tables)
@@ -84,7 +84,7 @@ class RequestBlocks:
             self._blocks.retain(context, left, is_whole=True)
 
     def arrange_contexts(self, operation: ops.RankContexts | ops.DropContexts) -> None:
-        """Puts contexts in order, or ends some."""
+        """Puts retained contexts in the order of their reuse, or ends some contexts."""
         contexts = self._blocks.contexts
         if contexts is None:
             return
@@ -220,10 +220,9 @@ class RequestBlocks:
         return self._find_cache_hit(hashes, limit, diverges=admission.diverges)
 
     def _fits(self, admission: ops.Admission, hits: Sequence[GroupHit], num_kept_free: int) -> bool:
-        """Whether there are enough free blocks, `num_kept_free` of them to stay free, and all hit
-        blocks are stored. A hit block that is free must not be allocated, so it does not count as a
-        free block. Free hit blocks are counted only if their number decides the result, to save
-        time.
+        """Whether all hit blocks are stored, and enough blocks are free. `num_kept_free` blocks
+        must stay free. A free hit block does not count as free, because it must not be allocated.
+        To save time, free hit blocks are counted only if their number decides the result.
         """
         need = _need(admission)
         now = reserved = admission.num_watermark_blocks
@@ -239,8 +238,8 @@ class RequestBlocks:
         )
 
     def _num_retained_needed(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> int:
-        """The number of blocks of contexts that an admission needs besides its hit, for all slots
-        that it reserves. It is negative if other free blocks are left.
+        """The number of blocks that an admission takes from retained contexts, besides its hit, for
+        all slots that it reserves. It is negative if other free blocks are left over.
         """
         contexts = self._blocks.contexts
         if contexts is None:
@@ -290,7 +289,6 @@ class RequestBlocks:
         self.publish([admission.request], [admission.num_commit_tokens], [admission.new_hashes])
 
     def _num_missing(self, tables: Tables, need: Need) -> int:
-        """The number of blocks that a request's tables lack for the slots of a need."""
         return sum(
             group.num_missing(table, need)
             for group, table in zip(self._groups, tables, strict=True)
@@ -325,7 +323,6 @@ class RequestBlocks:
             group.publish(fillings)
 
     def _chain(self, request: RequestKey) -> Chain:
-        """Returns the hash chain of a request. Creates an empty chain if the request has none."""
         chain = self.chains.get(request)
         if chain is None:
             chain = self.chains[request] = Chain()
@@ -359,7 +356,7 @@ def _need(admission: ops.Admission) -> Need:
 
 
 def _num_stored(admission: ops.Admission) -> int:
-    """The number of tokens after which windows begin. Blocks before them are freed."""
+    """Blocks that no query after this number of tokens can see are freed."""
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored
 

@@ -1,8 +1,8 @@
-"""Free blocks that belong to paused contexts, and are reused after all other free blocks.
+"""Retains contexts: free blocks that are reused after all other free blocks.
 
-A context is the published blocks of a request that ended, in order. Its owner expects another
-request that begins with them. Contexts are only an order of reuse: their blocks are free and
-findable like all cached blocks, so retaining them never makes an allocation fail.
+A context consists of the published blocks of a finished request, in order. The scheduler expects
+another request that begins with the same tokens. Contexts only determine an order of reuse: their
+blocks are free and can be hit like all cached blocks, so contexts never make an allocation fail.
 """
 
 from collections import Counter
@@ -14,10 +14,10 @@ from services.kvpool.core.free_queue import FreeQueue
 
 
 class RetainingFreeQueue(FreeQueue):
-    """A free queue with contexts. Blank blocks come first, then cached blocks, the oldest first,
-    then the contexts in their order, each from its end. A block in several contexts is reused when
-    the last of them is. A block that is in use stays in its contexts. A *whole* context ends when
-    one of its blocks is reused, because the others are then of no use.
+    """A free queue with contexts. Blank blocks (without a hash) are reused first. Cached blocks in
+    no context follow, the oldest first, then the contexts in order, each from its end. A block in
+    several contexts is reused with the last of them. A block in use stays in its contexts. When a
+    block of a *whole* context is reused, the context ends, because it is then of no use.
     """
 
     __slots__ = ("_changed", "_contexts", "_free", "_num_contexts", "_num_own", "_sums", "_whole")
@@ -30,7 +30,8 @@ class RetainingFreeQueue(FreeQueue):
         self._num_contexts: dict[BlockId, int] = {}
         """For each block in a context, the number of its contexts."""
         self._sums: dict[BlockId, int] = {}
-        """The sum of the numbers of these contexts, which is the context if there is one."""
+        """For each block in a context, the sum of its contexts' ids (the id if there is only one).
+        """
         self._free: dict[BlockId, int] = {}
         """Maps each free block in a context to the time at which it was freed."""
         self._num_own: Counter[ContextId] = Counter()
@@ -58,7 +59,8 @@ class RetainingFreeQueue(FreeQueue):
     def retain(
         self, context: ContextId, blocks: Iterable[BlockId], *, is_whole: bool = False
     ) -> None:
-        """Makes a context of blocks in use. It is reused last. Ends an older one of this number."""
+        """Makes a context of blocks in use, to be reused last. Drops an older context with this id.
+        """
         self.drop([context])
         if not (owned := list(blocks)):
             return
@@ -76,14 +78,14 @@ class RetainingFreeQueue(FreeQueue):
                 sums[block] = context
 
     def rank(self, contexts: Iterable[ContextId]) -> None:
-        """Puts contexts in the order of reuse. Contexts that are not named follow."""
+        """Puts `contexts` first in the order of reuse, in the given order. All others follow."""
         known = self._contexts
         ranked = {context: known.pop(context) for context in contexts if context in known}
         self._contexts = ranked | known
 
     def drop(self, contexts: Iterable[ContextId]) -> None:
-        """Makes contexts ordinary cached blocks, which are reused before other cached blocks. The
-        first context is reused first.
+        """Ends contexts. Their blocks become ordinary cached blocks, which are reused before other
+        cached blocks. The blocks of the first context are reused first.
         """
         for context in reversed([*contexts]):
             owned, num_contexts = self._contexts.pop(context, ()), self._num_contexts
@@ -98,7 +100,7 @@ class RetainingFreeQueue(FreeQueue):
             self._forget(context)
 
     def take_changes(self) -> tuple[ContextBlocks, ...]:
-        """What is left of each context that has changed since the last call."""
+        """Returns how many blocks are left in each context that has changed since the last call."""
         changed, self._changed = self._changed, {}
         return tuple(
             ContextBlocks(context, len(self._contexts.get(context, ())), self._num_own[context])
@@ -199,7 +201,7 @@ class RetainingFreeQueue(FreeQueue):
         return [*self._cached, *retained]
 
     def _keep(self, blocks: Sequence[BlockId], now: int) -> list[BlockId]:
-        """Notes that blocks of contexts are free. Returns those that are in no context."""
+        """Records when blocks of contexts were freed. Returns the blocks that are in no context."""
         known = self._num_contexts
         kept = [block for block in blocks if block in known]
         self._free.update(dict.fromkeys(kept, now))
@@ -207,8 +209,8 @@ class RetainingFreeQueue(FreeQueue):
         return [block for block in blocks if block not in known]
 
     def _leave(self, context: ContextId, block: BlockId) -> int | None:
-        """Takes a block out of a context. If it was the last one of a free block, returns the time
-        at which the block was freed. The block is then no longer in the queue.
+        """Removes a block from a context. If the block is free and in no other context, it also
+        leaves the queue, and the time at which it was freed is returned.
         """
         self._num_contexts[block] -= 1
         self._sums[block] -= context
@@ -223,7 +225,7 @@ class RetainingFreeQueue(FreeQueue):
         return self._free.pop(block)
 
     def _count_own(self, blocks: Sequence[BlockId], more: int) -> None:
-        """Adds `more` to the number of own blocks for each block that is in one context."""
+        """For each block that is in one context only, adds `more` to the context's `_num_own`."""
         num_contexts, sums = self._num_contexts, self._sums
         owners = Counter([sums[block] for block in blocks if num_contexts[block] == 1])
         for owner, number in owners.items():
@@ -232,13 +234,13 @@ class RetainingFreeQueue(FreeQueue):
             self._changed[context] = None
 
     def _forget(self, context: ContextId) -> None:
-        """Ends a context whose blocks have left it."""
+        """Ends a context that has no blocks any more."""
         self._changed[context] = None
         del self._num_own[context]
         self._whole.discard(context)
 
     def _forget_blocks(self, blocks: Iterable[BlockId]) -> None:
-        """Takes blocks in use, which have lost their hashes, out of all contexts."""
+        """Removes blocks, which have lost their hashes, from all contexts."""
         lost = {block for block in blocks if block in self._num_contexts}
         if not lost:
             return

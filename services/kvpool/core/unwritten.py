@@ -1,4 +1,4 @@
-"""Changes in one generation of a pool's prefix index that are not yet in the directory's log."""
+"""Changes of a pool's prefix index that are not yet in the log of the directory in Redis."""
 
 from collections.abc import Iterable
 
@@ -8,10 +8,10 @@ from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksS
 
 
 class UnwrittenChanges:
-    """Stores the keys that are cached now, and the keys added or removed since the last `take`. A
-    key that was both added and removed since the last `take` is not reported. If there are more
-    than `max_keys` changes, all changes are dropped and `must_restart` is set. The owner must then
-    begin a new epoch of the log with a snapshot. A reset of the pool also sets `must_restart`.
+    """Stores the keys (shortened hashes) that are cached now, and the keys added or removed since
+    the last `take`. A key that was both added and removed is not reported. If there are more than
+    `max_keys` changes, all changes are dropped and `must_restart` is set. The owner must then begin
+    a new epoch in the log with a snapshot. A reset of the pool also sets `must_restart`.
     """
 
     def __init__(self, max_keys: int) -> None:
