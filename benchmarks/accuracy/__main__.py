@@ -2,21 +2,21 @@
 
     python -m benchmarks.accuracy [--model demo,135m] [--seconds 40]
 
-1. Held-out steps: `stepwell profile` measures steps of a worker with the same settings. Its errors
-   are of steps that were not fitted.
-2. Two runs at other loads, with other conversations. What the services add to steps is fitted to
-   them.
-3. Real runs at 0.5, 1 and 2 times the capacity, and at 2 times it with each policy. Clients send
-   conversations over HTTP. The simulations have the same conversations, the scheduler's settings
-   and the fitted times.
-4. Every plan of every real run is made again by `stepwell replay`, from the step log.
+1. Profile: `stepwell profile` measures steps of a worker with the same settings and fits a model of
+   step times to them. The errors are of held-out steps, which are not used in the fit.
+2. Serving costs, the time that the services add to each step: they are fitted to two real runs with
+   other loads and other conversations.
+3. Comparison: real runs at 0.5, 1 and 2 times the capacity, and at 2 times the capacity with each
+   further policy. Clients send conversations over HTTP. The simulations use the same conversations,
+   the same scheduler settings and the fitted times.
+4. Replay: `stepwell replay` repeats every plan of the real runs of part 3 from their step logs.
 
 The capacity is the number of conversations a second that the simulation completes if all arrive at
 the same time, without pauses.
 
-With `--workload` and policies that know programs, the job times of agents are compared. Clients
-name programs, tools and last turns. With `--simulated` the services have a simulated device with
-the profile. The errors of the profile are then left out.
+With `--workload` other programs than chat are sent. Clients name programs, tools and last turns.
+With `--simulated` the services run a simulated device with the profile. The profile's errors then
+do not affect the comparison.
 """
 
 import argparse
@@ -51,7 +51,8 @@ from services.worker.core.step_times import NO_SERVING, StepTimes
 from services.worker.profiles.profile import MeasuredProfile, read_profile
 
 FITTED_LOADS = 0.4, 1.0
-"""The loads of the runs to which the serving costs are fitted, in capacities of the device alone.
+"""The loads of the runs to which the serving costs are fitted, as multiples of the capacity that is
+computed without serving costs.
 """
 SHORTEST = "benchmarks.accuracy.shortest_prompt:ShortestPromptFirst"
 POLICIES = f"fcfs,priority,{SHORTEST}"
@@ -61,7 +62,7 @@ _CAPACITY_PROGRAMS = 200
 
 @dataclass(frozen=True, slots=True)
 class Measures:
-    """The measures of a run, real or simulated. Times are in seconds."""
+    """The figures of a run, real or simulated. Times are in seconds."""
 
     mean_job: float
     p99_job: float
@@ -70,14 +71,12 @@ class Measures:
 
     @classmethod
     def of_real(cls, run: RealRun) -> "Measures":
-        """The measures of a real run."""
         jobs = run.job_seconds
         first = fmean(run.first_token_seconds)
         return cls(fmean(jobs), percentile(jobs, 0.99), first, run.hit_rate)
 
     @classmethod
     def of_simulated(cls, run: RunResult) -> "Measures":
-        """The measures of a simulation."""
         own = run.accounts
         first = fmean([*own.first_turn_seconds, *own.later_turn_seconds])
         hit_rate = own.num_cached_tokens / own.num_prompt_tokens
@@ -86,7 +85,7 @@ class Measures:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A real run, and its simulation."""
+    """The figures of a real run and of its simulation."""
 
     model: str
     policy: str
@@ -95,14 +94,14 @@ class Comparison:
     real: Measures
     simulated: Measures
     num_plans: int
-    """Plans of the real run. All of them were made again by the replay."""
+    """Number of plans of the real run. The replay produced equal plans."""
     decoding_error: float
-    """The relative error of the times from first to last tokens, if they are computed from the
-    run's own steps. It is the part of the errors that is due to step times.
+    """The relative error of the summed times from first to last token, if they are computed from
+    the steps of the real run. It is the part of the error that is due to step times.
     """
 
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """The cells of the comparison's row in the table."""
         pairs = [
             (getattr(self.real, name), getattr(self.simulated, name))
             for name in ("mean_job", "p99_job", "mean_first_token")
@@ -126,7 +125,7 @@ HEADER = (
 
 
 class Benchmark:
-    """The runs of one model."""
+    """Profiles, runs and simulates one model."""
 
     def __init__(self, model: Path, options: argparse.Namespace, directory: Path) -> None:
         self._model = model
@@ -143,7 +142,7 @@ class Benchmark:
         self._serving = NO_SERVING
 
     async def run(self) -> dict[str, Any]:
-        """Measures all. Returns the figures."""
+        """Runs all parts of the benchmark. Returns the figures."""
         errors = await self._read_profile()
         serving = await self._fit_serving()
         capacity = self._capacity()
@@ -162,7 +161,9 @@ class Benchmark:
         }
 
     async def _read_profile(self) -> list[str]:
-        """Measures the profile, unless there is one. Returns the errors of held-out steps."""
+        """Reads the profile, and measures it first if --profiles is not given. Returns the
+        profile's lines with the errors of held-out steps.
+        """
         path = self._profile
         if self._options.profiles is None:
             log(f"{self._model.name}: measuring steps")
@@ -181,7 +182,9 @@ class Benchmark:
         return [line[2:] for line in lines if line.startswith(("# decode:", "# mixed:"))]
 
     async def _fit_serving(self) -> dict[str, float]:
-        """Fits the serving costs to runs of other conversations. Returns them and their errors."""
+        """Fits the serving costs to runs of other conversations. Returns the costs, and the median
+        errors with and without them.
+        """
         capacity, found = self._capacity(), []
         for load in FITTED_LOADS:
             log(f"{self._model.name}: fitting what the services add, {load:g} times the device's")
@@ -196,7 +199,7 @@ class Benchmark:
         }
 
     async def _compare(self, policy: str, load: float, capacity: float) -> Comparison:
-        """A real run and its simulation, and the replay of its step log."""
+        """Does a real run, simulates it, and replays its step log."""
         log(f"{self._model.name}: {policy}, {load:g} times the capacity")
         programs = self._arriving(load * capacity, seed=2)
         if policy == "priority":
@@ -215,7 +218,7 @@ class Benchmark:
         )
 
     def _worker_variables(self) -> dict[str, str]:
-        """The worker's settings with which steps are measured, those of the services."""
+        """Environment variables that give the profiled worker the same settings as the services."""
         settings = {name: getattr(self._options, name) for name in _SETTINGS}
         settings |= {"max_model_len": self._options.max_model_len}
         return {f"STEPWELL_WORKER_{name.upper()}": str(value) for name, value in settings.items()}
@@ -225,7 +228,7 @@ class Benchmark:
         return self._conversations.arriving(number, per_second, seed)
 
     async def _real(self, policy: str, programs: list[Program]) -> tuple[RealRun, Path]:
-        """A real run, and its step log."""
+        """Does a real run. Returns it and the path of its step log."""
         step_log = self._directory / "steps.jsonl"
         step_log.unlink(missing_ok=True)
         is_simulated = self._options.simulated
@@ -243,7 +246,7 @@ class Benchmark:
         return simulate(Setup(config, self._times, self._serving), programs)
 
     def _capacity(self) -> float:
-        """Conversations a second."""
+        """The capacity in conversations a second."""
         limits = {name: getattr(self._options, name) for name in _SETTINGS}
         config = SchedulerConfig(
             **limits,
@@ -260,7 +263,9 @@ class Benchmark:
 
 
 async def num_equal_plans(step_log: Path) -> int:
-    """Replays a step log. Returns its number of plans. Raises RuntimeError if one differs."""
+    """Replays a step log. Returns its number of plans. Raises RuntimeError if a replayed plan
+    differs from the logged one.
+    """
     file = StepLogFile(step_log)
     replay = LogReplay(file.header)
     for line in file:
@@ -272,7 +277,7 @@ async def num_equal_plans(step_log: Path) -> int:
 
 
 def ranking(rows: Sequence[Comparison], kind: str) -> list[str]:
-    """The policies at the highest load, by the mean job time of `kind`, shortest first."""
+    """The policies at the highest load, by ascending mean job time. `kind` is real or simulated."""
     ranked = sorted(
         (row for row in rows if row.load == max(row.load for row in rows)),
         key=lambda row: getattr(row, kind).mean_job,
@@ -281,7 +286,7 @@ def ranking(rows: Sequence[Comparison], kind: str) -> list[str]:
 
 
 async def measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Measures each model. Returns all figures."""
+    """Measures each model, and prints its report. Returns all figures."""
     found = machine()
     show(machine_text(found, command))
     results = []
@@ -294,7 +299,6 @@ async def measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Prints the figures of a model."""
     rows, serving = result["rows"], result["serving"]
     show(f"{result['model']}: held-out steps: {'; '.join(result['held_out_steps'])}.")
     show(
@@ -311,17 +315,16 @@ def report(result: dict[str, Any]) -> None:
 
 
 def models(text: str) -> tuple[Path, ...]:
-    """The type of an option that lists models, separated by commas."""
+    """Parses a list of models that are separated by commas."""
     return tuple(find_model(str(DEMO) if name == DEMO.name else name) for name in text.split(","))
 
 
 def loads(text: str) -> tuple[float, ...]:
-    """The type of an option with loads, separated by commas, the highest last."""
+    """Parses loads that are separated by commas. The result is in ascending order."""
     return tuple(sorted(map(positive, text.split(","))))
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, and prints the tables."""
     parser = make_parser("accuracy", (__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", type=models, default="demo,135m", help="directories or sizes of random models")

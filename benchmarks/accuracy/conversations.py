@@ -1,5 +1,7 @@
-"""The programs of both runs: a workload of the laboratory, with lengths and pauses that fit a small
-model and a short run. Those of chat have a system prompt.
+"""The programs (conversations) that both the real run and its simulation use.
+
+They are a workload of `stepwell simulate`, with lengths and pauses scaled down for a small model
+and a short run.
 """
 
 from dataclasses import dataclass, replace
@@ -9,13 +11,14 @@ from services.simulation.laboratory.programs import Context, Program, Turn
 from services.simulation.laboratory.workloads import Traffic, generate
 
 _ROUNDING = 64
-"""Tokens that the rounding of scaled lengths may add to a conversation."""
+"""Maximum number of tokens that the rounding of scaled lengths may add to a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """The shape of conversations. Prompts and answers of the laboratory's chat have medians of 400
-    and 200 tokens, and pauses a mean of 38 s.
+    """Generates conversations. `token_scale` and `pause_scale` are factors on the lengths and
+    pauses of the workload. In chat the median prompt has 400 tokens and the median answer 200
+    tokens before scaling, and the mean pause takes 38 s.
     """
 
     max_model_len: int
@@ -25,7 +28,7 @@ class Conversations:
     workload: str = "chat"
 
     def arriving(self, number: int, per_second: float, seed: int) -> list[Program]:
-        """The first conversations of a Poisson process."""
+        """The first `number` conversations of a Poisson process with the rate `per_second`."""
         system = self.num_system_tokens if self.workload == "chat" else 0
         room = self.max_model_len - system - _ROUNDING
         traffic = Traffic(number, per_second, seed, max_tokens=int(room / self.token_scale))
@@ -51,7 +54,7 @@ class Conversations:
 
 
 def at_once(programs: list[Program]) -> list[Program]:
-    """The conversations without pauses, all arriving at the same time."""
+    """The conversations without pauses. All arrive at the same time."""
     return [
         replace(
             program,
@@ -63,7 +66,7 @@ def at_once(programs: list[Program]) -> list[Program]:
 
 
 def with_priorities(programs: list[Program]) -> list[Program]:
-    """The conversations, of which those with few tokens have the higher priority."""
+    """The conversations with priorities. Fewer tokens give a higher priority."""
     return [replace(program, priority=sum(map(_num_tokens, program.turns))) for program in programs]
 
 
@@ -72,8 +75,9 @@ def _num_tokens(turn: Turn) -> int:
 
 
 class RealContext:
-    """A conversation's tokens so far, in the vocabulary of a model, with the model's own answers.
-    Tokens that are equal in the laboratory are equal here.
+    """The tokens of a real conversation so far. Prompts are the simulated tokens, mapped to the
+    vocabulary of the model. Prefixes that two simulated prompts share are shared here too. The
+    answers are the model's own.
     """
 
     def __init__(self, program: Program, vocab_size: int) -> None:
@@ -82,7 +86,7 @@ class RealContext:
         self.token_ids: list[int] = []
 
     def prompt(self, turn: Turn) -> list[int]:
-        """Adds the prompt of the next turn, and returns the whole prompt."""
+        """Appends the new tokens of the next turn, and returns the whole prompt."""
         context, known = self._simulated, len(self.token_ids)
         context.num_tokens = max(context.num_tokens, known) + turn.num_new_tokens
         self.token_ids += map(self._real, context.prompt()[known:], count(known))

@@ -19,7 +19,7 @@ _TOKEN_IDS = re.compile(rb'"token_ids":\s*\[([^\]]+)\]')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
 _WARM_UP = Program(1 << 20, 0.0, (Turn(40, 16), Turn(8, 16)))
 _LOG_SECONDS = 1.5
-"""Time in which the step log is written."""
+"""Wait at the end of a run, until the scheduler has written its step log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Answered:
     num_cached: int
     sent: float
     first: float
-    """When the first token arrived."""
+    """Arrival time of the first token."""
     last: float
 
 
 @dataclass(slots=True)
 class RealRun:
-    """The times of conversations, and all their requests."""
+    """The job time of each conversation, and all requests with their answers."""
 
     job_seconds: list[float] = field(default_factory=list)
     answered: list[Answered] = field(default_factory=list)
@@ -48,7 +48,7 @@ class RealRun:
 
     @property
     def hit_rate(self) -> float:
-        """The fraction of the prompts that was cached."""
+        """The fraction of all prompt tokens that was cached."""
         prompts = sum(len(one.prompt) for one in self.answered)
         return sum(one.num_cached for one in self.answered) / prompts
 
@@ -56,7 +56,8 @@ class RealRun:
 async def run_conversations(
     settings: UpSettings, programs: Sequence[Program], step_log: Path
 ) -> RealRun:
-    """Starts the services, and runs all conversations to their ends."""
+    """Starts the services, and sends all conversations. The scheduler logs its steps to `step_log`.
+    """
     variables = {
         "STEPWELL_SCHEDULER_STEP_LOG": str(step_log),
         "STEPWELL_SCHEDULER_MAX_QUEUE_SECONDS": "0",
@@ -84,7 +85,7 @@ class _Clients:
         self._clock = asyncio.get_running_loop().time
 
     async def converse(self, program: Program, arrival: float) -> None:
-        """Sends the turns of a conversation that arrives at this time."""
+        """Sends the turns of a conversation. The first is sent at the time `arrival`."""
         context = RealContext(program, self._vocab_size)
         due = arrival
         for number, turn in enumerate(program.turns):
@@ -110,14 +111,16 @@ class _Clients:
 
 
 def _names(program: Program, number: int) -> dict[str, Any]:
-    """The fields that name a turn's program, the tool after it, and the last turn."""
+    """The request fields that name the program of a turn and the tool that runs after the turn, or
+    mark the program's last turn.
+    """
     if number + 1 == len(program.turns):
         return {"job_id": f"{program.number}", "is_last_step": True}
     return {"job_id": f"{program.number}", "this_func_call": program.turns[number + 1].tool}
 
 
 class _Reply(TokenStream):
-    """Keeps the whole answer."""
+    """Stores the body of the answer and the arrival time of each token."""
 
     def __init__(self, clock: Any) -> None:
         super().__init__(self._note)

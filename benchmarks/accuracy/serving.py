@@ -1,4 +1,6 @@
-"""What the services add to the times of steps. Fits it to the answers of a real run."""
+"""Fits the serving costs, the time that the services add to each step, to the answers of a real
+run.
+"""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,18 +16,20 @@ from services.worker.sampling.arrays import Float64Array
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The time from the first to the last token of an answer, and the steps in that time."""
+    """The time from the first to the last token of one answer, and the scheduler's steps in that
+    time.
+    """
 
     seconds: float
     device_seconds: float
-    """The sum of the times that the profile gives to the steps."""
+    """The sum of the profile's times for these steps."""
     num_steps: int
     num_tokens: int
-    """Requests of these steps, summed over the steps."""
+    """Number of requests in each of these steps, summed over the steps."""
     num_new_requests: int
 
     def expected(self, serving: ServingCosts) -> float:
-        """The time by the profile and by serving costs."""
+        """The time that is expected from the profile and the serving costs."""
         return (
             self.device_seconds
             + serving.seconds * self.num_steps
@@ -37,7 +41,9 @@ class Decoding:
 def decodings(
     lines: Iterable[str], answered: Sequence[Answered], times: StepTimes
 ) -> list[Decoding]:
-    """The decodings of the answers of at least two tokens, by the step log `lines`."""
+    """The decodings of all answers whose tokens arrived in at least two steps. `lines` are the
+    lines of the scheduler's step log.
+    """
     keys: dict[tuple[int, ...], int] = {}
     sums, order = [np.zeros(4)], dict[int, int]()
     first, last, plans = dict[int, int](), dict[int, int](), dict[int, list[int]]()
@@ -72,9 +78,8 @@ def _features(schedule: dict[str, list[int]], times: StepTimes) -> Float64Array:
 
 
 def fit_serving(found: Sequence[Decoding]) -> ServingCosts:
-    """The costs that minimize the squares of the errors, divided by the times. With these weights
-    the errors of long and of short times are as important as their lengths, so that their sum is
-    near 0.
+    """The costs with the smallest weighted sum of squared errors. Each squared error is divided by
+    the measured time, so that the errors of all times sum up to nearly 0.
     """
     rows = np.array([[one.num_steps, one.num_tokens, one.num_new_requests] for one in found])
     seconds = np.array([one.seconds for one in found])
@@ -85,7 +90,7 @@ def fit_serving(found: Sequence[Decoding]) -> ServingCosts:
 
 
 def median_error(found: Sequence[Decoding], serving: ServingCosts) -> float:
-    """The median of the relative errors of the expected times."""
+    """The median of the absolute relative errors of the expected times."""
     return float(np.median([abs(one.expected(serving) / one.seconds - 1) for one in found]))
 
 

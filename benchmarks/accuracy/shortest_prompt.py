@@ -1,4 +1,4 @@
-"""A scheduling policy outside of the services, as docs/simulation.md writes one."""
+"""An example of a scheduling policy in a package of its own, as docs/simulation.md describes it."""
 
 from bisect import insort
 
@@ -24,13 +24,13 @@ class _Queue(list[Request]):
 
 
 class ShortestPromptFirst:
-    """Admits the shortest prompt first, and preempts the longest."""
+    """Admits the request with the shortest prompt first, and preempts the one with the longest."""
 
     uses_priority = False
     retention = None
 
     def __init__(self, _parts: PolicyParts) -> None:
-        """Needs nothing of the scheduler."""
+        """Ignores the parts of the scheduler that a policy can use."""
 
     def create_request_queue(self) -> _Queue:
         return _Queue()

@@ -1,14 +1,21 @@
-"""Compares policies of scheduling on agents' programs, by job time.
+"""Compares scheduling policies by the job times of agents' programs.
 
     python -m benchmarks.agents --simulated [--quick] [--ladder | --grid | --rates]
                                 [--turns N] [--seeds N] [--load NAME]... [--json FILE]
 
-Each load has a pool and a rate. Its pressure is the mean sum of contexts of live programs, while
-programs arrive, with unlimited memory, divided by the pool. A ratio is the mean job time with fcfs
-divided by the mean job time of a row, as geometric mean over the seeds. The ladder leaves out each
-rule of the policy `program` in turn. The grid has the ratios of `program` to fcfs and to
-continuum-fixed for loads of 0.3 and 0.6 of a replica's capacity and pressures from 0.5 to 4.
---rates finds the highest rate at which the mean job takes at most twice its time alone.
+A program is a sequence of requests, each of which continues the context of the previous one. A job
+is a run of a program, and its time includes the pauses in which tools run. A load consists of
+programs, the rate at which they arrive, and the size of the KV cache (the pool). The pressure of a
+load is the total context of all live programs divided by the pool's size. The total is measured
+with unlimited memory, as an average over the time in which programs arrive. A ratio in the tables
+is the mean job time with the policy fcfs divided by the mean job time of the row, as a geometric
+mean over the seeds.
+
+* --ladder leaves out each rule of the policy `program` in turn.
+* --grid compares `program` with fcfs and continuum-fixed. Loads are 0.3 and 0.6 of a replica's
+  capacity, and pressures are 0.5 to 4.
+* --rates finds the highest rate at which the mean job takes at most twice its time on an idle
+  replica.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""The policies over a grid of loads and pressures.
+"""Compares the policies over a grid of loads and pressures.
 
-The load of a setting is its rate divided by the programs that a replica with unlimited memory
-completes in a second if all come at once. Its pool is the mean sum of contexts of live programs
-with unlimited memory, divided by the pressure, and at least 1.15 times the longest context.
+The capacity is the number of programs that a replica with unlimited memory completes in a second if
+all programs arrive at once. The load is the rate of arrivals divided by the capacity. The pool's
+size is the total context of all live programs divided by the pressure, but at least 1.15 times the
+longest context. The total context is the average in a run with unlimited memory.
 """
 
 import math
@@ -21,14 +22,14 @@ from services.simulation.laboratory.workloads import generate
 
 NAMES = ("swe", "web", "smith", "mixed", "coding")
 SHARES = (0.3, 0.6)
-"""Rates, in shares of the capacity."""
+"""Rates of arrivals, as fractions of the capacity."""
 PRESSURES = (0.5, 1.0, 1.5, 2.5, 4.0)
 FIXED = "continuum-fixed"
 POLICIES = (BASE, FIXED, PROGRAM)
 _UNLIMITED_TOKENS = 20_000_000
 _LONGEST = 100_000
 _AT_ONCE = 1e3
-"""Programs a second."""
+"""A rate at which practically all programs arrive at once, in programs a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Setting:
     load: float
     wanted_pressure: float
     pressure: float
-    """What the pool of at least 1.15 contexts leaves of it."""
+    """The real pressure. It is lower than `wanted_pressure` if the pool has its minimum size."""
     seed: int
     runs: dict[str, Figures]
 
@@ -46,12 +47,12 @@ class Setting:
         return f"{self.name} at {self.load:g}, pressure {self.pressure:.2f}, seed {self.seed}"
 
     def ratio(self, row: str, base: str, figure: str) -> float:
-        """How many times as long `base` takes as `row`."""
+        """The `figure` of the policy `base` divided by the `figure` of the policy `row`."""
         return float(getattr(self.runs[base], figure) / getattr(self.runs[row], figure))
 
 
 def settings(num_programs: int, seeds: Sequence[int], turns: int | None) -> Iterator[Setting]:
-    """Runs all settings. If `turns` is given, programs end after so many turns."""
+    """Runs all settings. If `turns` is given, each program is cut after that number of turns."""
     for name in NAMES:
         for seed in seeds:
             unlimited = Load(name, _UNLIMITED_TOKENS, _AT_ONCE, 0.0, num_programs=num_programs)
@@ -85,7 +86,7 @@ def _programs(load: Load, seed: int, turns: int | None) -> Iterator[Program]:
 
 
 def _context(program: Program) -> int:
-    """The most tokens that a request of a program has."""
+    """The largest number of tokens of a request of the program, including its answer."""
     context = longest = program.num_shared_tokens
     for turn in program.turns:
         if turn.num_kept_tokens is not None:
@@ -96,7 +97,9 @@ def _context(program: Program) -> int:
 
 
 def grid_table(found: Sequence[Setting]) -> str:
-    """Ratios of mean job times, as geometric means over the seeds, and the worst of them."""
+    """The ratios of fcfs and of continuum-fixed to `program` by mean job time, as geometric means
+    over the seeds. The mean pressure follows in parentheses.
+    """
     header = ("load", "of capacity", *(f"pressure {one:g}" for one in PRESSURES))
     rows = []
     for name in NAMES:

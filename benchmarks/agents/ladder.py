@@ -1,5 +1,5 @@
-"""The policy `program` with one rule left out, or with less that clients say. Each class is a
-policy that `--policy package.module:Class` accepts.
+"""Variants of the policy `program`. Each lacks one rule or some of the clients' information. Each
+class is a policy that `--policy package.module:Class` accepts.
 """
 
 from services.common.pool.ids import ContextId
@@ -12,7 +12,7 @@ from services.scheduler.core.request import Request
 
 
 class Changed(ProgramPolicy):
-    """The policy with parts of other types."""
+    """The policy `program`, in which subclasses can replace the types of its parts."""
 
     Retention: type[ProgramRetention] = ProgramRetention
     Counts: type[Turns] = Turns
@@ -83,7 +83,8 @@ class NoTools(Changed):
 
 
 class NoEnds(Changed):
-    """The last turn is known only by its lack of a tool."""
+    """Clients do not mark the last turn. Only the missing name of a tool shows that it is the last.
+    """
 
     class Retention(ProgramRetention):
         def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:  # noqa: ARG002
@@ -91,7 +92,7 @@ class NoEnds(Changed):
 
 
 class Vanishing(Changed):
-    """Three in ten clients vanish at the end, in the pause of a tool."""
+    """In three of ten programs the last turn names a tool, but no further turn follows."""
 
     class Retention(ProgramRetention):
         _tool = ""
@@ -107,7 +108,7 @@ class Vanishing(Changed):
 class Anonymous(Changed):
     class Retention(ProgramRetention):
         def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
-            """Clients say nothing."""
+            """Ignores the turn's end, as if the client did not send it."""
 
 
 BY_ARRIVAL = "programs by arrival"

@@ -1,4 +1,4 @@
-"""The loads that policies are compared on, and the setups of the rows."""
+"""The loads on which policies are compared, and the simulator's setup for each row of a table."""
 
 from dataclasses import dataclass, replace
 
@@ -20,14 +20,16 @@ class Load:
     kv_tokens: int
     rate: float
     required: float
-    """The ratio that the policy `program` should reach."""
+    """The ratio of mean job times, fcfs to `program`, that `program` should reach."""
     scale: float = 1.0
     num_programs: int = 200
     profile: str = "h100-8b"
     max_num_seqs: int = 256
     token_budget: int = 8192
     tier_tokens: int = 0
-    """The size of the workers' tier, which all rows have but fcfs."""
+    """The capacity of the worker's tier of host memory for offloaded KV blocks. All rows use the
+    tier, except the row fcfs.
+    """
 
     @property
     def text(self) -> str:
@@ -50,7 +52,7 @@ class Load:
         return Setup(config, profile.times, profile.serving, tier=tier)
 
     def traffic(self, seed: int) -> Traffic:
-        """The longest context leaves space in the pool for others."""
+        """The load's programs. The longest context leaves space in the pool for other contexts."""
         longest = round(self.kv_tokens / 1.15)
         return Traffic(self.num_programs, self.rate, seed, self.scale, longest)
 

@@ -1,4 +1,4 @@
-"""The highest rates at which the mean job takes at most twice its time alone."""
+"""Finds the highest rates at which the mean job takes at most twice its time on an idle replica."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ NUM_HALVINGS = 7
 
 @dataclass(frozen=True, slots=True)
 class Highest:
-    """The highest rate found, in programs a second."""
+    """The highest rate found for a load, a seed and a policy, in programs a second."""
 
     load: str
     seed: int
@@ -40,7 +40,9 @@ def highest_rates(num_programs: int | None, seeds: Sequence[int]) -> Iterator[Hi
 
 
 def highest_rate(load: Load, policy: str, seed: int) -> float:
-    """Halves the interval between a rate that is low enough and one that is not."""
+    """Finds the rate by bisection. Jobs are fast enough at the lower end of the interval and too
+    slow at the upper end.
+    """
     low, high = BOUNDS
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
@@ -57,7 +59,7 @@ def slowdown(load: Load, policy: str, seed: int) -> float:
 
 
 def rate_table(found: Sequence[Highest]) -> str:
-    """Geometric means over the seeds, and their ratios to fcfs."""
+    """The rates, as geometric means over the seeds, and their ratios to the rate of fcfs."""
     rows = []
     for load in dict.fromkeys(one.load for one in found):
         rates = [

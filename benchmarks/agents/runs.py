@@ -1,4 +1,4 @@
-"""Runs of the loads, and their figures."""
+"""Simulates the loads, and computes the figures of the runs."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,10 +21,12 @@ class Figures:
     p99_seconds: float
     hit_rate: float
     recomputed: float
-    """The fraction of the computed tokens that was computed before."""
+    """The fraction of computed tokens that had been computed before, and were then evicted or
+    preempted.
+    """
     longest_wait_seconds: float
     context_tokens: float
-    """The mean sum of contexts of live programs while programs arrived."""
+    """The total context of all live programs, averaged over the time in which programs arrived."""
 
 
 def figures(run: RunResult) -> Figures:
@@ -42,7 +44,7 @@ def figures(run: RunResult) -> Figures:
 
 @dataclass(slots=True)
 class Comparison:
-    """The figures of a load, by row and seed."""
+    """The figures of a load. `rows` maps a row's name to its figures, one for each seed."""
 
     load: Load
     rows: dict[str, list[Figures]]
@@ -53,7 +55,7 @@ class Comparison:
         return contexts / self.load.kv_tokens
 
     def ratio(self, row: str) -> float:
-        """How many times as long the mean job takes with fcfs, as geometric mean over the seeds."""
+        """The mean job time with fcfs divided by the row's, as a geometric mean over the seeds."""
         pairs = zip(self.rows[BASE], self.rows[row], strict=True)
         return math.exp(
             fmean(math.log(base.mean_seconds / one.mean_seconds) for base, one in pairs)

@@ -31,28 +31,28 @@ def add_sized_model(parser: argparse.ArgumentParser, default: str = "135m") -> N
 
 
 def model_directory(text: str) -> Path:
-    """The type of an option with a model directory."""
+    """Parses a model directory."""
     if not is_model(text):
         raise argparse.ArgumentTypeError(f"{text} is not a model directory")
     return Path(text)
 
 
 def checkout(text: str) -> Path:
-    """The type of an option with another checkout of Stepwell. The path becomes absolute."""
+    """Parses the directory of a checkout of Stepwell. Returns the absolute path."""
     if not (Path(text) / "gen" / "stepwell").is_dir():
         raise argparse.ArgumentTypeError(f"{text} is not a checkout with gen/ built (make proto)")
     return Path(text).resolve()
 
 
 def program(path: str) -> str:
-    """The type of an option with a program, such as another interpreter."""
+    """Parses the path of a program, such as another interpreter."""
     if shutil.which(path) is None:
         raise argparse.ArgumentTypeError(f"{path} is no program")
     return path
 
 
 def positive(text: str) -> float:
-    """The type of an option that is a number above 0."""
+    """Parses a number above 0."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")
@@ -60,7 +60,7 @@ def positive(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """The type of an option that is a whole number of at least 1."""
+    """Parses an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
@@ -68,13 +68,13 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """The type of an option that lists positive integers, separated by commas. Duplicates are
-    removed, and the result is sorted.
+    """Parses positive integers that are separated by commas. The result is sorted and has no
+    duplicates.
     """
     return tuple(sorted({count(part) for part in text.split(",")}))
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments at the first `--`. Arguments after it are for another program."""
+    """Splits arguments at the first `--`, after which the arguments for another program follow."""
     own = list(takewhile(lambda argument: argument != "--", argv))
     return own, list(argv[len(own) + 1 :])

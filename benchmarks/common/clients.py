@@ -1,5 +1,5 @@
-"""Clients of the services that use little processor time, since they share the processors with the
-services that they measure.
+"""Clients of the services. They use little processor time, because they share the processors with
+the services that they measure.
 """
 
 import itertools

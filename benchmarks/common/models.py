@@ -1,5 +1,4 @@
-"""The models that benchmarks serve: directories, and random models that are written at
-first use.
+"""The models that benchmarks serve: directories, and random models that are written at first use.
 """
 
 import json
@@ -26,7 +25,7 @@ def find_model(name: str, num_tokens: int | None = None) -> Path:
     if num_tokens is not None:
         directory = cache / f"random-{name}-{num_tokens}"
     if not directory.is_dir():
-        # This needs torch, which clients of a server do without.
+        # Imported late, because the module needs torch, which clients of a server do not have.
         from benchmarks.common.random_model import SIZES, write_model  # noqa: PLC0415
 
         log(f"writing a random model of {name} parameters to {directory}")

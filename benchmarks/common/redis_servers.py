@@ -155,7 +155,7 @@ def eventually(holds: Callable[[], bool], seconds: float = _SECONDS) -> None:
 
 
 def free_port() -> int:
-    """A free port p. Port p + 10,000, which Redis uses for its cluster bus, is free, too."""
+    """A free port p for which port p + 10,000, the port of Redis's cluster bus, is free, too."""
     while True:
         port = claim_port("127.0.0.1", 0, "--port")
         with socket.socket() as bus, suppress(OSError, OverflowError):

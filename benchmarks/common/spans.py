@@ -49,7 +49,7 @@ class SpanReceiver:
         self.endpoint = ""
 
     async def __aenter__(self) -> "SpanReceiver":
-        # Requests are parsed only in `take`, because receiving must cost little.
+        # The export requests are parsed later, in `take`, so that receiving them costs little.
         methods: dict[str, Any] = {"Export": grpc.unary_unary_rpc_method_handler(self._export)}
         handler = grpc.method_handlers_generic_handler(_SERVICE, methods)
         self._server.add_generic_rpc_handlers((handler,))

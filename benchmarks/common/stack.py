@@ -18,11 +18,11 @@ START_SECONDS = 180.0
 
 
 class Stack:
-    """The services, with their default settings except for the given ones. `variables` are further
-    settings of single services, as variables of the environment.
+    """The services with `settings`, and defaults for all other settings. `variables` are
+    environment variables with further settings of single services.
 
-    `async with` starts the services and is entered when they serve. At its end it stops them in the
-    order in which `stepwell up` does.
+    `async with` starts the services and is entered when they serve. At the end it stops the
+    services in the order of `stepwell up`.
     """
 
     def __init__(

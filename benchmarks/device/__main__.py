@@ -2,11 +2,11 @@
 
     python -m benchmarks.device [--profile NAME] [--concurrency 1,32] [--clients PYTHON]
 
-Serves a model of the shape of Llama 3 8B. Each client sends bursts of requests. The scheduler logs
-its steps, and the formula of the profile gives their times. So the expected times include waiting
-for the prompts of other requests, but not the work of gateway and scheduler, which should overlap
-with the device's. `--clients` is a Python with the package openai. Without it, only `stepwell
-bench` is measured.
+The model has the shape of Llama 3 8B. Each client sends bursts of requests. The scheduler logs its
+steps, and the expected times are computed from the logged steps with the profile's formula. They
+include the wait for the prompts of other requests, but not the work of gateway and scheduler, which
+should overlap with the device's work. `--clients` is a Python interpreter with the package openai.
+Without this option, only `stepwell bench` is measured.
 """
 
 import argparse
@@ -42,13 +42,14 @@ from services.worker.profiles.profile import read_profile
 LLAMA_8B = Shape(4096, 32, 32, 8, 14336, 128256, tied_embeddings=False)
 MAX_MODEL_LEN = 8192
 _LOG_SECONDS = 1.5
-"""Time in which the step log is written."""
+"""Wait until the scheduler has written its step log."""
 _OPENAI = Path(__file__).with_name("openai_client.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests that are sent at the same time. `seed`: the prompts of each burst differ."""
+    """Requests that are sent at the same time. Bursts with different seeds have different prompts.
+    """
 
     url: str
     model: Path
@@ -68,7 +69,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Medians of the time to the first token, and means of the time between tokens, in ms."""
+    """The medians of the times to the first token (TTFT) and the means of the times between tokens
+    (ITL) of one client, in milliseconds.
+    """
 
     client: str
     concurrency: int
@@ -78,7 +81,7 @@ class Row:
     itl_seen: float
 
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """The cells of the table's row."""
         pairs = (self.ttft_expected, self.ttft_seen), (self.itl_expected, self.itl_seen)
         figures = [
             text
@@ -116,7 +119,7 @@ async def measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
                         Burst(f"http://{stack.http}", model, *shape, seed)
                         for seed in range(options.rounds + 1)
                     ]
-                    await run(bursts[-1])  # the first requests of a client are slower
+                    await run(bursts[-1])  # a warm-up: the first requests of a client are slower
                     rows.append(await compare(name, run, bursts[:-1], steps, times))
     show(table_text(HEADER, [row.cells() for row in rows]))
     return {"command": command, "machine": found, "rows": [asdict(row) for row in rows]}
@@ -125,13 +128,15 @@ async def measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
 async def compare(
     name: str, run: Callable[[Burst], Any], bursts: Sequence[Burst], steps: Path, times: StepTimes
 ) -> Row:
-    """Runs bursts, one after the other, and reads from the log which steps they took."""
+    """Runs bursts one after another. Compares the times that the client measured with the times
+    that are expected from the logged steps.
+    """
     await asyncio.sleep(_LOG_SECONDS)
     with closing(_end_of(steps)) as file:
         seen = [await run(burst) for burst in bursts]
         await asyncio.sleep(_LOG_SECONDS)
         logged = expected_times(file, times)
-    # Clients also send short requests, to find out about the server.
+    # The short requests with which a client probes the server are left out.
     expected = [each for each in logged if len(each.tokens) == bursts[0].output_len]
     if len(expected) != sum(burst.num_requests for burst in bursts):
         raise RuntimeError(f"{name} sent {len(expected)} requests")
@@ -146,7 +151,7 @@ async def compare(
 
 
 def _end_of(path: Path) -> TextIO:
-    """The open file, from which only later lines are read."""
+    """Opens a file at its end, so that only lines that are written later are read."""
     file = path.open()
     file.seek(0, SEEK_END)
     return file
@@ -161,14 +166,14 @@ def write_shape(directory: Path) -> None:
 
 
 def step_times(model: Path, profile: str) -> StepTimes:
-    """The times of steps, as the worker computes them."""
+    """The profile's step times for the model, as the simulated worker computes them."""
     sizes = Sizes(read_model_config(model), torch.bfloat16)
     size = sizes.model_size(attention_layers(sizes.config), sizes.stage(0, 1), 1)
     return read_profile(profile).step_times(size)
 
 
 def clients(python: str | None) -> dict[str, Callable[[Burst], Any]]:
-    """The clients, by name."""
+    """Maps each client's name to a function that sends a burst."""
 
     async def bench(burst: Burst) -> Seen:
         return await _stepwell_bench(burst)
@@ -217,7 +222,6 @@ async def _output(*command: str) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, and prints the table."""
     parser = make_parser("device", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--profile", default="h100-80gb", help="default: h100-80gb")
     parser.add_argument("--concurrency", type=counts, default=(1, 32), help="default: 1,32")

@@ -1,4 +1,4 @@
-"""The times that a profile gives to the steps of a step log."""
+"""Computes when tokens should arrive, from a scheduler's step log and a profile of a device."""
 
 import json
 from collections.abc import Iterable
@@ -27,8 +27,9 @@ class RequestTimes:
 
 
 def expected_times(lines: Iterable[str], times: StepTimes) -> list[RequestTimes]:
-    """The times of requests, if the steps of a log follow each other without gaps and take the
-    times of a profile. A burst begins when no request was there.
+    """The times of all requests of a step log, computed as if steps had no gaps between them and
+    each step took the profile's time. A burst begins with a request that arrives when no other
+    request is present.
     """
     requests: dict[int, RequestTimes] = {}
     plans: dict[int, tuple[list[int], float]] = {}

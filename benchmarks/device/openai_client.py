@@ -1,8 +1,8 @@
-"""A burst of requests with the package openai. Runs alone, in a Python with that package.
+"""Sends a burst of requests with the package openai, in a Python interpreter that has this package.
 
     python openai_client.py URL '{"num_requests": 32, "input_len": 2000, ...}'
 
-Prints the times to the first token and between tokens as JSON, in milliseconds.
+The program prints the times to the first token and between tokens as JSON, in milliseconds.
 """
 
 import asyncio

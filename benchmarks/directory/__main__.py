@@ -2,12 +2,12 @@
 
     python -m benchmarks.directory [--quick] [--blocks N] [--json FILE]
 
-64 nodes cache prompts of 512 blocks. One node has all blocks of a prompt, and up to five others
-have some of its first blocks. The program starts Redis servers and writes the blocks to them in two
+64 nodes cache prompts of 512 blocks. One node has all blocks of a prompt, and up to five other
+nodes have the prompt's first blocks. The program starts Redis servers and writes the blocks in two
 layouts. Stepwell's layout is a log of packed hashes with snapshots. llm-d's layout has a Redis hash
-for each block, and only a fifth of the prompts is written in it. A separate process reads
-Stepwell's log into an index, as a gateway does, and looks up every prompt. Each answer is compared
-with the written data.
+for each block. Only a fifth of the prompts is written in it. A separate process reads Stepwell's
+log into an index, as a gateway does, and looks up every prompt. Each answer is compared with the
+written data.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Random prompts whose blocks are cached on several nodes. Every process draws the same ones."""
+"""Random prompts whose blocks are cached on several nodes. Every process draws the same prompts."""
 
 import random
 from array import array
@@ -14,15 +14,18 @@ _SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The keys of a prompt's blocks. `depths` maps nodes to their numbers of leading blocks."""
+    """The keys of a prompt's blocks. `depths` maps each node to the number of leading blocks that
+    it caches.
+    """
 
     keys: Sequence[int]
     depths: dict[int, int]
 
 
 def make_chains(num_blocks: int) -> Iterator[Chain]:
-    """Chains of 512 blocks, about `num_blocks` in total. One node has all blocks of a chain, and up
-    to five other nodes have some of its first blocks. On average a block is cached on 1.4 nodes.
+    """Yields chains of 512 blocks, about `num_blocks` in total. One node has all blocks of a chain,
+    and up to five other nodes have the chain's first blocks. On average a block is cached on 1.4
+    nodes.
     """
     rng = random.Random(_SEED)
     for _ in range(max(1, num_blocks // CHAIN_BLOCKS)):

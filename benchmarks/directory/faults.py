@@ -1,13 +1,13 @@
-"""Breaks Redis under pools that change constantly, and times the recovery of the index.
+"""Injects faults into Redis while cached blocks change, and times the recovery of the index.
 
     python -m benchmarks.directory.faults [--quick]
     python -m benchmarks.directory.faults --requests [--repetitions 3] [--only TEXT]
                                               [--model DIR] [--quick]
 
-Three pools serve random requests and write their cached blocks to Redis. A gateway's index is
-updated from Redis. A lasting fault takes ten seconds, or 1.5 seconds with --quick. Other faults are
-over at once. After a fault the requests pause. The recovery time ends when the index returns the
-same answer as the pools for every prompt that was ever served.
+Three KV-cache pools serve random requests and write their cached blocks to Redis. A gateway's index
+is updated from Redis. A lasting fault takes ten seconds, or 1.5 seconds with --quick. Other faults
+are over at once. After a fault the requests pause. The recovery time ends when the index returns
+the same answer as the pools for every prompt that was ever served.
 
 With --requests two gateways and two replicas of a model serve a steady load with Redis. Response
 times during each fault are compared with response times of the same requests without the fault
@@ -71,7 +71,7 @@ class FaultRow:
 
     name: str
     states: str
-    """States that the index had during the fault."""
+    """Names of the states that the index had during the fault."""
     right_seconds: float
     """Seconds from the fault's end until the index was equal to the pools' contents."""
     longest_pause_millis: float

@@ -2,7 +2,7 @@
 
     python -m benchmarks.directory.reader_child URL BLOCKS
 
-Writes its figures to standard output, in JSON.
+The process writes its figures to standard output, in JSON.
 """
 
 import asyncio

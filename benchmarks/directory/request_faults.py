@@ -1,8 +1,9 @@
 """Measures the effects of Redis faults on requests: two gateways and two replicas share one Redis.
 
-A window is a period of steady load. Each fault is measured in a window with the fault and an equal
-window without it. Their order alternates. A difference between the two is caused by the fault or by
-noise of the machine. The first row compares two windows without a fault, and so shows the noise.
+A window is a period of steady load. For each fault, a window with the fault is compared with an
+equal window without it. The order of the two windows alternates. A difference is caused by the
+fault or by noise of the machine. The first row of the table compares two windows without a fault,
+and so shows the noise.
 """
 
 import asyncio

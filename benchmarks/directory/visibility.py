@@ -1,4 +1,6 @@
-"""Measures the time from a pool's event until a gateway's index shows it, through Redis."""
+"""Measures the time from a pool's cache event until a gateway's index shows the event, which is
+sent through Redis.
+"""
 
 import asyncio
 import random
@@ -59,5 +61,5 @@ async def measure_visibility(url: str, num_events: int) -> VisibilityFigures:
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
-    # The first event waits until the node is loaded.
+    # The first event is left out. It waits until the reader has loaded the node's blocks.
     return VisibilityFigures(1000 * statistics.median(times[1:]), 1000 * percentile(times[1:], 99))

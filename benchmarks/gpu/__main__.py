@@ -1,8 +1,8 @@
-"""Checks that a worker computes correctly on a GPU, and measures its speed against the memory's.
+"""Checks that a worker computes correctly on a GPU, and compares its speed with the memory's speed.
 
     python -u -m benchmarks.gpu                        # all parts, about ten minutes
-    python -u -m benchmarks.gpu correctness attention  # some parts, about five
-    python -u -m benchmarks.gpu model                  # about five, 75 GB of GPU memory
+    python -u -m benchmarks.gpu correctness attention  # some parts, about five minutes
+    python -u -m benchmarks.gpu model                  # about five minutes, 75 GB of GPU memory
 
 * correctness: compares the attention of mixed batches and of recorded decodes with plain attention,
   and grouped experts and sampling with the host's results.
@@ -12,8 +12,8 @@
   also measures the cost of this mode: matrix products are compared with cuBLAS's products, and
   decode attention is compared with attention over split keys.
 * model: runs a random model of 8 billion parameters with Llama 3.1's shape in bfloat16. It compares
-  log-probabilities with transformers', and tokens per second with transformers' continuous
-  batching. It also measures the bytes that a decode step reads.
+  log-probabilities and tokens per second with transformers and its continuous batching. It also
+  measures the bytes that a decode step reads.
 
 The program needs torch, numpy, xFormers and Triton (`stepwell[gpu]`), and transformers for the last
 part. It needs no other package, no generated contracts and no service. If a case raises an error,

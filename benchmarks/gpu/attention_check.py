@@ -87,8 +87,8 @@ class AttentionCheck:
         """Computes `counts[i]` new tokens of sequence i. Returns the largest difference from plain
         attention.
 
-        A difference is relative to the expected value if that is at least 1, and absolute if it is
-        below 1. NaN counts as infinite.
+        A difference is relative if the expected value's magnitude is at least 1, and absolute
+        otherwise. NaN counts as infinite.
         """
         query, key, value = self._new(sum(counts))
         layout = self._layout(counts, key, value)

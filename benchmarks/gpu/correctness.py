@@ -54,10 +54,9 @@ def is_right(case: Case) -> bool:
 
 
 def splits(device: CudaDevice) -> bool:
-    """Compares attention with every number of splits of the keys with attention over one split.
+    """Compares attention over every number of splits of the keys with attention over one split.
 
-    The splits' results are joined by different kernels for small and for large batches. Batch sizes
-    for both kernels are checked.
+    Different kernels join the splits' results in small and in large batches. Both are checked.
     """
     print("\n| splits | batch | largest difference to one split | |\n| ---: | ---: | ---: | --- |")
     right = True

@@ -1,4 +1,5 @@
-"""Checks --batch-invariant on a GPU: whether rows depend on their batch, and what it costs."""
+"""Checks --batch-invariant on a GPU: whether rows depend on their batch, and the cost of this mode.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +21,8 @@ PRODUCTS = ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256))
 
 
 def run(platform: CudaPlatform, _copy: float) -> bool:
-    """Checks matrix products and attention. Returns whether no row depends on its batch.
-
-    Prints the rows that change with the other rows of their batch, and the cost of the mode.
+    """Checks matrix products and attention. Returns whether no row depends on its batch. Prints the
+    rows that do, and the cost of --batch-invariant.
     """
     return all(
         [

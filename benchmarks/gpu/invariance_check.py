@@ -34,9 +34,9 @@ def products_differ(
 
 
 class InvarianceCheck:
-    """Sequences of fixed queries, keys and values. Their attention is first computed alone, in one
-    step for each sequence. A block table has room for `max_model_len` tokens, or for the longest
-    sequence if it is longer.
+    """Sequences of fixed queries, keys and values. The constructor computes the attention of each
+    sequence alone, in one step. A block table has room for `max_model_len` tokens and for the
+    longest sequence.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""A random model of 8 billion parameters on a GPU: the worker's runner compared with transformers.
+"""Compares the worker's model runner with transformers: a random model of 8 billion parameters on a
+GPU.
 
-Both have the same weights and prompts, and generate the same number of tokens greedily. End-of-text
-tokens are ignored.
+Runner and transformers use the same weights and prompts, and generate the same number of tokens
+greedily. End-of-text tokens are ignored.
 """
 
 from __future__ import annotations
@@ -210,8 +211,8 @@ def random_prompts(batch: int, vocab_size: int) -> np.ndarray:
 
 
 def run_batch(runner: ModelRunner, prompts: np.ndarray, generation: int) -> Run:
-    """Runs a batch. Prompts are computed in steps that fill the token budget. Then decode steps
-    follow, two of them in flight at a time.
+    """Runs a batch. Prompts are computed in steps that fill the token budget. Decode steps follow,
+    two of which are in flight at a time.
     """
     batch = len(prompts)
     rows = np.arange(batch, dtype=np.int32)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 def attempt(work: Callable[[], bool], name: str) -> bool:
-    """Returns the result of `work`. If it raises, prints `name` and the error, and
-    returns False.
+    """Returns the result of `work`. If `work` raises, prints `name` and the error, and returns
+    False.
     """
     try:
         return work()

@@ -1,7 +1,7 @@
 """Compares a runner's log-probabilities of given tokens with transformers'.
 
-Each text is sent as a prompt, so that nothing depends on sampling. Its first tokens are computed in
-one step, and each of the other tokens is computed in a step of its own, like a decode.
+Each text is sent as a prompt, so that nothing depends on sampling. The text's first tokens are
+computed in one step, and each of the other tokens in a step of its own, like a decode.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults of a link. A message is lost, repeated, late, out of order, cut or changed."""
+"""Faults of a link: a message is lost, repeated, late, out of order, cut or changed."""
 
 import asyncio
 from collections.abc import Iterator

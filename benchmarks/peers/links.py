@@ -9,14 +9,14 @@ from services.common.process.settings import env_prefix
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Two services, of which the caller calls the callee, in the first replica."""
+    """A service that calls another service (the callee) of the first replica."""
 
     caller: str
-    """The calling process."""
+    """The name of the calling process."""
     setting: str
     """The environment variable from which the caller reads the addresses of its callees."""
     callee: str
-    """The called process."""
+    """The name of the called process."""
     stream: str
     """The method whose stream is always open between caller and callee."""
 

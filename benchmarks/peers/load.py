@@ -19,9 +19,7 @@ _NUM_PROMPT_TOKENS, _NUM_TOKENS = 60, 24
 _LOOKS = ("/metrics", "/activity", "/health")
 
 Answer = list[bytes]
-"""A client's answer as pieces. The pieces do not depend on how the answer was divided into
-messages.
-"""
+"""A complete answer as pieces that do not depend on how it was divided into messages."""
 
 
 class Batch:
@@ -82,8 +80,8 @@ class Batch:
         return "" if answer == self._expected[name] else f"{name} has another answer"
 
     async def _look(self) -> str:
-        """Makes the gateway query the state of its schedulers. The content of the answers is not
-        checked. Returns a description of a failed query, or an empty text.
+        """Makes the gateway query the state of its schedulers. Returns a description of a failed
+        query, or an empty text. The state itself is not checked.
         """
         for path in _LOOKS:
             try:

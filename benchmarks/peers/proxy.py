@@ -73,8 +73,8 @@ class PeerProxy:
         await self._channel.close()
 
     def handler(self, method: str) -> Any:
-        """The handler of a method. Unary and streaming calls are equal on the wire, so one handler
-        serves both.
+        """The handler of a method. It serves unary and streaming calls, which are equal on the
+        wire.
         """
 
         async def forward(messages: AsyncIterator[bytes], context: _Context) -> None:
@@ -122,7 +122,7 @@ class PeerProxy:
         return begin(timeout=context.time_remaining(), metadata=kept)
 
     async def _ask(self, method: str, messages: AsyncIterator[bytes], call: Any) -> None:
-        with suppress(asyncio.InvalidStateError):  # the call has ended, as its reader sees
+        with suppress(asyncio.InvalidStateError):  # the call has ended; its reader detects that
             async for message in messages:
                 for sent in await self._through(Lane(method, Direction.REQUEST), message):
                     await call.write(sent)

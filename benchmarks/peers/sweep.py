@@ -122,8 +122,8 @@ class Sweep:
         return Effect(fault, ended, tuple(wrong), warnings, seconds)
 
     async def _forget(self) -> None:
-        """Restarts the link's stream and empties the prefix caches. What a receiver could not
-        detect may last as long: limits of a model, requests without a client, wrong blocks.
+        """Removes effects that no receiver could detect: wrong limits of a model, requests without
+        a client, and wrong blocks. Restarts the link's stream and empties the prefix caches.
         """
         self._proxy.break_calls()
         await self._until_carried()
@@ -201,7 +201,7 @@ async def _try_all(run: Sweep, options: Options) -> tuple[str, bool]:
 
 
 def _may_be_found(fault: Fault, observed: Observed) -> bool:
-    """Whether observed messages contain the nested message to which the changed field belongs."""
+    """Whether an observed message contains the nested message that has the fault's field."""
     above = fault.path[:-1]
     return not above or above in observed.present[fault.lane]
 

@@ -1,4 +1,4 @@
-"""Faults that no receiver can detect, because one valid value of a field replaces another."""
+"""Faults that no receiver can detect, because a valid value of a field replaces a valid value."""
 
 from stepwell.common.v1.common_pb2 import SamplingParams
 
@@ -49,8 +49,8 @@ one change of a field, and a key `Lane: path` for every change of the field.
 
 
 def why_undetectable(fault: Fault) -> str:
-    """The reason why a fault is undetectable. It is empty for all other faults, which must be
-    detected or have no effect.
+    """The reason why a fault is undetectable. It is empty for a fault that receivers must detect,
+    unless the fault has no effect.
     """
     place = f"{fault.lane}: {'.'.join(fault.path)}"
     known = UNDETECTABLE | UNDETECTABLE_BELOW

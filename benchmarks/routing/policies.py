@@ -142,7 +142,7 @@ async def _num_finished(http: httpx.AsyncClient, address: str, total: int) -> di
         while True:
             answer = await http.get(f"http://{address}/status")
             replicas = answer.raise_for_status().json()["replicas"]
-            # A replica that answers too slowly has no stats.
+            # The status has no stats of a replica that replied too slowly.
             if all(replica["stats"] for replica in replicas):
                 found = {one["address"]: int(one["stats"]["num_finished"]) for one in replicas}
                 if sum(found.values()) >= total:

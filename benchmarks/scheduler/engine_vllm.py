@@ -1,7 +1,7 @@
-"""Measures vLLM's scheduler and KV-cache manager under the comparison's loads.
+"""Measures vLLM's scheduler and KV-cache manager under the loads of `benchmarks.scheduler.loads`.
 
 `benchmarks.scheduler` starts this program in a separate interpreter that has vLLM. The last line of
-its output contains the figures as JSON.
+the program's output contains the figures as JSON.
 """
 
 import json
@@ -129,7 +129,7 @@ def make_request(name: str, tokens: list[int]) -> Request:
 
 
 def answer(scheduled: Any, requests: dict[str, Request]) -> ModelRunnerOutput:
-    """The runner's output for a step: one token for each request whose prompt is computed."""
+    """The model runner's output of a step: one token for each request whose prompt is computed."""
     names = list(scheduled.num_scheduled_tokens)
     tokens = [
         [5] if requests[name].num_computed_tokens >= requests[name].num_prompt_tokens else []

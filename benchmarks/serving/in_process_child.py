@@ -36,7 +36,7 @@ class InProcessChild:
             (sys.executable, "-m", "benchmarks.common.in_process", *self._flags),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Waiting compute threads do not spin, as in the worker's process.
+            # As in the worker's process, compute threads that wait do not spin.
             env={"OMP_WAIT_POLICY": "passive", **os.environ},
         )
 

@@ -31,12 +31,12 @@ SPARE_BLOCKS = 64
 BLOCK_SIZE = 16
 
 PAIRED_ROUNDS = 8
-"""Comparisons with small differences have this many times the usual number of rounds."""
+"""Factor on the number of rounds for comparisons in which the differences are small."""
 ROOT = Path(__file__).parents[2]
 
 
 class Part(enum.Enum):
-    """A measurement that can be requested alone. STAGES and STRUCTURED run only if requested."""
+    """A part of the measurement that can run alone. STAGES and STRUCTURED run only if requested."""
 
     TRACING = "tracing"
     STAGES = "stages"
@@ -197,8 +197,8 @@ async def measure_only_tracing(options: Options, model: Path) -> dict[str, Any]:
 async def measure_stages(options: Options, model: Path) -> dict[str, Any]:
     """Compares one worker with two pipeline stages. Each process computes with one thread.
 
-    The token budget of a step is two prompts, so that concurrent requests are distributed over
-    several steps in flight.
+    The token budget of a step is the length of two prompts, so that concurrent requests are
+    distributed over several steps in flight.
     """
     log(f"starting {model.name} in one worker and in two stages")
     one = replace(
@@ -223,9 +223,8 @@ async def measure_stages(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
-    """Measures a load of unconstrained requests while as many other requests run.
-
-    In alternate runs on the same services, the other requests have a schema or have none.
+    """Measures a load of unconstrained requests while as many other requests run. In every second
+    run on the same services, the other requests are constrained to a schema.
     """
     log(f"starting {model.name}")
     settings = _settings(options, model, ratio=0.0)

@@ -21,7 +21,7 @@ _ITEM = {
 SAMPLED: Mapping[str, Any] = {"temperature": 1.0, "seed": 7}
 CONSTRAINED: Mapping[str, Any] = {
     **SAMPLED,
-    # No answer takes as long.
+    # So many items that no answer ends before its maximum number of tokens.
     "structured_outputs": {"json": {"type": "array", "items": _ITEM, "minItems": 1000}},
 }
 
@@ -37,8 +37,8 @@ class NeighborTarget(HttpTarget):
     async def run(self, load: Load) -> list[RequestTimes]:
         """Runs a load to its end. Returns the times of the load's requests.
 
-        The first failure of a request, in the load or outside it, ends all requests and is raised
-        in an ExceptionGroup.
+        The first failure of a request of the load, or of one of the other requests, cancels all
+        requests and is raised in an ExceptionGroup.
         """
         client = HttpClient(self._services.http, self._fields)
         await client.open(load.concurrency)

@@ -64,9 +64,9 @@ class _IdleExecutor:
 
 
 def scheduler_steps(tracing: Tracing, num_requests: int) -> Step:
-    """Returns a function that runs a step of the scheduler. A step creates its own span and the
-    spans of its pool transaction and its execution, with links to its requests. When requests end,
-    their spans are created.
+    """Returns a function that runs a step of the scheduler. It creates the spans of the step, of
+    the step's pool transaction and of the step's execution, with links to the requests. When a
+    request ends, the request's spans are created.
     """
     pool = TracedPool(_IdlePool(), tracing)
     executor = TracedExecutor(_IdleExecutor(), tracing)
@@ -99,7 +99,7 @@ def kvpool_steps(tracing: Tracing, num_requests: int) -> Step:
     answer = kvpool_pb2.TransactResponse(generation=1, num_free_blocks=1)
     apply = traced(lambda _hosted, _request: answer, tracing)
     sampler = _step_sampler(tracing, num_requests)
-    hosted: Any = None  # the applied function ignores pool and request
+    hosted: Any = None  # the function that runs in the transaction ignores this argument
 
     async def step(number: int) -> None:
         apply(hosted, kvpool_pb2.TransactRequest(sequence=number, traceparent=sampler()))

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.simulation`: measures the cost of `stepwell simulate`."""
+"""`python -m benchmarks.simulation`: measures the processor time of `stepwell simulate`."""

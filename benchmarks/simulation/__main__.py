@@ -1,12 +1,13 @@
-"""Measures what `stepwell simulate` costs, by the number of replicas.
+"""Measures the processor time of `stepwell simulate` for several numbers of replicas.
 
     python -m benchmarks.simulation [--replicas 1,10,100,1000] [--requests N] [--profile NAME]
                                     [--json FILE]
 
-The workload is `chat`. Each replica gets as many requests a second as each of 1,000 replicas gets
-of a million requests in an hour. Processor time is measured between the end of the first quarter of
-the programs and the last end, since a fleet is unlike itself while it is empty. It is divided by
-requests, and by decisions: planned steps and choices of a replica. Start and check are shown apart.
+The workload is `chat`. The request rate of a replica is a million requests an hour divided by 1,000
+replicas. Processor time is measured from the time at which a quarter of the programs have ended to
+the end of the last program, because the replicas are not yet busy in the first quarter. The table
+shows the time per request and per decision. A decision is a planned step or the choice of a replica
+for a request. The start, the first quarter and the final check are shown in a separate column.
 Tables go to standard output, progress to standard error.
 """
 
@@ -32,7 +33,7 @@ from services.worker.profiles.profile import MeasuredProfile, read_profile
 
 REQUESTS_PER_REPLICA_SECOND = 1e6 / 3600 / 1000
 REQUESTS_PER_PROGRAM = 2.0
-"""The mean number of turns of a chat."""
+"""The mean number of turns of a program of the workload `chat`."""
 KV_TOKENS, BLOCK_SIZE = 458_000, 16
 
 
@@ -43,11 +44,13 @@ class Cost:
     num_decisions: int
     processor_seconds: float
     other_seconds: float
-    """Processor time of the start, the first quarter, and the check after the last end."""
+    """Processor time of the start, of the first quarter of the programs, and of the final check."""
 
 
 class Meter:
-    """Counts requests and planned steps, and notes the processor time at ends of programs."""
+    """Counts requests and planned steps. Records both counts and the processor time when the first
+    quarter of the programs has ended, and when all programs have ended.
+    """
 
     def __init__(self, num_programs: int) -> None:
         self._num_left = num_programs

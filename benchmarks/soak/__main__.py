@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
             f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr
         )
         return 2
-    # grpc reads this when it is imported, with the command module. Lost connections are expected.
+    # Set before the command's module imports grpc, which reads the variable. grpc would report lost
+    # connections, which are expected here.
     silence_grpc(os.environ)
     status: int = import_module(f"benchmarks.soak.{name}").main(argv[1:])
     return status

@@ -1,6 +1,5 @@
-"""Repeats requests concurrently, and compares each answer with an undisturbed one.
-
-The undisturbed answer is the answer to the same request when it was sent alone.
+"""Repeats requests concurrently. Each answer must equal the answer to the same request when it was
+sent alone.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ _PREFIX_SHARE = 0.6
 @dataclass(slots=True)
 class Answer:
     """The part of an answer that has been received. `logprobs` has the log-probabilities of the
-    sampled tokens. It is empty if none were requested.
+    sampled tokens, and is empty if none were requested.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -64,7 +63,7 @@ class Counts:
     with_gateway: int = 0
     """Number of answers that failed because the campaign killed or terminated their gateway."""
     silences: list[float] = field(default_factory=list)
-    """For each correct answer, its longest time without a token, in seconds."""
+    """For each correct answer, the longest time without a token, in seconds."""
 
     @property
     def are_good(self) -> bool:
@@ -137,7 +136,7 @@ class Streams:
             await channel.close()
 
     def mark(self) -> None:
-        """Starts to measure silences and gaps. Earlier ones are discarded."""
+        """Starts to measure silences and gaps. Silences and gaps before this call are discarded."""
         self._since = time.monotonic()
         self._silence = self._longest_gap = 0.0
         self.expect_progress()

@@ -22,8 +22,8 @@ from services.common.rpc.channel import open_channel
 _SHARED_PREFIXES = 6
 _MOST_PHRASES = 11
 _TOKENS_PER_PHRASE = 120
-"""A turn has at most one phrase for each 120 tokens of the longest sequence. Even if every letter
-of a phrase is a token, three turns use only half of that sequence.
+"""A turn of a conversation has at most one phrase for each 120 tokens of `Endpoint.longest`. Even
+if every letter of a phrase is a token, the three turns use only half of the longest sequence.
 """
 _PHRASES = ("class Point:", "def read(path):", "import os", "return self.x", "for line in lines:")
 _GOOD, _BAD = 200, 400
@@ -42,8 +42,8 @@ class Endpoint:
 
     def prompt(self, draw: Random, share: float | None = None) -> list[int]:
         """Token ids of a prompt. It often begins with a prefix that other prompts share, and the
-        rest is random. `share` is the prompt's length as a fraction of `longest`. If it is None, a
-        small fraction is selected at random.
+        rest is random. `share` is the prompt's length as a fraction of `longest`. If `share` is
+        None, a small fraction is selected at random.
         """
         if share is None:
             share = draw.choice((0.02, 0.1, 0.2, 0.3))
@@ -73,7 +73,9 @@ async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
-    """Sends one request for several sampled answers, with penalties and log-probabilities."""
+    """Sends one request for several sampled answers. It has penalties and asks for
+    log-probabilities.
+    """
     wanted, n = endpoint.num_tokens(draw), draw.randrange(2, 5)
     request = greedy_request(endpoint.prompt(draw), wanted)
     request.n = n
@@ -235,7 +237,7 @@ async def _sending(
 
 
 async def _post(endpoint: Endpoint, path: str, body: Any) -> tuple[int, bytes]:
-    """The status and the body of an answer. Chunks are joined."""
+    """Sends a request. Returns the status and the complete body of the answer."""
     async with _sending(endpoint, path, json.dumps(body).encode()) as reader:
         head = await reader.readuntil(b"\r\n\r\n")
         rest = await reader.read()

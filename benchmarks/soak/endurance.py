@@ -3,14 +3,14 @@
     python -m benchmarks.soak endurance --minutes 20 [--model DIR]
 
 Clients of every kind (benchmarks/soak/clients.py) send requests without pause. There are more
-requests than can run at once, and the pool is too small for the running requests, so that blocks
-are evicted and requests are preempted. Memory, threads and files of each process are sampled every
-few seconds. At the end no request runs, and every block must be free again. The table goes to
+requests than can run at once, and the KV cache is too small for the running requests, so that
+blocks are evicted and requests are preempted. Memory, threads and open files of each process are
+sampled every few seconds. At the end every block of the KV cache must be free. The table goes to
 standard output, progress to standard error. The exit status is 1 in these cases:
 
 * The memory of a process grows by more than GROWN_BYTES after the warm-up, and the 95 % confidence
   interval of its growth rate lies above --growth-mb-per-hour.
-* A process ends with over MORE_HANDLES more threads, or more files, than after the warm-up.
+* At the end a process has over MORE_HANDLES more threads, or open files, than after the warm-up.
 * A block or a request is left, an answer is wrong, or a service ends.
 """
 
@@ -41,12 +41,12 @@ NUM_CLIENTS = 24
 LONGEST_TOKENS = 512
 BLOCK_SIZE = 16
 POOL_SEQUENCES = 3
-"""The pool's size, as the number of requests of maximum length that fit into it."""
+"""The size of the KV cache, as the number of requests of maximum length that fit into it."""
 WARM_UP_SHARE, WARM_UP_SECONDS = 0.25, 120.0
 """The warm-up takes the fraction WARM_UP_SHARE of the run, but at most WARM_UP_SECONDS."""
 SAMPLES, SAMPLE_SECONDS = 60, 5.0
-"""The minimum number of samples, and the seconds between two samples. In a short run the interval
-is shorter, so that there are at least SAMPLES samples.
+"""The minimum number of samples, and the seconds between two samples. In a run that is too short
+for SAMPLES samples, the interval is shorter.
 """
 ANSWER_SECONDS, SETTLE_SECONDS = 60.0, 15.0
 SHOWN_ERRORS = 10

@@ -18,7 +18,7 @@ class Fault:
 
     @property
     def kind(self) -> str:
-        """The kind of this fault in the report's table, which has a row for each kind."""
+        """The name of the fault's row in the report's table."""
         names = sorted(name.partition("-")[0] for _, name, _ in self.hits)
         signals = sorted({number.name for _, _, number in self.hits})
         if len(names) == 1:

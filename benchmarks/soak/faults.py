@@ -53,14 +53,14 @@ CALM_SECONDS = (0.1, 1.0)
 """The minimum and maximum of the random pause between a recovery and the next fault."""
 STEADY_SECONDS = 1.0
 """Seconds after which a restarted service is considered stable, so that its next crash does not
-count as a repeated one. The value is used if faults are separated by recoveries.
+count as a repeated crash. The value is used if faults are separated by recoveries.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The parameters of the run. `every_seconds` is the interval between faults. If it is None, a
-    fault is injected after the recovery from the previous one.
+    """The parameters of the run. `every_seconds` is the interval between faults. If it is None,
+    each fault is injected after the recovery from the previous fault.
     """
 
     model: Path
@@ -219,7 +219,7 @@ def _send(number: signal.Signals, name: str, replicas: Replicas) -> None:
 
 
 async def _end(streams: Streams, load: "asyncio.Task[None]") -> None:
-    """Starts no more requests, and waits for the running answers. Each answer has a deadline."""
+    """Starts no more requests, and waits for the running answers. All answers have deadlines."""
     streams.stop()
     await load
 

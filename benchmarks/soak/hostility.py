@@ -7,14 +7,14 @@ wrong key or no key.
 
 A separate process sends attacks of every kind (benchmarks/soak/attack/attacks.py) over HTTP and
 gRPC. The seed selects the attacks. The process has the lowest priority, so that it takes little
-processor time from the services. Meanwhile one client streams one answer after another. Before the
-first measurement every block of the KV cache is used once, because the memory of a block becomes
-resident at its first use. The exit status is 1 in these cases:
+processor time from the services. During the attacks one client streams one answer after another.
+Before the first measurement every block of the KV cache is used once, because the memory of a block
+becomes resident at its first use. The exit status is 1 in these cases:
 
 * A pause in the client's streams exceeds the longest pause before the attacks by more than
   MOST_PAUSE_SECONDS.
 * A process has grown by more than MOST_GROWTH_BYTES at the end.
-* Files are left open, or a server error was seen.
+* A process has more open files at the end, or a server error was seen.
 """
 
 import argparse

@@ -50,7 +50,8 @@ class Sending:
     seed: int = 0
 
     def requests(self) -> Iterator[bytes]:
-        """Yields requests with random prompts without end. The first ones are built in advance."""
+        """Yields requests with random prompts without end. The first requests are built in advance.
+        """
         draw = random.Random(self.seed)
         headers = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         if self.deadline_seconds is not None:
@@ -104,7 +105,7 @@ def sum_sent(parts: Sequence[Sent]) -> Sent:
 
 async def send(sending: Sending, until_told: asyncio.Event | None = None) -> Sent:
     """Sends the requests and waits for every answer. If `until_told` is given, sending begins when
-    it is set.
+    this event is set.
     """
     clock, requests = RunClock(), sending.requests()
     first = next(requests)  # this builds the first requests in advance

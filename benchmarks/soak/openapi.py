@@ -1,4 +1,4 @@
-"""Sends requests that the OpenAPI document allows or forbids, and compares the answers with it.
+"""Sends requests that the OpenAPI document allows or forbids, and checks the answers against it.
 
     python -m benchmarks.soak openapi --minutes 5 [--model DIR] [--seed N]
 
@@ -11,8 +11,8 @@ is 1 in these cases:
 * A request that the document forbids is accepted.
 * A request with an undocumented method is not refused with the status for a wrong method.
 
-A request that the document allows may be refused, since some rules are checked only at run time.
-These are rules for combinations of fields, and limits that depend on the model. Therefore the check
+The gateway may refuse a request that the document allows, because the document lacks some rules:
+rules for combinations of fields, and limits that depend on the model. Therefore the check
 `positive_data_acceptance` is off.
 """
 

@@ -9,12 +9,12 @@
 2. Overload: an open loop, at a multiple of the request rate measured in part 1. Each request has a
    deadline, at which its client cancels it. Goodput counts the tokens of requests that were done by
    their deadlines. The time of a refusal is from sending the request to receiving the refusal.
-   Requests that were queued and then evicted before their first step are counted separately.
+   Requests that were evicted from the queue before their first step are counted separately.
 
 Services and clients share one machine and its processors. Arguments after `--` are flags of
 `stepwell up`, such as `-- --num-threads 1 --worker-niceness 5`. These flags apply to every part.
-With `--tenants 2` one of two tenants sends the overload. The parts of this measurement are
-described in `benchmarks.soak.overload_tenants`. Its exit status is 1 if a figure misses its goal.
+With `--tenants 2` one of two tenants sends the overload. `benchmarks.soak.overload_tenants`
+describes this measurement. The exit status is 1 if one of its figures misses its goal.
 """
 
 import itertools

@@ -19,7 +19,7 @@ _MEDIAN_AND_P99 = "TTFT ms, median / p99"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A figure, and whether it meets its goal. The latter is None if the figure has no goal."""
+    """A figure, and whether it meets its goal (None if it has no goal)."""
 
     name: str
     value: str
@@ -57,10 +57,8 @@ def report(options: TenantOptions, lines: Sequence[Line]) -> str:
 
 
 def _goodput_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """Compares goodput with the peaks. Goodput counts tokens per second of answers that ended in
-    time.
-
-    Each peak is measured for half as long as the flood.
+    """Compares the goodput during the flood with the peaks. Goodput is the tokens per second of
+    answers that ended in time. Each peak is measured for half as long as the flood.
     """
     tokens, seconds = options.output_tokens, options.seconds * options.rounds
     peak = result.peak.num_done_in_time * tokens / (seconds / 2)
@@ -185,7 +183,7 @@ def _pair_in(millis: Sequence[float]) -> str:
 
 
 def _interval(least: float, most: float, digits: int) -> str:
-    """The lower and upper bound as text, or a note that there are too few requests for them."""
+    """A confidence interval as text, or a note that there are too few requests for an interval."""
     if math.isinf(most):
         return "too few for an interval"
     return f"{least:.{digits}f} to {most:.{digits}f}"

@@ -170,8 +170,8 @@ class Flooding:
         ]
 
     def _sending(self, key: str, **fields: object) -> Sending:
-        """The parameters of a load generator. Each load generator has other random prompts, so that
-        the cache contains no prefix of them.
+        """The parameters of a load generator. Each load generator sends other random prompts, so
+        that the cache contains no prefix of any prompt.
         """
         options = self._options
         defaults: dict[str, object] = {

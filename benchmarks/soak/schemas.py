@@ -1,12 +1,11 @@
-"""Constrains answers to JSON schemas while services are killed. Every complete answer must be
-valid.
+"""Constrains answers to JSON schemas while services are killed. Complete answers must be valid.
 
     python -m benchmarks.soak schemas --schemas DIR [--count 400] [--kills 6] [--at-once 16]
 
 The .json files in DIR and its subdirectories are schemas. The directory `data` of JSONSchemaBench
 (https://github.com/guidance-ai/jsonschemabench) can be used. --count schemas are selected at
-random, and each constrains one sampled answer. Unconstrained requests run at the same time. The
-pool is too small for all requests, so that requests wait and are preempted. Worker, scheduler and
+random, and each constrains one sampled answer. Unconstrained requests run at the same time. The KV
+cache is too small for all requests, so that requests wait and are preempted. Worker, scheduler and
 pool are killed in rotation, and the supervisor of `stepwell up` restarts them. Finished answers are
 validated with jsonschema-rs, which does not use the code that constrains answers. Answers that
 reached --max-tokens are incomplete and are not validated. Schemas that the gateway refuses are
@@ -70,7 +69,9 @@ class Outcomes:
     failed: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     unjudged: Counter[str] = field(default_factory=Counter)
-    """Maps each reason to the number of finished answers whose schema the validator rejects."""
+    """Maps each reason for which the validator rejects a schema to the number of finished answers
+    with such a schema.
+    """
     neighbors: int = 0
     num_preemptions: int = 0
     progressed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -232,7 +233,7 @@ async def _kill_in_turn(options: Options, replicas: Replicas, requests: SchemaRe
         await requests.until_done(int((number + 1) * each))
         name = VICTIMS[number % len(VICTIMS)]
         log(f"{requests.outcomes.num_done} schemas are done: {name} is killed")
-        if name == "scheduler":  # its counts are lost with it
+        if name == "scheduler":  # the counts of a killed scheduler are lost
             await requests.count_preemptions()
         await replicas.kill(name)
 

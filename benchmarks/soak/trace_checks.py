@@ -20,12 +20,13 @@ over requests must not exceed it.
 SLACK_NANOS = 2_000_000
 """Tolerance for differences between the clocks of two processes on one machine."""
 LATE_END_NANOS = 2_000_000_000
-"""How much later than its parent a replica's span may end after an abort or a move to another
-replica. The replica is notified with this delay.
+"""How much later than its parent span a replica's span may end, if the request was aborted or moved
+to another replica. The replica learns of it with this delay.
 """
 LOST_NANOS = 5_000_000_000
 """Spans that ended in this period before a service was killed may be lost, because the service had
-not exported them. Spans of other services' calls to it may end shortly after the kill.
+not exported them. Other services' spans of calls to the killed service may end shortly after the
+kill.
 """
 
 _WAITING = (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREEMPTED, names.SPAN_REQUEST_RECOVERY)
@@ -39,7 +40,8 @@ _REASONS = {
 }
 """Maps span names to the attribute with the reason why the request did not progress."""
 _BESIDE = (names.SPAN_POOL_ADMIT,)
-"""Spans of another service's concurrent work, which are not part of the request's own time."""
+"""Spans of work that another service does concurrently. They do not count as time of the request.
+"""
 _DECODE_SUMS = (
     names.ATTR_COMPUTE_SECONDS,
     names.ATTR_OTHERS_PREFILL_SECONDS,
@@ -70,7 +72,9 @@ class TraceReport:
     unexplained: list[float] = field(default_factory=list)
     """For each request, the fraction of its time that is covered by no leaf span or by several."""
     elsewhere: list[float] = field(default_factory=list)
-    """For each request, the fraction of the client's time that is outside the gateway's span."""
+    """For each request, the fraction of the time measured by the client that is outside the
+    gateway's span.
+    """
     counts: Counter[str] = field(default_factory=Counter)
     """Maps span names to numbers of spans, and causes of interruptions to their numbers."""
     num_lost: int = 0

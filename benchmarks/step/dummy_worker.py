@@ -3,13 +3,13 @@
     python -m benchmarks.step.dummy_worker --address unix:PATH --max-num-seqs 256
                                            --num-blocks 10000
 
-The worker runs one step after another. It answers a step with made-up tokens after a set time, so
-that the rest of a step's time is overhead. Commands are lines of JSON on standard input:
+The worker runs one step after another. After a fixed time it replies to a step with made-up tokens.
+The rest of a step's time is overhead. Commands are lines of JSON on standard input:
 
 * `{"step_millis": 5, "bare_steps": 100}` sets the time of a step, and runs 100 steps without
-  requests in the compute thread. The answer lists the times at which they ended.
-* `{}` asks for the steps since the last command. The answer lists their end times and numbers of
-  requests.
+  requests in the compute thread. The reply lists the times at which these steps ended.
+* `{}` asks for the steps since the last command. The reply lists the end time and the number of
+  requests of each step.
 
 Times are nanoseconds of the monotonic clock.
 """
@@ -56,10 +56,12 @@ class DummyRunner:
         self._num_known = np.zeros(max_num_seqs, np.int32)
 
     def reset(self) -> None:
-        """Does nothing: no state of a stream is stored."""
+        """Does nothing, because a DummyRunner has no state of requests."""
 
     def begin(self, step: StepInput) -> StepOutput:
-        """Waits, and makes up a token for each request whose prompt is computed completely."""
+        """Waits for the time of a step. Makes up a token for each request whose prompt is computed
+        completely.
+        """
         begun = time.perf_counter()
         for request in step.new_requests:
             self._num_known[request.row] = len(request.token_ids)
@@ -118,7 +120,7 @@ def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
 
 
 async def serve(address: str, max_num_seqs: int, num_blocks: int, endpoint: str) -> None:
-    """Serves steps and answers commands until standard input ends."""
+    """Serves steps and executes commands until standard input ends."""
     tracing = configure_tracing("worker", endpoint, 1.0)
     compute, runner = ComputeThread(), DummyRunner(max_num_seqs)
     servicer = WorkerServicer(compute, tracing, WorkerMetrics())

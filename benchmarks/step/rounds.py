@@ -18,9 +18,9 @@ from services.common.rpc.channel import open_channel
 
 PROMPT_TOKENS = 96
 WARM_UP_STEPS = 16
-"""Number of first steps with all requests. They are not measured."""
+"""Number of steps with all requests before the measured steps."""
 SPARE_STEPS = 32
-"""Number of steps after the measured ones. The prompts of many requests are computed in several
+"""Number of steps after the measured steps. The prompts of many requests are computed in several
 steps, so some requests begin and end their decodes later than others.
 """
 RUN_SECONDS = 120.0
@@ -29,8 +29,8 @@ _LOOK_AGAIN_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The results of one run. `step_micros` are the times between steps. `processor_micros` maps
-    processes to their processor time per step.
+    """The results of one run. `step_micros` are the times between steps. `processor_micros` maps a
+    process's name to its processor time per step.
     """
 
     step_micros: Sequence[float]
@@ -70,7 +70,7 @@ def num_tokens(num_steps: int) -> int:
 
 
 def num_blocks(running: int, num_steps: int) -> int:
-    """The number of KV-cache blocks: enough for `running` requests, and some more."""
+    """A number of KV-cache blocks that is enough for `running` requests."""
     longest = PROMPT_TOKENS + BLOCK_SIZE + num_tokens(num_steps)
     return running * (-(-longest // BLOCK_SIZE) + 1) + 64
 
@@ -186,8 +186,8 @@ async def _resume_with(channel: grpc.aio.Channel, running: int) -> None:
 
 
 def _prompts(running: int) -> list[list[int]]:
-    """Prompts without common prefixes. Their lengths differ, so that they fill blocks in different
-    steps.
+    """Prompts without common prefixes. Their lengths differ, so that requests fill blocks in
+    different steps.
     """
     return [
         [

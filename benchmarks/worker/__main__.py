@@ -13,18 +13,18 @@ all requests at once. The loads are:
 * 32 requests with prompts of 416 tokens, of which they share the first 384, and 32 output tokens.
   The time starts when the requests are sent and ends at the last token.
 
-Stepwell runs the runner, the scheduler and the pool in one process. transformers is always
-measured. vLLM and llama.cpp are measured if interpreters that have them are given. With --baseline
-the only other engine is another checkout of Stepwell with a built gen/.
+Stepwell's model runner, scheduler and pool run in one process. transformers is always measured.
+vLLM and llama.cpp are measured if interpreters that have them are given. With --baseline the only
+other engine is another checkout of Stepwell with a built gen/.
 
 A processor's clock frequency changes within minutes. Therefore all engines stay running, and each
 round measures a load on one engine after another with the same prompts. Figures are medians of
 rounds. The last column is the ratio of Stepwell's speed to the fastest other engine's, as the
 median over rounds. A load that takes less than three seconds is repeated for three seconds, and the
-round's result is the median. An engine must not compute while another one is measured, so its
-processor time is checked. The machine's limits are the speeds of a large multiplication in bfloat16
-and of a streaming read of memory. Both are measured before each round, and the limit column is
-computed from the best measurements.
+round's result is the median. An engine must not compute while another engine is measured, so the
+processor time of waiting engines is checked. The machine's limits are the speeds of a large
+multiplication in bfloat16 and of a streaming read of memory. Both are measured before each round,
+and the limit column is computed from the best measurements.
 
 Tables go to standard output, progress to standard error.
 """

@@ -1,12 +1,12 @@
-"""Measures the cost of adapters on the CPU: alternating steps with 0, 1, 4 and 16 adapters.
+"""Measures the cost of LoRA adapters on the CPU: alternating steps with 0, 1, 4 and 16 adapters.
 
     python -m benchmarks.worker.adapter_price --model 135m --threads 2 --rounds 9
 
-One runner has 16 adapters of random weights in memory, on every projection. It repeats the same
-steps with requests that use no adapter, the same adapter, or several in rotation. The steps are
-decodes of 1 and of 32 requests after prefixes of 128 tokens, and a prompt of 512 tokens. A turn
-runs a few steps, and its result is their median time. The price is the ratio of a turn's time to
-the time of the turn without adapters, as the median over rounds. On a machine with other load, use
+One model runner has 16 adapters of random weights in memory, on every projection. It repeats the
+same steps with requests that use no adapter, the same adapter, or several adapters in rotation. The
+steps are decodes of 1 and of 32 requests after prefixes of 128 tokens, and a prompt of 512 tokens.
+The time of a turn is the median time of a few steps. The price is the ratio of a turn's time to the
+time of the turn without adapters, as the median over rounds. On a machine with other load, use
 --processor-time with one thread, which excludes the other programs' time.
 """
 

@@ -61,8 +61,8 @@ class Context:
         self._batch = llama_cpp.llama_batch_init(MAX_BATCH_TOKENS, 0, 1)
 
     def generate(self, prompts: Prompts, num_tokens: int, num_shared: int) -> Times:
-        """Generates tokens as a `Generate` does. The prompts share their first `num_shared` tokens,
-        which are computed once.
+        """Generates tokens as `loads.Generate` requires. The prompts share their first `num_shared`
+        tokens, which are computed once.
         """
         llama_cpp.llama_memory_clear(self._memory, False)
         if num_shared:
@@ -105,8 +105,8 @@ class Context:
 
 
 class LlamaCpp:
-    """A model with two KV caches: a unified one, and one that is split by sequence. The split cache
-    is faster, but only the unified one lets sequences share a prefix.
+    """A model with two KV caches: a unified cache, and a cache that is split by sequence. The split
+    cache is faster, but only in the unified cache sequences can share a prefix.
     """
 
     def __init__(self, path: Path, vocab_size: int, threads: int) -> None:
@@ -118,7 +118,7 @@ class LlamaCpp:
         self._unified = Context(model, vocab_size, threads, unified=True)
 
     def generate(self, prompts: Prompts, num_tokens: int) -> Times:
-        """Generates tokens as a `Generate` does."""
+        """Generates tokens as `loads.Generate` requires."""
         num_shared = _num_shared(prompts)
         context = self._unified if num_shared else self._apart
         return context.generate(prompts, num_tokens, num_shared)
@@ -186,7 +186,7 @@ def _log_errors(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
 
 
 _LOG_ERRORS = llama_cpp.llama_log_callback(_log_errors)
-"""Keeps the callback from being garbage-collected, since llama.cpp holds no reference to it."""
+"""Prevents the garbage collection of the callback, to which llama.cpp has no Python reference."""
 
 
 def main() -> None:

@@ -15,7 +15,9 @@ _EXIT_SECONDS = 30.0
 
 
 class EngineEnded(Exception):
-    """An engine's process ended instead of answering. Its own message is on standard error."""
+    """An engine's process ended before it returned a result. Its error message is on standard
+    error.
+    """
 
 
 class EngineProcess:
@@ -86,7 +88,7 @@ class EngineProcess:
 
 def _module(name: str, root: Path) -> str:
     """The name of the engine's module in a checkout. Older checkouts have no folder
-    benchmarks/worker, and name it otherwise.
+    benchmarks/worker and use another name.
     """
     if (root / "benchmarks" / "worker").is_dir():
         return f"benchmarks.worker.engine_{name}"
@@ -97,7 +99,7 @@ def _environment(name: str, threads: int, root: Path) -> dict[str, str]:
     path = os.pathsep.join((str(root), str(root / "gen")))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     if name == "stepwell":
-        # As in the worker's process: waiting compute threads do not spin.
+        # As in the worker's process, compute threads that wait do not spin.
         environment["OMP_WAIT_POLICY"] = "passive"
     return environment
 

@@ -1,5 +1,5 @@
-"""Stepwell's worker under the loads of benchmarks.worker.loads: runner, scheduler and pool in one
-process.
+"""Stepwell's model runner, scheduler and pool in one process, under the loads of
+benchmarks.worker.loads.
 """
 
 import asyncio

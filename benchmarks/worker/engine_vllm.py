@@ -37,9 +37,8 @@ def main() -> None:
     ids = map(str, itertools.count())
 
     def get_output() -> EngineCoreOutputs:
-        """Returns the outputs of vLLM's core, and records the core's timestamps of the tokens.
-
-        The time of reading is not used, since the front-end may read outputs late.
+        """Returns the outputs of vLLM's core, and records the core's timestamps of the tokens. They
+        are more exact than the time of this call, since the front-end may read outputs late.
         """
         outputs = read_output()
         for output in outputs.outputs:

@@ -2,16 +2,16 @@
 
     python -m benchmarks.worker.grammar_price --model models/demo --rows 8,32 --rounds 9
 
-One runner decodes requests at temperature 1. Two kinds of turns alternate. In one, half of the
-requests are constrained to the schema of `benchmarks.serving --structured`. In the other, no
-request is constrained. Times are processor time of the one compute thread. A turn's time is the
-median of its steps. The price of a row is the median over rounds of the difference between the two
-turns, divided by the number of constrained rows.
-The outputs are then passed to llguidance's matchers alone, which advance and compute the same
-masks. This measures llguidance's part of the price, once with warm and once with cold processor
-caches. For cold caches, 64 MiB are read before each step. This evicts the contents of the caches,
-as a model's step and other processes do. Code and matchers are then read from memory. A token is
-forced if the grammar allows no other.
+One model runner decodes requests at temperature 1. Two kinds of turns alternate. In the first, half
+of the requests are constrained to the schema of `benchmarks.serving --structured`. In the second,
+no request is constrained. Times are processor time of the only compute thread. A turn's time is the
+median of its steps. The price of a row is the difference between the two turns, divided by the
+number of constrained rows, as the median over rounds.
+
+Then the outputs are passed to llguidance's matchers alone, which compute the same masks. This
+measures llguidance's part of the price, once with warm and once with cold processor caches. For
+cold caches, 64 MiB are read before each step. The read evicts code and matchers from the caches, as
+a model's step and other processes do.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ FORM = StructuredOutputs(
 )
 NUM_PREFIX = 128
 _READ_BYTES = 2**26
-"""Number of bytes that are read to clear a core's caches. It exceeds the size of the caches."""
+"""Number of bytes that are read to clear a core's caches. The caches are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class MatcherMicros:
-    """Mean microseconds that matchers take per token, and the fraction of tokens that are forced.
-
-    A token is forced if the grammar allows no other.
+    """Mean microseconds that matchers take per token, and the fraction of tokens that are forced. A
+    token is forced if the grammar allows no other token.
     """
 
     advance: float
@@ -109,7 +108,7 @@ def table(worker: Worker, numbers: Sequence[int], num_rounds: int, num_steps: in
 
 
 def sampling(num_rows: int, seed: int, *, is_held: bool) -> list[SamplingParams]:
-    """The sampling parameters of each row. If `is_held`, every second row has the schema."""
+    """The sampling parameters of each row. If `is_held`, every second row is constrained."""
     free = [SamplingParams(temperature=1.0, seed=seed * num_rows + row) for row in range(num_rows)]
     return [
         replace(params, structured_outputs=FORM) if is_held and row % 2 else params

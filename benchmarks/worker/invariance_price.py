@@ -2,11 +2,11 @@
 
     python -m benchmarks.worker.invariance_price --model 135m --threads 2 --rounds 9
 
-Two runners of the same model, with and without --batch-invariant, alternate on the same steps. The
-steps are decodes of 1 and of 32 requests after prefixes of 128 and of 600 tokens, and a prompt of
-512 tokens. In each round each runner has a turn of a few steps, of which the median time counts.
-The price is the ratio of the two runners' times, as the median over rounds. Native kernels are not
-measured, since they are always batch-invariant.
+Two model runners, with and without --batch-invariant, alternate on the same steps. The steps are
+decodes of 1 and of 32 requests after prefixes of 128 and of 600 tokens, and a prompt of 512 tokens.
+In each round each runner computes a few steps, and the result is their median time. The price is
+the ratio of the two runners' times, as the median over rounds. Native kernels are not measured,
+since they are always batch-invariant.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Measures the gain of an 8-bit KV cache: steps with it and without it alternate.
+"""Measures the gain of an 8-bit KV cache, in alternating steps with and without such a cache.
 
     python -m benchmarks.worker.kv_cache --model 135m --threads 2 --rounds 7
 
 Two workers of the same model, with --kv-cache-dtype auto and int8_per_token_head, alternate on the
-same steps: decodes of one and of many requests after short and long contexts, and a prompt chunk. A
-turn runs a few steps, and its result is their median time. The last columns compare the two
-workers' tokens per second, as the median ratio over rounds. The bytes per token include all layers.
+same steps: decodes of one and of many requests after short and long contexts, and a prompt chunk.
+In each round each worker computes a few steps, and the result is their median time. The last
+columns are the ratio of the two workers' tokens per second, as the median over rounds. The bytes
+per token include all layers.
 """
 
 from __future__ import annotations

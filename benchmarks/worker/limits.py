@@ -47,8 +47,8 @@ class Limits:
 
 class LimitProbe:
     """Measures the limits repeatedly, with torch's current number of threads. It times a large
-    multiplication, and the fastest of three streaming reads of memory: a sum, the dot product of
-    two halves, and a matrix times a vector.
+    matrix multiplication, and the fastest of three streaming reads of memory: a sum, the dot
+    product of two halves, and a matrix times a vector.
     """
 
     def __init__(self) -> None:
@@ -70,16 +70,16 @@ class LimitProbe:
         self._found: list[Limits] = []
 
     def measure(self) -> None:
-        """Measures both limits a few times, and stores the best values as one measurement."""
+        """Measures both limits a few times, and stores the best values."""
         flops = self._operations / _best(self._multiply)
         self._found.append(Limits(flops, _STREAM_BYTES / min(map(_best, self._streams))))
 
     def best(self) -> Limits:
-        """The maximum of all measurements."""
+        """The maximum over all calls of `measure`."""
         return self._over(max)
 
     def median(self) -> Limits:
-        """The median of all measurements."""
+        """The median over all calls of `measure`."""
         return self._over(statistics.median)
 
     def _over(self, choose: Callable[[list[float]], float]) -> Limits:

@@ -1,8 +1,8 @@
 """The five loads of the comparison of engines, and the process that measures them.
 
-This module needs only the standard library, because other engines import it in their own
-interpreters. Each engine is a process. It reads names of loads from standard input, and measures
-one after another.
+Each engine is a process that reads names of loads from standard input and measures one load after
+another. This module needs only the standard library, because other engines import it in their own
+interpreters.
 """
 
 import argparse
@@ -52,9 +52,7 @@ NAMES = (PREFILL, *(decode_name(level) for level in DECODE_LEVELS), PREFIX)
 
 
 class WrongTokens(Exception):
-    """An engine generated more or fewer tokens than the load requires, so that its time
-    is invalid.
-    """
+    """An engine generated more or fewer tokens than the load requires. Its time is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class Load:
     num_outputs: int
 
     def prompts(self, vocab_size: int, seed: str) -> Prompts:
-        """Random prompts. Equal seeds give equal prompts, so all engines get the same ones."""
+        """Random prompts. Equal seeds give equal prompts, so all engines get the same prompts."""
         draw = random.Random(seed)
 
         def tokens(count: int) -> list[int]:
@@ -95,8 +93,8 @@ def measure(
 ) -> float:
     """Measures the load `name` in round `number`, and returns its figure. Raises `WrongTokens`.
 
-    A small model takes only milliseconds, and they vary randomly. Therefore the load is repeated
-    with other prompts until `least_seconds` have passed. The figure is the median of these runs.
+    A small model takes only milliseconds, and its time varies randomly. Therefore the load is
+    repeated with other prompts until `least_seconds` have passed, and the figure is the median.
     """
     figures: list[float] = []
     until = time.perf_counter() + least_seconds

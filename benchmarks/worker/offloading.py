@@ -1,15 +1,16 @@
-"""Measures what an offloading tier saves on hits, and what it costs without hits.
+"""Measures the time that an offloading tier saves on hits, and the time that it costs without hits.
 
     python -m benchmarks.worker.offloading [--model DIR|135m] [--threads N] [--rounds N]
 
-The gateway's core, the scheduler, the pool and the runner run in one process with random weights.
-One such composition has an offloading tier, another has none. The first table shows the time to the
-first token of a prompt of 1,024 tokens that runs alone. It is measured with nothing cached, with
-all full blocks in the tier, and with all full blocks in the prefix cache. The second table shows
-the times of loads of new prompts, which never hit a cache. Runs with and without the tier
-alternate. The price is the median over rounds of the ratio of the two runs' times. It is given in
-wall time and in processor time, since other work on the machine disturbs processor time less. The
-loads of new prompts also store blocks in the tier, and replace stored blocks once it is full.
+The tier is host memory to which KV blocks are offloaded. The gateway's core, the scheduler, the
+pool and the model runner run in one process with random weights. One such composition has a tier, a
+second one has none. The first table shows the time to the first token of a prompt of 1,024 tokens
+that runs alone. It is measured with nothing cached, with all full blocks in the tier, and with all
+full blocks in the prefix cache. The second table shows the times of loads of new prompts, which
+never hit a cache. They also store blocks in the tier, and replace stored blocks once the tier is
+full. Runs with and without the tier alternate. The price is the ratio of the times of the two runs,
+as the median over rounds. It is shown for wall time and for processor time, since other work on the
+machine disturbs processor time less.
 
 Tables go to standard output, progress to standard error.
 """
@@ -68,7 +69,7 @@ class Bench:
         self._random = random.Random(seed)
 
     def new_prompt(self, num_tokens: int) -> list[int]:
-        """Random tokens."""
+        """A prompt of random tokens."""
         return [self._random.randrange(3, 256) for _ in range(num_tokens)]
 
     async def first_token_seconds(self, prompt: Sequence[int]) -> float:
@@ -123,8 +124,8 @@ async def first_tokens(bench: Bench, num_rounds: int) -> str:
 async def prices(without: Bench, with_tier: Bench, num_rounds: int) -> str:
     """Measures the loads of new prompts, and returns the second table.
 
-    The first round is a warm-up and is discarded. Rounds alternate between measuring the
-    composition without a tier first and measuring the composition with a tier first.
+    The first round is a warm-up and is discarded. The order of the two compositions changes from
+    round to round.
     """
     rows = [
         "| load of new prompts | without, ms | with a tier, ms | price | in processor time |",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.worker.quantization --model 1.1b [--rounds 9] [--llamacpp-python PATH]
 
-Four runners of one model differ in their weights:
+Four model runners differ in their weights:
 
 * as stored in the checkpoint;
 * in 8 bits;
@@ -10,10 +10,10 @@ Four runners of one model differ in their weights:
 * in 4 bits, with one scale for each group of 128 inputs.
 
 Quantized models have an output head of 8 bits. Each runner repeats the same steps: decodes of 1, 8
-and 32 requests after prefixes of 128 tokens, and a prompt of 512 tokens. A turn runs a few steps,
-and its result is their median time. The speed-up is the ratio of the time with stored weights to
-the time with quantized weights, as the median over rounds. On a machine with other load, use
---processor-time with one thread, which excludes the other programs' time.
+and 32 requests after prefixes of 128 tokens, and a prompt of 512 tokens. In each round each runner
+computes a few steps, and the result is their median time. The speed-up is the ratio of the time
+with stored weights to the time with quantized weights, as the median over rounds. On a machine with
+other load, use --processor-time with one thread, which excludes the other programs' time.
 
 If an interpreter with llama-cpp-python and gguf is given, llama.cpp alternates with the runners.
 llama.cpp uses the same weights in bfloat16, in Q8_0, and in Q4_0 with embeddings and head in Q8_0.

@@ -58,11 +58,8 @@ class Comparison:
         }
 
     def lead(self, load: str) -> float | None:
-        """The ratio of Stepwell's speed to the speed of the fastest peer. It is None if there is no
-        peer.
-
-        The fastest peer is the engine with the best median. The ratio is computed for each round
-        that both engines have, and the median of these ratios is returned.
+        """The ratio of Stepwell's speed to the speed of the other engine with the best median. It
+        is the median over the rounds that both engines have, and None without other engines.
         """
         ours, *peers = (loads[load] for loads in self.rounds.values() if load in loads)
         if not peers:
@@ -114,7 +111,7 @@ class _Moment:
 
 
 class _IdleTimes:
-    """Measures the processor time that engines use while others are measured."""
+    """Measures the processor time that engines use while other engines are measured."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines

@@ -2,11 +2,11 @@
 
     python -m benchmarks.worker.sampling --rows 8 --threads 2 --rounds 9
 
-One sampler of each kind samples for the same requests from the same logits. Logits are
-normally distributed numbers, multiplied by a spread. With a spread of 1 many tokens have similar
-probabilities, with a spread of 6 only a few. A turn runs several steps, and its result is their
-median time. Figures are medians of turns, in microseconds per row. The ratio is the median of the
-turns' ratios.
+One sampler of each kind samples for the same requests from the same logits. Logits are normally
+distributed numbers, multiplied by a spread. With a spread of 1 many tokens have similar
+probabilities. With a spread of 6 only a few tokens do. In each round each sampler runs several
+steps, and the result is their median time. Figures are medians over rounds, in microseconds per
+row. The ratio of the two samplers is also a median over rounds.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Measures gains and costs of speculation on the CPU: runs with it and without it alternate.
+"""Measures gains and costs of speculation on the CPU: runs with and without it alternate.
 
     python -m benchmarks.worker.speculation --model 135m --threads 2 --rounds 5
     python -m benchmarks.worker.speculation --model 135m --text "random tokens" --rounds 15
     python -m benchmarks.worker.speculation --model 1.1b --draft-model 135m --num-tokens 32
 
-Several engines run in one process, each with a runner, a scheduler and a pool. One engine runs
-without speculation. By default, one engine drafts tokens with n-grams and one with suffix trees.
-If --draft-model is given, one other engine drafts tokens with that model. All engines use one copy
-of the model's weights, because two copies at different memory locations can differ in speed by more
-than the drafts cost. The output of a model with random weights is unpredictable. Therefore the
-model is forced to write a given text: before sampling, the logit of the text's next token is
-raised. Everything else is computed normally. Texts are part of this project, and are tokenized for
-the demo model.
+Several engines run in one process, each with a model runner, a scheduler and a pool. One engine
+runs without speculation. By default, a second engine drafts tokens with n-grams and a third one
+with suffix trees. If --draft-model is given, the only other engine drafts tokens with that model.
+All engines use one copy of the model's weights, because two copies at different memory locations
+can differ in speed by more than the drafts cost. The output of a model with random weights is
+unpredictable. Therefore the model is forced to write a given text: before sampling, the logit of
+the text's next token is raised. Everything else is computed normally. Texts are tokenized for the
+demo model.
 
 Without a draft model, the gain depends on the text:
 
@@ -26,9 +26,9 @@ Without a draft model, the gain depends on the text:
 The engines draft from the outputs of earlier requests, too. Before each measurement these outputs
 are cleared, so that only the agent's step can use earlier steps.
 
-With a draft model, the gain depends on how many of its tokens are right. The draft model is forced
-to write the same text, with some randomly chosen tokens replaced. If the draft model is given as a
-size, a random model of that size with the target model's vocabulary is used.
+With a draft model, the gain depends on the fraction of draft tokens that are right. The draft model
+is forced to write the same text, with some randomly chosen tokens replaced. If the draft model is
+given as a size, a random model of that size with the target model's vocabulary is used.
 
 Times are measured from the first token to the last, and figures are medians of rounds. Tokens per
 step are measured in the runs with speculation. On a machine with other load, use --processor-time

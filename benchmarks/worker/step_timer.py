@@ -1,4 +1,4 @@
-"""Times the steps of a runner that runs without a scheduler and a pool."""
+"""Times the steps of a model runner that runs without a scheduler and a pool."""
 
 import statistics
 import time

@@ -48,13 +48,14 @@ class ToldModel:
         """Duration in seconds of each step that had at most one token per request."""
 
     def share_weights(self, other: ToldModel) -> None:
-        """Uses another model's copy of the same weights, so that the own copy can be freed."""
+        """Uses another model's copy of the same weights. This model's own copy can then be freed.
+        """
         self._model = other._model
 
     def tell(self, text: Text, share_right: float = 1) -> None:
         """Sets the text that all later sequences write, and resets the step count and step times.
 
-        Randomly chosen tokens are replaced, so that about a fraction `share_right` is right.
+        Randomly chosen tokens of the text are replaced. The fraction `share_right` stays right.
         """
         self.num_steps = 0
         self.seconds.clear()

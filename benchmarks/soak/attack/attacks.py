@@ -120,7 +120,7 @@ async def wrong_key(target: Target, draw: Random) -> None:
     keys = ["", "x", target.key + "x", "k" * 60_000]
     if kind is not grpc_message:
         keys.append("é" * 1_000)  # gRPC's metadata is ASCII
-    await kind(replace(target, key=draw.choice(keys)), draw)  # the list of defects is shared
+    await kind(replace(target, key=draw.choice(keys)), draw)  # the copy shares the list of defects
 
 
 async def grpc_message(target: Target, draw: Random) -> None:

@@ -1,8 +1,7 @@
 """Hooks of schemathesis that limit the answers to generated requests.
 
 Answers are shortened, because one answer of thousands of tokens takes as long as a thousand short
-answers. Deadlines are extended, because a deadline that is too short causes a 504. This status is
-documented and no defect.
+answers. Deadlines are extended, because a short deadline causes a 504, which is no defect.
 """
 
 from collections.abc import Sequence
