@@ -1,17 +1,17 @@
 """Converts tokens to text incrementally, without splitting characters.
 
-The joined pieces equal the tokenizer's `decode` of all tokens. The only exception is an incomplete
-character at the very end, which is dropped. If a token ends inside a character, its bytes are held
-back until the character is complete. There are two methods for two kinds of tokenizers:
+The joined pieces of text equal the tokenizer's `decode` of all tokens, without an incomplete
+character at the very end. If a token ends inside a character, the character's bytes are held back
+until the character is complete. There are two methods for two kinds of tokenizers:
 
 * Byte-level tokenizers (GPT-2, Llama 3, Qwen): the text is the concatenation of the tokens' bytes.
   An incremental UTF-8 decoder converts the bytes in constant time per token.
 * Other tokenizers: a short window of tokens is decoded with and without the new tokens, and the
   difference is the new text, as in text-generation-inference and vLLM. The window starts a few
-  tokens before the new ones, since a token's text may depend on the tokens before it. Some of these
-  tokenizers have byte tokens (SentencePiece's byte fallback: Llama 2, Mistral, Gemma). `decode`
-  converts a whole run of byte tokens to characters if the run is valid UTF-8, and otherwise to one
-  replacement character per byte. So a run is held back until it ends.
+  tokens before the new tokens, since a token's text may depend on the tokens before it. Some of
+  these tokenizers have byte tokens (SentencePiece's byte fallback: Llama 2, Mistral, Gemma).
+  `decode` converts a run of consecutive byte tokens to characters if the whole run is valid UTF-8,
+  and otherwise to one replacement character per byte. So a run is held back until it ends.
 """
 
 import codecs
@@ -21,11 +21,13 @@ from services.gateway.core.ports import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_OF_CHARACTER = 4
-"""A character has at most four bytes, so it has at most four tokens."""
+"""A character has at most four bytes in UTF-8, and each of its tokens has at least one byte."""
 _CONTEXT_TOKENS = 6
-"""Number of prompt tokens in the first window of a sequence, as the context of the first output."""
+"""Number of prompt tokens in the first window, as the context of the first output tokens."""
 _MAX_SILENT_TOKENS = 24
-"""If more than this number of consecutive tokens have no text, they are removed from the window."""
+"""If more than this number of consecutive tokens have produced no text, they are removed from the
+window.
+"""
 _SPACE = 0x20
 
 
@@ -52,17 +54,17 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns the text that is held back. An incomplete character is dropped."""
+        """Returns the text that is still held back at the end, without an incomplete character."""
         self._decoder.reset()
         return ""
 
 
 class WindowDetokenizer:
-    """Converts the tokens of one sequence, for all other tokenizers.
+    """Converts the tokens of one sequence, for tokenizers whose tokens are not byte strings.
 
     `_window[:_read]` is the context: tokens whose text was returned, or the end of the prompt.
     `_window[_read:]` are tokens that have produced no text yet. `_run` has the bytes of the current
-    run of byte tokens. The window contains no byte tokens, except the last one of a finished run.
+    run of byte tokens. Of a finished run, the window contains only the last byte token.
     """
 
     def __init__(
@@ -82,7 +84,9 @@ class WindowDetokenizer:
 
     @property
     def num_characters(self) -> int:
-        """Length of the text so far, including complete characters that are held back."""
+        """Number of characters of the text so far, including complete characters that are held
+        back.
+        """
         return self._num_given_characters + self._run.num_whole_characters
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -92,7 +96,7 @@ class WindowDetokenizer:
 
     def _step(self, token_id: int) -> str:
         if token_id in self._skipped or not self._tokenizer.token_bytes(token_id):
-            return ""  # `decode` skips this token, too, so it does not end a run.
+            return ""  # `decode` skips this token, too, so the token does not end a run.
         byte = self._tokenizer.byte_values.get(token_id)
         if byte is not None:
             self._run.append(token_id, byte)
@@ -109,23 +113,23 @@ class WindowDetokenizer:
             return ""
         if self._may_be_cut(text) and num_waiting < _MAX_TOKENS_OF_CHARACTER:
             return ""
-        # The text just returned is the next context.
+        # The tokens of the text that is returned now are the next context.
         del self._window[: self._read]
         self._read = len(self._window)
         return text
 
     def _may_be_cut(self, text: str) -> bool:
-        """Whether further tokens could change the last character of the text."""
+        """Whether `text` may end inside a character that further tokens complete."""
         return not self._tokenizer.byte_values and text.endswith(_REPLACEMENT)
 
     def _end_run(self) -> str:
-        """Returns the text of the held-back bytes."""
+        """Ends the current run of byte tokens, and returns its text."""
         if not self._run.values:
             return ""
         run, self._run = self._run, _ByteRun()
         text = run.text()
         if run.values[0] == _SPACE and text[0] == " ":
-            # The tokenizer may drop a leading space.
+            # `decode` may drop a space at the start of the text.
             before = self._decode(self._window)
             if self._decode([*self._window, run.first_id]) == before:
                 text = text[1:]
@@ -159,8 +163,8 @@ def new_detokenizer(
     skip_special_tokens: bool,
     shown: frozenset[int] = frozenset(),
 ) -> ByteDetokenizer | WindowDetokenizer:
-    """Makes a detokenizer for the output after a prompt. Special tokens in `shown` are not skipped.
-    A prompt that a client sent as token ids may end inside a character, which the output completes.
+    """Makes a detokenizer for the output after a prompt. Special tokens in `shown` are never
+    skipped. If the prompt's tokens end inside a character, the output may complete it.
     """
     skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
     if tokenizer.is_byte_level:
@@ -169,12 +173,11 @@ def new_detokenizer(
 
 
 def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-    """Returns the text of a prompt, including special tokens, and the position at which each token
-    starts.
+    """Returns the text of a prompt, including special tokens, and the position in characters at
+    which each token starts.
 
-    Positions count characters. A token that contains only part of a character starts where the
-    character starts. An incomplete character at the prompt's end is omitted, since it becomes part
-    of the answer.
+    A token that contains only part of a character starts where the character starts. An incomplete
+    character at the prompt's end is omitted, since it becomes part of the answer.
     """
     detokenizer = new_detokenizer(tokenizer, (), skip_special_tokens=False)
     pieces, offsets = [], []
@@ -192,7 +195,7 @@ class _ByteRun:
         self.values = bytearray()
         self.first_id = self.last_id = -1
         self.num_whole_characters = 0
-        """Number of complete characters in the bytes."""
+        """Number of complete characters in `values`."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def append(self, token_id: int, byte: int) -> None:
@@ -209,13 +212,13 @@ class _ByteRun:
             return _REPLACEMENT * len(self.values)
 
     def drop_cut_character(self) -> None:
-        """Removes an incomplete character's bytes from the end."""
+        """Removes the bytes of an incomplete character from the end of `values`."""
         pending, _ = self._decoder.getstate()
         del self.values[len(self.values) - len(pending) :]
 
 
 def _open_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
-    """Returns the byte tokens at the end of these tokens that form an incomplete character."""
+    """Returns the byte tokens of an incomplete character at the end of `token_ids`."""
     run = _ByteRun()
     for token in token_ids:
         byte = tokenizer.byte_values.get(token)

@@ -1,4 +1,4 @@
-"""Explains why no token could be sampled, if the request is the cause."""
+"""Makes the errors of requests whose own parameters leave no token to sample."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,8 @@ NO_CONFORMING_TOKEN = FinishReason.NO_CONFORMING_TOKEN.name
 def why_no_token(
     request: EngineRequest, output: Sequence[int], vocab_size: int
 ) -> InvalidArgument | None:
-    """Returns the error of a request for which no token could be sampled after `output`, if the
-    request is the cause. Returns None if the model itself computed NaN.
+    """Returns the error of a request for which no token could be sampled after the tokens `output`.
+    Returns None if the request is not the cause, but the model computed NaN.
     """
     if request.prompt_embeds is not None:
         return InvalidArgument(
@@ -34,9 +34,9 @@ def why_no_token(
 
 
 def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidArgument | None:
-    """Returns the error of a request that ended after `output` because no token conformed to its
-    constraint. The error names the parameters that ban tokens. Returns None if the request has no
-    such parameters.
+    """Returns the error of a request that ended after the tokens `output` because no further token
+    conformed to its structured-output constraint. The error names the parameters that ban tokens.
+    Returns None if no parameter of the request bans tokens.
     """
     sampling = request.sampling
     banning = [name for name in ("allowed_token_ids", "bad_words") if getattr(sampling, name)]
@@ -51,8 +51,8 @@ def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidAr
 
 
 def _bans_every_token(sampling: SamplingParams, output: Sequence[int], vocab_size: int) -> bool:
-    """Whether every possible next token is banned. A token is banned if it would complete a bad
-    word, or would end the answer before `min_tokens`.
+    """Whether every allowed token is banned as the next token. A token is banned if it would
+    complete a bad word, or would end the answer before it has `min_tokens` tokens.
     """
     recent = tuple(output[-max(map(len, sampling.bad_words), default=0) :])
     banned = {

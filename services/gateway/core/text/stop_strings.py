@@ -1,11 +1,11 @@
-"""Finds stop strings in a stream of text. By default, no part of a stop string is shown. With
-`include`, the stop string that ended the text is shown whole.
+"""Finds stop strings in a stream of text. The stop string that ends the text is removed from it,
+or shown completely if `include` is true.
 
 Text that may be the start of a stop string is held back. The stop string that is complete first
-ends the text. If several are complete at the same character, the longest one is used. So the result
-does not depend on how the text is split into pieces.
+ends the text. If several stop strings are complete at the same character, the longest is used. So
+the result does not depend on how the text is split into pieces.
 
-The algorithm is Knuth, Morris and Pratt's (1977). Each stop string has a state: the length of its
+The algorithm is Knuth, Morris and Pratt's (1977). The state of a stop string is the length of its
 longest prefix with which the text ends. Each character updates the states in constant time on
 average. The largest state is also the length of the held-back text.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 
 class StopPatterns:
-    """The stop strings of one request, shared by its answers."""
+    """The stop strings of one request, which all answers of the request share."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.patterns = [_Pattern(stop) for stop in sorted(stops, key=len, reverse=True)]
@@ -25,15 +25,15 @@ class StopStrings:
     """Finds the stop strings of a request in the text of one answer."""
 
     def __init__(self, stops: StopPatterns, *, include: bool) -> None:
-        """If `include` is true, the stop string itself is part of the shown text."""
+        """If `include` is true, the stop string that ends the text is part of the shown text."""
         self._stops = stops
         self._include = include
         self._states = [0] * len(stops.patterns)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Returns the text that can be shown, and the stop string that ended the text. The second
-        value is None if the text has not ended.
+        """Adds text. Returns the text that can be shown, and the stop string that ended the text,
+        or None if the text has not ended.
         """
         if not self._held and self._stops.first_characters.isdisjoint(text):
             return text, None
@@ -72,9 +72,9 @@ class StopStrings:
 class _Pattern:
     """One stop string, with the part of its border table that was needed so far.
 
-    `_borders[i]` is the length of the longest proper prefix of `text[:i + 1]` that is also its
-    suffix. The table grows with the largest state reached, so a long stop string costs nothing
-    until the text resembles it.
+    `_borders[i]` is the length of the longest proper prefix of `text[:i + 1]` that is also a suffix
+    of `text[:i + 1]`. The table grows with the largest state reached, so a long stop string costs
+    nothing until the text resembles it.
     """
 
     __slots__ = ("_borders", "text")

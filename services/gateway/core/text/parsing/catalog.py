@@ -1,4 +1,4 @@
-"""The known output formats. Each has the name of its parser in vLLM."""
+"""The known output formats of models. Each is named after its parser in vLLM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The text that a format writes around the arguments of a call, which are JSON. `begin` is the
-    text before the arguments, and contains {name} for the tool's name. `trigger` is the start of
-    `begin`, the same for all tools.
+    """The text that a model writes around the arguments of a call, which are JSON. `begin` is the
+    text before the arguments, with {name} or {json_name} in place of the tool's name. `trigger` is
+    the start of `begin`, and is the same for all tools.
     """
 
     trigger: str
@@ -38,13 +38,13 @@ class Envelope:
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a model writes tool calls. If `envelope` is None, grammars cannot constrain the arguments
-    of calls in this format. `id_length` is the length of call ids that the chat template requires.
-    None means any length.
+    of calls in this format. `id_length` is the length of call ids that the chat template requires,
+    or None for any length.
     """
 
     make: Callable[[Schemas], ReadAnswer]
     marks: tuple[str, ...]
-    """The texts around calls. Some may be special tokens of the model."""
+    """The texts that delimit calls. Some may be special tokens of the model."""
     envelope: Envelope | None = None
     id_length: int | None = None
 
@@ -133,6 +133,6 @@ REASONING_FORMATS = {
     ),
 }
 HARMONY = "openai_gptoss"
-"""The name of the harmony format (gpt-oss), which has reasoning and content. One reader reads
-both.
+"""The name of the harmony format (gpt-oss). Its reader reads reasoning, calls and content, so it
+needs no separate reader of reasoning.
 """

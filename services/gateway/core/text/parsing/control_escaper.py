@@ -7,9 +7,8 @@ _SHORT = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}
 
 
 class ControlEscaper:
-    """Escapes raw control characters in strings of a JSON text that is fed in pieces.
-
-    Models often write control characters, but JSON does not allow them in strings.
+    """Escapes raw control characters in the strings of a JSON text that is fed in pieces. Models
+    often write such characters, but JSON does not allow them in strings.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A part of the arguments of a call that has started. The joined parts are valid JSON if the
+    """A part of the arguments of the call with index `call`. The joined parts are valid JSON if the
     model wrote complete and valid arguments.
     """
 
@@ -37,12 +37,12 @@ class CallArguments:
 
 
 OutputEvent = ContentDelta | ReasoningDelta | CallStart | CallArguments
-"""Any event. Events are in the order of the model's text."""
+"""Any event. Events follow the order of the model's text."""
 
 
 @dataclass(slots=True)
 class ParsedCall:
-    """A call with the arguments written so far."""
+    """A tool call with the arguments that the model has written so far."""
 
     name: str
     arguments: str
@@ -56,7 +56,7 @@ class _Part:
     """The pieces of one text: content, reasoning, or the arguments of a call."""
 
     kind: type[ContentDelta] | type[ReasoningDelta] | None
-    """The kind of the text. None means a call."""
+    """The event class of the text. None means arguments of a call."""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
 
@@ -104,7 +104,7 @@ class ParsedMessage:
         return [ParsedCall(call.name, call.text) for call in self._calls]
 
     def _part(self, kind: type[ContentDelta] | type[ReasoningDelta]) -> _Part:
-        """Returns the last part if it has this kind, and otherwise adds a new part."""
+        """Returns the last part if it has this kind. Otherwise adds a part and returns it."""
         if not self._parts or self._parts[-1].kind is not kind:
             self._parts.append(_Part(kind))
         return self._parts[-1]

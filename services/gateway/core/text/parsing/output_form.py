@@ -1,4 +1,4 @@
-"""How a request's answers are parsed into calls, reasoning and content."""
+"""How a request's answers are parsed into tool calls, reasoning and content."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,26 +30,26 @@ class OutputForm:
     is_call_list: bool = False
     """Whether a grammar forces the answer to be a JSON list of calls."""
     named: str | None = None
-    """The tool that must be called. A grammar forces the answer to be the arguments of this tool.
-    The name is None if there is no such tool.
+    """Name of the tool that the answer must call, if there is one. A grammar then forces the answer
+    to be the arguments of this tool.
     """
     reasoning: ReasoningFormat | None = None
     """How the model marks its reasoning. It is None if reasoning is not parsed."""
     begins_in_reasoning: bool = False
     """Whether the prompt ends inside reasoning."""
     is_harmony: bool = False
-    """Whether the answer is in gpt-oss's harmony format. If true, `tools` may be None."""
+    """Whether the answer is in gpt-oss's harmony format. If `tools` is None, calls in this format
+    are dropped.
+    """
     open_message: str = ""
-    """The start of an unfinished harmony message at the end of the prompt, which the answer
+    """The start of the unfinished harmony message at the end of the prompt, which the answer
     continues.
     """
     single_call: bool = False
-    """Whether calls after the first are dropped. In the harmony format without `tools`, all calls
-    are dropped.
-    """
+    """Whether calls after the first call are dropped."""
 
     unserved_fields: tuple[str, ...] = ()
-    """Names of request fields whose constraint on the answer is not enforced."""
+    """Names of the request's fields whose constraints on the answer are not enforced."""
 
     def make_parser(self) -> OutputParser:
         reads_channels = self._reads_channels
@@ -94,9 +94,9 @@ def _read_named(name: str, reader: Reader, sink: Sink) -> Reading[None]:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """The formats that settings select. The settings have the names of vLLM's flags. An empty
-    setting selects no format. If `auto_tools` is true, the model may decide to call tools, in its
-    own format.
+    """The formats that the gateway's settings select. The settings have the names of vLLM's flags.
+    An empty setting selects no format. If `auto_tools` is true, the model may decide whether it
+    calls tools, and writes calls in its own format.
     """
 
     reasoning_parser: str = ""
@@ -117,4 +117,4 @@ class OutputFormats:
 
 
 NO_FORMATS = OutputFormats()
-"""The formats of a server whose answers are only content."""
+"""The formats of a server that treats whole answers as content."""

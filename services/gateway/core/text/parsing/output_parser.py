@@ -9,7 +9,9 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat, read_r
 from services.gateway.core.text.parsing.sink import Sink
 
 ReadAnswer = Callable[[Reader, Sink], Reading[None]]
-"""Reads the part of an answer after its reasoning to the end. Each format has such a function."""
+"""Reads an answer from the end of its reasoning to the answer's end. Each format has such a
+function.
+"""
 
 
 class OutputParser(Protocol):
@@ -32,8 +34,8 @@ class FormatParser:
     """An OutputParser for text that begins with reasoning in one format and continues in another
     format.
 
-    Readers of formats are generators, which keep their state between two pieces of text. Text is
-    read once, except for a marker that may be incomplete.
+    The readers of the formats are generators, which keep their state between two pieces of text. A
+    reader reads each character once. Only a marker that may be incomplete is read again.
     """
 
     def __init__(
@@ -45,8 +47,8 @@ class FormatParser:
         max_calls: int | None = None,
         before: str = "",
     ) -> None:
-        """Calls after the first `max_calls` are dropped. `before` is text at the end of the prompt
-        that is parsed first, without producing events.
+        """Calls after the first `max_calls` calls are dropped. `before` is text at the end of the
+        prompt. It is parsed first, without producing events.
         """
         self._reader = Reader()
         self._sink = Sink(max_calls)

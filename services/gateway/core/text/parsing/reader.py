@@ -7,18 +7,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""An operation that reads text. It is a generator that yields when it needs more text and returns
-its result.
+"""An operation that reads text. It is a generator, which yields when it needs more text, and
+returns the operation's result.
 """
 Take = Callable[[str], None]
 """A function that receives text in pieces."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
-"""Matches JSON outside of strings, up to the next quote or bracket."""
+"""Matches JSON text outside of strings, up to the next quote or bracket."""
 _IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
-"""Maps a quote to a pattern that matches the content of a string, up to the next such quote or
-backslash.
+"""Maps a quote character to a pattern that matches the content of a string in such quotes, up to
+the next quote or backslash.
 """
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 
@@ -35,8 +35,8 @@ class Reader:
         self._recorded: list[str] | None = None
 
     def record(self) -> None:
-        """Starts recording the text that is read, so that it can be treated as content if it is not
-        in the format.
+        """Starts to record the text that is read. If the text turns out not to be a call, the
+        recorded text is content.
         """
         self._recorded = []
 
@@ -53,15 +53,13 @@ class Reader:
         self._has_ended = True
 
     def peek(self, count: int) -> Reading[str]:
-        """Returns the next `count` characters without reading them. At the end of the text there
-        may be fewer.
-        """
+        """Returns the next `count` characters, or fewer at the text's end, without reading them."""
         while len(self._text) - self._at < count and not self._has_ended:
             yield
         return self._text[self._at : self._at + count]
 
     def skip(self, count: int) -> None:
-        """Reads `count` characters, which `peek` must have returned before."""
+        """Reads `count` characters, which a `peek` must have returned before."""
         self._pass(self._at + count)
 
     def skip_space(self) -> Reading[str]:
@@ -129,8 +127,8 @@ class Reader:
             yield
 
     def matching(self, pattern: re.Pattern[str], take: Take) -> Reading[str]:
-        """Reads the text that a pattern matches, and passes it to `take`. The pattern must match
-        any number of characters of one class. Returns the next character without reading it, or an
+        """Reads the longest text that a pattern matches, and passes it to `take`. The pattern must
+        have the form `[...]*` or `[...]+`. Returns the next character without reading it, or an
         empty string at the end.
         """
         while True:
@@ -144,8 +142,8 @@ class Reader:
             yield
 
     def json_value(self, take: Take) -> Reading[None]:
-        """Reads one JSON value and passes its text to `take`. The syntax of the value is not
-        checked. Raises Malformed if no value starts here, or the text ends inside the value.
+        """Reads one JSON value and passes its text to `take`, without a complete check of the
+        syntax. Raises Malformed if the next text is no value, or the text ends inside the value.
         """
         first = yield from self.skip_space()
         if first == '"':
@@ -216,7 +214,9 @@ def drop(_text: str) -> None:
 
 @lru_cache(64)
 def _search(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
-    """Returns a pattern that matches the markers, and the set of all their proper prefixes."""
+    """Returns a pattern that matches any of the markers, and the set of all proper prefixes of
+    markers.
+    """
     ordered = sorted(markers, key=len, reverse=True)
     starts = frozenset(marker[:count] for marker in markers for count in range(1, len(marker)))
     return re.compile("|".join(map(re.escape, ordered))), starts

@@ -1,5 +1,5 @@
-"""Reads the reasoning that precedes an answer. Two markers delimit the reasoning. The first marker
-is often already at the end of the prompt.
+"""Reads the reasoning at the start of an answer, between a start mark and an end mark. The start
+mark is often already at the end of the prompt.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from services.gateway.core.text.parsing.sink import Sink
 
 
 class ReasoningState(Enum):
-    """Where an answer starts relative to its reasoning. The prompt determines this."""
+    """Where an answer starts relative to its reasoning. The prompt determines the state."""
 
     AHEAD = "ahead"
-    """Before the reasoning, which is optional."""
+    """Before the reasoning, which may be missing."""
     INSIDE = "inside"
     """Inside the reasoning."""
     OVER = "over"
@@ -23,8 +23,8 @@ class ReasoningState(Enum):
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """How a model marks its reasoning. If `is_assumed` is true, an answer starts with reasoning
-    even without a start mark, except if the prompt has ended the reasoning. `answer` is an
-    additional mark that starts a part without reasoning.
+    even without a start mark, unless the prompt has ended the reasoning. `answer` is an additional
+    mark, which starts text that is not reasoning.
     """
 
     start: str
@@ -41,8 +41,8 @@ class ReasoningFormat:
         the answer starts.
 
         The last mark in `turn` determines the state, as in vLLM's `is_reasoning_end`. If `turn` has
-        no mark, `is_assumed` determines it, except if an earlier turn has an end mark. A start mark
-        without an end mark in an earlier turn is plain text.
+        no mark, the state is AHEAD. If `is_assumed` is true and the earlier turns have no mark, or
+        their last mark is a start mark, the state is INSIDE instead.
         """
         last = self._last_mark(turn)
         if last is not None:
@@ -58,7 +58,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True, slots=True)
 class PromptedReasoning:
-    """The reasoning format, and its state after one prompt."""
+    """The reasoning format, and the state at the end of one prompt."""
 
     form: ReasoningFormat
     state: ReasoningState
@@ -87,6 +87,6 @@ def _leading_space(reader: Reader, space: list[str]) -> Reading[str]:
 
 
 def _repeats_start(reader: Reader, form: ReasoningFormat) -> Reading[bool]:
-    """Reads a start mark, if there is one, and returns whether there was."""
+    """Reads a start mark, if there is one. Returns whether there was one."""
     yield from reader.skip_space()
     return bool((yield from reader.starts_with(form.start)))

@@ -1,4 +1,4 @@
-"""Collects the events of format readers."""
+"""Collects the events that the readers of the formats report."""
 
 from services.gateway.core.text.parsing.control_escaper import ControlEscaper
 from services.gateway.core.text.parsing.events import (
@@ -11,9 +11,9 @@ from services.gateway.core.text.parsing.events import (
 
 
 class Sink:
-    """Converts the reports of format readers to events. White space between content, reasoning and
-    calls is part of the format, so it is dropped. Control characters in strings of arguments are
-    escaped.
+    """Makes events from the text that the readers of the formats report. White space between
+    content, reasoning and calls is part of the format, so it is dropped. Control characters in
+    strings of arguments are escaped.
     """
 
     def __init__(self, max_calls: int | None = None) -> None:
@@ -27,7 +27,7 @@ class Sink:
         self._trims_start = False
 
     def take(self) -> list[OutputEvent]:
-        """Returns the events since the last call of this method."""
+        """Returns the events since the last call of `take`."""
         self._close_arguments()
         events, self._events = self._events, []
         return events

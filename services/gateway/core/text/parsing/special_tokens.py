@@ -1,5 +1,5 @@
-"""The special tokens of a model. Some are marks of an answer's format, others separate a prompt's
-turns.
+"""The special tokens of a model. Some are marks of the output format, and others separate the turns
+of a prompt.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ class SpecialTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._marks: dict[tuple[str, ...], frozenset[int]] = {}
-        """Results of the method `marks`. The keys are its arguments."""
+        """Maps arguments of the method `marks` to its results."""
 
     def marks(self, marks: tuple[str, ...]) -> frozenset[int]:
-        """Returns the special tokens whose text is one of these marks or a part of one."""
+        """Returns the special tokens whose text is one of these marks or a part of a mark."""
         found = self._marks.get(marks)
         if found is None:
             tokenizer = self._tokenizer

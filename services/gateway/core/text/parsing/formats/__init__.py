@@ -1,1 +1,1 @@
-"""Readers of models' tool-call formats. A reader reads an answer to its end."""
+"""Readers of models' tool-call formats. A reader reads an answer up to the answer's end."""

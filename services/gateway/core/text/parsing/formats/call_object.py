@@ -19,10 +19,11 @@ def read_call_object(
     """Reads {"name": …, "arguments": {…}}. "parameters" is also accepted as the key of the
     arguments.
 
-    Until both the name and the start of the arguments were read, invalid text raises Malformed, and
-    the caller treats the text as content. After that, a truncated call stays incomplete. A call
-    without arguments has empty arguments. If `needs_arguments` is true, such a call raises
-    Malformed. If `names` is given, an object with a name that it does not contain raises Malformed.
+    A call starts when both its name and the start of its arguments were read. Text that is invalid
+    before the call's start raises Malformed, and the function's caller treats the text as content.
+    A call that is truncated after its start stays incomplete. An object without arguments is a call
+    with empty arguments, or raises Malformed if `needs_arguments` is true. If `names` is given, an
+    object with any other name raises Malformed.
     """
     call = _Call(sink, reader, names)
     try:
@@ -51,8 +52,8 @@ def _read_members(reader: Reader, member: Callable[[str], Reading[None]]) -> Rea
 
 
 class _Call:
-    """Puts a call into the sink while the members of its object are read. Name and arguments may be
-    in any order.
+    """Puts a call into the sink while the members of the call's object are read. The name and the
+    arguments may be in any order.
     """
 
     def __init__(self, sink: Sink, reader: Reader, names: Container[str] | None) -> None:
@@ -75,8 +76,8 @@ class _Call:
             yield from self._reader.json_value(drop)
 
     def close(self, *, needs_arguments: bool) -> None:
-        """Ends the call. Called when the object has ended, or was truncated after the call had
-        started.
+        """Ends the call. Called when the object has ended, or was truncated after the call's
+        start.
         """
         if self.has_started:
             return
@@ -87,7 +88,7 @@ class _Call:
 
     def _read_arguments(self) -> Reading[None]:
         first = yield from self._reader.skip_space()
-        if first == '"':  # The arguments are JSON in a string.
+        if first == '"':  # The arguments are encoded as a JSON string.
             text = yield from _string(self._reader)
         elif self._name is None:
             text = yield from self._reader.json_text()

@@ -1,4 +1,4 @@
-"""gpt-oss's harmony format: messages in channels, each with a header."""
+"""gpt-oss's harmony format: messages with a header, which names the message's channel."""
 
 import re
 
@@ -13,8 +13,8 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads messages. The channel `analysis` is reasoning, and `final` is content. `commentary`
-    with a recipient is a call, and without a recipient it is content.
+    """Reads messages. A message with a recipient is a call. Otherwise, a message in the channel
+    `analysis` is reasoning, and messages in the channels `final` and `commentary` are content.
     """
     yield from reader.starts_with(_START)
     while not (yield from _is_at_end(reader)):
@@ -39,7 +39,7 @@ def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def open_message(prompt: str) -> str:
-    """Returns the start of an unfinished message at the prompt's end, which the answer
+    """Returns the start of the unfinished message at the prompt's end, which the answer
     continues.
     """
     _, start, message = prompt.rpartition(_START)

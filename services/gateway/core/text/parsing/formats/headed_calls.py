@@ -42,7 +42,9 @@ def read_mistral(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def read_deepseek_v3(reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads calls of DeepSeek V3: tag, "function", separator, name, and JSON in a code fence."""
+    """Reads calls of DeepSeek V3: a tag, "function", a separator, the name, and the arguments as
+    JSON in a code fence.
+    """
     while (yield from _next_call(reader, sink)):
         yield from reader.text_until((_SEP,))
         name, _ = yield from reader.text_until(("\n",))
@@ -52,16 +54,16 @@ def read_deepseek_v3(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def read_deepseek_v31(reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads calls of DeepSeek V3.1: tag, name, separator, and JSON."""
+    """Reads calls of DeepSeek V3.1: a tag, the name, a separator, and the arguments as JSON."""
     while (yield from _next_call(reader, sink)):
         name, _ = yield from reader.text_until((_SEP,))
         yield from _arguments(reader, sink, name)
 
 
 def _next_call(reader: Reader, sink: Sink) -> Reading[bool]:
-    """Reads up to the start of a call. Returns whether there is one. A pair of outer tags surrounds
-    all calls. Text outside the outer tags is content. Text inside them that is not part of a call
-    is dropped.
+    """Reads up to the start of the next call. Returns whether there is a call. A pair of outer tags
+    surrounds all calls. Text outside the outer tags is content. Text inside them that belongs to no
+    call is dropped.
     """
     take = sink.content if not sink.num_calls else drop
     marker = _CALLS_BEGIN

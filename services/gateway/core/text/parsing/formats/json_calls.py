@@ -1,5 +1,5 @@
-"""Call formats in which a call is a JSON object: between tags (Hermes, Qwen), separate (Llama 3),
-or in a list.
+"""Call formats in which a call is a JSON object: between tags (Hermes, Qwen), without tags
+(Llama 3), or in a list.
 """
 
 import re
@@ -36,8 +36,8 @@ def read_hermes(reader: Reader, sink: Sink) -> Reading[None]:
 
 def read_llama3_json(names: Container[str], reader: Reader, sink: Sink) -> Reading[None]:
     """Reads {"name": …, "parameters": {…}}. There may be several objects, separated by semicolons
-    or in a list. At the beginning, after a tag, and after a call, any name is accepted. After other
-    text, an object is a call only if its name is in `names`. Otherwise the object is content.
+    or in a list. An object at the beginning, after a tag, or after a call is a call with any name.
+    An object after other text is a call only if its name is in `names`, and otherwise content.
     """
     is_expected = True
 

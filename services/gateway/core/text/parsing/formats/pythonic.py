@@ -9,7 +9,7 @@ from services.gateway.core.text.parsing.reader import Malformed, Reader, Reading
 from services.gateway.core.text.parsing.sink import Sink
 
 MAX_CALL_CHARACTERS = 65_536
-"""Limit on the length of a call, which is parsed as a whole. Longer calls are treated as
+"""Limit on the length of a call, since each call is parsed as a whole. Longer calls are treated as
 content.
 """
 
@@ -22,9 +22,8 @@ PYTHONIC_MARKS = (_START, _END)
 
 
 def read_pythonic(names: Container[str], reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads [f(a=1), g()]. At the beginning and after a special mark, any name is accepted. After
-    other text, the first call is accepted only if its name is in `names`. Otherwise the text is
-    content.
+    """Reads [f(a=1), g()]. A list at the beginning or after a start or end mark may call any name.
+    A list after other text is content if its first name is not in `names`.
     """
     is_expected = True
 
@@ -102,9 +101,7 @@ def _nested(reader: Reader, take: Take) -> Reading[None]:
 
 
 def _to_json(arguments: str) -> str:
-    """Converts the keyword arguments of a call to JSON. The values of the arguments must be
-    literals.
-    """
+    """Converts the keyword arguments of a call to JSON. The values must be literals."""
     try:
         call = ast.parse("f" + arguments, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

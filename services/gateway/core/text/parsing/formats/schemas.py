@@ -1,5 +1,5 @@
-"""Converts argument values to JSON by the types in the tools' schemas. Some formats write values as
-plain text without types.
+"""Converts argument values to JSON, for formats in which models write values as plain text. The
+tools' schemas determine the values' types.
 """
 
 import ast
@@ -18,8 +18,8 @@ _IMPLIED: dict[str, frozenset[str]] = {
     "string": frozenset({"pattern", "minLength", "maxLength", "format"}),
     "number": frozenset({"minimum", "maximum", "multipleOf", "exclusiveMinimum"}),
 }
-"""Maps each type to the keywords that imply it. A schema without `type` that has one of these
-keywords allows only the implied type.
+"""Maps each type to the schema keywords that imply it. A schema without `type` that has one of
+these keywords allows only the implied type.
 """
 _ANY = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
@@ -29,12 +29,13 @@ _MAX_LITERAL_CHARACTERS = 65_536
 
 
 def typed_value(schemas: Schemas, tool: str, key: str, text: str) -> str:
-    """Converts a value that is written as plain text to JSON. If the text is a value of a type that
-    the schema allows, returns that value. Otherwise returns the text as a string.
+    """Converts the value of the tool's parameter `key` from plain text to JSON. If the text is a
+    value of a type that the parameter's schema allows, returns this value. Otherwise, or if the
+    parameter has no schema, returns the text as a string.
 
     References, alternatives and enumerations of the schema are evaluated. If an enumeration
     contains the text as a string, the value is a string. Otherwise other types have precedence over
-    strings. If the parameter has no schema, the value is a string.
+    strings.
     """
     root = schemas.get(tool, {})
     found = _Schema(root)
@@ -67,7 +68,7 @@ class _Schema:
         self._num_left = _MAX_SCHEMAS
 
     def of_property(self, schema: object, key: str) -> dict[str, Any] | None:
-        """Returns the schema of an object's property. Returns None if there is none."""
+        """Returns the schema of an object's property, or None if the property has no schema."""
         found: list[object] = []
         others: list[object] = []
         for one in self._all(schema, set()):
@@ -89,7 +90,7 @@ class _Schema:
         return self._types(schema, frozenset()) or frozenset()
 
     def _all(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
-        """Yields the schema and the subschemas that its references and alternatives lead to."""
+        """Yields the schema, and all schemas that its references and alternatives lead to."""
         if not isinstance(schema, Mapping) or id(schema) in seen or not self._takes_one():
             return
         seen.add(id(schema))
@@ -112,7 +113,7 @@ class _Schema:
         return types | {"null"} if schema.get("nullable") is True else types
 
     def _bounds(self, schema: Mapping[str, Any], above: frozenset[int]) -> Iterator[frozenset[str]]:
-        """Yields the types that each keyword of a schema allows."""
+        """Yields, for each keyword of a schema, the types that the keyword allows."""
         declared = schema.get("type")
         names = [declared] if isinstance(declared, str) else declared
         if isinstance(names, list):
@@ -174,8 +175,8 @@ def _is_whole(value: object, types: frozenset[str]) -> bool:
 
 
 def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
-    """Yields the values other than strings that a text may stand for, each with its JSON. A value
-    that is encoded inside a JSON string is included only if the schema allows no strings.
+    """Yields the values, except strings, that a text may represent, each with its JSON. A value
+    inside a JSON string is included only if `types` does not contain strings.
     """
     named = _PYTHON_NAMES.get(text, text)
     if "boolean" in types and text.lower() in ("true", "false"):
@@ -198,7 +199,7 @@ def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
 
 
 def _json(text: str) -> Any:
-    """Returns the value of a JSON text. Returns None for invalid JSON and for null."""
+    """Returns the value of a JSON text, or None for invalid JSON and for null."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):

@@ -24,15 +24,15 @@ class _Tags:
     value_open: str
     value_close: str
     value: Callable[[Schemas, str, str, str], tuple[str, str]]
-    """Returns the key and the JSON of a value. The arguments of this function are the schemas, the
-    tool's name, the text of the value's tag, and the value's text.
+    """A function that returns the key of a value, and the value as JSON. The function's arguments
+    are the schemas, the tool's name, the text of the value's tag, and the value's text.
     """
     name: Callable[[str], str]
-    """Returns the tool's name from the text of a call's tag."""
+    """A function that returns the tool's name from the text of a call's tag."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The texts around calls and values. Some may be special tokens of the model."""
+        """All tags. Some may be special tokens of the model."""
         outer = self.outer_open, self.outer_close
         return (*outer, self.call_open, self.call_close, self.value_open, self.value_close)
 
@@ -47,8 +47,8 @@ def _read(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[
 
 
 def _read_call(tags: _Tags, schemas: Schemas, reader: Reader, sink: Sink) -> Reading[str]:
-    """Reads a call after its opening tag. Returns the tag that ended the call. A value or call
-    without a closing tag ends at the next opening tag, or at the outer closing tag.
+    """Reads a call after the call's opening tag. Returns the tag that ended the call. A value or
+    call without a closing tag ends at the next opening tag, or at the outer closing tag.
     """
     head, closed = yield from reader.text_until((">",))
     if not closed:
