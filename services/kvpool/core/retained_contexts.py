@@ -59,8 +59,7 @@ class RetainingFreeQueue(FreeQueue):
     def retain(
         self, context: ContextId, blocks: Iterable[BlockId], *, is_whole: bool = False
     ) -> None:
-        """Makes a context of blocks in use, to be reused last. Drops an older context with this id.
-        """
+        """Makes a context of blocks in use, to be reused last. Drops an older one of this id."""
         self.drop([context])
         if not (owned := list(blocks)):
             return
