@@ -56,8 +56,7 @@ class RealRun:
 async def run_conversations(
     settings: UpSettings, programs: Sequence[Program], step_log: Path
 ) -> RealRun:
-    """Starts the services, and sends all conversations. The scheduler logs its steps to `step_log`.
-    """
+    """Starts the services, and sends all conversations. The scheduler writes `step_log`."""
     variables = {
         "STEPWELL_SCHEDULER_STEP_LOG": str(step_log),
         "STEPWELL_SCHEDULER_MAX_QUEUE_SECONDS": "0",

@@ -83,8 +83,7 @@ class NoTools(Changed):
 
 
 class NoEnds(Changed):
-    """Clients do not mark the last turn. Only the missing name of a tool shows that it is the last.
-    """
+    """Clients do not mark the last turn. Only the missing name of a tool shows that it is last."""
 
     class Retention(ProgramRetention):
         def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:  # noqa: ARG002

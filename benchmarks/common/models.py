@@ -1,5 +1,4 @@
-"""The models that benchmarks serve: directories, and random models that are written at first use.
-"""
+"""The models that benchmarks serve: directories, and random models, written at their first use."""
 
 import json
 import os

@@ -48,8 +48,7 @@ _OPENAI = Path(__file__).with_name("openai_client.py")
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests that are sent at the same time. Bursts with different seeds have different prompts.
-    """
+    """Requests that are sent at the same time. The prompts depend on `seed`."""
 
     url: str
     model: Path

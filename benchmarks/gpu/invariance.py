@@ -1,5 +1,4 @@
-"""Checks --batch-invariant on a GPU: whether rows depend on their batch, and the cost of this mode.
-"""
+"""Checks --batch-invariant on a GPU: whether rows depend on their batch, and the mode's cost."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ class Sending:
     seed: int = 0
 
     def requests(self) -> Iterator[bytes]:
-        """Yields requests with random prompts without end. The first requests are built in advance.
-        """
+        """Yields requests with random prompts without end. The first are built in advance."""
         draw = random.Random(self.seed)
         headers = f"Authorization: Bearer {self.key}\r\n" if self.key else ""
         if self.deadline_seconds is not None:

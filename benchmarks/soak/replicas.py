@@ -74,8 +74,7 @@ class Replicas:
         return self._supervisor.pid(name)
 
     async def kill(self, name: str) -> None:
-        """Kills a service, and waits until it is ready again. Raises TimeoutError after a minute.
-        """
+        """Kills a service, and waits until it is ready. Raises TimeoutError after a minute."""
         before = self.record.num_ready.get(name, 0)
         with suppress(ProcessLookupError):
             os.kill(self.pid(name), signal.SIGKILL)

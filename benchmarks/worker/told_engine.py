@@ -48,8 +48,7 @@ class ToldModel:
         """Duration in seconds of each step that had at most one token per request."""
 
     def share_weights(self, other: ToldModel) -> None:
-        """Uses another model's copy of the same weights. This model's own copy can then be freed.
-        """
+        """Uses another model's copy of the same weights, so that this model's copy can be freed."""
         self._model = other._model
 
     def tell(self, text: Text, share_right: float = 1) -> None:
