@@ -63,7 +63,7 @@ def _replay(graph: torch.cuda.CUDAGraph, result: torch.Tensor, *_: object) -> to
 
 
 class _PinnedDownload:
-    """A copy to pinned memory, followed by an event. A thread that waits for it sleeps."""
+    """A copy to pinned memory, followed by an event. A thread that waits for the event sleeps."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

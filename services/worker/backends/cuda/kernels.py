@@ -16,7 +16,7 @@ _ALIGNMENT = 16
 class CudaKernels(TorchKernels):
     """Kernels on CUDA. platforms/cuda.py creates xFormers' attention.
 
-    `grouped`: data types in which torch multiplies grouped matrices without waiting for the host.
+    `grouped`: data types whose grouped products in torch do not synchronize with the host.
     """
 
     def __init__(self, grouped: frozenset[torch.dtype] = frozenset()) -> None:

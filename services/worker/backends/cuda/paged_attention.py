@@ -2,8 +2,9 @@
 
 For each layer of a KV-cache group the cache has one pool of keys and one of values, [num_blocks *
 block_size, num_kv_heads, head_dim], with a row for each slot. New keys and values are written
-first, so that a call reads all keys through the block tables. The calls of a step are built once
-for all layers of a group with equal attention parameters:
+first, so that a call reads all keys through the block tables. A call consists of lanes. A lane has
+one or more queries of a request, and a range of the request's keys. The calls of a step are built
+once for all layers of a group with equal attention parameters:
 
 * Decodes are one call with one query in each lane. The kernel is compiled for the call's shape. So
   lanes without keys are appended until the number of lanes is a power of two, and block tables are
@@ -11,10 +12,9 @@ for all layers of a group with equal attention parameters:
   addresses in every step, so that a recorded call can be replayed with other lengths and tables.
 * Chunks are cut into lanes of 16 queries (`sub_chunks`), in one call. If FlashAttention 3 can be
   used, it computes them in one call without cutting.
-* With a sliding window, each lane has a range of keys. In a lane of several queries this is the
-  window of the last query. Earlier queries also attend to some keys before this range. A second
-  call computes these keys, with a lane for each query. The two results are combined by their
-  normalizers.
+* With a sliding window, the range of a lane is the window of the lane's last query. Earlier queries
+  of the lane also attend to some keys before this range. A second call computes these keys, with a
+  lane for each query. The two results are combined by their normalizers.
 
 Split-K: Dao et al., "Flash-Decoding for long-context inference".
 """
@@ -143,9 +143,9 @@ class CallKey:
 
 @dataclass(slots=True)
 class XformersStep:
-    """The attention of a step. It has up to two `parts`: the decodes, then the chunks. A part is
-    its number of tokens, and a map from call keys to calls. `slots` has the slots of each KV-cache
-    group.
+    """The attention of a step. It has up to two `parts`: the decodes, then the chunks. Each part
+    has a number of tokens, and a map from call keys to calls. `slots`: for each KV-cache group, the
+    slots of the step's tokens.
     """
 
     cache: XformersPagedAttention
@@ -206,7 +206,7 @@ class DecodeStep(XformersStep):
             own[: layout.num_decodes].copy_(slots, non_blocking=True)
 
     def set_lanes(self, layouts: Sequence[attention.StepLayout]) -> None:
-        """Copies in the lengths and tables of the layouts' decodes, without their slots."""
+        """Sets the lengths and block tables of the layouts' decodes, but not their slots."""
         num_decodes = layouts[0].num_decodes
         for at, call in self.decodes.items():
             layout = layouts[at.group]

@@ -1,9 +1,9 @@
 """Computes the indexes that cut chunks of tokens into lanes of equal length, for attention calls.
 
 In a causal call of xFormers' paged kernel all lanes have the same number of queries, at most 16. A
-chunk is cut into as many lanes of that size as cover it. It is padded at its front, so that the
-last query of each lane is a real one. A lane attends to the keys up to its last query, through its
-chunk's block table. The outputs of padding queries are discarded.
+chunk is cut into lanes of this size. The chunk is padded at the front, so that the last query of
+each lane is not padding. A lane attends to the keys up to its last query, through the chunk's block
+table. The outputs of padding queries are discarded.
 """
 
 from dataclasses import dataclass
@@ -76,8 +76,8 @@ def bucket(count: int) -> int:
 
 
 def largest_lane(window: int | None) -> int:
-    """The maximum number of queries in a lane, a power of two, such that the lane's range of keys
-    includes the own key of each query.
+    """The maximum number of queries in a lane with which the lane's range of keys includes each
+    query's own key. A power of two.
     """
     if window is None or window >= MOST_QUERIES:
         return MOST_QUERIES
@@ -86,7 +86,7 @@ def largest_lane(window: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KeyRanges:
-    """The keys [starts, ends) of each lane, int32 [num_lanes]. Both are 0 without keys."""
+    """The keys [starts, ends) of each lane, int32 [num_lanes]. Lanes without keys have 0 and 0."""
 
     starts: Int32Array
     ends: Int32Array
@@ -98,8 +98,7 @@ class KeyRanges:
 
 def seen_by_all(ends: Int32Array, window: int) -> KeyRanges:
     """The key ranges of a causal call with a window. The range of a lane is the window of its last
-    query. `seen_by_some` returns the keys in the windows of the lane's earlier queries that precede
-    it.
+    query. `seen_by_some` returns the keys before this range that earlier queries attend to.
     """
     return KeyRanges(np.maximum(ends - window, 0), ends)
 

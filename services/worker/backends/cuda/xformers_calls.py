@@ -1,7 +1,7 @@
 """The attention calls of a step, for layers with equal attention parameters.
 
-The parts of a call that do not depend on the layer are built once a step: its lanes, and xFormers'
-bias. See paged_attention.py for how a step is cut into calls.
+A call's lanes and xFormers' bias do not depend on the layer, so they are built once for a step. See
+paged_attention.py for lanes, and for how a step is cut into calls.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class LayerKind:
         return self.ops.layer.window
 
     def decodes(self, num_lanes: int) -> "DecodeCall":
-        """A call of one query in each lane, whose lengths and tables are set at every step."""
+        """A call with one query in each lane. Its lengths and block tables are set in each step."""
         size = self._lane() if self.batch_invariant else 1
         there = self.device.torch_device
         tables = torch.zeros(num_lanes, self.width, dtype=torch.int32, device=there)
@@ -156,7 +156,7 @@ class DecodeCall:
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Computes a Call for at most as many queries as there are lanes."""
+        """Computes the attention of at most as many queries as there are lanes."""
         num_queries, num_lanes = len(query), len(self.tables)
         if num_queries < num_lanes:
             query = F.pad(query, (0, 0, 0, 0, 0, num_lanes - num_queries))

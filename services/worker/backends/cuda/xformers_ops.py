@@ -58,8 +58,8 @@ class PagedOps:
     def padded_bias(
         self, num_queries: Sequence[int], ends: Sequence[int], block_tables: torch.Tensor
     ) -> Bias:
-        """In lane i the last `num_queries[i]` tokens attend causally to the keys [0, ends[i]).
-        `block_tables`: int32 [num_lanes, width], on the device of the call.
+        """A bias with which the last `num_queries[i]` tokens of lane i attend causally to the keys
+        [0, ends[i]). `block_tables`: int32 [num_lanes, width], on the device of the call.
         """
         kind = attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
         return kind.from_seqlens(

@@ -22,14 +22,14 @@ _POLL_SECONDS = 0.2
 
 
 class BuildFailed(Exception):
-    """The message is the line of the compiler's output with the error."""
+    """The compiler failed. The message is the line of its output with the error."""
 
 
 @contextmanager
 def built(
     compiler: str, flags: Sequence[str], checkpoint_reached: Callable[[], None]
 ) -> Iterator[Path]:
-    """Compiles the library with FLAGS and these flags, in a temporary directory that is removed
+    """Compiles the library with FLAGS and `flags`, in a temporary directory that is removed
     afterwards. Raises BuildFailed, or OSError if the compiler cannot be started.
 
     `checkpoint_reached` is called several times a second, and may raise to abort.

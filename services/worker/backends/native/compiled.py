@@ -33,7 +33,7 @@ _LOG_INTERVAL_SECONDS = 5.0
 
 
 class NotCompiled(Exception):
-    """The kernels cannot be compiled or loaded on this machine. The message is a clause why."""
+    """The kernels cannot be compiled or loaded on this machine. The message is the reason."""
 
 
 def default_cache_directory() -> Path:
@@ -43,8 +43,8 @@ def default_cache_directory() -> Path:
 
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """Loads the prebuilt library, or else the cached library, or else compiles it. Raises
-    NotCompiled, and any error that `checkpoint_reached` raises.
+    """Loads the prebuilt library if there is one, else the cached library. If there is neither,
+    compiles the library. Raises NotCompiled, and any error that `checkpoint_reached` raises.
     """
     features = processor_features()
     if not (features >= {"avx2", "fma"} or "asimd" in features):
@@ -69,8 +69,8 @@ def _warn_without_tiles(reason: str) -> None:
 def _load(
     features: frozenset[str], cache: Path, checkpoint_reached: Callable[[], None]
 ) -> ctypes.CDLL:
-    """Loads the library for a processor with these features. With tiles' features it is a library
-    with tiles.
+    """Loads the library for a processor with these features. The library uses tile registers if
+    the features include them.
     """
     with suppress(OSError):
         if (prebuilt := load_prebuilt(features)) is not None:
@@ -118,7 +118,7 @@ def _compile_once(
     cached: CachedLibrary,
     checkpoint_reached: Callable[[], None],
 ) -> ctypes.CDLL:
-    """Waits for the lock. Loads the library if another process compiled it, else compiles it."""
+    """Locks the cache entry. Loads the library if another process compiled it, else compiles it."""
     lock = cached.directory.with_suffix(".lock")
     with ExitStack() as scope:
         try:

@@ -17,7 +17,7 @@ from services.worker.backends.kernels import GatedMlp, LayerWeights, Linear, Mlp
 from services.worker.backends.lora import PARTS
 
 EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
-"""Maps the activation of a projection to the number of the operation after its product."""
+"""Maps the activation of a projection to the number of its Epilogue in cpp/projection.h."""
 PLAIN, W8A8 = 0, 4
 FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
 """Numbers of WeightFormat in cpp/quantized.h. PLAIN is for unquantized weights, and W8A8 for
@@ -44,7 +44,9 @@ def address(array: np.ndarray) -> int:
 
 
 def _fields(kinds: Mapping[str, type[Any]]) -> _Fields:
-    """Structure fields. A key has the names of consecutive fields of its type, and spaces."""
+    """Fields of a structure. A key has the names of consecutive fields of one type, divided by
+    spaces.
+    """
     return [(name, kind) for names, kind in kinds.items() for name in names.split()]
 
 
@@ -68,7 +70,7 @@ class NativeQuantizedWeight(ctypes.Structure):
 
 
 class AttentionLayer(ctypes.Structure):
-    """The AttentionLayer of the interface. A `window` or `softcap` of 0 means none."""
+    """The AttentionLayer of backends/attention.py. A `window` or `softcap` of 0 means none."""
 
     _fields_ = _fields(
         {
@@ -87,7 +89,7 @@ class Layout(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """Queries, keys and values of a step's tokens, and their rotation (none if `half` is 0)."""
+    """Queries, keys and values of a step's tokens, and their rotation. `half` is 0 for none."""
 
     _fields_ = _fields(
         {
@@ -141,7 +143,9 @@ class NativeLayerWeights(ctypes.Structure):
 
 
 class DecoderLayer(NativeLayerWeights):
-    """A layer's weights, attention parameters and pages, and its layout and rotation indexes."""
+    """A layer's weights, attention parameters and pages, and the indexes of its KV-cache group and
+    of its rotation.
+    """
 
     _fields_ = _fields({"attention": AttentionLayer, "pages": Pages, "group rotation": _INT})
 
@@ -190,7 +194,7 @@ class NativeSharedRanks(ctypes.Structure):
 
 
 class LoraProjection(ctypes.Structure):
-    """A and B of one adapter for one projection. A is None if nothing is added."""
+    """A and B of one adapter for one projection. `a` is None if the adapter adds nothing."""
 
     _fields_ = _fields({"a b begins": _ADDRESS, "width rank": _COUNT})
 

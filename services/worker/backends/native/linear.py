@@ -17,8 +17,8 @@ from services.worker.backends.quantized import QuantizedWeight, Weight
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 """Elements of a column that panels store together, by data type: DEPTH in cpp/panel.h."""
 _INT4_BITS, _INT4_DEPTH = 4, 4
-"""Bits of INT4, and the elements of a column that are unpacked at once: BLOCK_DEPTH in
-cpp/quantized.h.
+"""The bits of an INT4 code, and the number of elements of a column that are unpacked at once:
+BLOCK_DEPTH in cpp/quantized.h.
 """
 
 
@@ -102,9 +102,9 @@ class NativeLinear:
 
 
 def _packable(weight: Weight) -> Weight:
-    """The weight, or an equal weight that can be packed. If the group size is not a multiple of a
-    block of 4-bit codes, codes are stored in 8 bits. If it is not a multiple of the elements stored
-    together, the weight is dequantized.
+    """The weight, or an equal weight that can be packed. If the group size is not a multiple of
+    _INT4_DEPTH, 4-bit codes are stored in 8 bits. If the group size is not a multiple of the number
+    of elements that panels store together, the weight is dequantized.
     """
     if not isinstance(weight, QuantizedWeight):
         return weight

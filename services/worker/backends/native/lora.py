@@ -26,25 +26,25 @@ _LANES = 16
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
 """Elements of a column that panels store together, by data type: DEPTH in cpp/panel.h."""
 _LEAST_IN_LARGE_PAGES = 8 * 2**20
-"""Minimum bytes of an adapter that is stored in large pages. The unused part of its last page of 2
-MiB is then relatively small.
+"""Minimum bytes of an adapter that is stored in large pages. The unused part of the adapter's last
+page of 2 MiB is then relatively small.
 """
 _SHIFT_BYTES = 5120
 _shifts = cycle(range(0, 16 * _SHIFT_BYTES, _SHIFT_BYTES))
-"""Offset of the next adapter in its first page. If adapters of the same layout all began at the
-same offset, they would compete for the same few cache sets.
+"""Yields the offset of the next adapter in the adapter's first large page, in bytes. If adapters of
+the same layout all began at the same offset, they would compete for the same few cache sets.
 """
 
 _begins: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()
-"""Maps contents to the tensors of `_PackedPart.begins`. Most projections of a step have equal
-tensors. If each adapter had its own copy, a step would wait for memory every few panels.
+"""Maps the bytes of a tensor `begins` (see _PackedPart) to the tensor, which equal adapters share.
+If each adapter had its own copy, a step would wait for memory every few panels.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedPart:
-    """A and B of a projection in panels. `begins`: for each vector of columns, its first row in A
-    (see LoraProjection in cpp/lora.h).
+    """A and B of a projection in panels. `begins`: for each vector of output columns, the number of
+    the first row of A that it uses, or -1 (see LoraProjection in cpp/lora.h).
     """
 
     a: torch.Tensor
@@ -123,7 +123,7 @@ def _at_vectors(factors: Factors, columns: int) -> bool:
 
 
 def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
-    """The projection's column at each position of its panels, as source_row in cpp/linear.h
+    """The projection's column at each position of its panels, as source_row in cpp/projection.h
     computes it, or `shape.columns` at padding positions.
     """
     if not shape.is_gated:

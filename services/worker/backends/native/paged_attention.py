@@ -28,13 +28,13 @@ _BYTES_PER_THREAD = 2**22
 
 _PART_KEYS = 512
 _MOST_ROWS = 128
-"""TASK_ROWS in cpp/attention_plan.h, which also defines PART_KEYS, is at most this number."""
+"""Upper bound of TASK_ROWS in cpp/attention_plan.h, which also defines PART_KEYS."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
     """Upper estimate, in bytes, of the memory that attention needs in addition to the cache:
-    scratch memory, and partial sums of contexts that are divided among threads, fewer than two for
-    each thread.
+    scratch memory, and partial sums of contexts that are divided among threads. There are fewer
+    than two such contexts for each thread.
     """
     threads = torch.get_num_threads()
     widest = max(layer.head_dim for layer in shape.layers)

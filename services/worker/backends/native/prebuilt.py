@@ -1,9 +1,10 @@
 """Kernels that are compiled in advance for several kinds of processors, as in the worker's images.
 
+This command compiles the kernels. It needs a C++ compiler, and not torch:
+
     python -m services.worker.backends.native.prebuilt DIRECTORY
 
-compiles them, with a C++ compiler and without torch. Each kind has its own directory, with the
-OpenMP library that the kernels need.
+Each kind of processor has its own directory, with the OpenMP library that the kernels need.
 """
 
 import ctypes
@@ -63,7 +64,7 @@ ARM_KINDS = (
 
 
 def kinds_for(machine: str) -> Sequence[Kind]:
-    """The kinds of processors of a machine with this name. Empty if it has no kernels."""
+    """The kinds of processors of this machine type. Empty if there are no kernels for it."""
     if machine in ARM:
         return ARM_KINDS
     return X86_KINDS if machine in ("x86_64", "AMD64") else ()

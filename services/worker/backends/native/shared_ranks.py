@@ -11,7 +11,7 @@ from services.worker.backends.ranks import GatheringRanks
 _CELL_BYTES = 64
 _SLOT_BYTES = 2**20
 _ROUNDS = 2
-"""Consecutive rounds of collectives that use separate slots of the shared memory."""
+"""Number of slots of a rank in the shared memory. Consecutive rounds use different slots."""
 
 
 class NativeRanks(GatheringRanks):

@@ -7,8 +7,8 @@ from services.worker.backends.native.library import NativeSuffixSettings, Suffix
 from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
 
 MAX_RESPONSE_BYTES = 256 << 20
-"""Maximum memory of all trees of responses, for half a million tokens of text that occurs twice, or
-six million tokens that occur once.
+"""Maximum memory of all trees of responses. It is enough for half a million tokens of text that
+occurs twice, or six million tokens that occur once.
 """
 
 

@@ -1,8 +1,9 @@
-"""Rotary embedding and one attention call in torch. Bits of a row do not depend on their number.
+"""Rotary embedding and one attention call in torch.
 
 The libraries that torch uses choose a multiplication method by the number of rows. One or two rows
-are summed in another order than many. In multiples of four rows, the tested libraries agree (oneDNN
-3 and MKL 2024 on AVX2 and AVX-512). `row_multiple` tests the libraries of this machine.
+are summed in another order than many. With multiples of four rows, the tested libraries return the
+same bits for a row (oneDNN 3 and MKL 2024 on AVX2 and AVX-512). `row_multiple` tests the libraries
+of this machine.
 """
 
 import functools
@@ -31,13 +32,13 @@ def attend(
     *,
     alike: bool = False,
 ) -> torch.Tensor:
-    """Attention of [groups, heads, n, head_dim] over [groups, heads, keys, head_dim].
+    """Attention of queries [groups, heads, n, head_dim] over keys [groups, heads, keys, head_dim].
 
-    The mask is added to the scores. If scores are capped, operations are computed one by one. With
-    `alike`, the bits do not depend on the number of threads. A single head is then computed twice,
-    because the libraries would divide it among threads, and sum in an order that depends on their
-    number. Heads in bfloat16 are padded with zeros to a multiple of _TILE_WIDTH, because the
-    tile registers of some processors (AMX) sum an incomplete tile in another order.
+    The mask is added to the scores. Capped scores are computed without torch's fused operation.
+    With `alike`, the bits do not depend on the number of threads. A single head is then computed
+    twice, because the libraries would divide it among threads, and the order of sums would depend
+    on the number of threads. Heads in bfloat16 are padded with zeros to a multiple of _TILE_WIDTH,
+    because the tile registers of some processors (AMX) sum an incomplete tile in another order.
     """
     head_dim = query.shape[-1]
     if alike and query.dtype is torch.bfloat16 and head_dim % _TILE_WIDTH:
@@ -63,8 +64,8 @@ def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
     """With `batch_invariant` on the CPU, the number of queries of each call is padded to a multiple
     of this number. A query's result then does not depend on how many queries its call has.
 
-    The number is determined by trial computations. If their rows depend on the number of queries,
-    it is the number of rows that torch's kernel computes at once.
+    Trial computations determine the number. If their results depend on the number of queries, it
+    is the number of rows that torch's kernel computes at once.
     """
     random = torch.Generator().manual_seed(0)
 

@@ -73,7 +73,7 @@ class TorchKernels:
         return weight
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """The norm of x, converted first, because torch warns of different data types."""
+        """Converts x to the weight's data type, because torch warns if the data types differ."""
         if x.dtype is weight.dtype:
             return F.rms_norm(x, weight.shape, weight, epsilon)
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, epsilon).to(x.dtype)

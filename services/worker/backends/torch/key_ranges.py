@@ -34,7 +34,9 @@ class KeyRange:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Queries [begin, end) of a chunk, counted from its first query, which share a key range."""
+    """Queries [begin, end) of a chunk, counted from the chunk's first query. They share the key
+    range `keys`.
+    """
 
     begin: int
     end: int
@@ -45,9 +47,9 @@ class FixedRanges:
     """Ranges that begin and end at multiples of GRANULE tokens.
 
     A range of up to BLOCK keys is one block, whose length is one of LENGTHS. A longer range
-    consists of blocks of BLOCK keys, and any number of masked keys may be appended. Capped scores
-    are computed over whole ranges, so with `has_softcap` only ranges of equal length may share a
-    call.
+    consists of blocks of BLOCK keys. Appended blocks of masked keys do not change results. Capped
+    scores are computed over whole ranges, so with `has_softcap` only ranges of equal length may
+    share a call.
     """
 
     def __init__(self, *, has_softcap: bool) -> None:
@@ -90,7 +92,7 @@ class FixedRanges:
 
 
 class TightRanges:
-    """As FixedRanges. Ranges extend from the first block in the window to the last query's key."""
+    """As FixedRanges, for ranges from the first block in the window to the last query's key."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -32,7 +32,7 @@ class _Part:
 
 
 class TorchLora:
-    """A PackedLora. For each layer it maps names to projections."""
+    """A PackedLora. `layers`: for each layer, maps names of projections to the adapter's parts."""
 
     def __init__(self, layers: Sequence[LoraLayer], linear: MakeLinear) -> None:
         self.num_bytes = sum(
@@ -152,7 +152,7 @@ class GroupedLoraStep:
         return None if stack is None else _Grouped(self._rows, self._ends, *stack)
 
     def _stack(self, index: int, part: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A transposed [adapters, in, r], and B transposed [adapters, r, out]. They are zero for
+        """The transposes of A, [adapters, in, r], and of B, [adapters, r, out]. They are zero for
         adapters that add nothing, and beyond an adapter's own LoRA rank.
         """
         found = [adapter.layers[index].get(part) for adapter in self._adapters]
@@ -171,7 +171,9 @@ class GroupedLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """A Delta with grouped products. `rows` are ordered by adapter, and `ends` are their ends."""
+    """A Delta with grouped products. `rows` are ordered by adapter. `ends` has the end of each
+    adapter's rows.
+    """
 
     rows: torch.Tensor
     ends: torch.Tensor

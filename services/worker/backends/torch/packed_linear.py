@@ -91,7 +91,7 @@ class PackedLinear:
         return product
 
     def _rows_agree(self, dtype: torch.dtype) -> bool:
-        """Whether a product's rows are the same for each of _TRIED_ROWS, tested once a shape."""
+        """The result of `rows_agree`, tested once for each shape of weight."""
         has_bias, is_packed = self._bias is not None, self._packed is not None
         shape = (self.out_features, self.in_features, dtype, has_bias, is_packed)
         if shape not in _agreeing:
@@ -108,7 +108,7 @@ class PackedLinear:
 def rows_agree(
     multiply: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype
 ) -> bool:
-    """Whether rows [n, width] have the same product bits for each tested number of rows."""
+    """Whether the product of a row has the same bits for each number of rows in _TRIED_ROWS."""
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(max(_TRIED_ROWS), width, generator=random).to(dtype)
     whole = multiply(rows)
@@ -140,7 +140,7 @@ class CodedLinear:
 
     Codes are multiplied as floats, in parts of the depth whose sums are exact in float32. So sums
     are the same in any order and with any instructions. A row's result does not depend on other
-    rows, and differs from the compiled kernels' only by the rounding of the bias.
+    rows, and differs from the result of the compiled kernels only by the rounding of the bias.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:

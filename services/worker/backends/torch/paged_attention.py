@@ -1,17 +1,18 @@
 """Paged attention in plain torch operations. It is used on the CPU, and on CUDA for capped scores.
 
 Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] for each layer of a group.
-So gathered pages of a sequence have its keys in order, and the attention kernel reads them through
-one strided view. A step's keys are written to the pages first, and are then read from the pages
-like all other keys.
+So the gathered pages of a sequence contain its keys in order, and the attention kernel reads the
+keys through one strided view. A step's keys are written to the pages first, and are then read from
+the pages like all other keys.
 
 Keys and values in 8 bits (kv_codes.py) are stored and gathered as codes. They are multiplied by
 their scales, in the model's data type, before attention.
 
 With `batch_invariant` on the CPU, three things do not affect the bits of a query's result: the
-other queries in the step, the chunks of its prompt, and the placement of its pages. Its keys, and
-the blocks in which they are summed, are a function of its position (key_ranges.py). The number of
-rows of a call is one for which torch's libraries return the same rows (attend.py).
+other queries in the step, how the prompt is divided into chunks, and where its pages are. The keys
+of a query, and the blocks in which they are summed, are a function of the query's position
+(key_ranges.py). The number of rows of a call is a multiple with which torch's libraries return the
+same bits for a row (attend.py).
 
 * Decodes of similar length form a group. A group needs one gather into a persistent workspace, and
   one attention call. The query heads that share a key head are treated as queries of one head.
@@ -189,7 +190,7 @@ class TorchPagedAttention:
         return self._run_masks[window][:num_queries, first : first + num_keys]
 
     def _reserve_masks(self, length: int) -> None:
-        """Builds masks for runs over `length` keys, with the first query's key in the middle."""
+        """Builds masks for runs over up to `length` keys. Each query's key is near the middle."""
         if self._mask_width >= length:
             return
         middle = self._mask_width = max(length, 2 * self._mask_width)
@@ -206,8 +207,8 @@ class TorchPagedAttention:
             self._workspace = self._workspace.new_empty(2, max(needed, 2 * held))
 
     def _opened_blocks(self, layout: attention.StepLayout) -> torch.Tensor:
-        """Blocks that the step begins and does not fill. They are cleared, because they may contain
-        values of an earlier request. A mask hides such values, except NaN.
+        """Blocks that the step begins and does not fill. The caller clears them, because they may
+        contain values of an earlier request. A mask hides such values, except NaN.
         """
         size = layout.block_size
         last = (layout.seq_lens - 1) // size

@@ -30,8 +30,8 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One request's tokens in the step, divided into `runs`. They begin with token `begin` of the
-    step, and follow `context` earlier tokens of the request.
+    """One request's tokens in the step, divided into `runs`. The first one is token `begin` of the
+    step. `context` tokens of the request precede it.
 
     `block_ids`: the blocks of all keys of the tokens. The first block begins at token `start` of
     the request.
@@ -54,7 +54,7 @@ class StepCutter:
     max_group_tokens: int
 
     def decodes(self, layout: StepLayout, windows: set[int | None]) -> list[DecodeGroup]:
-        """Cuts the decodes into groups that may share a call, within the maximum of keys."""
+        """Cuts the decodes into groups that may share a call, of up to `max_group_tokens` keys."""
         num_decodes = layout.num_decodes
         widest = _widest(windows)
         starts, lengths = self.ranges.of_decodes(layout.seq_lens[:num_decodes] - 1, widest)
