@@ -1,1 +1,1 @@
-"""Sources that update the index of cached prefixes: Redis, or the pools' own events."""
+"""Sources that update the index of cached prefixes: Redis, or the event streams of KV pools."""

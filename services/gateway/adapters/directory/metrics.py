@@ -13,10 +13,10 @@ from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 @dataclass(slots=True)
 class ReaderCounts:
-    """Counts since the gateway's start."""
+    """Counts of the index's reader since the gateway's start. A node is a replica's KV pool."""
 
     entries: int = 0
-    """Number of applied entries of the log, or messages of pools."""
+    """Number of applied entries of Redis's log, or of messages from pools."""
     damaged: int = 0
     """Number of entries, records, leases and snapshots that were skipped because they could not be
     decoded.
@@ -24,7 +24,7 @@ class ReaderCounts:
     gaps: int = 0
     """Number of times that entries of a node were missing."""
     drifts: int = 0
-    """Number of times that the digest of a node differed from the digest of its view."""
+    """Number of times that the digest of a node's keys differed from the digest in the index."""
     loads: int = 0
     failures: int = 0
     """Number of failed calls of Redis, or failed streams of pools."""

@@ -1,5 +1,5 @@
-"""Updates the index from the pools' event streams (the RPC WatchEvents), if Redis is not
-configured.
+"""Updates the index of cached prefixes from the KV pools' event streams (the RPC WatchEvents), if
+Redis is not configured.
 
 Each pool has a task that reads its stream into the index. The stream begins with a snapshot, and
 changes follow. When the stream ends, the pool is removed from the index. The stream is opened again
@@ -62,7 +62,7 @@ class PoolWatchers:
         tasks: dict[PoolAddress, asyncio.Task[None]] = {}
         try:
             while True:
-                wanted = dict.fromkeys(pools())  # in their order, so that a run can be repeated
+                wanted = dict.fromkeys(pools())  # keeps their order, for reproducible runs
                 self._index.contact = DirectoryState.EXACT if wanted else DirectoryState.UNUSED
                 for pool in [pool for pool in tasks if pool not in wanted]:
                     tasks[pool].cancel()
@@ -105,8 +105,8 @@ class PoolWatchers:
 
 
 class PoolReader:
-    """Reads the messages of one stream into the index. Each snapshot starts a new
-    epoch of the node.
+    """Reads the messages of one pool's stream into the index, where the pool is a node. Each
+    snapshot starts a new epoch of the node.
     """
 
     def __init__(
@@ -121,8 +121,8 @@ class PoolReader:
         self._epoch = 0
 
     async def apply(self, message: kvpool_pb2.WatchEventsResponse) -> None:
-        """Applies a message. If messages before it are missing, the node is degraded. If a reader
-        is too slow, the pool sends it a new snapshot.
+        """Applies a message. If messages before it are missing, the node is marked as degraded. A
+        pool sends a new snapshot if the gateway reads too slowly.
         """
         self._counts.entries += 1
         if message.snapshot:
@@ -165,9 +165,7 @@ class PoolReader:
         self._counts.loads += 1
 
     def _begin(self, sequence: int) -> None:
-        """Starts an empty epoch at `sequence`, the sequence number before the batch
-        that clears the pool.
-        """
+        """Starts an empty epoch. `sequence` is the number before the batch that clears the pool."""
         self._epoch = next(self._epochs)
         self._index.load(self._node, self._epoch, self._groups, sequence).finish()
 

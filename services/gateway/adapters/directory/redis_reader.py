@@ -1,13 +1,14 @@
-"""Reads the directory of cached prefixes from Redis into the index. The directory consists of a
-log, records, leases and snapshots of nodes. A node is a replica's pool.
+"""Reads the directory of cached prefixes from Redis into the gateway's index. A node is a replica's
+KV pool. The directory has one log, whose entries list the block keys that nodes added and removed.
+Each node also has a record, a lease, which expires when the node stops, and a snapshot of its keys.
 
 Requests never wait for this reader. One task reads the log. Once a second, it also reads the
 records and leases of the nodes:
 
 1. A node is removed if it has no lease, or if its lease and its record have different epochs.
-2. A node is loaded from its snapshot if its epoch is new, its entries have a gap, or its digest
-   differs. The log is then read again from the snapshot's position. Entries that are already
-   applied to other nodes are skipped.
+2. A node is loaded from its snapshot if its epoch is new, if entries of the log are missing, or if
+   its digest differs from the digest in the index. The log is then read again from the snapshot's
+   position. Entries that are already applied to other nodes are skipped.
 3. After a failed call, the index is `degraded`. If a call fails when the last contact was longer
    ago than the duration of a lease, the index is `fallback`. The keys in the index are kept. If
    Redis can be reached again and has the same epochs, reading continues.
@@ -52,7 +53,7 @@ class ReaderTimes:
 
 
 class RedisReader:
-    """Mirrors the log of one model in the index."""
+    """Mirrors the directory of one model in the index."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class RedisReader:
                     self._refresh_soon()
 
     def _refresh_soon(self) -> None:
-        """Makes the next read of records and leases happen soon."""
+        """Moves the next read of records and leases forward to `urgent_seconds` from now."""
         soon = asyncio.get_running_loop().time() + self._times.urgent_seconds
         self._refresh_at = min(self._refresh_at, soon)
 
@@ -281,8 +282,8 @@ class RedisReader:
         found = None if value is None else self._decode(value)
         loaded_before = self._loaded.get(record.node)
         if found is None or (found[0].epoch, found[0].sequence) == loaded_before:
-            # The log does not continue this snapshot. The pool writes a new one when it finds its
-            # own missing.
+            # A snapshot that was loaded before did not repair the node. The pool writes a new
+            # snapshot when it finds that its snapshot is missing.
             await self._redis.call(lambda client: client.delete(key))
             if self._index.view(record.node) is None:
                 self._index.begin(record.node, record.epoch, record.groups)

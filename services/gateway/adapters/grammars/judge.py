@@ -25,8 +25,8 @@ _Vocabulary = tuple[int, tuple[int, ...]]
 
 class GrammarJudge:
     """Implements the core's Grammars. One thread compiles, so that a hostile grammar uses at most
-    one core, and the event loop is not blocked. Verdicts are cached. The compiler is loaded with
-    the first grammar.
+    one core, and the event loop is not blocked. Verdicts are cached. The compiler is imported when
+    the first grammar is checked.
     """
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:

@@ -22,8 +22,9 @@ _ANY = r"/(.|\n)*/"
 
 
 class Lark:
-    """A grammar that is built rule by rule. A marker that is a single token is written as its token
-    id, since llguidance does not match special tokens as text.
+    """A grammar that is built rule by rule. Markers are texts such as <think> or [INST]. A marker
+    that is a single token is written as its token id, since llguidance does not match special
+    tokens as text.
     """
 
     def __init__(self, marker_ids: Mapping[str, int]) -> None:
@@ -90,7 +91,7 @@ class Lark:
 
     def text_without(self, literals: Sequence[str]) -> str:
         """Adds a rule for text without the first pieces of these literals. The pieces of a literal
-        are the possible markers in it and the texts between them.
+        are its markers and the texts between them.
         """
         parts = [_ANY]
         for literal in literals:
@@ -108,8 +109,8 @@ class Lark:
 
 
 async def make_lark(tokenizer: Tokenizer, literals: Sequence[str]) -> Lark:
-    """Makes an empty grammar for a model. `literals` are the literals that the grammar will
-    contain.
+    """Makes an empty grammar. `literals` are the literals that the grammar will contain. The token
+    ids of their markers are looked up.
     """
     markers = list({found for literal in literals for found in _MARKER.findall(literal)})
     encoded = await tokenizer.encode(
@@ -147,7 +148,7 @@ async def after_reasoning(
     """Returns the constraint of a whole answer. The part after the reasoning must match `form`.
 
     vLLM applies its masks only after the reasoning. Here the grammar has an unconstrained part for
-    the reasoning, so that an answer cannot end within it.
+    the reasoning, so that an answer cannot end within the reasoning.
     """
     if reasoning.state is ReasoningState.OVER:
         return form
@@ -169,7 +170,7 @@ def reasoning_literals(reasoning: PromptedReasoning | None) -> list[str]:
 
 
 def thought(lark: Lark, reasoning: PromptedReasoning | None) -> str:
-    """Returns a rule for the reasoning before the answer."""
+    """Returns a rule for the reasoning before the answer. It is empty if there is no reasoning."""
     if reasoning is None or reasoning.state is ReasoningState.OVER:
         return ""
     inside = lark.rule(f"{lark.text_to(reasoning.form.end)} {_SPACE}")

@@ -31,8 +31,8 @@ async def check_written(
     """Raises InvalidArgument if a written grammar cannot be compiled. The grammar was written from
     the schemas of `tools`, whose keys are field names, and from the client's constraint `wanted`.
 
-    The error names the tool or the constraint that cannot be compiled by itself. If each of them
-    can, it names all tools.
+    The error names the tool or the constraint that cannot be compiled by itself. If each can be
+    compiled by itself, the error names all tools.
     """
     try:
         grammar.validate()

@@ -1,5 +1,5 @@
 """Converts structural tags to grammars. A structural tag constrains parts of an answer. xgrammar
-defines its format, and vLLM's clients send it.
+defines the format of tags, and vLLM's clients send them.
 """
 
 import json
@@ -47,8 +47,8 @@ async def structural_tag(tag: Mapping[str, Any], tokenizer: Tokenizer) -> Struct
 
 
 def _collect(form: object, literals: list[str], depth: int) -> None:
-    """Collects all strings of a format that may be literals. Raises InvalidArgument if it is nested
-    too deep.
+    """Collects all strings of a format that may be literals. Raises InvalidArgument if the format
+    is nested too deep.
     """
     if depth < 0:
         raise _wrong(f"is nested more than {MAX_DEPTH} deep")

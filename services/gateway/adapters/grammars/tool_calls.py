@@ -24,8 +24,8 @@ _NOTES = frozenset({"title", "description", "examples", "$comment", "default", "
 _BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
-"""Keywords whose values map names to schemas. These names are not keywords, even if they equal one
-in _NOTES.
+"""Keywords of JSON Schema whose values map names to schemas. These names are not keywords, even if
+they equal a keyword in _NOTES.
 """
 _VALUES = frozenset({"const", "enum"})
 """Keywords whose values are arbitrary JSON values, not schemas."""
@@ -50,8 +50,8 @@ async def forced_calls(
     *,
     parallel: bool,
 ) -> StructuredOutputs:
-    """Returns a grammar for a list of calls. If `parallel` is true, the list has at least one call.
-    Otherwise it has exactly one.
+    """Returns a grammar for a JSON list of tool calls. If `parallel` is true, the list has at least
+    one call. Otherwise it has exactly one.
     """
     lark = await make_lark(tokenizer, reasoning_literals(reasoning))
     calls = []

@@ -103,7 +103,7 @@ def iterates_over_content(template: str) -> bool:
     """Whether a chat template has a loop over the content of a message.
 
     A message is recognized as the variable of a loop over `messages`, or over a variable to which
-    `messages` was assigned. The rule is that of vLLM's `_detect_content_format`.
+    `messages` was assigned. This is the rule of vLLM's `_detect_content_format`.
     """
     # Imported here, since it takes a tenth of a second and is needed only for templates.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415

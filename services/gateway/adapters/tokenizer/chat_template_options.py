@@ -26,7 +26,7 @@ class ChatTemplateOptions:
     """
 
     def read_template(self) -> str | None:
-        """Returns the text of the template. Returns None if it is the model's template.
+        """Returns the text of the template. Returns None if the operator specified no template.
 
         As in vLLM, a setting without braces and line breaks is the path of a file. Raises
         FailedPrecondition if the file cannot be read or the template is invalid.
@@ -48,7 +48,7 @@ def _check(text: str) -> None:
     """Raises FailedPrecondition if the template has a syntax error."""
     # Imported here, since transformers takes a fifth of a second to import.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
-        _compile_jinja_template,  # it defines the tags of templates
+        _compile_jinja_template,  # knows the extra tags of chat templates
     )
 
     try:

@@ -29,11 +29,10 @@ def read_sampling_defaults(
 
     If `setting` is "auto", the file in the model directory is read if it exists. If it is "vllm",
     no file is read. Any other value is a directory with the file, whose `max_new_tokens` bounds
-    every answer. Values of `override` replace values of the file, and its `max_new_tokens` is also
-    a bound.
+    every answer. Values of `override` replace values of the file. The override's `max_new_tokens`
+    bounds every answer, too.
 
-    Raises FailedPrecondition, in one sentence, for a missing or invalid file, and for an invalid
-    override.
+    Raises FailedPrecondition if the file is missing or invalid, or if the override is invalid.
     """
     path = (model if setting == AUTO else Path(setting)) / _FILE
     has_file = setting != VLLM and (setting != AUTO or path.exists())

@@ -29,12 +29,12 @@ _INLINE_CHARACTERS = 2048
 cost more.
 """
 _CHARACTERS_OF_MESSAGE = 128
-"""Each message counts as this number of characters in addition to its text, because one more
-message takes about as long to render.
+"""Each message counts as this number of characters in addition to its text, because the message
+takes about as long to render as this number of characters.
 """
 _COUNTED_CHARACTERS_PER_TOKEN = 8
-"""If a text has more characters per allowed token than this, its tokens are first counted in
-pieces.
+"""If a text has more characters per allowed token than this, the tokens of its pieces are first
+counted.
 """
 _PIECE_CHARACTERS = 2**16
 _FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -238,9 +238,9 @@ class HfTokenizer:
 
 
 def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Returns, for each token, the number of characters before it. `offsets` are the start and end
-    of each token in the text. They are equal for an added token. Some tokenizers exclude spaces
-    from the ends of tokens.
+    """Returns, for each token, the number of characters before it in the text. `offsets` are the
+    start and end of each token. They are equal for a special token that was added. Some tokenizers
+    exclude spaces from the ends of tokens.
     """
     starts, end = [], 0
     for first, last in offsets:
@@ -323,7 +323,7 @@ def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     table = [b""] * (max(vocabulary.values()) + 1)
     added = backend.get_added_tokens_decoder()
-    # GPT-2's printable characters for bytes.
+    # GPT-2 represents each byte by a printable character.
     alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
     for token, token_id in vocabulary.items():
         raw = token.encode()
@@ -336,7 +336,7 @@ def _token_bytes(backend: Any, is_byte_level: bool) -> list[bytes]:
 
 
 def _byte_values(backend: Any) -> dict[int, int]:
-    """Maps tokens of the form <0xE2> (SentencePiece's byte tokens) to their bytes."""
+    """Maps the ids of tokens like <0xE2> (SentencePiece's byte tokens) to bytes."""
     vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=True)
     return {
         token_id: int(match[1], 16)

@@ -1,8 +1,8 @@
-"""Imports modules of transformers without its list of all models.
+"""Imports modules of transformers without scanning the source files of all models.
 
 A tokenizer.json alone does not determine the tokens, because the tokenizer classes of some models
 construct the tokenizer anew. Therefore AutoTokenizer is needed, which chooses the class. But when
-the package and `transformers.models` are imported, they read the source files of every model to
+`transformers` and `transformers.models` are imported, they read the source files of every model to
 list their names. That takes twice as long as importing only the modules that a tokenizer needs.
 """
 
@@ -17,8 +17,8 @@ _PACKAGES = ("transformers", "transformers.models")
 
 
 class _ListedLater(ModuleType):
-    """A placeholder in sys.modules for a package. The package itself is imported when any other
-    attribute than an imported module or a tokenizer's class is used.
+    """A placeholder in sys.modules for a package. The package itself is imported when an attribute
+    is used that is neither an imported module nor a tokenizer's class.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -12,8 +12,8 @@ _MARGIN_TOKENS = 64
 def truncated(
     backend: Any, texts: tuple[str, ...], kept: Truncation, *, add_special_tokens: bool
 ) -> Any:
-    """Returns the Encoding of a prompt of one or two texts. `backend` is a Tokenizer of the
-    tokenizers package.
+    """Returns the truncated Encoding of a prompt of one or two texts. `backend` is a Tokenizer of
+    the tokenizers package.
     """
     room = kept.num_tokens
     if add_special_tokens:
