@@ -1,4 +1,4 @@
-"""The options of a service are removed from a copy of the tree, and the rest still works."""
+"""All options of a service are removed from a copy of the repository. The rest still works."""
 
 import os
 import re
@@ -16,7 +16,7 @@ COPIED_TESTS = {
     "scheduler": ("scheduler", "scenarios", "conformance"),
     "worker": (),
 }
-"""For each service, the folders of tests that its tests use."""
+"""Maps each service to the folders of `tests` that its tests need."""
 OTHER_TESTS = {
     "gateway": ["tests/gateway/integration/grpc/test_gateway_grpc_limits.py"],
     "scheduler": [
@@ -27,13 +27,13 @@ OTHER_TESTS = {
     "worker": [],
 }
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
-"""Bytecode of another process that has not been renamed yet."""
+"""Temporary bytecode files that other processes are still writing."""
 
 
 @pytest.mark.parametrize("service", OTHER_TESTS)
 def test_the_rest_works_without_the_options(service: str, tmp_path: Path) -> None:
-    """One option after another is removed. After each removal no module imports the removed one.
-    Each option's tests have a module `without.py`: the tests of a service without the option.
+    """Removes one option after another. After each removal no module imports the removed option.
+    The module `without.py` in the tests of an option tests the service without this option.
     """
     copy_tree(service, tmp_path)
     tests = [*OTHER_TESTS[service]]
@@ -62,7 +62,6 @@ def test_the_rest_works_without_the_options(service: str, tmp_path: Path) -> Non
 
 
 def copy_tree(service: str, root: Path) -> None:
-    """Copies the files that the tests of a service need."""
     for name in (*COPIED, *(f"tests/{folder}" for folder in COPIED_TESTS[service])):
         source, target = REPOSITORY / name, root / name
         if source.is_dir():
@@ -75,8 +74,8 @@ def copy_tree(service: str, root: Path) -> None:
 
 
 def remove(service: str, option: str, root: Path) -> None:
-    """Removes an option as a person would: its folder, its tests, and its lines of the list, which
-    have a name that is imported from it.
+    """Removes an option as a person would: the folder of the option, the folder of its tests, and
+    all lines of `listed.py` with a name that is imported from the option.
     """
     options = f"services/{service}/options"
     shutil.rmtree(root / options / option)

@@ -1,4 +1,4 @@
-"""Sending spans to a collector that is down, slow, full or stopped does not affect the service."""
+"""A service is not affected by a collector of spans that is down, slow, full or stopped."""
 
 import re
 import signal
@@ -30,8 +30,8 @@ DEADLINE_SECONDS = 60.0
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """A collector that accepts spans while `takes` is set, and refuses them otherwise. While
-    `goes_on` is not set, the collector does not answer.
+    """A collector that accepts spans while `takes` is true, and refuses them otherwise. While the
+    event `goes_on` is not set, the collector does not answer.
     """
 
     def __init__(self) -> None:
@@ -70,9 +70,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the queue short, the batches small, and the time for an answer of the collector
-    long.
-    """
+    """Makes the queue of spans short, the batches small, and the time limit of an export long."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", str(QUEUE))
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", str(BATCH))
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
@@ -153,7 +151,7 @@ def test_an_outage_is_logged_once_with_its_cause_and_what_was_dropped(
         with socket.create_server(("127.0.0.1", 0)) as unused:
             endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         cause = f"the collector at {endpoint} is not there"
-        # The spans are sent again for this time.
+        # An export is repeated for KEPT_SECONDS.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
         monkeypatch.setattr(span_sender, "KEPT_SECONDS", 0.4)
     tracing = configure_tracing("gateway", endpoint, 1.0)
@@ -187,8 +185,8 @@ time.sleep(120)
 
 @contextmanager
 def stoppable() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A collector's process and endpoint. While the process is stopped, the kernel accepts
-    connections and data, but no answer is sent.
+    """The process and the endpoint of a collector. While the process is stopped by a signal, the
+    kernel accepts connections and data, but the collector sends no answer.
     """
     arguments = [sys.executable, "-c", STOPPABLE]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
@@ -200,7 +198,7 @@ def stoppable() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Stops the process. Its threads may run for a moment after the signal."""
+    """Stops the process by a signal, and waits until all its threads have stopped."""
     process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{process.pid}/task")
     stats = [task / "stat" for task in tasks.iterdir()]
@@ -234,7 +232,7 @@ def test_while_a_collector_is_away_for_less_than_a_minute_what_fits_is_kept(
         wait_for(lambda: sender.num_sent == 1)
         stop(process)
         make_spans(tracing, 2 * BATCH + 3)
-        time.sleep(1)  # several times the time limit of an export
+        time.sleep(1)  # five times the time limit of an export
         assert num_accounted(sender) == 1
         process.send_signal(signal.SIGCONT)
         wait_for(lambda: sender.num_sent == 2 * BATCH + 4)

@@ -1,4 +1,6 @@
-"""`make test` divides the tests: each runs once, and the progress ends at 100 %."""
+"""`make test` divides the tests among processes. Each test runs once, and the progress ends at
+100 %.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -55,7 +57,7 @@ def test_every_test_runs_once_and_the_progress_counts_each() -> None:
     ran = []
     while any(process.queue for process in processes):
         for process in processes:
-            # A process starts a test only once it knows the next one, or that there is none.
+            # A process starts a test only when it knows the next test, or that none is left.
             if len(process.queue) > 1 or (process.queue and process.shutting_down):
                 index = process.queue.popleft()
                 ran.append(process.collected[index])

@@ -23,7 +23,7 @@ LINKED = [
 ]
 TOP = ("services", "protos", "tests", "benchmarks", "deploy", "docs", "tools", "models")
 
-# Paths with a placeholder, such as services/<name>/settings.py, are not files.
+# Does not match paths with a placeholder, such as services/<name>/settings.py.
 _PATH = re.compile(rf"`((?:{'|'.join(TOP)})/[\w./-]*)`")
 _MODULE = re.compile(r"python (?:-u )?-m ((?:benchmarks|services)[\w.]*)")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -40,13 +40,13 @@ def test_files_named_in_the_documentation_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_programs_named_in_the_documentation_exist(page: Path) -> None:
     named = {name.rstrip(".") for name in _MODULE.findall(page.read_text())}
-    for name in named - {"services"}:  # services.<name>
+    for name in named - {"services"}:  # "services" comes from `services.<name>`
         assert find_spec(name) is not None, name
 
 
 def test_installing_is_not_silent_and_the_command_is_found_afterwards(tmp_path: Path) -> None:
-    """`make run` shows the progress of each installation, plots included. The README says how the
-    shell finds the command.
+    """`make run` shows the progress of each installation and installs the option `plot`. The README
+    describes how the shell finds the command `stepwell`.
     """
     run = ["make", "--dry-run", "--always-make", f"VENV={tmp_path}", "run"]
     recipe = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -85,9 +85,8 @@ def _leads_somewhere(page: Path, path: str, anchor: str) -> bool:
 
 
 def _anchors(text: str) -> set[str]:
-    """Anchors of the headings of a page by GitHub's rules. They are in lower case, without markup
-    and punctuation, and with hyphens for spaces. If anchors are equal, the second ends in -1, the
-    third in -2.
+    """The anchors of a page's headings by GitHub's rules: in lower case, without markup and
+    punctuation, with hyphens for spaces. Of equal anchors the second ends in -1, the third in -2.
     """
     anchors: set[str] = set()
     numbers: Counter[str] = Counter()

@@ -1,6 +1,4 @@
-"""The reference pages have exactly the settings, fields and metrics of the code, with all their
-properties.
-"""
+"""The generated pages docs/settings.md, fields.md and metrics.md equal what the code declares."""
 
 import re
 from pathlib import Path

@@ -4,6 +4,7 @@ from services.common.pool.operations import Admit, BeginStep, Grow, Stop, StopRe
 from tests.kvpool.groups import CHUNK, FULL, STATE, WINDOW, evict, pool_of
 from tests.kvpool.worked_examples import admission, admit, commit, grow, hashes, lookup, release
 
+
 def test_without_prefix_caching_groups_of_all_kinds_find_nothing():
     pool = pool_of(FULL, WINDOW, CHUNK, STATE, caching=False)
     admit(pool, 1, 9, path="ab")

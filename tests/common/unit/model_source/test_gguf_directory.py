@@ -30,7 +30,7 @@ TEXTS = [
     "",
 ]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-# From the published tokenizers of these models.
+# Regular expressions of the published tokenizers of these models.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,9 +61,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save_tokenizer(directory: Path, rule: str = "qwen2") -> PreTrainedTokenizerFast:
-    """Saves a byte-level BPE tokenizer of 310 tokens, which is trained on the texts of this
-    file.
-    """
+    """Trains a byte-level BPE tokenizer of 310 tokens on the texts of this file, and saves it."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=rule == "llama-bpe"))
     tokenizer.pre_tokenizer, tokenizer.normalizer = RULES[rule]
     tokenizer.decoder = decoders.ByteLevel()
@@ -193,7 +191,7 @@ def test_what_is_not_read_is_named(tmp_path: Path, name: str, change: Any, probl
 
 def sentencepiece(tokens: dict[str, tuple[int, float]], text: str) -> list[int]:
     """Encodes a text by SentencePiece's BPE. The neighbours whose merged token has the best score
-    are merged first, from the left. Text without a token is encoded as bytes.
+    are merged first, the leftmost among equals. Characters without a token are encoded as bytes.
     """
     pieces = list("▁" + text.replace(" ", "▁")) if text else []
     while True:

@@ -22,7 +22,7 @@ INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b":
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, with a hub that cannot be reached."""
+    """An empty cache of the Hugging Face hub, and a hub that cannot be reached."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.chdir(tmp_path)
@@ -157,7 +157,7 @@ HUB = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The part of the hub that is needed to download a model."""
+    """The HTTP calls of the Hugging Face hub that a download of a model needs."""
 
     status, code = 200, ""
 

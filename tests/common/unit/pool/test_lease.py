@@ -1,4 +1,6 @@
-"""A lease belongs to one scheduler at a time. Tests when another scheduler may acquire it."""
+"""The lease of a pool or worker belongs to one scheduler, and becomes free some time after its
+last release.
+"""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Every service is built in its `__main__.py`, in the same way, from settings with a
-common base.
-"""
+"""Every service is built in its `__main__.py`, from settings that extend ServiceSettings."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""Every flag of every program has an example in documented_flags.md, which the program accepts."""
+"""documented_flags.md has an example of every flag of every program, and the program accepts it."""
 
 import dataclasses
 import re
@@ -31,11 +31,11 @@ FILES = (
     *("tls/node.pem", "tls/node.key", "tls/ca.pem"),
     *("tls/edge.pem", "tls/edge.key", "tls/clients.pem", "keys.txt"),
 )
-"""Files that the commands name and that must exist."""
+"""Files that the example commands name and that must exist."""
 
 
 def commands() -> dict[str, list[str]]:
-    """Maps each program on the page to the arguments of its example."""
+    """Maps each service on the page, and `stepwell up`, to the arguments of its example."""
     found = {}
     for block in re.findall(r"^```\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         command = block.replace("\\\n", " ")
@@ -46,7 +46,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def client_commands() -> dict[str, list[list[str]]]:
-    """Maps the name of each command of a client or an operator to the arguments of its examples."""
+    """Maps each other command of `stepwell` to the arguments of its examples."""
     found: dict[str, list[list[str]]] = {}
     block = PAGE.read_text().rpartition("## The other commands")[2].partition("```\n")[2]
     for line in block.partition("```")[0].replace("\\\n", " ").splitlines():
@@ -56,7 +56,7 @@ def client_commands() -> dict[str, list[list[str]]]:
 
 
 class Parsed(Exception):
-    """Raised when a command has read its arguments."""
+    """Raised to end a command after it has parsed its arguments."""
 
 
 def test_every_program_has_its_command() -> None:
@@ -90,7 +90,6 @@ def test_every_command_of_a_client_has_its_examples() -> None:
 def test_a_command_accepts_its_examples_and_no_flag_is_left_out(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commands stop once they have read their arguments."""
     helps: list[str] = []
 
     def stop_after(read: Callable[..., Any]) -> Callable[..., Any]:

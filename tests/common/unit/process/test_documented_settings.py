@@ -1,4 +1,4 @@
-"""Flags that the documentation names are settings or options that exist."""
+"""Every flag that a page of docs/ names exists."""
 
 import dataclasses
 import re
@@ -27,7 +27,7 @@ PAGES = (
 )
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
 
-# Flags of other programs, which are docker and the commands of clients, operators and benchmarks.
+# Flags that are no settings of services: of docker, benchmarks, and the other `stepwell` commands.
 OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}
 OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
 OTHERS |= {"--volumes", "--network", "--build", "--keep", "--roles"}

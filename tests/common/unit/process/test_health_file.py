@@ -1,4 +1,4 @@
-"""The health file of a real server, and the shell's reader of it."""
+"""The health file that a service writes, and the shell script probe.sh that reads it."""
 
 import asyncio
 import os
@@ -31,8 +31,8 @@ asyncio.run(main())
 
 
 def probe(file: Path, seconds: int = 10) -> tuple[int, str]:
-    """Runs the probe. Returns its exit status and output. No program is on the path, so the shell
-    uses only its built-in commands.
+    """Runs probe.sh. Returns its exit status and output. PATH contains no program, so the shell can
+    use only built-in commands.
     """
     ran = subprocess.run(
         ["/bin/sh", str(PROBE), str(file), str(seconds)],
@@ -66,7 +66,7 @@ async def test_the_file_says_what_grpc_health_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("age_seconds", [0, 100])
 def test_a_probe_costs_a_few_milliseconds_of_a_processor(age_seconds: int, tmp_path: Path) -> None:
-    """Also if the file is stale. The start of Python alone costs more than ten milliseconds."""
+    """A probe in Python would cost more, as Python needs more than ten milliseconds to start."""
     file = tmp_path / "health"
 
     def cost() -> float:

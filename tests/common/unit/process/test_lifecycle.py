@@ -92,7 +92,7 @@ run_service("thing", ServiceSettings, serve)
 
 
 def test_ctrl_c_during_the_imports_ends_a_service_without_a_traceback() -> None:
-    """The import of the pool's settings, which is one of the last imports, sends the signal."""
+    """The signal is sent at one of the last imports, which is that of services.kvpool.settings."""
     body = """
 import builtins, os, runpy, signal
 importing = builtins.__import__

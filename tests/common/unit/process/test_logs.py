@@ -1,4 +1,4 @@
-"""Log lines are text for people, or JSON for machines, and have the ids of their trace."""
+"""Log lines are text or JSON, and contain the ids of the current trace and span."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from services.common.telemetry.tracing import configure_tracing
 
 @pytest.fixture(autouse=True)
 def root_logger() -> Iterator[None]:
-    """Restores the process's logging after a test."""
+    """Restores the logging configuration after each test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield

@@ -1,4 +1,4 @@
-"""Usable processors of recorded machines: affinity, offline processors, and limits of cgroups."""
+"""The number of usable processors, from recorded /proc and /sys files of several machines."""
 
 import os
 from pathlib import Path

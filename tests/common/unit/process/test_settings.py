@@ -1,4 +1,4 @@
-"""Settings from flags and environment, and the one-sentence errors of wrong settings."""
+"""Settings are read from flags and the environment. A wrong setting is an error of one sentence."""
 
 import dataclasses
 import enum
@@ -103,7 +103,7 @@ def test_a_secret_is_the_content_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["gateway", "scheduler", "kvpool", "worker", "up"])
 def test_every_secret_of_a_program_can_be_a_file(program: str, tmp_path: Path) -> None:
-    """Keys, and URLs that may have a password, are secrets."""
+    """The secrets are the API keys and the URLs, which may contain a password."""
     cls, file = _settings_class("cli" if program == "up" else program), tmp_path / "secret"
     file.write_text("redis://:word@redis:6379\n")
     fields = dataclasses.fields(cls)

@@ -1,4 +1,4 @@
-"""The silence of watched processes, computed from given readings."""
+"""The time for which a watched process was silent although it could run, from given readings."""
 
 from dataclasses import replace
 
@@ -23,7 +23,9 @@ def process(**threads: ThreadTimes) -> ProcessTimes:
 
 
 def after(seconds: float, state: str, ran: float, waited: float) -> ThreadTimes:
-    """The times of a thread that has run and has waited for these shares of the time."""
+    """The times of a thread in `seconds`. `ran` and `waited` are the shares of this time in which
+    the thread ran and waited for a processor.
+    """
     return ThreadTimes(state, ran * seconds, waited * seconds)
 
 
@@ -36,8 +38,8 @@ def counted(
     watcher_waited: float = 0,
     machine: MachineTimes = QUIET,
 ) -> float:
-    """The silence, after `seconds`, of a process with a sleeping thread and a thread with these
-    times.
+    """The silence after `seconds` of a process with two threads: one sleeps, and the other has the
+    state `state` and the shares `ran` and `waited`.
     """
     watch = Silence(0.0)
     for number in range(1, round(seconds / PERIOD) + 1):
@@ -66,7 +68,7 @@ def test_time_that_a_thread_waits_for_a_processor_does_not_count() -> None:
 
 
 def test_a_wait_counts_as_one_before_the_counter_shows_it() -> None:
-    """The kernel (sched_info) adds a wait to its counter only when the wait ends."""
+    """The kernel's counter of waits (sched_info) counts a wait only when the wait ends."""
     assert counted(100.0, "R", ran=0.01, waited=0.0) == pytest.approx(1.0)
 
 
@@ -111,7 +113,7 @@ def test_a_process_that_is_not_known_is_judged_by_the_run_queue(
 
 
 def test_time_before_the_first_reading_counts_like_the_time_after_it() -> None:
-    """A starved process does not count as hung at the first reading and at the second reading."""
+    """Otherwise a process that waits for a processor would count as hung at its first readings."""
     watch = Silence(0.0)
     looks = [
         watch.look(Reading(2.0 + wait, watched=[process(main=ThreadTimes("R", 0.1 * wait, 0))]))

@@ -1,4 +1,4 @@
-"""The registry of a fleet. Tests which records it has, for how long, and under which name."""
+"""The registry in Redis of the replicas that serve a model: its records, leases and key names."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -80,7 +80,7 @@ async def test_each_model_has_a_registry_of_its_own(redis: RedisConnection) -> N
 
 
 async def test_a_process_that_replaces_another_one_keeps_its_record(redis: RedisConnection) -> None:
-    """The old process may end before or after the new one starts."""
+    """The old process of a replica may remove its record after the new process has written one."""
     registry = FleetRegistry(redis, "demo")
     new = RegisteredReplica(A.address, "replica-0-new")
     await registry.renew(A)

@@ -1,4 +1,4 @@
-"""Redis calls end within their time limit for any behaviour of the server, and can be cancelled."""
+"""Redis calls end within their time limit, whatever the server does, and can be cancelled."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Tests which requests a queue accepts, and the message that represents its state."""
+"""Which requests the waiting queue of a replica accepts, and the protobuf message of its state."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Tests which answers repeat a pattern often enough that they are ended."""
+"""Which outputs repeat a pattern so often that their requests are ended."""
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +18,7 @@ from services.common.request.repetition import MAX_PATTERN_SIZE, RepetitionDetec
         ([1, 7, 7, 7], (1, 1), 3, True),
         ([7, 7, 7], (1, 1), 4, False),
         ([1, 2, 1, 2], (2, 2), 2, True),
-        ([1, 2, 1, 2, 1], (2, 2), 2, True),  # a pattern may begin anywhere: here it is 2, 1
+        ([1, 2, 1, 2, 1], (2, 2), 2, True),  # the pattern is 2, 1
         ([1, 2, 1], (2, 2), 2, False),
         ([1, 2, 1, 2], (1, 1), 2, False),
         ([1, 2, 1, 2], (3, 5), 2, False),

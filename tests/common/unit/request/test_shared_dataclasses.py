@@ -1,5 +1,5 @@
-"""Dataclasses that services exchange have the fields of their messages, and survive the
-conversion.
+"""Dataclasses that services exchange have the fields of their protobuf messages, and are unchanged
+by a conversion to the message and back.
 """
 
 import enum
@@ -68,8 +68,8 @@ MESSAGES = [
     (Pooler, common_pb2.Pooler),
 ]
 
-# Fields that exist on the wire only: lengths of packed lists, the number of the transaction, and
-# changes of the prefix index, which are read from the message.
+# Fields that only the messages have: the lengths of packed lists, the generation and number of a
+# transaction, and the events.
 WIRE_ONLY = {"num_new_hashes", "generation", "sequence", "events"}
 
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(3)]

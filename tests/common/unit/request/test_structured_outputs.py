@@ -1,6 +1,4 @@
-"""The check of structured outputs that every service applies to every request before
-compilation.
-"""
+"""The validation of a request's structured outputs before they are compiled to a grammar."""
 
 import json
 import time
@@ -12,9 +10,7 @@ from services.common.request.structured_outputs import StructuredOutputs, Struct
 
 
 def schema_of(num_values: int) -> StructuredOutputs:
-    """A schema with a text that no earlier call returned, because every request has its own
-    text.
-    """
+    """A schema in a new str object, as every request has one of its own."""
     text = json.dumps({"enum": list(range(num_values))})
     return StructuredOutputs(StructuredOutputsKind.JSON, text)
 

@@ -1,4 +1,4 @@
-"""Addresses in settings are split, joined, and refused."""
+"""Addresses in settings are split into host and port, joined, and refused if they are invalid."""
 
 import pytest
 

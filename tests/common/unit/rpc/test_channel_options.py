@@ -1,4 +1,4 @@
-"""Every channel argument exists in grpc, which ignores unknown arguments without an error."""
+"""Every channel argument that the code uses exists in gRPC. gRPC ignores unknown arguments."""
 
 import ast
 from collections.abc import Iterator
@@ -14,9 +14,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def channel_arguments(source: str) -> Iterator[str]:
-    """The names of channel arguments in source code, where they occur in pairs such as
-    `("grpc.so_reuseport", 0)`.
-    """
+    """The names of channel arguments in source code, from pairs like `("grpc.so_reuseport", 0)`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Tuple) and len(node.elts) == 2:
             name = node.elts[0]
@@ -25,7 +23,7 @@ def channel_arguments(source: str) -> Iterator[str]:
 
 
 def used_arguments() -> dict[str, str]:
-    """Each argument used in the services and the benchmarks, and a file that uses it."""
+    """Maps each argument that the services and the benchmarks use to a file that uses it."""
     return {
         name: str(path.relative_to(ROOT))
         for folder in ("services", "benchmarks")
@@ -36,7 +34,7 @@ def used_arguments() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def grpc_core() -> bytes:
-    """grpc's native library, in which each argument's name is a string that ends in a zero byte."""
+    """gRPC's native library. It contains the name of each argument, with a zero byte after it."""
     return Path(cygrpc.__file__).read_bytes()
 
 

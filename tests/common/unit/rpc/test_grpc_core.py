@@ -1,4 +1,4 @@
-"""The environment variables of grpc in a process that imports a service."""
+"""The environment variables that a service sets for gRPC's native core."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""The effects of defects, hostile processes and used-up resources on streams over a Unix socket.
-Tests that use `listening` also run over gRPC, because clients must see the same behaviour.
+"""The effects of defects, hostile processes and exhausted resources on streams over a Unix socket.
+Tests with the fixture `listening` also run over gRPC, as both must behave the same for clients.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def at_socket(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def connected(address: str) -> socket.socket:
-    """Opens a connection for one stream of the server."""
+    """Opens a connection to the server's socket for streams."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(streams_path(unix_path(address)))
     connection.setblocking(False)
@@ -102,7 +102,7 @@ async def test_a_call_without_descriptors_is_unavailable(listening: str) -> None
             try:
                 await call.write(request(1))
                 assert await call.read() == response(1)
-            except grpc.aio.AioRpcError:  # the channel pauses before it connects again
+            except grpc.aio.AioRpcError:  # the channel waits before it connects again
                 await asyncio.sleep(0.1)
             else:
                 break
@@ -246,7 +246,7 @@ async def test_a_connection_that_names_no_method_is_ended(tmp_path: Path) -> Non
 
 
 async def test_a_call_whose_client_has_gone_is_not_begun(at_socket: str) -> None:
-    """A stopped server continues after its clients have cancelled their calls and called again."""
+    """The server begins only the third call, because the client has cancelled the first two."""
     begun = []
 
     async def noted(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:

@@ -1,5 +1,5 @@
-"""Streams over a Unix socket. Tests that use `listening` also run over gRPC, because clients and
-handlers must see the same behaviour.
+"""Streams over a Unix socket. Tests with the fixture `listening` also run over gRPC, as both must
+behave the same for clients and handlers.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ async def test_each_message_is_taken_before_the_end_or_the_error(listening: str)
     async with serving(answered, listening, lookahead=LOOKAHEAD_BYTES) as (_, _, transact):
         call, taken = transact(), list[int]()
         await call.write(request(3))
-        await asyncio.sleep(0.05)  # some messages wait when the first is taken
+        await asyncio.sleep(0.05)  # several answers are received before the first is read
         await call.write(request(500))
         await call.done_writing()
         with pytest.raises(grpc.aio.AioRpcError) as ended:
@@ -232,7 +232,9 @@ async def test_without_a_socket_for_streams_they_go_over_grpc(directory: Path) -
 
 
 async def test_other_calls_succeed_as_soon_as_streams_do(directory: Path) -> None:
-    """Both kinds of calls are first tried without a server, and are then refused without a wait."""
+    """Health checks are first called without a server, and fail. Once the server runs and a stream
+    succeeds, they succeed too.
+    """
     address = f"unix:{directory / 'pool.sock'}"
     check = health_pb2.HealthCheckRequest()
     async with open_channel(address) as channel, asyncio.timeout(SECONDS):
@@ -324,7 +326,7 @@ async def test_another_thread_sends_what_does_not_have_to_wait() -> None:
     sent: list[bool] = []
 
     def flood() -> int:
-        """Sends until a message has to wait. Returns the number of sent messages."""
+        """Sends messages until one cannot be sent at once. Returns the number of sent messages."""
         number = 0
         while sender.send_at_once(b"%d" % number):
             number += 1
@@ -333,7 +335,7 @@ async def test_another_thread_sends_what_does_not_have_to_wait() -> None:
     async with asyncio.timeout(SECONDS):
         thread = Thread(target=lambda: sent.extend(map(sender.send_at_once, (large, b""))))
         thread.start()
-        thread.join()  # until then the loop sends nothing of the rest
+        thread.join()  # meanwhile the event loop cannot send the rest of the large message
         assert sent == [True, False]
         sender.send(FrameKind.MESSAGE, b"behind it")
         assert [await reader.read(), await reader.read()] == [large, b"behind it"]

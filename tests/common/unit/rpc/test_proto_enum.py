@@ -1,4 +1,4 @@
-"""Each member of Stepwell's enums has its number in the contracts."""
+"""Each member of Stepwell's enums has the same number in the protobuf contracts."""
 
 import enum
 

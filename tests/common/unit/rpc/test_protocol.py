@@ -1,4 +1,4 @@
-"""Tests which releases are compatible, and that the protocol number changes with the contracts."""
+"""Which releases are compatible, and whether the contracts changed without the protocol number."""
 
 import hashlib
 from importlib.metadata import version
@@ -13,8 +13,8 @@ from stepwell.worker.v1 import worker_pb2
 from services.common.rpc.protocol import PROTOCOL, OtherProtocol, own_release, require_same_protocol
 
 CONTRACTS_DIGEST = "03029b485783d69326a628ee1c2d2da092d4640d60b8911e61ed6c2a8a2f27b8"
-"""The digest of the contracts between services. When they change, decide whether PROTOCOL has to be
-raised, as its description explains, and set the new digest here.
+"""The digest of the protobuf contracts between services. When they change, decide by the docstring
+of PROTOCOL whether it must be raised, and set the new digest here.
 """
 
 

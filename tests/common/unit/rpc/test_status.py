@@ -1,5 +1,5 @@
-"""Errors and gRPC statuses. The map is complete, and an error that one service raises is caught in
-another service.
+"""Errors and gRPC statuses. Each error has a status, and a client catches the error that the
+server raised.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ ENDS_A_START = (
     KernelsUnavailable,
     UnsuitableDevice,
 )
-"""Errors that end the worker before it serves."""
+"""Errors that end the worker before it serves, so that no client can catch them."""
 
 
 def all_errors() -> list[type[errors.StepwellError]]:
@@ -84,7 +84,7 @@ def test_the_nearest_ancestor_decides() -> None:
 
 
 class Raising(health_pb2_grpc.HealthServicer):
-    """A servicer that raises an error, before or after its first answer."""
+    """A servicer that raises an error: in Check at once, in Watch after its first answer."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -292,7 +292,7 @@ def test_a_message_that_the_peer_cannot_decode_is_no_fault_of_a_request() -> Non
 async def test_a_connection_that_ends_under_a_write_was_closed_by_the_peer() -> None:
     async def answer_once(requests: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
         yield await anext(requests)
-        await asyncio.Event().wait()  # reads no more, so that further writes wait
+        await asyncio.Event().wait()  # reads no more, so that further writes of the client wait
 
     async def write_on() -> None:
         while True:
@@ -310,7 +310,7 @@ async def test_a_connection_that_ends_under_a_write_was_closed_by_the_peer() -> 
         writer = asyncio.create_task(write_on())
         await asyncio.sleep(0)
         proxy.cut()
-        # A write raises an error if the call has ended. The read always has the status.
+        # A write may raise InvalidStateError once the call has ended. A read has the status.
         with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
             await writer
         with pytest.raises(grpc.aio.AioRpcError) as failed:

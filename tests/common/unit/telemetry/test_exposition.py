@@ -1,4 +1,4 @@
-"""Metrics as text: added labels and merged texts."""
+"""Metrics in Prometheus' text format: added labels, merged texts, and exemplars."""
 
 from collections.abc import Iterable
 
@@ -40,7 +40,7 @@ def without_process(text: bytes) -> str:
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """All samples, as Prometheus' own parser for Python reads them."""
+    """All samples by name and labels, as the parser of prometheus_client reads them."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -120,7 +120,7 @@ def test_a_metric_that_another_version_has_with_another_type_is_left_out() -> No
 
 
 def timed(*traces: str) -> bytes:
-    """The text of a histogram and a counter. Each trace has one observation."""
+    """The text of a counter and of a histogram with one observation for each trace id."""
     histogram = Histogram(vllm.E2E_REQUEST_LATENCY)
     for number, trace_id in enumerate(traces):
         histogram.observe_traced(0.1 + number, trace_id)

@@ -1,4 +1,4 @@
-"""The histogram counts like the histogram of the client library."""
+"""The histogram has the same counts as the histogram of prometheus_client."""
 
 import random
 

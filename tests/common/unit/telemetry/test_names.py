@@ -1,4 +1,4 @@
-"""Names of spans and attributes."""
+"""Names of tracing spans and of their attributes."""
 
 import re
 

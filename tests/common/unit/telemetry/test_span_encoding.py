@@ -65,7 +65,7 @@ def span(number: int = 1, resource: Resource = HERE, **fields: Any) -> ReadableS
     ],
 )
 def test_every_part_of_a_span(fields: dict[str, Any]) -> None:
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second encoding uses cached parts
         assert encoded_spans([span(**fields)]) == encode_spans([span(**fields)])
 
 

@@ -1,4 +1,4 @@
-"""Tests when the start and the end of a loss of spans are logged."""
+"""When the log reports that spans are dropped, and that no more spans are dropped."""
 
 from collections import Counter
 

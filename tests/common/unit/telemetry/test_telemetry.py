@@ -1,4 +1,4 @@
-"""Trace contexts and spans. Nothing is recorded of unsampled traces."""
+"""Trace contexts and spans. Spans of unsampled traces are not recorded."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""The numbers in the text of a request's times add up, for all values."""
+"""The text of a request's times. The rounded parts add up to the rounded sum, for all values."""
 
 import re
 
