@@ -1,4 +1,4 @@
-"""Small real programs for a supervisor to run."""
+"""Small real programs that a supervisor runs as child processes."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from services.cli.processes.run_directory import ensure_directory
 from services.cli.processes.supervisor import Supervisor
 from tests.waiting import until
 
-# Runs until SIGTERM, then writes its name to the journal and waits before it ends.
+# Runs until SIGTERM. Then writes its name to the file `journal` and waits before it ends.
 SERVE = """
 import signal, sys, time
 name, ready, journal, seconds = sys.argv[1:]
@@ -29,8 +29,8 @@ while True:
     time.sleep(60)
 """
 
-# Answers health checks until the first SIGTERM. Writes its name to the journal at each SIGTERM, and
-# ends at the second.
+# Answers health checks until the first SIGTERM, and ends at the second. Writes its name to the file
+# `journal` at each SIGTERM.
 LINGER = """
 import asyncio, signal, sys
 from services.common.rpc.server import GrpcServer
@@ -48,8 +48,8 @@ async def main():
 asyncio.run(main())
 """
 
-# Answers health checks. After SIGUSR1 it reports that it is not live; SIGUSR2 blocks its event
-# loop.
+# Answers health checks. After SIGUSR1 the answer is that the program is not live. SIGUSR2 blocks
+# the program's event loop for a minute.
 ANSWER_HEALTH = """
 import asyncio, signal, sys, time
 from services.common.rpc.server import GrpcServer
@@ -78,7 +78,7 @@ while True:
 
 
 def program(name: str, code: str, ready: Path, *arguments: str) -> ChildSpec:
-    """A Python program that is ready once it has created the file `ready`."""
+    """A child that runs `code` and is ready once the program has created the file `ready`."""
     return ChildSpec(
         name=name,
         command=(sys.executable, "-I", "-S", "-c", code, *arguments),
@@ -88,8 +88,8 @@ def program(name: str, code: str, ready: Path, *arguments: str) -> ChildSpec:
 
 
 def server(name: str, directory: Path, stop_seconds: float = 0.0) -> ChildSpec:
-    """A child that ends at SIGTERM and then writes its name to the file `journal` in the
-    directory.
+    """A child that writes its name to the file `journal` of `directory` at SIGTERM, and ends after
+    `stop_seconds`.
     """
     ready = directory / f"{name}.ready"
     return program(
@@ -98,8 +98,8 @@ def server(name: str, directory: Path, stop_seconds: float = 0.0) -> ChildSpec:
 
 
 def lingering_server(name: str, directory: Path) -> ChildSpec:
-    """A child that ends at the second SIGTERM. It writes its name to the file `journal` in the
-    directory.
+    """A child that ends at the second SIGTERM. At each SIGTERM it writes its name to the file
+    `journal` of `directory`.
     """
     address = f"unix:{directory / name}.sock"
     return ChildSpec(
@@ -114,8 +114,8 @@ def lingering_server(name: str, directory: Path) -> ChildSpec:
 def health_server(
     name: str, directory: Path, *, silence_seconds: float, start_seconds: float = 0.0
 ) -> ChildSpec:
-    """A child with a socket in a run directory. The directory is created again if it was removed.
-    The child needs some time before it listens.
+    """A child that answers health checks at a socket in `directory`, `start_seconds` after its
+    start. If the directory was removed, it is created again before a restart.
     """
     address = f"unix:{directory / name}.sock"
     return ChildSpec(
@@ -130,7 +130,7 @@ def health_server(
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs. A zombie process does not run."""
+    """Whether a process exists and is no zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -139,7 +139,7 @@ def is_running(pid: int) -> bool:
 
 
 class Journal:
-    """An observer that stores the events it receives."""
+    """An observer of a supervisor that stores all events."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
@@ -175,7 +175,7 @@ class Journal:
 
 
 async def started(supervisor: Supervisor) -> asyncio.Task[None]:
-    """Runs a supervisor until all of its children are ready."""
+    """Starts a supervisor, and waits until all its children are ready. Returns its task."""
     task = asyncio.create_task(supervisor.run())
     ready = asyncio.create_task(supervisor.all_ready.wait())
     await asyncio.wait({task, ready}, timeout=60, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Runs of programs of agents with the policy `program`, which are recorded."""
+"""Recorded runs of agents' programs, by default with the scheduling policy `program`."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -22,7 +22,9 @@ TENANTS = b"", b"", bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request, which continues the turn that ended so many turns before, if there is one."""
+    """A request of an agent. With `continues` n, it continues the n + 1st last ended turn, if there
+    is one.
+    """
 
     num_tokens: int
     max_tokens: int
@@ -34,8 +36,9 @@ class Turn:
 
 
 class Agents:
-    """Runs turns on a recording scheduler. Each step takes a time of its own. The pool may be lost
-    in a step, after it has answered some transactions. Each reading of the clock takes a time.
+    """Runs turns on a recording scheduler, on a clock of its own. Steps of more tokens take longer,
+    and each reading of the clock takes `reading_seconds`. `losses` maps a step to the number of
+    transactions that the pool still answers in this step before it is lost.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Agents:
         return self.now
 
     async def run(self) -> None:
-        """Adds up to two turns in each second step, and runs until all have ended."""
+        """Adds up to two turns before every second step, and runs until all turns have ended."""
         turns = deque(self.turns)
         step = 0
         while turns or self.scheduler.has_work or self._in_flight:
@@ -150,7 +153,9 @@ def configuration(
 
 
 def crowd() -> list[Turn]:
-    """Programs of which several do not fit in the pool together. Half of them have names."""
+    """60 turns of programs that do not all fit in the pool together. Every second turn declares the
+    name of its program.
+    """
     return [
         Turn(
             5 + number % 7,

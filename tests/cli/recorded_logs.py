@@ -1,4 +1,4 @@
-"""Complete step logs of small scenarios, generated in this process."""
+"""Complete step logs of small scenarios, which run in this process."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ SMALL_POOL = {
 
 
 def crowded(num_requests: int = 10, **config: Any) -> dict[str, Any]:
-    """A scenario with more requests than the pool can hold, two of which are aborted."""
+    """A scenario with more requests than fit in the pool. Two of the requests are aborted."""
     events: list[dict[str, Any]] = [
         {
             "step": 2 * number,
@@ -51,22 +51,24 @@ def crowded(num_requests: int = 10, **config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RecordedLog:
-    """The lines of a step log."""
+    """The entries of a step log, one for each line of its file."""
 
     entries: list[Entry]
 
     def text(self) -> str:
-        """The content of the file."""
+        """The text of the log's file."""
         return "".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in self.entries)
 
     def write(self, path: Path) -> Path:
-        """Writes the file."""
+        """Writes the log's file and returns its path."""
         path.write_text(self.text())
         return path
 
 
 def record(scenario: dict[str, Any], *more_groups: common_pb2.KVCacheGroup) -> RecordedLog:
-    """The log that a scheduler service would write. The first group has full attention."""
+    """Runs a scenario. Returns the log that a scheduler service would write. The KV-cache groups
+    are one of full attention and `more_groups`.
+    """
     story = read_scenario(scenario)
     description = FakeWorker(num_blocks=story.config.num_blocks).description
     description.groups.extend(more_groups)

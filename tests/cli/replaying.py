@@ -1,4 +1,4 @@
-"""Step logs of live replicas, and `stepwell replay` on these logs."""
+"""Functions that write the step log of a live replica, and that run `stepwell replay`."""
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -17,7 +17,7 @@ Disturbance = Callable[[Replica, Gateway], Coroutine[Any, Any, None]]
 
 
 async def crowd(gateway: Gateway, num_tokens: int = 24) -> None:
-    """Sends more requests than a small pool can store. Some prompts have a common prefix."""
+    """Sends more requests than fit in a small pool. Some prompts have a common prefix."""
     for handle in HANDLES:
         shared, own = prompt(12, 50 * (handle % 3)), prompt(3 + handle % 7, 400 + 20 * handle)
         await gateway.add(
@@ -31,7 +31,9 @@ async def crowd(gateway: Gateway, num_tokens: int = 24) -> None:
 async def live_log(
     path: Path, disturb: Disturbance, *, num_blocks: int = 31, **settings: Any
 ) -> Path:
-    """The log of a replica whose load exceeds its memory. `disturb` runs meanwhile."""
+    """Writes the log of a replica with more requests than fit in its pool. `disturb` is called
+    while the requests run. Returns `path`.
+    """
     worker = FakeWorker(num_blocks=num_blocks, max_model_len=100)
     async with serving_replica(worker, step_log=path, **settings) as replica:
         async with gateway_of(replica) as gateway:
@@ -43,7 +45,7 @@ async def live_log(
 
 
 def replay(*arguments: object) -> int:
-    """Runs `stepwell replay` and returns its exit status."""
+    """Runs `stepwell replay`. Returns its exit status."""
     return main(["replay", *map(str, arguments)])
 
 

@@ -1,4 +1,4 @@
-"""A small HTTP server with the parts of the API that the commands need."""
+"""A small HTTP server with the parts of the API that the client commands need."""
 
 import json
 import ssl
@@ -12,9 +12,10 @@ from typing import Any
 class SmallServer(ThreadingHTTPServer):
     """Answers a completion with the words of the prompt, and a chat with the received messages.
 
-    For the message "wait" half an answer is sent. When the client then disconnects, `hung_up` is
-    set. The prompt "refuse" is refused, "break" breaks the connection, and "fail" sends an error in
-    the stream. `bodies` are the posted bodies. `keys` are the Authorization headers of all calls.
+    After the message "wait" the server sends half an answer, and sets `hung_up` once the client
+    disconnects. The prompt "refuse" is refused, "break" breaks the connection, and "fail" sends an
+    error in the stream. `bodies` are all posted bodies. `keys` are the Authorization headers of all
+    calls.
     """
 
     def __init__(self, port: int = 0, tls: ssl.SSLContext | None = None) -> None:
@@ -36,7 +37,7 @@ class SmallServer(ThreadingHTTPServer):
 
 @contextmanager
 def small_server(port: int = 0, tls: ssl.SSLContext | None = None) -> Iterator[SmallServer]:
-    """Serves until the block ends."""
+    """A server that runs until the `with` block ends."""
     with SmallServer(port, tls) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
@@ -51,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: SmallServer
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Logs nothing."""
+        ...
 
     def do_GET(self) -> None:
         self.server.keys.append(self.headers["Authorization"])

@@ -1,17 +1,22 @@
-"""An OpenAI server that answers with known delays, and records the times of its actions. It uses
-only asyncio.
+"""A server of the OpenAI API that answers with known delays, and records when it answered.
 
-The name of the model determines its behaviour, by words such as `ttft=60 itl=15 refuse=ignore_eos`:
+The name of the requested model determines the server's behaviour, by words such as
+`ttft=60 itl=15 refuse=ignore_eos`:
 
 * ttft, itl: milliseconds before the first token, and between tokens;
-* refuse: a field with which a request is refused (400); status: every completion has this status;
-* break: closes the connection after this number of tokens; error: sends an error after it;
-* usage=no: reports no usage; role-first: sends an event without output at once;
-* pack: tokens in one write; silent: finishes without a token; tokenize=no: has no /tokenize.
+* refuse: requests with this field are refused with status 400;
+* status: every completion has this HTTP status;
+* break: the connection is closed after this number of tokens;
+* error: an error is sent after this number of tokens;
+* usage=no: no usage is reported;
+* role-first: an event without output is sent at once;
+* pack: the number of tokens in one write;
+* silent: the answer finishes without a token;
+* tokenize=no: there is no /tokenize.
 
 `python -m tests.cli.timed_server` prints its port and serves until standard input ends. GET /log
-lists the body of each completion, the time of its arrival, and the time at which each token was
-written. Times are read from the machine's monotonic clock.
+returns the body of each completion, the time of its arrival, and the time at which each token was
+written. The times are readings of the machine's monotonic clock.
 """
 
 import asyncio
@@ -25,7 +30,7 @@ LOG: list[dict[str, Any]] = []
 
 
 def words_of(model: str) -> dict[str, str]:
-    """The words of a model's name, with the values of those that have one."""
+    """Maps each word of a model's name to the text after its "=", which may be empty."""
     return {name: value for name, _, value in (word.partition("=") for word in model.split())}
 
 

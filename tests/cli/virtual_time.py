@@ -1,6 +1,4 @@
-"""An event loop with virtual time: sleeping takes no real time, and exactly the requested virtual
-time.
-"""
+"""An asyncio event loop in virtual time. A sleep takes no real time."""
 
 import asyncio
 import selectors
@@ -11,7 +9,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """Advances the loop's time instead of waiting."""
+    """A selector that advances the loop's virtual time instead of waiting."""
 
     loop: "VirtualLoop"
 
@@ -34,7 +32,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end in virtual time."""
+    """Runs a coroutine in virtual time. Returns its result."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(coroutine)
 

@@ -1,4 +1,4 @@
-"""Compares a run's record with a recorded one."""
+"""Compares the record of a run with a recording of vLLM's decisions."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from tests.conformance.recording import Record, Recording
 
 
 def assert_as_recorded(recording: Recording, ours: Record) -> None:
-    """Asserts that a run of a recording's scenario made the recorded decisions."""
+    """Asserts that `ours`, a run's record of the recording's scenario, has vLLM's decisions."""
     policy = recording.scenario["config"].get("policy", "fcfs")
     assert differences(recording.recorded, ours, FIELDS, policy=policy) == []
 
@@ -14,10 +14,10 @@ def assert_as_recorded(recording: Recording, ours: Record) -> None:
 def differences(
     golden: dict[str, Any], ours: dict[str, Any], fields: list[str], *, policy: str = "fcfs"
 ) -> list[str]:
-    """Returns all fields of steps and requests that differ. An absent field equals an empty field.
+    """Returns all differing fields of steps and requests. An absent field equals an empty field.
 
-    With PRIORITY, queues are compared as sets, because vLLM lists its heap, and the order within
-    the heap is not a decision.
+    With the policy `priority`, queues are compared without their order, because vLLM records its
+    heap, and the order within a heap is not a decision.
     """
     found = []
     unordered = _QUEUES if policy == "priority" else ()

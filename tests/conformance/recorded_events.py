@@ -1,9 +1,9 @@
-"""Runs a scenario, and records its KV events. These are the blocks that entered and left the prefix
+"""Runs a scenario and records its KV events, which are the blocks that entered and left the prefix
 index in each step.
 
-As in the recordings, the name of a block identifies the tokens that its hash covers. The name is
-the first 12 hex digits of the SHA-256 of the JSON of `[tokens up to its end, adapter, salt, [[item,
-offset], ...]]`.
+As in the recordings of vLLM, the name of a block identifies the tokens that the block's hash
+covers. It is the first 12 hex digits of the SHA-256 of the JSON text `[tokens up to the end of the
+block, adapter, cache salt, [[item, offset], ...]]`.
 """
 
 import hashlib
@@ -32,11 +32,11 @@ from tests.scenarios.run import ScenarioRun
 from tests.scenarios.scenario import Scenario
 
 _Block = tuple[int, str]
-"""Index of a KV-cache group, and name of a block."""
+"""The index of a KV-cache group, and the name of a block."""
 
 
 class PublishingPool(InProcessPool):
-    """A pool in this process that records its changes as the pool service does."""
+    """A pool in this process that passes the events of each transaction to a KVEventRecorder."""
 
     def __init__(self, config: SchedulerConfig, recorder: KVEventRecorder) -> None:
         super().__init__(config)
@@ -52,8 +52,8 @@ class PublishingPool(InProcessPool):
 
 
 class EventfulRun(ScenarioRun):
-    """A run whose steps record, in addition to the decisions, the net changes reported by events:
-    `stored`, with the extra keys and tokens of each block, `removed` and `cleared`.
+    """A run that records the net changes of each step by its events, in addition to the decisions:
+    `stored` (with the number of tokens and the extra keys of each block), `removed`, `cleared`.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -105,7 +105,7 @@ class EventfulRun(ScenarioRun):
         record |= {name: value for name, value in changes.items() if value}
 
     def _store(self, event: BlockStored) -> None:
-        """Checks an event against the request whose hashes it contains, and records it."""
+        """Checks the tokens of an event against the named hashes, and records its blocks."""
         size, parent = event.block_size, event.parent_block_hash
         before = [] if parent is None else self._tokens[parent]
         begin, tokens = len(before), before + unpack_token_ids(event.token_ids)

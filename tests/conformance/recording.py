@@ -1,4 +1,4 @@
-"""The recordings of vLLM's decisions. README.md describes their contents."""
+"""Reads the recordings of vLLM's decisions, which README.md describes."""
 
 import json
 import lzma
@@ -30,8 +30,8 @@ _NAME = re.compile(rb'\{"name": ?"(\w+)"')
 
 @dataclass(frozen=True)
 class Recording:
-    """A scenario and vLLM's decisions for it. They are parsed at first use, so that collecting the
-    tests in several processes does not parse them.
+    """A scenario and vLLM's decisions in it. The JSON is parsed at first use, and not when pytest
+    collects the tests.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Recording:
 
     @property
     def scenario(self) -> Record:
-        """The configuration and the events."""
+        """The scenario's configuration and events."""
         return self._parsed["scenario"]
 
     @property
     def recorded(self) -> Record:
-        """The recorded decisions, as every field of every step."""
+        """vLLM's decisions: the recorded fields of each step and request."""
         return self._parsed["recorded"]
 
     @cached_property

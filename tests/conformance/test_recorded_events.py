@@ -1,4 +1,4 @@
-"""KV events report the same blocks as vLLM's own events, step by step."""
+"""Stepwell's KV events report the same blocks as vLLM's KV events in each step."""
 
 import pytest
 

@@ -22,7 +22,7 @@ from tests.slowness import busy_slowness
 
 ROOT = Path(__file__).parents[3]
 SLACK_MS = 30.0
-"""Latency in milliseconds that a machine may add if it is not slow or busy."""
+"""Milliseconds that a machine which is neither slow nor busy may add to a latency."""
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,8 @@ def url() -> Iterator[str]:
 def bench(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, Any]]:
-    """Runs the command. Returns its exit status and the document, or None if it wrote no
-    document.
+    """A function that runs `stepwell bench`. It returns the exit status and the JSON document, or
+    None if no document was written.
     """
     for name in [name for name in os.environ if "STEPWELL" in name]:
         monkeypatch.delenv(name)
@@ -61,8 +61,8 @@ Bench = Callable[..., tuple[int, Any]]
 
 
 def log_of(url: str, model: str) -> list[dict[str, Any]]:
-    """The server's records of the completions of a load. They include the first completions, which
-    test the server's features.
+    """The server's records of all completions of `model`. They include the first completions, by
+    which `stepwell bench` tests the server's features.
     """
     notes = http_get(f"{url}/log").json()
     return [note for note in notes if note["body"]["model"] == model]
@@ -137,7 +137,7 @@ def test_the_same_seed_sends_the_same_load(bench: Bench, url: str) -> None:
 
 
 def test_an_open_loop_keeps_its_times(bench: Bench, url: str) -> None:
-    """A constant rate is kept although each answer takes longer than a gap."""
+    """Requests are sent every 20 ms, although each answer takes 200 ms."""
     model = "ttft=200 open"
     flags = ("--request-rate", "50", "--burstiness", "inf", "--num-requests", "20")
     status, run = bench(model, *flags, "--output-len", "1")
@@ -274,8 +274,8 @@ def test_a_tokenizer_of_this_machine(bench: Bench) -> None:
 def test_failures_are_counted_by_kind(
     bench: Bench, model: str, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Answers are longer than the first answer. The first answer has two tokens and tests which
-    fields the server accepts.
+    """The server fails after two tokens. So the first request, which tests with two tokens which
+    fields the server accepts, succeeds.
     """
     flags = ("--num-requests", "2", "--output-len", "5")
     status, run = bench(model, *flags)
@@ -292,7 +292,7 @@ def test_a_server_that_gives_no_token_ends_the_command(
 
 
 def test_one_failure_is_counted_and_sets_the_status(bench: Bench, tmp_path: Path) -> None:
-    """Answers of up to two tokens succeed. Longer answers break at the third token."""
+    """The connection breaks after two tokens, so that only longer answers fail."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "output_tokens": 2}\n{"prompt": "b", "output_tokens": 3}\n')
     flags = ("--dataset", str(file), "--num-requests", "2")

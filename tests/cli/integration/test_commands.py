@@ -1,4 +1,4 @@
-"""The commands as people and scripts run them, with real processes and a real HTTP server."""
+"""The client commands of `stepwell`, as processes that call a real HTTP server."""
 
 import io
 import os
@@ -28,7 +28,7 @@ def server() -> Iterator[SmallServer]:
 
 
 def stepwell(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
+    """Runs `stepwell` to its end."""
     environ = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],
@@ -211,8 +211,8 @@ def test_what_is_no_url_is_one_sentence(url: str) -> None:
 
 @pytest.fixture
 def sigint_as_in_a_terminal() -> Iterator[None]:
-    """Programs that are started in this context handle SIGINT, even if the tests run in the
-    background of a shell.
+    """Makes child processes handle SIGINT even if a shell runs the tests in the background, where
+    SIGINT is ignored.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -237,8 +237,8 @@ def test_a_conversation_in_a_terminal(server: SmallServer) -> None:
         assert "[hello]" in read_until(master, "]\r\n> ")
         os.write(master, b"wait\n")
         read_until(master, "[hello [hello] wait")
-        # A signal just before a system call is handled only after the call, as in any program. So
-        # the signal is sent again.
+        # Python handles a signal that arrives just before a system call only after the call. So the
+        # signal is sent until it has an effect.
         process.send_signal(signal.SIGINT)
         while not shows(master, 5):
             process.send_signal(signal.SIGINT)
@@ -255,7 +255,6 @@ def test_a_conversation_in_a_terminal(server: SmallServer) -> None:
 
 
 def shows(terminal: int, seconds: float) -> bool:
-    """Whether a terminal has output within this time."""
     return bool(select.select([terminal], [], [], seconds)[0])
 
 

@@ -1,4 +1,4 @@
-"""`stepwell doctor` against what the system itself says about the machine."""
+"""The output of `stepwell doctor` equals what the operating system reports about the machine."""
 
 import json
 import os

@@ -26,7 +26,7 @@ LIVENESS = LivenessPolicy(stopped_share=0.2, period_seconds=0.1)
 
 
 class Watched:
-    """A child under a supervisor, and the supervisor's reports."""
+    """A child that answers health checks, its supervisor, and the supervisor's reports."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Watched:
         return self.supervisor.pid("pool")
 
     async def until_replaced(self) -> str:
-        """Waits until the child was killed and is ready again. Returns the reason."""
+        """Waits until the child was killed and is ready again. Returns the reason for the kill."""
         await until(lambda: ("pool", 1) in self.journal.readies)
         [(name, reason)] = self.journal.hangs
         assert name == "pool"
@@ -63,7 +63,7 @@ async def watched() -> AsyncIterator[Watched]:
 
 
 async def test_a_stopped_child_is_killed_and_started_again() -> None:
-    """The limit of 200 seconds for slow children does not apply to it."""
+    """A stopped child is killed long before the 200 s for which other children may be silent."""
     liveness = LivenessPolicy(stopped_share=0.005, period_seconds=0.1)
     with run_directory() as directory:
         watched = Watched(directory, 100 * SILENCE_SECONDS, liveness)
@@ -118,7 +118,7 @@ async def test_a_child_whose_event_loop_stands_still_is_killed_and_started_again
 
 
 async def test_a_child_that_gets_no_processor_is_left_alone_until_it_gets_one() -> None:
-    """The child shares one processor with a loop of higher priority."""
+    """The child shares one processor with an endless loop of higher priority."""
     (processor, *_) = os.sched_getaffinity(0)
     with run_directory() as directory:
         spec = health_server("pool", directory, silence_seconds=0.5)

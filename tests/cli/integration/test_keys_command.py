@@ -1,4 +1,4 @@
-"""`stepwell keys` as people and scripts run it, for a file and for Redis."""
+"""`stepwell keys` as a process, for API keys in a file and in Redis."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]
 
 
 def keys(*arguments: str, environ: dict[str, str] | None = None) -> Any:
-    """Runs the command to its end."""
+    """Runs `stepwell keys` to its end."""
     inherited = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
     return subprocess.run(
         [sys.executable, "-m", "services.cli", "keys", *arguments],
@@ -62,7 +62,7 @@ def test_a_key_is_made_listed_and_revoked(place: list[str]) -> None:
     assert [record["limits"] for record in listed] == [both, both], "a tenant's keys share limits"
     assert key not in json.dumps(listed)
     assert "sha256" not in json.dumps(listed)
-    assert keys("revoke", *place, key).returncode == 0  # the id, or the key that contains it
+    assert keys("revoke", *place, key).returncode == 0  # a key is accepted in place of its id
     assert keys("revoke", *place, second["id"], "--json").returncode == 0
     assert keys("revoke", *place, second["id"]).returncode == 0, "twice is no error"
     table = keys("list", *place).stdout.splitlines()

@@ -1,4 +1,4 @@
-"""A replay of the log of a live replica, with two steps in flight, makes the same decisions."""
+"""A replay of the step log of a live replica makes the same decisions."""
 
 import asyncio
 import json
@@ -140,7 +140,9 @@ async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:
 async def test_pausing_and_resetting_are_entries_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The load continues, with two steps in flight. The log has the calls in their order."""
+    """The replica is paused and its prefix cache is reset under load. The log has these calls in
+    order.
+    """
     path = await live_log(tmp_path / "steps.jsonl", reset_and_pause, async_scheduling=True)
     logged = entries(path)[1:]
     operators = {"pause", "resume", "reset_prefix_cache", "preempt_all"}
@@ -170,7 +172,7 @@ async def test_pausing_and_resetting_are_entries_of_their_own(
 
 
 async def go_round_in_circles(_: Replica, gateway: Gateway) -> None:
-    """Sends requests that repeat their last token and would never end."""
+    """Sends requests whose output repeats one token. Repetition detection ends them."""
     detection = common_pb2.RepetitionDetection(max_pattern_size=4, min_count=2)
     for handle in range(50, 56):
         token_ids = prompt(9, 7 * handle)
@@ -279,7 +281,7 @@ async def test_a_process_that_is_killed_leaves_a_log_up_to_its_last_half_second(
 
 
 def num_added(path: Path) -> int:
-    """The number of requests that a log has so far."""
+    """The number of requests in the log so far."""
     try:
         return sum(line.entry.value["call"] == "add" for line in StepLogFile(path))
     except CommandError:

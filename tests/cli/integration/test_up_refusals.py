@@ -1,6 +1,4 @@
-"""`stepwell up` with settings that cannot work ends with one sentence and an exit status. No
-process remains.
-"""
+"""`stepwell up` with settings that cannot work ends with an error of one sentence."""
 
 import json
 import os
@@ -25,9 +23,7 @@ def model() -> Path:
 
 
 def up(*arguments: str | Path, environ: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """Starts `stepwell up` with arguments that are refused. Returns its exit status and standard
-    error.
-    """
+    """Runs `stepwell up` with arguments that it refuses. Returns its exit status and stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", "up", *map(str, arguments)],
         capture_output=True,
@@ -94,7 +90,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
 def test_a_cached_model_of_the_hub_that_cannot_be_served_is_refused_without_torch(
     tmp_path: Path,
 ) -> None:
-    """Importing torch would take longer than everything else that `stepwell up` does before."""
+    """The import of torch would take longer than all checks."""
     directory = tmp_path / "model"
     directory.mkdir()
     bloom = {"architectures": ["BloomForCausalLM"], "model_type": "bloom"}

@@ -1,4 +1,4 @@
-"""Arrival times of requests: moments of the gaps, steps and ramps of the rate."""
+"""Arrival times of the requests of `stepwell bench`: gaps, and steps and ramps of the rate."""
 
 import math
 import random
@@ -27,7 +27,7 @@ def test_gaps_have_the_mean_and_spread_of_their_gamma_distribution(burstiness: f
 
 
 def test_a_burstiness_of_one_is_a_poisson_process() -> None:
-    """The fraction of gaps that are longer than t is exp(-t)."""
+    """In a Poisson process of rate 1, the fraction of gaps that are longer than t is exp(-t)."""
     drawn = np.array(gaps(1.0))
     for seconds in (0.1, 0.5, 1.0, 3.0):
         assert np.mean(drawn > seconds) == pytest.approx(math.exp(-seconds), abs=0.015)
@@ -48,7 +48,7 @@ def test_steps_have_their_rates_and_end() -> None:
     assert sum(time < 10 for time in times) == 20
     assert sum(10 <= time < 15 for time in times) == 40
     assert times[20:23] == [10.0, 10.125, 10.25]
-    assert len(times) == 61  # the last arrival is at the end
+    assert len(times) == 61  # the last arrival is at the end, 15 s
 
 
 def test_an_infinite_rate_sends_all_at_once() -> None:

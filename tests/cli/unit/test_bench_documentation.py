@@ -1,4 +1,4 @@
-"""docs/benchmarks.md lists exactly the flags of the load and the fields of the document."""
+"""docs/benchmarks.md lists exactly the flags of `stepwell bench` and the fields of its document."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The search for fields in events finds the same values as parsing each event's JSON."""
+"""The fast search for fields in server-sent events finds the values that a JSON parser finds."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ def chat_event(text: str, reason: str | None) -> dict[str, Any]:
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[bytes, list[str], str | None]:
-    """A stream, its texts, and its finish reason."""
+    """A stream of server-sent events, the texts in it, and its finish reason."""
     make = draw(st.sampled_from([completion_event, chat_event]))
     texts = draw(st.lists(TEXT, max_size=8))
     reason = draw(st.sampled_from([None, "stop", "length"]))

@@ -1,4 +1,4 @@
-"""The loops of a load, in virtual time, against a server with given delays."""
+"""The closed and the open loop of `stepwell bench`, in virtual time, with a fake server."""
 
 import asyncio
 import json
@@ -16,8 +16,9 @@ from tests.cli.virtual_time import LoopClock, run
 
 
 class FakeServer:
-    """Answers each request after the seconds that `latency` returns for its number. If `serial` is
-    true, it answers one request at a time. `bodies` are the received bodies, in order.
+    """Answers each request after the seconds that `latency` returns for the request's number. After
+    a negative number, the request fails. With `serial`, one request is answered at a time. `bodies`
+    are the received bodies, in order.
     """
 
     def __init__(self, latency: Callable[[int], float], *, serial: bool = False) -> None:
@@ -61,7 +62,7 @@ def session(number: int, num_turns: int = 1, think_seconds: float = 0.0) -> Sess
 
 @dataclass
 class Load:
-    """A load, as a command with these limits sends it."""
+    """A load with the limits of a command line, and the records of its requests."""
 
     server: FakeServer
     at_most: int | None = None
@@ -73,7 +74,9 @@ class Load:
     async def send(
         self, sessions: Sequence[Session], clients: int = 0, at: Sequence[float] = ()
     ) -> None:
-        """A closed loop of `clients`, or an open one with arrivals `at` these times."""
+        """Sends sessions in a closed loop of `clients`, or without clients in an open loop with
+        arrivals at the seconds `at`.
+        """
         budget = Budget(self.num_requests, self.seconds, self.num_warmups)
         limit = None if self.at_most is None else asyncio.Semaphore(self.at_most)
         load = LoadRun(LoopClock(), budget)
@@ -122,8 +125,8 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
 
 
 def test_waiting_for_a_place_counts_from_the_intended_time() -> None:
-    """This avoids coordinated omission. A stall of one request delays the requests that should be
-    sent meanwhile, and their latencies include this delay.
+    """This avoids coordinated omission. A slow request delays the next requests, and the latencies
+    of the delayed requests include the delay.
     """
     latencies = [3.0, 0.1, 0.1, 0.1]
     server = FakeServer(latencies.__getitem__)

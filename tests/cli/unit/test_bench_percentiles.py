@@ -1,4 +1,4 @@
-"""Percentiles and moments, compared with numpy's."""
+"""Percentiles, means and standard deviations, compared with those of numpy."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The requests of a load, in synthetic sessions, histories, traces and datasets."""
+"""The requests of `stepwell bench`, in synthetic sessions, histories, traces and datasets."""
 
 import json
 import random
@@ -82,7 +82,9 @@ def test_a_history_has_the_answers_as_the_server_gave_them() -> None:
 
 
 def test_words_that_are_several_tokens_are_left_out() -> None:
-    """If a tokenizer splits words after three letters, only short words are used."""
+    """The tokenizer splits words after every three letters, so only words of up to three letters
+    are used.
+    """
 
     def count_tokens(text: str) -> int:
         return sum(-(-len(word) // 3) for word in text.split())
@@ -123,7 +125,7 @@ PUBLISHED = (
     '{"timestamp": 30535, "input_length": 6472, "output_length": 26, '
     '"hash_ids": [46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 2366]}',
 )
-"""The two lines that Mooncake's documentation shows."""
+"""The two lines of a trace that Mooncake's documentation shows."""
 
 
 def trace_load(lines: list[TraceLine], **changes: float) -> TraceLoad:

@@ -1,4 +1,4 @@
-"""Figures of a run. Tests a worked example and goodput, and compares with numpy."""
+"""The summary of a run of `stepwell bench`: a worked example, goodput, and numpy's values."""
 
 from array import array
 
@@ -13,7 +13,7 @@ from services.cli.bench.core.summary import is_good, parse_objective, summarize
 
 
 def answered(intended: float, times: list[float], **changes: object) -> RequestRecord:
-    """A request whose answer arrived in events at these times."""
+    """A request whose tokens arrived at `times`, one token each."""
     record = RequestRecord(0, 0, 0, is_warmup=False, intended=intended, output_len=len(times))
     record.sent = intended
     record.token_times = array("d", times)
@@ -26,8 +26,8 @@ def answered(intended: float, times: list[float], **changes: object) -> RequestR
 
 
 def test_a_summary_counts_what_succeeded_after_the_warm_up() -> None:
-    """There are an answer of three tokens, an answer of two tokens, a refusal, and a warm-up that
-    does not count.
+    """The records are a warm-up, which does not count, an answer of three tokens, an answer of two
+    tokens, and three refusals.
     """
     records = [
         answered(0.0, [9.0, 9.5], is_warmup=True),

@@ -1,4 +1,4 @@
-"""`stepwell complete` reports why an answer ended early, and which settings make answers random."""
+"""`stepwell complete` reports why an answer ended early, and which flags make answers random."""
 
 import argparse
 

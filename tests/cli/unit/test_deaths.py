@@ -1,4 +1,4 @@
-"""Counts of consecutive deaths, and the growing time limits of a supervisor."""
+"""A supervisor counts consecutive deaths of a child, and increases its time limits with them."""
 
 from services.cli.processes.liveness import LivenessPolicy
 from services.cli.processes.supervisor import Deaths, End, RestartPolicy
@@ -9,7 +9,7 @@ def hung(ready_seconds: float) -> End:
 
 
 def test_the_bound_doubles_for_a_child_that_hangs_soon_after_it_is_ready() -> None:
-    """The time until the child is ready does not count, so 31 s of loading are not a steady run."""
+    """A child ran steadily if it was ready for 30 s. This child was ready for 3 s each time."""
     deaths, liveness, restarts = Deaths(steady_seconds=30), LivenessPolicy(), RestartPolicy()
     bounds, delays = [], []
     for _ in range(5):

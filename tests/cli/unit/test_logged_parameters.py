@@ -17,7 +17,7 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 def parameters_read(path: Path) -> set[str]:
-    """The names that follow `sampling.` and `request.sampling.` in a source file."""
+    """The names of attributes that a source file reads from a variable or attribute `sampling`."""
     return {
         node.attr
         for node in nodes(path)

@@ -1,6 +1,4 @@
-"""The settings that `stepwell up` forwards to each service, validated against the services'
-settings.
-"""
+"""The settings that `stepwell up` passes to each service are the intended ones and valid."""
 
 import dataclasses
 from pathlib import Path
@@ -98,13 +96,13 @@ EVERYTHING = {
 
 
 OF_TRACES = ("otlp_endpoint", "trace_sample_ratio", "trace_step_sample_ratio")
-"""Settings that have another default under `stepwell up`. The tests of traces concern them."""
+"""Settings of tracing, whose defaults under `stepwell up` differ from those of a service alone."""
 
 
 def received(
     tmp_path: Path, environ: dict[str, str], *, vllm_grpc_ports: tuple[int, ...] = (), **given: Any
 ) -> dict[str, Any]:
-    """The settings that each service loads from its environment."""
+    """Maps each service to the settings that it loads from its environment under `stepwell up`."""
     addresses = Addresses("::1", 8000, 9000, Path("/run/stepwell"), vllm_grpc_ports=vllm_grpc_ports)
     plan = stages(UpSettings(model=tmp_path, **given), addresses, environ)
     specs = {spec.name: spec for stage in plan for spec in stage.specs}
@@ -144,7 +142,7 @@ def test_the_services_find_each_other(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_serves_gateways_of_others_on_a_port_of_its_own(tmp_path: Path) -> None:
-    """The model's directory is forwarded too, because these gateways need its tokenizer."""
+    """The scheduler also gets the model's directory, as gateways of vLLM fetch the tokenizer."""
     assert received(tmp_path, {})["scheduler"].vllm_grpc_address is None
     scheduler = received(tmp_path, {}, vllm_grpc_ports=(9100,))["scheduler"]
     assert (scheduler.vllm_grpc_address, scheduler.model) == ("[::1]:9100", tmp_path)
@@ -177,7 +175,7 @@ def test_without_a_collector_the_gateway_alone_keeps_traces(tmp_path: Path) -> N
     assert gateway.trace_linger_seconds > 0, "it takes the spans of the others until they stop"
     for service in services.values():
         assert service.otlp_endpoint == gateway.trace_address
-        assert service.trace_sample_ratio == 0  # steps are traced only for traced requests
+        assert service.trace_sample_ratio == 0  # the gateway alone decides what is traced
     assert services["scheduler"].trace_step_sample_ratio == 1
 
 

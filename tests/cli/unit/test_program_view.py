@@ -1,4 +1,4 @@
-"""The picture of a program: its turns and pauses."""
+"""The output of `stepwell trace --program`: the turns of an agent's program and its pauses."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A damaged log ends in one sentence that names the line, and never in a traceback."""
+"""The replay of a damaged log ends with one sentence that names the line, without a traceback."""
 
 import json
 import tempfile
@@ -35,7 +35,7 @@ def replay(
 
 
 def expect_one_sentence(path: Path, status: int, out: str, err: str) -> None:
-    """Asserts that the output is a success, a difference, or one line with an error."""
+    """Asserts that a replay found no difference or some, or failed with an error of one line."""
     if err:
         assert status == 1
         assert err.startswith(f"stepwell replay: {path} ")
@@ -48,7 +48,7 @@ def expect_one_sentence(path: Path, status: int, out: str, err: str) -> None:
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """The content, either cut or with a byte, a digit or a line changed."""
+    """The content `whole` with one damage: it is cut, or one byte, digit or line is changed."""
     lines = whole.splitlines(keepends=True)
     where = draw(st.integers(0, len(whole) - 1))
     line = draw(st.integers(0, len(lines) - 1))
@@ -141,7 +141,7 @@ def test_a_log_cut_within_a_line_is_replayed_up_to_there(
 @settings(max_examples=30, deadline=None)
 @given(share=st.floats(0, 1))
 def test_a_compressed_log_is_replayed_up_to_where_it_was_cut(share: float) -> None:
-    """Each write is a frame, so that only the last frame can be lost."""
+    """The log is compressed in frames. The replay reads all frames before the cut."""
     lines = LOG.splitlines(keepends=True)
     frames = [zstandard.compress(b"".join(lines[at : at + 5])) for at in range(0, len(lines), 5)]
     content = b"".join(frames)

@@ -1,4 +1,4 @@
-"""An error names the field."""
+"""Errors about a damaged log name the field."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A replay of a log makes the same decisions. For a changed log it reports the difference."""
+"""A replay of a log makes the same decisions. A replay of a changed log reports the difference."""
 
 import asyncio
 import json
@@ -30,11 +30,11 @@ from tests.cli.recorded_logs import crowded, record
 from tests.cli.replaying import replayed
 from tests.scenarios.stand_in_model import next_token
 
-# Any run
-
 
 class Fragile:
-    """A scheduler whose pool is lost in some steps, after it has answered some transactions."""
+    """A recording scheduler. `losses` maps a step to the number of transactions that the pool still
+    answers in this step before it is lost.
+    """
 
     def __init__(self, config: SchedulerConfig, losses: dict[int, int]) -> None:
         self.entries: list[Entry] = []
@@ -143,14 +143,14 @@ def test_a_replay_of_any_run_makes_the_same_decisions(
             assert await replaying.replay_entry(Field(json.loads(json.dumps(entry)))) == []
         run = replaying.statistics
         if run.samples:
-            # The preemptions that a plot marks step by step add up to the number in its headline.
+            # The plot marks the preemptions of each step, and its headline has their sum.
             assert sum(sample.num_preemptions for sample in run.samples) == run.num_preemptions
 
     asyncio.run(again())
 
 
 async def test_why_a_grammar_waits_is_replayed() -> None:
-    """A request with a grammar waits for its adapter first. The scheduler is not called between."""
+    """The request waits for its LoRA adapter, and later for its grammar."""
     config = SchedulerConfig(8, 32, 32, block_size=4, num_blocks=30, max_loras=2)
     entries: list[Entry] = []
     scheduler = RecordingScheduler(config, InProcessPool(config), entries.append)

@@ -1,4 +1,4 @@
-"""The records of `stepwell replay --jsonl`."""
+"""The records of steps that `stepwell replay --jsonl` writes."""
 
 import json
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ async def records_of(agents: Agents) -> list[Record]:
 
 
 def check_steps(records: list[Record], plans: Sequence[Entry]) -> None:
-    """The records of a step are the snapshot, the admissions and the decision, as in the plan."""
+    """Asserts that each step has a snapshot, admissions and a decision that agree with its plan."""
     assert all(list(one) == NAMES[one["event"]] for one in records)
     decisions = [one for one in records if one["event"] == "step_decision"]
     begins = [number for number, one in enumerate(records) if one["event"] == "step_snapshot"]

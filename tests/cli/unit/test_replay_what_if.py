@@ -1,4 +1,4 @@
-"""What-if replays of a log, their table and plot."""
+"""What-if replays of a log with other settings: the results, the table and the plot."""
 
 import asyncio
 import os
@@ -25,9 +25,6 @@ from tests.cli.recorded_logs import crowded, record
 from tests.cli.replaying import replayed
 
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-# Other settings
 
 
 def what_if(scenario: dict[str, Any], **changes: Any) -> tuple[RunStatistics, RunStatistics]:
@@ -169,9 +166,6 @@ def test_a_setting_that_cannot_be_is_refused_in_one_sentence(
     assert status in (1, 2)
     assert complaint in err
     assert err.count("\n") == 1
-
-
-# Pictures
 
 
 def test_a_plot_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

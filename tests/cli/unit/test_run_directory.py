@@ -1,4 +1,4 @@
-"""The private directory of one run."""
+"""The private directory of one run of `stepwell up`, which contains its sockets."""
 
 import os
 import socket
