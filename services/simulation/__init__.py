@@ -1,1 +1,1 @@
-"""Simulations of the services: of their cores alone, and of all of them in virtual time."""
+"""Simulates fleets in virtual time: their cores (`laboratory`), or whole services (`explore`)."""

@@ -8,7 +8,7 @@ from services.scheduler.core.config import SchedulerConfig
 
 
 class InProcessPool:
-    """A `KVPool` port for a scheduler with this configuration. Tests inspect `core`."""
+    """A scheduler's `KVPool` port, with a pool in the same process. Tests inspect `core`."""
 
     core: KVPool
 
@@ -26,7 +26,7 @@ class InProcessPool:
 
     @property
     def num_skippable_blocks(self) -> int:
-        """The number of free blocks that steps may allocate later than they would have."""
+        """Free blocks, which limit how many equal steps the laboratory merges into one."""
         return self.core.num_free_blocks
 
     async def transact(

@@ -1,1 +1,1 @@
-"""Runs services in one process, in virtual time: the same seed gives the same run."""
+"""Runs services in one process, in virtual time. The same seed gives the same run."""

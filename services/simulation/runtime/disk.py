@@ -10,12 +10,12 @@ from services.simulation.runtime.network import current_process
 
 
 class MemoryFile:
-    """A file of the process that creates it."""
+    """A file in memory. It belongs to the process that creates it."""
 
     def __init__(self) -> None:
         self.content = b""
         self.has_failed = False
-        """Whether the disk was full at a write."""
+        """Whether a write failed because the disk was full."""
         self._process = current_process()
         self._process.files.append(self)
 
@@ -25,15 +25,13 @@ class MemoryFile:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self.content += content
 
-    def flush(self) -> None:
-        """Nothing is buffered."""
+    def flush(self) -> None: ...
 
-    def close(self) -> None:
-        """There is nothing to release."""
+    def close(self) -> None: ...
 
 
 class VirtualWriter:
-    """Stands for WriterThread, in virtual time."""
+    """Replaces the step log's WriterThread: writes periodically in virtual time."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write

@@ -1,4 +1,4 @@
-"""A call of gRPC over the network in memory, at the client's side."""
+"""The client's side of a gRPC call over the network in memory."""
 
 import asyncio
 import time
@@ -22,8 +22,8 @@ _OK, _CANCELLED, _DEADLINE_EXCEEDED = 0, 1, 4
 
 
 class MemoryCall:
-    """A call as grpc.aio's calls see gRPC's core. Its status is known when all messages before it
-    are read, or when the call is broken, cancelled or too late.
+    """Replaces the call of gRPC's core that a call of grpc.aio uses. The call has a status when all
+    its messages are read, or when it is broken, cancelled or past its deadline.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class MemoryCall:
         self.window_bytes = core.window_bytes
         self.waits_for_ready = waits_for_ready
         self.num_unread_bytes = 0
-        """Bytes that the server has sent and this side has not read."""
+        """Bytes that the server has sent and the client has not read."""
         self.deadline = deadline
         self._core = core
         self._loop = core.loop
@@ -138,7 +138,7 @@ class MemoryCall:
     def _has_ended(self) -> bool:
         return self._status is not None or self._final is not None
 
-    # Called when a message of the server arrives.
+    # Called when something from the server arrives.
 
     def begun(self) -> None:
         if self._initial_metadata is None:
@@ -161,7 +161,7 @@ class MemoryCall:
             self.wake()
 
     def fail(self, code: int, details: str) -> None:
-        """Ends the call at this side, and drops what is unread."""
+        """Ends the call at the client, and drops its unread messages."""
         self._end(code, details)
 
     def wake(self) -> None:

@@ -1,8 +1,8 @@
 """The client's side of gRPC over the network in memory.
 
-Channels and calls are grpc.aio's own, with its statuses, deadlines and cancellation. Only what they
-call in gRPC's core is replaced: MemoryCore stands for its AioChannel, and MemoryCall for its
-_AioCall. Messages are bytes.
+Channels and calls, their statuses, deadlines and cancellation are those of grpc.aio. Only the
+objects of gRPC's core that grpc.aio uses are replaced: AioChannel by MemoryCore, and _AioCall by
+MemoryCall. Messages are bytes.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 _CONNECT_SECONDS = 5.0
 """Limit on an attempt to connect."""
 _BACKOFF_SECONDS = 0.1, 0.25
-"""The range of the time between two attempts."""
+"""The range of the time between two attempts to connect."""
 _IDLE, _CONNECTING, _READY, _FAILED, _SHUTDOWN = range(5)
 
 
 class MemoryChannel(Channel):
-    """A grpc.aio channel in memory."""
+    """A grpc.aio channel that uses the network in memory."""
 
     def __init__(self, network: Network, target: str, options: Any) -> None:
         self._unary_unary_interceptors = []
@@ -52,7 +52,7 @@ class MemoryChannel(Channel):
 
 
 class _OrderedCalls:
-    """Calls in the order in which they began."""
+    """Replaces grpc.aio's set of calls: iterates over them in the order in which they began."""
 
     def __init__(self) -> None:
         self._calls: dict[int, Any] = {}
@@ -71,8 +71,8 @@ class _OrderedCalls:
 
 
 class MemoryCore:
-    """Connects to an address, and begins calls on the connection. After a failed attempt it
-    connects again by itself. After a broken connection it waits for the next call.
+    """Replaces AioChannel: connects to an address, and begins calls on the connection. After a
+    failed attempt it tries again by itself. After a broken connection it waits for the next call.
     """
 
     def __init__(self, network: Network, target: str, options: dict[str, Any]) -> None:
@@ -86,13 +86,13 @@ class MemoryCore:
         self._end: End | None = None
         self._server: MemoryServer | None = None
         self._calls: dict[MemoryCall, End] = {}
-        """The running calls, and the connection of each."""
+        """Maps running calls to the client's ends of their connections."""
         self._waiting: dict[MemoryCall, asyncio.Future[bool]] = {}
         self._state_waiters: list[asyncio.Future[bool]] = []
         self._is_closing = False
         self._failure = ""
 
-    # What grpc.aio.Channel calls.
+    # Called by grpc.aio.Channel.
 
     def closed(self) -> bool:
         return self._state == _SHUTDOWN
@@ -136,7 +136,7 @@ class MemoryCore:
     # Connections.
 
     async def connected(self, call: "MemoryCall") -> bool:
-        """Waits until `call` can begin. Returns whether it can. Otherwise the call has ended."""
+        """Waits until `call` can begin, and returns True. Returns False if the call has ended."""
         while self._state != _READY:
             if self._state == _FAILED and not call.waits_for_ready:
                 call.fail(UNAVAILABLE, self._failure)
@@ -152,7 +152,7 @@ class MemoryCore:
         return True
 
     def begin(self, call: "MemoryCall", metadata: Metadata) -> "ServerCall":
-        """Opens a call's stream on the connection."""
+        """Begins a call on the connection."""
         assert self._server is not None
         assert self._end is not None
         server, client = self._server, self.process
@@ -215,7 +215,7 @@ class MemoryCore:
                 waiter.set_result(True)
 
     def _going_away(self) -> None:
-        """The server accepts no more calls on this connection. Running calls go on."""
+        """The server accepts no more calls on this connection. Running calls continue."""
         if self._state == _READY:
             self._set_state(_IDLE)
 
@@ -232,8 +232,6 @@ class MemoryCore:
 
 
 class _Attempt:
-    """An attempt to connect."""
-
     def __init__(self, core: MemoryCore) -> None:
         self._core = core
         self._is_over = False
@@ -259,7 +257,7 @@ class _Attempt:
         pipe.send(self._arrived, listener)
 
     def _arrived(self, listener: "MemoryServer") -> None:
-        """In the server's process."""
+        """Runs in the server's process."""
         core = self._core
         back = Pipe(core.network, listener.process, core.process)
         if core.network.listeners.get(core.target) is not listener:

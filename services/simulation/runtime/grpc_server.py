@@ -1,7 +1,7 @@
 """The server's side of gRPC over the network in memory.
 
-MemoryServer stands for grpc.aio's server, which consists of gRPC's core, and ServerCall for the
-context of a call. Both behave as grpc.aio's.
+MemoryServer replaces grpc.aio's server, and ServerCall replaces the context of a call. Both behave
+like the originals.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class _CallDetails(NamedTuple):
 
 
 class ServedConnection:
-    """A connection at the server's side."""
+    """The server's side of a client's connection."""
 
     def __init__(self, server: "MemoryServer", end: End) -> None:
         self.calls: dict[ServerCall, None] = {}
@@ -51,7 +51,7 @@ class ServedConnection:
 
 
 class MemoryServer:
-    """A grpc.aio server in memory, for insecure ports."""
+    """Replaces a grpc.aio server with insecure ports."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class MemoryServer:
         return int(address.rpartition(":")[2])
 
     async def start(self) -> None:
-        """Serves. Connections are accepted since the port was bound."""
+        """Does nothing: a bound port accepts connections already."""
 
     async def stop(self, grace: float | None) -> None:
         self._is_stopping = True
@@ -112,15 +112,15 @@ class MemoryServer:
         return not done
 
     def accept(self, end: End) -> ServedConnection:
-        """Accepts a connection, by its end at this side."""
+        """Accepts a connection. `end` is the server's end."""
         return ServedConnection(self, end)
 
     def call(self, client: MemoryCall, up: Pipe, down: Pipe, metadata: Metadata) -> "ServerCall":
-        """A call of a client. `open` begins it when it arrives."""
+        """Creates a call of a client. The client sends the call to `open`, which begins it."""
         return ServerCall(self, client, up, down, metadata)
 
     def open(self, call: "ServerCall", connection: ServedConnection) -> None:
-        """Begins a call that has arrived."""
+        """Begins a call that has arrived at the server."""
         if call.is_reset or not connection.end.is_open or self._is_stopping:
             connection.calls.pop(call, None)
             if not call.is_reset and connection.end.is_open:
@@ -173,16 +173,16 @@ class MemoryServer:
 
 
 class ServerCall:
-    """A call at the server's side, which is also the context of its handler."""
+    """The server's side of a call, which is also the context of the call's handler."""
 
     def __init__(
         self, server: MemoryServer, client: MemoryCall, up: Pipe, down: Pipe, metadata: Metadata
     ) -> None:
         self.method = client.method
         self.up, self.down = up, down
-        """The directions to the server and to the client."""
+        """The pipes to the server and to the client."""
         self.num_unread_bytes = 0
-        """Bytes that the client has sent and this side has not read."""
+        """Bytes that the client has sent and the server has not read."""
         self.is_reset = False
         """Whether the client has ended the call."""
         self.task: asyncio.Task[None] | None = None
@@ -192,7 +192,7 @@ class ServerCall:
         self._metadata = tuple(Metadatum(*pair) for pair in metadata)
         self._timeout = client.time_remaining()
         self._deadline: float | None = None
-        """The time of the event loop by which the call must end."""
+        """The event loop's time by which the call must end."""
         self._messages: deque[bytes] = deque()
         self._is_half_closed = False
         self._has_ended = False
@@ -205,7 +205,7 @@ class ServerCall:
         self._changed: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    # Called when a message of the client arrives.
+    # Called when something from the client arrives.
 
     def receive(self, message: bytes) -> None:
         self._server.network.log(f"{self._server.process.name} < {self.method} {digest(message)}")
@@ -217,7 +217,7 @@ class ServerCall:
         self._wake()
 
     def reset(self) -> None:
-        """The client has cancelled the call, or is gone."""
+        """Called when the client has cancelled the call, or the connection is lost."""
         if not self.is_reset:
             self.is_reset = True
             if self.task is not None and not self.task.done() and not self._has_ended:
@@ -225,7 +225,7 @@ class ServerCall:
             self._wake()
 
     def has_read(self) -> None:
-        """The client has read a message."""
+        """Called when the client has read a message."""
         if self._changed:
             self.up.send(self._wake)
 
@@ -355,10 +355,8 @@ class ServerCall:
     def cancelled(self) -> bool:
         return self._code is grpc.StatusCode.CANCELLED
 
-    # The rest.
-
     def end(self, code: int, details: str, trailing: Metadata = ()) -> None:
-        """Sends the status, once."""
+        """Sends the call's status, unless it was sent before."""
         if not self._has_ended:
             self._has_ended = True
             if self._timer is not None:

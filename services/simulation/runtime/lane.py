@@ -1,4 +1,4 @@
-"""The compute thread of a worker, in the event loop."""
+"""Runs the functions of a worker's compute thread in the event loop."""
 
 import threading
 from collections import deque
@@ -11,25 +11,25 @@ from services.simulation.runtime.process import PROCESS, Exited
 
 
 class VirtualLane:
-    """Runs functions one after the other, as callbacks of the loop. If a function sleeps, the
-    next one begins later by this time, and its end is reported later by this time.
+    """A compute thread in virtual time. It runs functions one after the other, as callbacks of the
+    loop. If a function sleeps, its end and the begin of the next function are delayed by that time.
     """
 
     def __init__(self, loop: VirtualLoop, *, may_wait: bool = False) -> None:
-        """With `may_wait`, functions may call `wait`."""
+        """If `may_wait`, functions may call `wait`, and each function runs in a Fiber."""
         self._loop = loop
         self._context = PROCESS.get().context
         self._functions: deque[Callable[[], None]] = deque()
         self._is_busy = False
         self._may_wait = may_wait
         self._fiber: Fiber | None = None
-        """The function that waits."""
+        """The Fiber of the function that runs or waits now."""
         self._free = 0.0
-        """The time at which the function began to wait."""
+        """The time at which the last function ended or began to wait."""
         PROCESS.get().at_end.append(self._kill)
 
     def put(self, function: Callable[[], None] | None) -> None:
-        """Queues a function. None, which ends a thread, is ignored."""
+        """Queues a function. None, with which a caller ends a real thread, is ignored."""
         if function is not None:
             self._functions.append(function)
             if not self._is_busy:
@@ -37,11 +37,11 @@ class VirtualLane:
                 self._loop.call_later(0.0, self._run, context=self._context)
 
     def join(self, patience_seconds: float | None) -> None:
-        """Does nothing: there is no thread, and queued functions still run."""
+        """Does nothing, because there is no thread. Queued functions still run."""
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Lets others run until a condition holds, at most for some seconds. Returns whether it
-        holds. It is looked at after `wake`. Called by a function of this lane.
+        """Called by a function of this lane. Lets other callbacks run until a condition holds, at
+        most for `seconds`. Returns whether the condition holds. It is evaluated after each `wake`.
         """
         loop, fiber = self._loop, self._loop.fiber
         assert fiber is not None
@@ -56,7 +56,7 @@ class VirtualLane:
         return True
 
     def wake(self) -> None:
-        """Makes a function that waits look at its condition."""
+        """Makes a waiting function evaluate its condition."""
         when = max(self._loop.time(), self._free)
         self._loop.call_exactly(when, self._go_on, context=self._context)
 
@@ -73,7 +73,7 @@ class VirtualLane:
             self._call(fiber.go)
 
     def _call(self, function: Callable[[], None]) -> None:
-        """Calls a function, or the next part of one."""
+        """Calls a function, or continues the Fiber of one."""
         loop = self._loop
         loop.lane, loop.fiber = self, self._fiber
         try:
@@ -99,7 +99,7 @@ class VirtualLane:
 
 
 class Fiber:
-    """A function in a thread that runs only while the event loop waits for it."""
+    """Runs a function in a thread, which runs only while the event loop waits for it."""
 
     def __init__(self, function: Callable[[], None], context: Context) -> None:
         self.has_ended = False
@@ -127,7 +127,7 @@ class Fiber:
             raise Exited("killed")
 
     def kill(self) -> None:
-        """Ends a function that has paused."""
+        """Ends a paused function."""
         self._is_killed = True
         self._going.release()
         self._thread.join()

@@ -1,9 +1,9 @@
-"""Clocks and random numbers in virtual time, and a guard against the machine's own.
+"""Makes Python's clocks and random numbers virtual, and guards other access to the machine.
 
-`install` must be called before services are imported, since they may keep Python's functions. While
-a VirtualLoop runs, Python's clocks show its time, and Python's random numbers are drawn from its
-seed. The guard raises PastThePorts at threads, sockets, other processes and written files. When no
-VirtualLoop runs, everything is as usual.
+`install` must be called before services are imported, because their modules may store Python's
+functions. While a VirtualLoop runs, Python's clocks show its time, and Python's random numbers are
+drawn from its seed. Threads, sockets, other processes and written files raise PastThePorts. When no
+VirtualLoop runs, Python's own functions are called.
 """
 
 import asyncio
@@ -44,13 +44,11 @@ _CLOCKS = ("time", "monotonic", "perf_counter", "thread_time", "process_time")
 
 
 _UNFINISHED: list[asyncio.Task[Any]] = []
-"""Tasks of killed processes. They are never freed, since their coroutines would then end."""
+"""Tasks of killed processes. They are never freed, because their coroutines would then run."""
 
 
 class PastThePorts(BaseException):
-    """Code in virtual time uses the machine itself. It is no Exception, so that no service handles
-    it.
-    """
+    """Simulated code uses the machine itself. It is no Exception, so that no service handles it."""
 
 
 class _Machine:
@@ -59,7 +57,7 @@ class _Machine:
 
 
 def run_on(network: Network, seed: int, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Runs the coroutine of `main` to its end, in virtual time. Then closes the network's loop."""
+    """Runs the coroutine that `main` returns, in virtual time. Then closes the network's loop."""
     if not getattr(time.time, "is_virtual", False):
         raise RuntimeError("install() has not been called")
     state = random.getstate()
@@ -68,7 +66,7 @@ def run_on(network: Network, seed: int, main: Callable[[], Coroutine[Any, Any, T
     root = logging.getLogger()
     root.addHandler(handler)
     _Machine.loop, _Machine.network = network.loop, network
-    gc.disable()  # it would end asynchronous generators at times that no seed decides
+    gc.disable()  # otherwise it ends asynchronous generators at times that no seed decides
     try:
         return network.loop.run_until_complete(main())
     finally:
@@ -82,7 +80,7 @@ def run_on(network: Network, seed: int, main: Callable[[], Coroutine[Any, Any, T
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """The real machine, for what has no time in a run, such as loading a model."""
+    """Makes the real machine available to work that takes no virtual time (loading a model)."""
     loop, _Machine.loop = _Machine.loop, None
     try:
         yield
@@ -92,7 +90,7 @@ def outside() -> Iterator[None]:
 
 @contextmanager
 def inside(loop: VirtualLoop) -> Iterator[None]:
-    """Virtual time again, for what runs while code in `outside` waits."""
+    """Returns to virtual time while code within `outside` waits."""
     before, _Machine.loop = _Machine.loop, loop
     try:
         yield
@@ -101,7 +99,7 @@ def inside(loop: VirtualLoop) -> Iterator[None]:
 
 
 class _LogHandler(logging.Handler):
-    """Adds the lines of services to the network's log."""
+    """Adds the log messages of services to the network's log."""
 
     def __init__(self, network: Network) -> None:
         super().__init__()
@@ -116,8 +114,8 @@ class _LogHandler(logging.Handler):
 
 
 def install() -> None:
-    """Replaces Python's clocks and chance in this process. Raises RuntimeError if a service was
-    imported before and has kept one of them.
+    """Replaces Python's clocks and random numbers in this process. Raises RuntimeError if a service
+    that was imported earlier has stored one of the replaced functions.
     """
     if getattr(time.time, "is_virtual", False):
         return
@@ -141,7 +139,7 @@ def install() -> None:
 
 
 def _replace(module: Any, name: str, virtual: Callable[..., Any]) -> None:
-    """While a VirtualLoop runs, calls `virtual` in place of a function."""
+    """Makes `module.name` call `virtual` while a VirtualLoop runs."""
     real = getattr(module, name)
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -191,12 +189,12 @@ def _exit(status: int) -> None:
 
 
 def end_process(reason: str) -> NoReturn:
-    """Ends the process whose code runs now. None of its code runs any more."""
+    """Ends the process whose code runs now. Raises Exited, and none of its code runs afterwards."""
     process, task = PROCESS.get(), None if _loop().is_in_lane else asyncio.current_task()
 
     def ended() -> None:
         if task is not None and task.done() and not task.cancelled():
-            task.exception()  # otherwise asyncio logs that nobody has read it
+            task.exception()  # otherwise asyncio logs that the exception was never retrieved
         process.on_exit(reason)
 
     _loop().call_soon(ended, context=Context())
@@ -214,7 +212,7 @@ def _create_server(address: tuple[str, int], **_: Any) -> Any:
 
 
 def network() -> Network:
-    """The network of the present run."""
+    """The network of the run in progress."""
     assert _Machine.network is not None
     return _Machine.network
 
@@ -248,7 +246,7 @@ def _originals() -> set[int]:
 
 
 def _keepers(kept: set[int]) -> set[str]:
-    """Services' modules that have functions of `kept` in their globals or in defaults."""
+    """Names of services' modules with a function of `kept` in globals or default arguments."""
     found = set()
     for name, module in list(sys.modules.items()):
         if not name.startswith("services.") or name.startswith("services.simulation."):

@@ -1,7 +1,7 @@
 """A Redis server in memory, with the commands that the services use, over RESP2.
 
-Keys expire by the clock of the process. The scripts of the fleet's registry are written in Python
-here. A stream is trimmed at once.
+Keys expire by the clock of the server's process. The Lua scripts of `fleet_registry` are replaced
+by Python methods. A stream is trimmed exactly and at once.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ _FIRST, _LAST = (0, 0), (1 << 64, 0)
 
 
 class CommandError(Exception):
-    """An error that is the answer to a command."""
+    """An error that Redis sends as the reply to a command."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """Entries with increasing ids."""
+    """A Redis stream: entries with increasing ids."""
 
     last_id: EntryId = _FIRST
     ids: list[EntryId] = field(default_factory=list)
     entries: list[list[bytes]] = field(default_factory=list)
-    """Names and values of the fields of each entry, alternating."""
+    """Each entry is a list of its fields' names and values, alternating."""
 
     def add(self, entry_id: EntryId, fields: list[bytes]) -> None:
         if entry_id <= self.last_id:
@@ -46,21 +46,20 @@ class Stream:
         del self.ids[:count], self.entries[:count]
 
     def between(self, first: EntryId, last: EntryId) -> list[list[Any]]:
-        """The entries from `first` up to, and including, `last`."""
         begin, end = bisect_left(self.ids, first), bisect_right(self.ids, last)
         pairs = zip(self.ids[begin:end], self.entries[begin:end], strict=True)
         return [[b"%d-%d" % entry_id, fields] for entry_id, fields in pairs]
 
 
 class MemoryRedis:
-    """The keys of a server. `serve` serves one connection."""
+    """The keys and commands of a Redis server. `serve` serves one connection."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, Any] = {}
         self._ends: dict[bytes, int] = {}
-        """When keys expire, in milliseconds since 1970. Other keys stay."""
+        """Maps keys that expire to the time of their expiry, in milliseconds since 1970."""
         self._added: list[asyncio.Future[None]] = []
-        """Set when an entry is added to a stream."""
+        """Futures of waiting XREADs. They are set when an entry is added to a stream."""
         self._scripts: dict[str, Callable[..., Any]] = {
             fleet_registry._RENEW: self._renew_replica,
             fleet_registry._READ: self._read_replicas,
@@ -77,7 +76,7 @@ class MemoryRedis:
         return [key.decode() for key in list(self._values) if self._get(key) is not None]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answers commands until the client closes the connection."""
+        """Replies to commands until the client closes the connection."""
         try:
             while True:
                 name, *arguments = await _read_command(reader)
@@ -242,7 +241,7 @@ class MemoryRedis:
         return entries[: int(options[1])] if options else entries
 
     async def _xread(self, arguments: list[bytes]) -> Any:
-        """Waits for entries after an id of one stream."""
+        """Waits until a stream has entries after an id, at most for BLOCK milliseconds."""
         options = dict(zip(arguments[::2], arguments[1::2], strict=False))
         *_, key, after = arguments
         millis, number = _entry_id(after)
@@ -266,7 +265,7 @@ def _entry_id(text: bytes) -> EntryId:
 
 
 def _bound(text: bytes) -> EntryId:
-    """The bound of a range. An excluded first id is written with a parenthesis."""
+    """Parses one bound of a range. A parenthesis excludes the bound itself."""
     if text in (b"-", b"+"):
         return _FIRST if text == b"-" else _LAST
     millis, number = _entry_id(text.lstrip(b"("))
@@ -274,7 +273,7 @@ def _bound(text: bytes) -> EntryId:
 
 
 async def _read_command(reader: asyncio.StreamReader) -> list[bytes]:
-    """Reads an array of strings, or the words of a line. Raises EOFError at the end."""
+    """Reads a command: an array of strings, or the words of a line. Raises EOFError at the end."""
     head = await reader.readuntil(b"\r\n")
     if not head.startswith(b"*"):
         return head.split() or [b""]

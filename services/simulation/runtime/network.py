@@ -1,10 +1,10 @@
 """A network in memory: addresses, connections, delays, and partitions.
 
 A connection has two ends. Data arrives at the other end in order, after a delay that is drawn from
-the seed. Separate connections, and separate calls of one gRPC connection, are not
-ordered among each other. While a direction between two processes is cut, nothing arrives. Data
-arrives after the cut, as TCP sends lost packets again. An end that receives nothing for too long
-closes the connection, as gRPC's keepalive and TCP_USER_TIMEOUT do.
+the seed. The order across different connections, and across different calls of one gRPC connection,
+is not defined. While a direction between two processes is cut, nothing arrives. The data arrives
+when the cut ends, because TCP retransmits lost packets. An end that receives nothing for too long
+closes the connection, as with gRPC's keepalive and TCP_USER_TIMEOUT.
 """
 
 import asyncio
@@ -16,14 +16,14 @@ from services.simulation.runtime.loop import VirtualLoop
 from services.simulation.runtime.process import PROCESS, Process, State
 
 Cut = tuple[str, str]
-"""The names of two processes: what the first sends to the second does not arrive."""
+"""The names of two processes. Data from the first to the second does not arrive."""
 
 CLOSED = "Socket closed"
 _FIRST_PORT = 40_000
 _CUT_SECONDS = 5.0, 15.0
-"""The range of the time after which an end closes a connection, if one direction is cut."""
+"""The range of the time after which an end closes a connection because one direction is cut."""
 _SILENT_SECONDS = 30.0, 40.0
-"""The range of the time after which an end gives up a connection to a stopped process."""
+"""The range of the time after which an end closes a connection to a stopped process."""
 
 
 class Listener(Protocol):
@@ -43,20 +43,20 @@ class Network:
         """The tracebacks that services have logged."""
         self.listeners: dict[str, Listener] = {}
         self.spike_chance = 0.01
-        """The chance that something takes much longer than usual."""
+        """The probability that a message takes up to 20 ms longer than usual."""
         self._cuts: dict[Cut, None] = {}
         self.awaited: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
-        """By the names of source and target, who waits for an arrival."""
+        """Maps (source, target) to those who wait for the next arrival at the target."""
         self._waiting: dict[Cut, list[tuple[Pipe, Callable[..., object], tuple[Any, ...]]]] = {}
         self.connections: dict[Connection, None] = {}
-        """The connections with an open end."""
+        """Connections with at least one open end."""
         self._next_port = _FIRST_PORT
 
     def log(self, line: str) -> None:
         self.lines.append(f"{self.loop.time():.6f} {line}")
 
     def delay(self, source: str, target: str) -> float:
-        """How long something takes from one process to another."""
+        """Draws the time that a message takes from one process to another, in seconds."""
         rng = self.loop.rng_of(source, target)
         seconds = 0.00005 + 0.0002 * rng.random()
         if rng.random() < self.spike_chance:
@@ -66,7 +66,7 @@ class Network:
     # Addresses.
 
     def listen(self, address: str, listener: Listener) -> str:
-        """Binds an address, with port 0 to a free port. Returns it. Raises OSError."""
+        """Binds an address and returns it. Port 0 selects a free port. Raises OSError."""
         host, _, port = address.rpartition(":")
         if port == "0":
             self._next_port += 1
@@ -84,7 +84,7 @@ class Network:
     # Connections and cuts.
 
     def reaches(self, one: Process, other: Process) -> bool:
-        """Whether both directions between two processes are whole."""
+        """Whether neither direction between two processes is cut."""
         return not self._cuts or (
             (one.name, other.name) not in self._cuts and (other.name, one.name) not in self._cuts
         )
@@ -93,21 +93,20 @@ class Network:
         return (source.name, target.name) in self._cuts
 
     def cut(self, source: Process, target: Process) -> None:
-        """Cuts one direction."""
+        """Cuts one direction between two processes."""
         self._cuts[source.name, target.name] = None
         for connection in self.connections:
             if connection.joins(source, target):
                 self._watch(connection, _CUT_SECONDS, lambda: not self.reaches(source, target))
 
     def mend(self, source: Process, target: Process) -> None:
-        """Makes one direction whole again."""
+        """Ends the cut of one direction. Waiting data is sent again."""
         cut = source.name, target.name
         self._cuts.pop(cut, None)
         for pipe, callback, args in self._waiting.pop(cut, ()):
             pipe.send(callback, *args)
 
     def reset(self, one: Process, other: Process) -> None:
-        """Ends all connections between two processes, at both ends."""
         for connection in list(self.connections):
             if connection.joins(one, other):
                 for end in connection.ends:
@@ -116,7 +115,7 @@ class Network:
                     )
 
     async def arrival(self, source: Process, target: Process) -> None:
-        """Waits until something arrives that one process has sent to another."""
+        """Waits until a message from `source` arrives at `target`."""
         arrived = self.loop.create_future()
         self.awaited.setdefault((source.name, target.name), []).append(arrived)
         await arrived
@@ -131,7 +130,7 @@ class Network:
         self._waiting.setdefault(cut, []).append((pipe, callback, args))
 
     def stopped(self, process: Process) -> None:
-        """Notes that a process was stopped. Its peers give up if it stays so."""
+        """Makes the peers of a stopped process close their connections if it stays stopped."""
         for connection in self.connections:
             if connection.has(process):
                 self._watch(connection, _SILENT_SECONDS, lambda: process.state is State.STOPPED)
@@ -159,7 +158,7 @@ class Network:
 
 
 class Pipe:
-    """One direction between two processes. Data arrives in order."""
+    """One direction between two processes. Messages arrive in order."""
 
     __slots__ = ("_due", "_network", "source", "target")
 
@@ -170,7 +169,7 @@ class Pipe:
         self._due = 0.0
 
     def send(self, callback: Callable[..., object], *args: Any) -> None:
-        """Calls a function in the target's process, after a delay."""
+        """Calls a function in the target's process after a delay."""
         network = self._network
         due = max(
             network.loop.time() + network.delay(self.source.name, self.target.name), self._due
@@ -193,7 +192,7 @@ class End:
     def __init__(self, connection: "Connection", process: Process, pipe: Pipe) -> None:
         self.process = process
         self.pipe = pipe
-        """Carries what this end sends."""
+        """Sends to the other end."""
         self.is_open = True
         self.on_lost: Callable[[str], None] = lambda _: None
         """Called once, with the reason, if the peer or the network ends the connection."""
@@ -202,13 +201,13 @@ class End:
         process.at_end.append(self._kernel)
 
     def close(self) -> None:
-        """Closes the connection from this end. The peer notices after a delay."""
+        """Closes the connection from this end. The other end is lost after a delay."""
         if self.is_open:
             self._end()
             self.pipe.send(self._connection.other(self).lose, CLOSED)
 
     def lose(self, reason: str) -> None:
-        """Ends the connection at this end."""
+        """Ends the connection at this end, and calls `on_lost`."""
         if self.is_open:
             self._end()
             self.on_lost(reason)
@@ -222,7 +221,7 @@ class End:
 
 
 class Connection:
-    """A connection between two processes. `ends` are the client's and the server's end."""
+    """A connection between two processes. `ends` are the client's end and the server's end."""
 
     def __init__(
         self, network: Network, client: Process, server: Process, *, has_keepalive: bool
@@ -235,7 +234,7 @@ class Connection:
         )
         network.add(self)
         for end in self.ends:
-            if end.process.is_dead:  # it died before the connection was accepted
+            if end.process.is_dead:  # its process died before the connection was accepted
                 end.close()
 
     def other(self, end: End) -> End:
@@ -257,5 +256,5 @@ def current_process() -> Process:
 
 
 def digest(data: bytes) -> str:
-    """The length of some bytes, and their checksum."""
+    """The length and the CRC-32 checksum of `data`, for the log."""
     return f"{len(data)} {crc32(data):08x}"

@@ -1,4 +1,4 @@
-"""A simulated process: the tasks and callbacks of one service or client."""
+"""A simulated process, which consists of the tasks and callbacks of one service or client."""
 
 import asyncio
 import contextvars
@@ -9,45 +9,45 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 PROCESS: contextvars.ContextVar["Process"] = contextvars.ContextVar("process")
-"""The process that runs now. Tasks, timers and callbacks inherit it."""
+"""The process to which the running code belongs. Tasks, timers and callbacks inherit it."""
 
 
 class Exited(BaseException):
-    """Ends the running code of a process that has ended itself. It is no Exception, so that no
-    service handles it.
+    """Ends the running code of a process that was ended. It is no Exception, so that no service
+    handles it.
     """
 
 
 class State(enum.Enum):
     RUNS = "runs"
     STOPPED = "stopped"
-    """As after SIGSTOP: its callbacks and timers run when it continues."""
+    """As after SIGSTOP. Callbacks and timers that become due run when the process continues."""
     DEAD = "dead"
-    """As after SIGKILL: none of its callbacks runs any more, not even the end of a task."""
+    """As after SIGKILL. No code of the process runs any more, not even `finally` blocks."""
 
 
 class Process:
-    """A process on a machine of its own, with the host name `name`."""
+    """A process on its own machine, whose host name is `name`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self.name = name
         self.state = State.RUNS
         self.seconds_ahead = 0.0
-        """How much its clock of the time of day is ahead."""
+        """How far the process's wall clock is ahead of the virtual time."""
         self.files: list[Any] = []
-        """The files that it has created."""
+        """The MemoryFiles that the process has created."""
         self.is_disk_full = False
         self.at_end: list[Callable[[], None]] = []
-        """Called at the end of the process, outside of it: what its machine's kernel does then."""
+        """Functions that do what the machine's kernel does after the process has ended."""
         self.on_exit: Callable[[str], None] = lambda _: None
-        """Called, outside of the process, when it ends itself. The argument is the reason."""
+        """Called with the reason, outside of the process, when the process ends itself."""
         self.inside: Any = None
-        """The main object of the service, for those who look into it."""
+        """The main object of the service, for tests and searches that inspect it."""
         self._loop = loop
         self._held: list[asyncio.Handle] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        """The tasks that the end of a killed process has left. They are kept, since the coroutine
-        of a task that is freed runs to its end.
+        """The unfinished tasks of a killed process. They are kept, because Python runs a coroutine
+        to its end when its task is freed.
         """
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)
@@ -65,7 +65,7 @@ class Process:
         return self.context.copy().run(function, *args)
 
     def hold(self, handle: asyncio.Handle) -> None:
-        """Keeps a callback of a stopped process, and drops one of a dead process."""
+        """Stores a callback of a stopped process. A dead process drops it."""
         if self.state is State.STOPPED:
             self._held.append(handle)
 
@@ -74,7 +74,7 @@ class Process:
             self.state = State.STOPPED
 
     def resume(self) -> list[asyncio.Handle]:
-        """Continues a stopped process. Returns the callbacks that are due, in order."""
+        """Continues a stopped process. Returns the callbacks that became due, in order."""
         held, self._held = self._held, []
         if self.state is State.STOPPED:
             self.state = State.RUNS

@@ -1,8 +1,8 @@
-"""A group of ranks over the network in memory.
+"""A group of worker ranks over the network in memory.
 
 As in `Group`, rank 0 listens, all pairs of ranks connect, and each rank notices when another one
-ends. Only what the simulated device needs is exchanged: texts at the start, and numbers in each
-step. All waits are those of a VirtualLane.
+ends. Only what the simulated device needs is exchanged: strings at the start, and numbers in each
+step. A rank waits by `VirtualLane.wait`.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ _STOPPED = "it was told to stop"
 
 
 class Meeting:
-    """What ranks know of each other, at rank 0."""
+    """Rank 0's record of the ranks that have joined, and of the strings that they exchange."""
 
     def __init__(self) -> None:
         self.process = current_process()
@@ -32,7 +32,7 @@ class Meeting:
 
 
 class MemoryGroup(Group):
-    """Stands for Group, whose constructor's arguments it has."""
+    """Replaces Group, and has the same constructor arguments."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class MemoryGroup(Group):
         self.link = None
         self.local_ranks = [membership.rank]
         self.peers: dict[int, tuple[MemoryGroup, End]] = {}
-        """The other ranks, and this end of the connection to each."""
+        """Maps each other rank to its group and to this rank's end of the connection."""
         self.watch: Any = MemoryWatch(self, on_broken)
         self._numbers: dict[int, deque[list[int]]] = {}
-        """Numbers that other ranks have sent and this one has not read."""
+        """For each other rank, the numbers that it has sent and this rank has not read."""
         self._lane = network().loop.lane
         self._address = f"{membership.master_addr}:{membership.master_port}"
         self._timeouts = timeouts
@@ -85,14 +85,14 @@ class MemoryGroup(Group):
             network().unlisten(self._address, self._meeting)
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """As VirtualLane.wait."""
+        """Does the same as VirtualLane.wait."""
         return bool(self._lane.wait(condition, seconds))
 
     def wake(self) -> None:
         self._lane.wake()
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of all ranks. Raises RuntimeError."""
+        """Sends `numbers` to all ranks and returns all ranks' numbers. Raises RuntimeError."""
         own = self.membership.rank
         for peer, end in self.peers.values():
             end.pipe.send(peer._receive, own, numbers)
@@ -126,7 +126,7 @@ class MemoryGroup(Group):
         return isinstance(meeting, Meeting) and network().reaches(self.process, meeting.process)
 
     def _wait_for(self, condition: Callable[[], bool], why: str) -> None:
-        """Raises GroupBroken with the reason `why` after the join timeout."""
+        """Waits for a condition. Raises GroupBroken with the reason `why` after a time-out."""
         end = network().loop.time() + self._timeouts.join_seconds
         while not self.wait(condition, _LOOK_SECONDS):
             self._checkpoint_reached()
@@ -135,7 +135,7 @@ class MemoryGroup(Group):
 
 
 class MemoryWatch:
-    """Stands for Watch."""
+    """Replaces Watch, which notices that another rank has ended."""
 
     def __init__(self, group: MemoryGroup, on_broken: Callable[[GroupBroken], None]) -> None:
         self.is_broken = False
@@ -165,7 +165,7 @@ class MemoryWatch:
             end.close()
 
     def ended(self, rank: int, reason: str = "") -> None:
-        """Another rank has ended, and perhaps sent its reason before."""
+        """Called when another rank has ended. `reason` is empty if the rank has not sent one."""
         kind = RankStopped if reason.endswith(_STOPPED) else RankLost
         self.report(kind(f"rank {rank} is gone: {reason}" if reason else f"rank {rank} is gone"))
 
@@ -175,7 +175,7 @@ class MemoryWatch:
 
 
 class MemoryRanks(GatheringRanks):
-    """The numbers that ranks exchange. The simulated device exchanges no tensors."""
+    """Exchanges numbers among ranks. The simulated device exchanges no tensors."""
 
     def __init__(self, group: MemoryGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)

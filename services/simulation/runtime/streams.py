@@ -1,4 +1,4 @@
-"""Byte streams over the network in memory, as asyncio's transports: for HTTP."""
+"""Byte streams over the network in memory, as asyncio transports. HTTP uses them."""
 
 import asyncio
 from collections import deque
@@ -16,12 +16,12 @@ from services.simulation.runtime.network import (
 from services.simulation.runtime.process import Process
 
 _KERNEL_BYTES = 128 * 1024
-"""Bytes that the kernels of both machines store for a reader that does not read."""
+"""Bytes that the kernels of both machines buffer for a peer that does not read."""
 _HIGH_BYTES = 64 * 1024
 
 
 class MemoryStreams:
-    """Creates servers and connections of a VirtualLoop."""
+    """Creates the servers and connections of a VirtualLoop."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -49,7 +49,7 @@ class MemoryStreams:
             Pipe(network, listener.process, client).send(answered, None)
 
         def arrived(listener: MemoryListener) -> None:
-            """In the server's process."""
+            """Runs in the server's process."""
             listener.process.at_end.remove(refused)
             if network.listeners.get(address) is not listener or listener.protocol_factory is None:
                 refuse(listener)
@@ -63,7 +63,7 @@ class MemoryStreams:
         listener = network.listeners.get(address)
         if isinstance(listener, MemoryListener):
             refused = partial(refuse, listener)
-            listener.process.at_end.append(refused)  # if it is dead when the attempt arrives
+            listener.process.at_end.append(refused)  # in case it dies before the attempt arrives
             Pipe(network, client, listener.process).send(arrived, listener)
         else:
             network.loop.call_later(network.delay(client.name, address), answered, None)
@@ -76,7 +76,7 @@ class MemoryStreams:
 
 
 class MemoryListener:
-    """A listening socket, and asyncio's server of it."""
+    """Replaces a listening socket, and asyncio's server on that socket."""
 
     def __init__(self, network: Network, address: str) -> None:
         self.process: Process = current_process()
@@ -84,7 +84,7 @@ class MemoryListener:
         self._network = network
         self._address = network.listen(address, self)
 
-    # A socket.
+    # Methods of a socket.
 
     def getsockname(self) -> tuple[str, int]:
         host, _, port = self._address.rpartition(":")
@@ -94,31 +94,31 @@ class MemoryListener:
         return self
 
     def setsockopt(self, *_: Any) -> None:
-        """There is nothing to set."""
+        """Does nothing."""
 
     def setblocking(self, _: bool) -> None:
-        """It never blocks."""
+        """Does nothing."""
 
     def close(self) -> None:
         self._network.unlisten(self._address, self)
 
-    # An asyncio server.
+    # Methods of an asyncio server.
 
     @property
     def sockets(self) -> list["MemoryListener"]:
         return [self]
 
     async def wait_closed(self) -> None:
-        """It is closed at once."""
+        """Returns at once."""
 
 
 class MemoryTransport(asyncio.Transport):
-    """One end of a connection. Data that the peer does not read fills the kernels' buffers first,
-    and then this transport's.
+    """One end of a connection. Data that the peer does not read fills the buffers of the kernels
+    first, and then this transport's buffer.
     """
 
     def __init__(self, network: Network, end: End, peer: "MemoryTransport | None" = None) -> None:
-        """`peer` is None for the end that is made first. The other one then sets it."""
+        """`peer` is None for the end that is created first. The second end then sets it."""
         super().__init__()
         self._network = network
         self._end = end
@@ -126,7 +126,7 @@ class MemoryTransport(asyncio.Transport):
         self._peer._peer = self
         self._protocol: Any = None
         self._num_unread = 0
-        """Bytes that this end sent and the peer's protocol has not received."""
+        """Bytes that this end has sent and the peer's protocol has not received."""
         self._received: deque[bytes] = deque()
         self._is_reading_paused = False
         self._is_writing_paused = False
@@ -210,7 +210,7 @@ class MemoryTransport(asyncio.Transport):
     def abort(self) -> None:
         self.close()
 
-    # Called when data of the peer arrives.
+    # Called when something from the peer arrives.
 
     def receive(self, data: bytes) -> None:
         self._received.append(data)
@@ -243,7 +243,7 @@ class MemoryTransport(asyncio.Transport):
                 self.close()
 
     def _lose(self, _: str) -> None:
-        """The peer has closed the connection."""
+        """Called when the peer has closed the connection."""
         self._is_closing = True
         while self._received and not self._is_reading_paused:
             self._deliver()

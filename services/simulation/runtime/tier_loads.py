@@ -1,4 +1,4 @@
-"""The loads of a tier of offloaded blocks, in virtual time."""
+"""Simulates loads of KV blocks from the tier of host memory to which they are offloaded."""
 
 import random
 import time
@@ -9,16 +9,16 @@ from services.worker.core.kv.load_thread import IDLE_WAIT_SECONDS
 from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
 
 _LOAD_SECONDS = 0.02, 0.02, 0.3
-"""The longest times of loads, of which each load draws one."""
+"""The longest times of loads, in seconds. Each load draws one of them at random."""
 
 
 class VirtualLoads:
-    """Stands for LoadThread. A load begins after the one before it, and copies at its end."""
+    """Replaces LoadThread. Loads run one after the other, and copy their blocks at the end."""
 
     def __init__(self, load: Callable[[TierBlocks], Int32Array]) -> None:
         self._load = load
         self._loads: deque[tuple[float, TierLoad]] = deque()
-        """The loads that have not ended, and their ends."""
+        """The loads that have not ended, each with the time of its end."""
 
     def begin(self, loads: Sequence[TierLoad]) -> None:
         for load in loads:
