@@ -1,4 +1,4 @@
-"""Compose files as their services see them: extended, merged, with default values."""
+"""Reads compose files like `docker compose`: bases extended, files merged, variables replaced."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-?]([^}]*))?\}")
 
 
 def services_of(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
-    """The services of one or more files, by name."""
+    """The services of one or more merged compose files, by name."""
     merged: dict[str, Any] = {}
     for name in names:
         merged = _merge(merged, _load(name, variables)["services"])

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered once for all tests."""
+"""The Helm chart, rendered once for all tests with several sets of values."""
 
 import json
 import subprocess
@@ -25,13 +25,13 @@ Values = dict[str, Any]
 
 
 def example(name: str, **changes: Any) -> Values:
-    """The values of an example, with some top-level values replaced."""
+    """The values of an example of the chart, with some top-level values replaced."""
     values: Values = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
     return values | changes
 
 
 def groups_without_leader_worker_set() -> Values:
-    """Values for groups of three ranks that use TLS to their scheduler."""
+    """Values for worker groups of three ranks, as StatefulSets, with TLS to the scheduler."""
     return example(
         "tensor-parallel-gpu",
         tensorParallel={"size": 3, "leaderWorkerSet": "never"},
@@ -66,7 +66,7 @@ def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
 
 @pytest.fixture(scope="session")
 def releases() -> dict[str, Rendered]:
-    """The chart with the values of each example, and for groups without LeaderWorkerSet."""
+    """The chart with the values of each example, and with worker groups without LeaderWorkerSet."""
     sets = {name: example(name) for name in NAMES}
     groups = {"groups": groups_without_leader_worker_set(), "stages": stages_of_ranks()}
     return render_chart(sets | groups)

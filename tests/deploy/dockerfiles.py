@@ -1,4 +1,4 @@
-"""Dockerfiles as lists of instructions by stage."""
+"""Reads Dockerfiles as lists of instructions by stage."""
 
 import re
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ TARGETS = {
     "worker": (WORKER, "cpu"),
     "worker-cuda": (WORKER, "cuda"),
 }
-"""The Dockerfile and the stage of each image."""
+"""Maps each image to its Dockerfile and stage."""
 
 
 @dataclass
 class Stage:
-    """A stage: its base, and its instructions in order, with their text."""
+    """A stage: its base image or stage, and its instructions (word and text) in order."""
 
     base: str
     instructions: list[tuple[str, str]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Stage:
 
 
 def stages_of(path: Path) -> dict[str, Stage]:
-    """Stages by name."""
+    """The stages of a Dockerfile by name."""
     lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
     stages: dict[str, Stage] = {}
@@ -45,7 +45,7 @@ def stages_of(path: Path) -> dict[str, Stage]:
 
 
 def instructions_of(image: str, word: str) -> list[str]:
-    """All instructions of a kind that build an image; instructions of base stages first."""
+    """The texts of all instructions `word` of an image, those of base stages first."""
     path, name = TARGETS[image]
     stages = stages_of(path)
     found: list[str] = []
@@ -56,13 +56,13 @@ def instructions_of(image: str, word: str) -> list[str]:
 
 
 def environment_of(image: str) -> dict[str, str]:
-    """The variables that an image sets."""
+    """The environment variables that an image sets."""
     pairs = (pair for text in instructions_of(image, "ENV") for pair in text.split())
     return dict(pair.split("=", 1) for pair in pairs)
 
 
 def packages_in(image: str) -> list[str]:
-    """The names of the packages installed in the image."""
+    """The arguments of `packages.py install` for the image."""
     path, name = TARGETS[image]
     stages = stages_of(path)
     sources = [text.split()[0] for text in stages[name].all("COPY")]

@@ -1,9 +1,9 @@
-"""Schemas of Kubernetes' own kinds, from the package kubernetes-validate, and of the custom kinds
-that the chart uses.
+"""JSON schemas of Kubernetes' own kinds, from the package kubernetes-validate, and of the custom
+kinds that the chart uses, from `crd_schemas`.
 
-The schemas in `crd_schemas` were written from the public references of the custom kinds. They
-contain the fields that the chart uses and their siblings, and allow no other fields, so a misspelt
-field is refused.
+The schemas in `crd_schemas` were written from the public references of the custom kinds. They have
+the fields that the chart uses and their siblings. They allow no other fields, so a misspelt field
+is an error.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Which connections between pods are allowed by network policies, by the rules of Kubernetes."""
+"""Decides by the rules of Kubernetes which connections network policies allow between pods."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ STRANGER = {"app": "stranger"}
 
 
 class Policies:
-    """The policies of a release. All pods are in its namespace."""
+    """The network policies of a release. All pods are in the namespace of the release."""
 
     def __init__(self, release: Rendered) -> None:
         self._policies = release.of("NetworkPolicy")
@@ -38,7 +38,7 @@ def _has_port(rule: Object, port: int) -> bool:
 
 
 def _has_peer(peers: list[Object] | None, labels: dict[str, str]) -> bool:
-    """Whether one of the peers is a pod of the same namespace with these labels."""
+    """Whether a rule with these peers allows a pod of the same namespace with these labels."""
     if peers is None:
         return True
     own = (peer["podSelector"] for peer in peers if "podSelector" in peer)

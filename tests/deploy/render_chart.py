@@ -2,10 +2,9 @@
 
     python render_chart.py CHART < SETS > RESULTS
 
-SETS is a JSON object: values by name. RESULTS has for each name the messages of `helm lint
---strict` above level information, and either the rendered text of each template or the error that
-refuses the values. The rendering library is written in Go; this program keeps it out of the
-tests' process.
+SETS is a JSON object that maps names to values. RESULTS has for each name the messages of `helm
+lint --strict` above the level of information, and either the rendered text of each template or the
+error about the values. The rendering library is written in Go, so it runs in a process of its own.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A rendered chart as Kubernetes reads it: objects, pods, containers, variables."""
+"""A rendered chart as Kubernetes reads it: objects, pods, containers and their variables."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ _LEADER_WORKER_SET = {"LWS_LEADER_ADDRESS": "leader.llm", "LWS_GROUP_SIZE": "2"}
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container, or an init container that runs as long as its pod."""
+    """A container of a pod, or an init container that runs as long as the pod."""
 
     pod: "Pod"
     spec: Object
@@ -29,13 +29,13 @@ class Container:
 
     @property
     def service(self) -> str | None:
-        """The Stepwell service that the image's own command runs; None for other containers."""
+        """The Stepwell service that the container runs, or None for other programs."""
         image = re.fullmatch(r".*stepwell/([a-z]+)(-cuda)?[:@].*", self.spec["image"])
         service = "" if image is None else image[1]
         return service if service in SERVICES and "command" not in self.spec else None
 
     def environment(self) -> dict[str, str]:
-        """The container's variables. `$(NAME)` is replaced by the value of an earlier variable."""
+        """The environment variables. `$(NAME)` is replaced by the value of an earlier variable."""
         values = self.pod.given_variables()
         for variable in self.spec.get("env", ()):
             values[variable["name"]] = self._value(variable, values)
@@ -45,7 +45,7 @@ class Container:
         return {port["name"]: port["containerPort"] for port in self.spec.get("ports", ())}
 
     def mounts(self) -> dict[str, Object]:
-        """The volume at each path."""
+        """Maps each mount path to its volume."""
         volumes = {volume["name"]: volume for volume in self.pod.spec.get("volumes", ())}
         return {mount["mountPath"]: volumes[mount["name"]] for mount in self.spec["volumeMounts"]}
 
@@ -61,7 +61,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod, or the template of one."""
+    """A pod, or the pod template of the object `owner`."""
 
     owner: Object
     labels: Mapping[str, str]
@@ -83,7 +83,7 @@ class Pod:
         return {"metadata.name": name, "status.podIP": address}[path]
 
     def given_variables(self) -> dict[str, str]:
-        """Variables that the container has in addition to its declared ones."""
+        """Environment variables that Kubernetes sets in addition to the declared ones."""
         if self.owner["kind"] == "LeaderWorkerSet":
             rank = "1" if self.component == "rank" else "0"
             return {**_LEADER_WORKER_SET, "LWS_WORKER_INDEX": rank}
@@ -92,7 +92,7 @@ class Pod:
 
 
 class Rendered:
-    """The objects of a release."""
+    """A rendered chart: its objects, or the error that refused the values."""
 
     def __init__(self, name: str, result: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         self.name = name
@@ -119,7 +119,6 @@ class Rendered:
         return [pod for one in self.objects for pod in _pods(one)]
 
     def pod(self, component: str) -> Pod:
-        """The first pod of a component."""
         return next(pod for pod in self.pods() if pod.component == component)
 
     def containers(self) -> list[Container]:

@@ -1,6 +1,7 @@
-"""For each alert, series that make it fire and similar series that do not.
+"""For each alert, series that make the alert fire and similar series that do not.
 
-Values are in promtool's notation: `a+bxn` is a value that grows by b in each of n further minutes.
+Values are in promtool's notation: `a+bxn` is the value a, which then grows by b in each of n
+minutes.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +11,8 @@ OF_REPLICA = 'instance="r:9101",model_name="m",engine="e"'
 
 
 def buckets(name: str, bounds: dict[str, int]) -> dict[str, str]:
-    """The series of a histogram. `bounds`: the number of observations per minute up to
-    each bound.
+    """The series of a histogram. `bounds` maps each upper bound to the cumulative number of
+    observations per minute.
     """
     return {
         f'{name}_bucket{{{OF_REPLICA},le="{bound}"}}': f"0+{count}x30"
@@ -21,8 +22,8 @@ def buckets(name: str, bounds: dict[str, int]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AlertStory:
-    """`fires`: labels of the alert that fires at `minute`. `calm`: series of a healthy system.
-    `also_broken`: series of another broken system, for an alert with two causes.
+    """Series for one alert. With the series `broken`, and also with `also_broken` if an alert has
+    two causes, the alert fires at `minute` with the labels `fires`. With `calm` it does not fire.
     """
 
     broken: dict[str, str]
@@ -116,7 +117,7 @@ STORIES = {
             f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "1x10 2x30",
             f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "2x30",
         },
-        # No number is set, and the registry has forgotten the lost replica.
+        # No number of replicas is set, and the lost replica is no longer in the registry.
         also_broken={
             f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "2x10 1x30",
             f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "0x40",
@@ -185,7 +186,7 @@ STORIES = {
         {
             'stepwell_prefix_index_state{instance="g",state="exact"}': "1x5 0x30",
             'stepwell_prefix_index_state{instance="g",state="fallback"}': "0x35",
-            # One replica, whose pool is not followed.
+            # With one replica the index is unused.
             'stepwell_prefix_index_state{instance="g",state="unused"}': "0x5 1x30",
         },
         {"instance": "g"},

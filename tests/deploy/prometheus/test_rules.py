@@ -1,4 +1,6 @@
-"""Alerts and recorded series: their logic by promtool, their metrics, their runbook."""
+"""Prometheus' alerts and recording rules: promtool tests them, their metrics exist, and each alert
+is in the runbook.
+"""
 
 import json
 import re
@@ -45,7 +47,7 @@ RECORDED = {rule["record"] for rule in rules() if "record" in rule}
 
 
 def series_in(query: str) -> set[str]:
-    """Names of metrics in a query."""
+    """The names of the metrics in a query."""
     named = re.findall(r"\b((?:vllm:|stepwell[_:]|process_|http_)[\w:]+)|\b(up)\b", query)
     return {name or up for name, up in named}
 
@@ -111,7 +113,7 @@ def test_dashboards_are_well_formed_and_read_metrics_that_there_are(path: Path) 
 
 
 def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, Any]:
-    """The story in promtool's form: once with each broken system, once with one in order."""
+    """The story as promtool's unit tests: one for each broken system, and one for the calm one."""
 
     def run(series: dict[str, str], *, fires: bool) -> dict[str, Any]:
         alert = {"exp_labels": story.fires | {"severity": story.severity}}
@@ -139,7 +141,7 @@ def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def bare_rules(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The rules without annotations, as the texts of annotations contain values."""
+    """Paths of the rule files without annotations, whose texts would contain measured values."""
     directory = tmp_path_factory.mktemp("rules")
     for path in sorted(RULES.glob("*.yml")):
         written = yaml.safe_load(path.read_text())

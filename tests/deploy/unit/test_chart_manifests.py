@@ -1,4 +1,4 @@
-"""Kubernetes accepts every manifest, according to the schema of its kind."""
+"""Every manifest of the chart is valid by the JSON schema of its kind."""
 
 import copy
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ if find_spec("kubernetes_validate") is None:
     )
 
 FIRST, LAST = "1.33", "1.37"
-"""Versions of Kubernetes: the least that Chart.yaml asks for, and the newest with schemas."""
+"""The lowest version of Kubernetes that Chart.yaml allows, and the newest one with schemas."""
 
 
 @pytest.fixture(scope="module", params=[FIRST, LAST])

@@ -20,16 +20,16 @@ from tests.deploy.service_settings import SETTINGS, json_schemas
 SECRET_FILES = ("tls.crt", "tls.key", "ca.crt", "keys.json")
 
 _HEALTH_FILE = "health_file"
-"""Images set it; the kubelet asks over gRPC."""
+"""A setting that the images set. Kubernetes does not need it, as the kubelet probes over gRPC."""
 LEFT_OUT = {
-    # Operators' calls are served at a Unix socket, where no key is asked for. Traces go to a
-    # collector: there may be several gateways, and each would keep what it is sent.
+    # Operators' calls are served at a Unix socket, where no key is needed. Traces are sent to a
+    # collector, because each of several gateways would store only a part of them.
     "gateway": {
         *("admin_key", "trace_address", "trace_store_max_per_minute"),
         *("trace_linger_seconds", _HEALTH_FILE),
     },
     "scheduler": {_HEALTH_FILE},
-    # The pool is reached by a Unix socket alone, and its scheduler serves its metrics.
+    # A pool listens only at a Unix socket, and its scheduler serves its metrics.
     "kvpool": {
         "metrics_address",
         *("internal_tls_cert_file", "internal_tls_key_file", "internal_tls_ca_file"),
@@ -37,7 +37,7 @@ LEFT_OUT = {
     },
     "worker": {_HEALTH_FILE},
 }
-"""Settings that no value leads to."""
+"""Settings of each service that no value of the chart can set."""
 
 
 def test_every_variable_is_a_setting_with_a_value_that_it_takes(
@@ -119,7 +119,7 @@ def test_the_schema_has_the_settings_that_the_chart_does_not_set(
 
 
 def _set_by_chart(releases: dict[str, Rendered], service: str) -> set[str]:
-    """Settings whose variables the chart always sets, independently of the values' settings."""
+    """Settings of a service that a template of the chart sets, and not `settings` in the values."""
     names: set[str] = set()
     for release in releases.values():
         given = release.values.get(service, {}).get("settings", {})
@@ -134,12 +134,12 @@ def _set_by_chart(releases: dict[str, Rendered], service: str) -> set[str]:
 def test_settings_of_the_values_reach_their_service_as_written(
     releases: dict[str, Rendered],
 ) -> None:
-    """Numbers that a template sees as floating-point, texts, lists and booleans."""
+    """The values are large numbers, which templates read as floats, a list and a boolean."""
     fleet, everything = releases["fleet"], releases["everything"]
     worker = next(c for c in _services(fleet) if c.service == "worker").environment()
     assert worker["STEPWELL_WORKER_KV_CACHE_MEMORY_BYTES"] == str(16 * 2**30)
     gateway = everything.pod("gateway").containers()[0].environment()
-    assert gateway["STEPWELL_GATEWAY_EXPECTED_REPLICAS"] == "2"  # the least number of the scaler
+    assert gateway["STEPWELL_GATEWAY_EXPECTED_REPLICAS"] == "2"  # the autoscaler's minimum
     assert gateway["STEPWELL_GATEWAY_MAX_BODY_BYTES"] == str(8 * 2**20)
     assert gateway["STEPWELL_GATEWAY_ALLOWED_HOSTS"] == "llm.example.org,stepwell-gateway.llm.svc"
     scheduler = everything.pod("replica").containers()[-1].environment()
@@ -155,7 +155,7 @@ def _ours(environ: Mapping[str, str]) -> set[str]:
 
 
 def _with_files(container: Container, root: Path) -> dict[str, str]:
-    """The container's variables, with a directory of the test's in place of each volume."""
+    """The container's variables, with paths in volumes replaced by paths in the folder `root`."""
     mounts = container.mounts()
     for path, volume in mounts.items():
         (root / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,6 @@ def _with_files(container: Container, root: Path) -> dict[str, str]:
 
 
 def test_a_variable_that_is_no_setting_is_found(releases: dict[str, Rendered]) -> None:
-    """As it would be in a chart with a misspelt one."""
     container = next(_services(releases["small"]))
     misspelt: Object = {"name": "STEPWELL_GATEWAY_MODELS", "value": "demo"}
     changed: dict[str, Any] = {**container.spec, "env": [*container.spec["env"], misspelt]}

@@ -184,9 +184,7 @@ def test_the_rules_of_the_chart_are_those_of_prometheus(releases: dict[str, Rend
 
 
 def _missing(values: Any, schema: Any, root: Any, path: str) -> list[str]:
-    """Paths of values that the schema does not contain, except for keys of maps that allow further
-    keys.
-    """
+    """Paths of values that the schema does not contain, and of maps that allow further keys."""
     if "$ref" in schema:
         schema = root["definitions"][schema["$ref"].rpartition("/")[2]]
     if not isinstance(values, dict) or "properties" not in schema:
@@ -202,7 +200,7 @@ def _missing(values: Any, schema: Any, root: Any, path: str) -> list[str]:
 
 
 def _merged(values: Any, changes: Any) -> Any:
-    """Values with changes laid over them, as Helm does it: null takes a value away."""
+    """Values merged with changes by the rules of Helm, where null deletes a value."""
     if not isinstance(changes, dict) or not isinstance(values, dict):
         return changes
     merged = {**values}

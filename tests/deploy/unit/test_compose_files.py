@@ -62,7 +62,7 @@ def image_of(service: dict[str, Any]) -> str:
 
 
 def settings_of(service: dict[str, Any]) -> Any:
-    """The settings that the service loads from the variables of its image and of the file."""
+    """The settings that the service loads from the variables of its image and its compose file."""
     role = role_of(service)
     environ = environment_of(image_of(service)) | {
         name: str(value) for name, value in service["environment"].items() if value is not None
@@ -83,7 +83,7 @@ def test_every_variable_is_a_setting_of_its_service(variant: str, name: str) -> 
     service = service_of(variant, name)
     prefix = env_prefix(role_of(service))
     assert all(variable.startswith(prefix) for variable in service["environment"])
-    settings_of(service)  # raises for one that is unknown or cannot be used
+    settings_of(service)  # raises SettingError for an unknown or invalid variable
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if "simulated" in name])
@@ -129,7 +129,7 @@ def test_every_container_is_confined(variant: str, name: str) -> None:
     for port in service.get("ports", ()):
         assert port.startswith("127.0.0.1:")
     assert re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", service["image"]), "no version"
-    # Where the engine restarts what was killed, there must be something to kill it from inside.
+    # The process can be killed from inside the container only if it is not process 1.
     if role_of(service) in (*SETTINGS, "redis"):
         assert service["init"]
 
@@ -148,7 +148,7 @@ def test_addresses_lead_to_services_of_the_same_network(variant: str) -> None:
     services = services_of(*VARIANTS[variant], REPLICA="2")
     names = set(services) | aliases(services)
     if variant.startswith("replica"):
-        names |= {"redis", "otel-collector"}  # of compose.yaml, in the fleet's network
+        names |= {"redis", "otel-collector"}  # services of compose.yaml in the same network
     ports = {"redis": 6379, "otel-collector": 4317}
     for service in services.values():
         for variable, value in service.get("environment", {}).items():
@@ -185,7 +185,9 @@ def test_published_ports_are_those_that_the_gateway_listens_on(variant: str) -> 
 
 
 def test_each_replica_has_a_name_and_parts_of_its_own() -> None:
-    """A name of a part leads to one container, in a network that no other replica is in."""
+    """Each replica has a network of its own. In it the alias of the pool or worker names one
+    container.
+    """
     services = services_of("compose.yaml")
     schedulers = {name: one for name, one in services.items() if role_of(one) == "scheduler"}
     assert len(schedulers) == settings_of(services["gateway"]).expected_replicas == 2
@@ -220,7 +222,7 @@ def test_a_scheduler_is_stopped_before_its_pool_and_worker(variant: str) -> None
 
 
 def test_a_file_has_every_secret() -> None:
-    """No service has the address of the Redis without its password, and none is without a file."""
+    """Each service loads Redis' URL, and the gateway also its API keys, from the secrets' files."""
     services = services_of("compose.yaml", "secrets.yaml")
     text = yaml.safe_load((DIRECTORY / "secrets.yaml").read_text())["secrets"]
     assert {name for one in services.values() for name in one.get("secrets", ())} == set(text)

@@ -1,6 +1,4 @@
-"""The Dockerfiles fulfil the documented properties of the images that can be read from
-the files.
-"""
+"""The Dockerfiles give the images their documented properties."""
 
 import json
 import re
@@ -63,13 +61,15 @@ def test_an_image_starts_its_service_and_asks_for_its_health(image: str) -> None
     assert "deploy/docker/probe.sh /" in instructions_of(image, "COPY")
     environ, prefix = environment_of(image), f"STEPWELL_{service.upper()}_"
     assert f"file=${{1:-{environ[prefix + 'HEALTH_FILE']}}}" in PROBE.read_text()
-    # Other containers find the service where it says that it listens.
+    # The service listens on all interfaces, so that other containers reach it.
     assert environ[f"{prefix}ADDRESS"].startswith("0.0.0.0:")
 
 
 @pytest.mark.parametrize("image", TARGETS)
 def test_a_probe_that_gets_no_processor_is_not_followed_by_another(image: str) -> None:
-    """The engine runs one at a time, unless it gives up on one that it has started."""
+    """The Docker engine starts the next probe only after the end or the timeout of the last one, so
+    the timeout is long.
+    """
     (health,) = instructions_of(image, "HEALTHCHECK")
     assert "--timeout=60s" in health
 

@@ -1,5 +1,5 @@
-"""Accepts spans over OTLP/gRPC and exports their number as a metric, on each port whose pages the
-tests request: of the collector, of Jaeger and of Grafana.
+"""Stands in for the OpenTelemetry collector, Jaeger and Grafana. Accepts spans over OTLP/gRPC, and
+serves their number as a metric on all HTTP ports that the tests request.
 """
 
 import threading
@@ -14,7 +14,7 @@ PAGE_PORTS = (13133, 8889, 16686, 3000)
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Counts spans."""
+    """Counts the received spans."""
 
     def __init__(self) -> None:
         self.num_spans = 0
@@ -31,7 +31,7 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def main() -> None:
-    """Serves until it is killed."""
+    """Serves until the process is killed."""
     receiver = Receiver()
 
     class Page(BaseHTTPRequestHandler):
@@ -46,8 +46,7 @@ def main() -> None:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
-            """Logs nothing."""
+        def log_message(self, *_: object) -> None: ...
 
     server = grpc.server(ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)
