@@ -8,12 +8,11 @@ _MAX_SIMILAR = 2
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """For unrecognized arguments, the sentence passed to `error` includes a suggestion."""
+    """Calls `error` for an unrecognized argument, with a sentence that includes a suggestion."""
 
     def parse_args(  # type: ignore[override]  # a namespace of another class is not wanted
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parses all arguments, or calls `error`."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")

@@ -1,4 +1,4 @@
-"""A file with a service's readiness, which probes can read at almost no cost.
+"""The health file, which shows a service's readiness to probes at almost no cost.
 
 The file has one line. The event loop writes it, so the file's age reveals a blocked loop:
 
@@ -8,7 +8,7 @@ STATE is ready, live or not-live. A service that is live but not ready is loadin
 service that it depends on is unavailable. BEAT is the machine's uptime in whole seconds
 (/proc/uptime), which clock changes do not affect. RAN and WAITED are the times for which the main
 thread of process PID has run and has waited for a processor, in nanoseconds (/proc/PID/schedstat).
-With them a reader such as `deploy/docker/probe.sh` distinguishes a hung process from a starved one.
+They let a probe such as `deploy/docker/probe.sh` distinguish a hung process from a starved one.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class HealthFile:
         self._failure = ""
 
     def set_live(self, live: bool) -> None:
-        """Sets whether the service can continue at all, and writes the file."""
+        """Sets whether the process is live, that is, not hung, and writes the file."""
         self._is_live = live
         self._try_to_write()
 
@@ -62,7 +62,8 @@ class HealthFile:
             self._try_to_write()
 
     def _try_to_write(self) -> None:
-        """Writes the file. Logs a failure, such as a full disk, if it is a new one."""
+        """Writes the file. Logs a failure, such as a full disk, if the last write did not have it.
+        """
         failure = ""
         try:
             self.write()
@@ -74,7 +75,9 @@ class HealthFile:
 
 
 def _main_thread_nanos() -> tuple[int, int]:
-    """Nanoseconds for which the main thread ran and waited for a processor. 0 if not counted."""
+    """Nanoseconds for which the main thread ran, and for which it waited for a processor. Both are
+    0 if the kernel does not count them.
+    """
     try:
         ran, waited, _ = _SCHEDSTAT.read_text().split()
     except OSError:

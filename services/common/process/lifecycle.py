@@ -1,6 +1,6 @@
 """The lifecycle of a service process: read settings, serve until SIGTERM, drain, exit 0.
 
-Every service is composed in its `__main__.py`, with this structure:
+The `__main__.py` of every service has this structure:
 
     import gc
     import signal
@@ -17,8 +17,6 @@ Every service is composed in its `__main__.py`, with this structure:
     async def serve(settings: ThingSettings, stop: asyncio.Event) -> None:
         with service_tracing(SERVICE, settings) as tracing:
             ...  # build the parts, listen on settings.address, wait for stop, drain
-
-Tests start `serve`, or a class of the same file, inside their own process on free ports.
 
 Imports create hundreds of thousands of objects and hardly any garbage. Repeated garbage collections
 of this growing heap would take a fifth of the processor time of a process's startup. Ctrl-C during
@@ -60,9 +58,8 @@ def run_service(
     and then awaits `serve(settings, stop)`. SIGTERM and SIGINT set `stop`. `serve` then drains and
     returns, and the process exits with status 0. `serve` may clear `stop` and continue to work
     after the drain. Another signal sets `stop` again. A StepwellError of `prepare` or `serve` ends
-    the process with the error's sentence and exit status 1. A SettingError does the same with
-    status 2. After `serve` the interpreter is not finalized, since that takes seconds with large
-    libraries.
+    the process with the error's sentence and exit status 1, a SettingError with status 2. After
+    `serve` the interpreter is not finalized, since finalization takes seconds with large libraries.
     """
     settings = load_settings(settings_class, service)
     configure_logs(service, settings.log_level, settings.log_format)
@@ -105,9 +102,9 @@ def _end(status: int) -> NoReturn:
 
 
 def _on_unhandled_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Logs an error that no task awaits, except a failed look-up of a host name. If a connection
-    attempt is cancelled, uvloop does not cancel its look-up and drops the result. The caller that
-    wanted to connect has received another error.
+    """Logs an error that no task awaits. A failed look-up of a host name is logged at level debug
+    only: if a connection attempt is cancelled, uvloop does not cancel its look-up, and the caller
+    has already received another error.
     """
     future = context.get("future")
     is_task = isinstance(future, asyncio.Task)

@@ -1,4 +1,4 @@
-"""Writes lines to a stream that may be blocked for some time, for example by a full disk."""
+"""Writes lines to a stream that may reject them for some time, for example on a full disk."""
 
 import errno
 import io
@@ -8,9 +8,9 @@ from typing import TextIO
 
 
 class LineStream:
-    """Writes lines without the stream's buffers, which would keep lines that a full disk rejects.
-    Lines that cannot be written are dropped. When writing succeeds again, a line with the number of
-    dropped lines is written first.
+    """Writes lines directly, because the stream's buffers would keep lines that a full disk
+    rejects. Lines that cannot be written are dropped. The next successful write begins with a line
+    that reports the number of dropped lines.
     """
 
     def __init__(self, stream: TextIO, line_of: Callable[[str], str]) -> None:
@@ -23,10 +23,10 @@ class LineStream:
         self._num_lost = 0
         self._why = ""
         self._is_cut = False
-        """Whether the last line was written only in part."""
+        """Whether the last line was written only partly."""
 
     def write(self, lines: str) -> None:
-        """Writes lines. Each must end with a line break."""
+        """Writes one or more lines, each of which must end with a line break."""
         if self._num_lost:
             gap = f"{self._num_lost} lines before this one could not be written: {self._why}"
             if self._try_to_write(self._line_of(gap)):

@@ -1,4 +1,4 @@
-"""Writes logs with one line for each event, as text or JSON, with the ids of the current trace."""
+"""Writes logs as text or JSON, with one line for each event. Lines have the current trace's ids."""
 
 import asyncio
 import enum
@@ -16,7 +16,7 @@ from opentelemetry import trace
 from services.common.process.line_stream import LineStream
 
 REQUEST_FIELDS: ContextVar[Mapping[str, str] | None] = ContextVar("request_fields", default=None)
-"""Fields of the request that the current task serves. Each log line includes them."""
+"""Fields of the request that the current task serves. They are added to the task's log lines."""
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -27,7 +27,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
 
 _GRPC = "grpc._cython.cygrpc"
 _WRITE_FAILED = "ExecuteBatchError"
-"""The error that grpc.aio raises if a connection ends during a write."""
+"""The name of the error that grpc.aio raises if a connection ends during a write."""
 
 
 class LogFormat(enum.Enum):
@@ -51,15 +51,15 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
     handler.setFormatter(formatter(service))
     logging.basicConfig(level=level.value.upper(), handlers=[handler], force=True)
     logging.getLogger(_GRPC).addFilter(_says_more_than_that_a_peer_left)
-    # Prevents logging from computing values that no log line contains ("Optimization" in its
-    # documentation).
+    # Prevents `logging` from computing values that no log line contains ("Optimization" in the
+    # documentation of `logging`).
     logging._srcfile = None
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
 
 
 def _says_more_than_that_a_peer_left(record: logging.LogRecord) -> bool:
-    """Returns False for tracebacks that grpc.aio logs when a client disconnects during a write. The
-    service is notified of the disconnection by the end of the call.
+    """Returns False for tracebacks that grpc.aio logs when a client disconnects during a write.
+    They are not needed, since the disconnection also ends the call with an error.
     """
     error = record.exc_info[0] if record.exc_info else None
     return error is None or error.__name__ != _WRITE_FAILED
@@ -69,10 +69,10 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
     """Writes the lines of one event loop iteration together, right after the iteration.
 
     Each write is a system call, and a busy server logs several calls in an iteration. Only lines of
-    level info are delayed. All other lines are written at once, after the delayed ones, since they
-    help to analyse a failed process. Lines from outside an event loop, such as lines of threads,
-    are also written at once. Lines that cannot be written, for example because of a full disk, are
-    counted, and the count is logged later.
+    level info are delayed. All other lines are written at once, after the delayed lines, since they
+    help to analyse a failed process. Lines from threads without an event loop are also written at
+    once. Lines that cannot be written, for example because of a full disk, are counted, and the
+    count is logged later.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -80,7 +80,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
         self._lines = LineStream(stream, self._gap)
         self._waiting: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The loop that will write the delayed lines. None if no line is delayed."""
+        """The event loop that will write the delayed lines. None if no line is delayed."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -93,7 +93,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
             self.flush()
         elif loop is not self._loop:
             self._loop = loop
-            # Runs in an empty context, since the current context may contain a request's fields.
+            # In an empty context, since REQUEST_FIELDS of the current one belong to one request.
             loop.call_soon(self.flush, context=Context())
 
     def flush(self) -> None:
@@ -110,7 +110,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
     def _gap(self, message: str) -> str:
         fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
         record = logging.makeLogRecord(fields | {"msg": message})
-        # Runs in an empty context, since the current context may contain a request's fields.
+        # In an empty context, since REQUEST_FIELDS of the current one belong to one request.
         return Context().run(self.format, record) + self.terminator
 
 

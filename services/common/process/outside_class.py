@@ -1,4 +1,4 @@
-"""Classes of other packages, which settings name as `package.module:Class`."""
+"""Loads classes of other packages, which settings name as `package.module:Class`."""
 
 import sys
 from collections.abc import Collection
@@ -10,7 +10,8 @@ from services.common.process.settings import Check
 
 
 class NotLoadable(ValueError):
-    """The text completes "must ..."."""
+    """A class cannot be loaded. The message completes a sentence that begins with a setting's name.
+    """
 
 
 def is_outside(name: str) -> bool:
@@ -19,15 +20,15 @@ def is_outside(name: str) -> bool:
 
 @lru_cache
 def load_class(name: str, *members: str) -> type:
-    """The class `package.module:Class`, which must have these attributes. Modules are also found in
-    the current directory, as with `python -m`. Raises NotLoadable.
+    """Returns the class `package.module:Class`. It must have the attributes `members`. The module
+    may be in the current directory, as with `python -m`. Raises NotLoadable.
     """
     module_name, _, class_name = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
         found = getattr(import_module(module_name), class_name)
-    except Exception as error:  # whatever the module does at import
+    except Exception as error:  # importing a module can raise any error
         why = str(error) or type(error).__name__
         raise NotLoadable(f"must name a class that can be imported ({why})") from error
     missing = [member for member in members if not hasattr(found, member)]
@@ -38,7 +39,7 @@ def load_class(name: str, *members: str) -> type:
 
 
 def one_of_or_class(names: Collection[str], *members: str) -> Check:
-    """Returns a check that a text is in `names`, or names a class with these attributes."""
+    """Returns a check that a text is in `names`, or names a class with the attributes `members`."""
 
     def check(value: str) -> str | None:
         if value in names:

@@ -1,5 +1,5 @@
-"""The processors that this process may use: its affinity mask, online processors, and the limits of
-its control groups (cgroups). Every number of threads and of parallel jobs is chosen by them.
+"""Finds the processors that this process may use, from its affinity mask, the online processors,
+and the limits of its control groups (cgroups). Numbers of threads and parallel jobs depend on them.
 """
 
 import math
@@ -10,8 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """A logical processor. `core`: the lowest number of the processors on its physical core.
-    `node`: its NUMA node.
+    """A logical processor. `core` is the lowest number of the processors on the same physical core.
+    `node` is the number of the processor's NUMA node.
     """
 
     number: int
@@ -21,8 +21,8 @@ class Processor:
 
 @dataclass(frozen=True, slots=True)
 class Processors:
-    """The processors that a process may use, in ascending order. `quota`: limit on processor time,
-    in seconds per second, or None.
+    """The processors that a process may use, in ascending order. `quota` limits the processor time
+    in seconds per second. None means no limit.
     """
 
     allowed: tuple[Processor, ...]
@@ -37,14 +37,15 @@ class Processors:
         return len({processor.core for processor in self.allowed})
 
     def within_quota(self, number: int) -> int:
-        """The number of threads, at most `number`, that use the whole quota. It is rounded up, as
-        the Go runtime and the JVM do, since 1 thread of a quota of 1.5 would leave a third unused.
+        """The number of threads, at most `number`, that can use the whole quota. The quota is
+        rounded up, as in the Go runtime and the JVM, since with a quota of 1.5 a single thread
+        would leave a third unused.
         """
         return number if self.quota is None else min(number, max(math.ceil(self.quota), 1))
 
 
 def usable_processors(root: Path = Path("/")) -> Processors:
-    """The processors that this process may use. `root`: directory with `proc` and `sys`."""
+    """The processors that this process may use. `root` is the directory with `proc` and `sys`."""
     proc, system = root / "proc", root / "sys/devices/system"
     online = cpu_list(read_text(system / "cpu/online"))
     allowed = cpu_list(_status(proc, "Cpus_allowed_list")) or os.sched_getaffinity(0)
@@ -59,7 +60,7 @@ def usable_processors(root: Path = Path("/")) -> Processors:
 
 
 def cpu_list(text: str) -> set[int]:
-    """The numbers of the kernel's list, such as 0-3,8."""
+    """Parses a list of processors in the kernel's format, such as 0-3,8."""
     numbers = set[int]()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -68,9 +69,9 @@ def cpu_list(text: str) -> set[int]:
 
 
 def control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
-    """Directories that may contain the controller's limits: those of the process's control group
-    and of its parents, in both versions of control groups. The root directory is included, because
-    a container's limits are there.
+    """The directories that may contain the controller's limits: the directories of this process's
+    control group and of all groups above it, in both versions of control groups. The root directory
+    is included, because a container's limits are there.
     """
     groups = [cgroup, cgroup / controller]
     for line in read_text(proc / "self/cgroup").splitlines():
@@ -78,8 +79,8 @@ def control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
         if hierarchy == "0":
             roots = [cgroup]
         elif controller in controllers.split(","):
-            # A hierarchy of several controllers is mounted under their names, and most systems
-            # have a link for each controller.
+            # Version 1 mounts several controllers together under a joint name. Most systems also
+            # have a link under the name of each controller.
             roots = [cgroup / controller, cgroup / controllers]
         else:
             continue
@@ -90,7 +91,7 @@ def control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
 
 
 def read_text(path: Path) -> str:
-    """A file's text. It is empty if it cannot be read."""
+    """A file's text, or empty text if the file cannot be read."""
     try:
         return path.read_text()
     except OSError:
@@ -103,7 +104,7 @@ def _status(proc: Path, key: str) -> str:
 
 
 def _core(number: int, devices: Path) -> int:
-    """The lowest processor on the same core. If there is no list, the processor is a core."""
+    """The lowest processor on the same core. Without a list of siblings, it is the processor."""
     topology = devices / f"cpu{number}" / "topology"
     siblings = cpu_list(
         read_text(topology / "core_cpus_list") or read_text(topology / "thread_siblings_list")
@@ -112,7 +113,7 @@ def _core(number: int, devices: Path) -> int:
 
 
 def _nodes(devices: Path) -> dict[int, int]:
-    """The NUMA node of each processor. Empty if the kernel has none."""
+    """The NUMA node of each processor. Empty if the kernel lists no nodes."""
     return {
         processor: int(directory.name.removeprefix("node"))
         for directory in devices.glob("node[0-9]*")
@@ -121,8 +122,8 @@ def _nodes(devices: Path) -> dict[int, int]:
 
 
 def _quota(proc: Path, cgroup: Path) -> float | None:
-    """The smallest processor-time limit of the process's control groups, in seconds of processor
-    time per second. It is None if no group has a limit.
+    """The smallest processor-time limit of the process's control groups, in seconds per second, or
+    None if no group has a limit.
     """
     limits = []
     for group in control_groups(proc, cgroup, "cpu"):

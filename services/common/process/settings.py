@@ -1,14 +1,14 @@
-"""Settings of a service. They are a frozen, flat dataclass, whose fields are set by flags and
-environment variables.
+"""The settings of a service: a frozen, flat dataclass, whose fields are set by command-line flags
+and environment variables.
 
 The worker's field `max_num_seqs` is the flag `--max-num-seqs` and the variable
 `STEPWELL_WORKER_MAX_NUM_SEQS`. A flag overrides a variable, and a variable overrides the default. A
 value that does not parse or fails its check ends the process with one sentence and exit status 2.
-An unknown name does the same. Every variable `STEPWELL_…` must be one that some program reads,
-since a misspelled one could leave a server open or a limit unset.
+So does an unknown flag, and any variable `STEPWELL_…` that no Stepwell program reads, since a
+misspelled variable could leave a server open or a limit unset.
 
 A secret, such as a key, can also be read from a file, so that neither the command line nor the
-environment shows it. The variable's name with `_FILE` added has the file's path.
+environment shows it. The path of the file is in the variable whose name has the suffix `_FILE`.
 """
 
 import argparse
@@ -52,7 +52,7 @@ Check = Callable[[Any], str | None]
 
 
 class SettingError(ValueError):
-    """A setting is invalid. The message has its name and the reason."""
+    """A setting is invalid. The message has the setting's name and the reason."""
 
 
 def setting(
@@ -64,8 +64,9 @@ def setting(
     read: Callable[[str], Any] | None = None,
 ) -> Any:
     """Defines a field of a settings class. A setting without a default is required. `check` returns
-    the problem of a value ("must be at least 1"), or None. A secret can be read from a file. `read`
-    parses a text, in place of the field's type, and raises ValueError with a sentence.
+    what is wrong with a value ("must be at least 1"), or None. A secret can be read from a file.
+    `read` parses the value's text. By default the field's type determines how it is parsed. `read`
+    raises ValueError with a sentence.
     """
     metadata = {"doc": doc, "check": check, "is_secret": is_secret, "read": read}
     return dataclasses.field(default=default, metadata=metadata)
@@ -87,7 +88,7 @@ def between(low: float, high: float) -> Check:
 
 
 def one_of(names: Collection[str]) -> Check:
-    """Returns a check that a text is in `names`. The check includes names that are added later."""
+    """Returns a check that a text is in `names`. Names can still be added to `names` later."""
     return lambda value: None if value in names else f"must be one of {', '.join(names)}"
 
 
@@ -111,7 +112,7 @@ def load_settings(
     *,
     prog: str | None = None,
 ) -> T:
-    """Reads settings as `parse_settings` does, or ends the process with one sentence."""
+    """Reads settings as `parse_settings` does. An error ends the process with one sentence."""
     try:
         return parse_settings(cls, service, argv, environ, prog=prog)
     except SettingError as error:
@@ -156,8 +157,8 @@ def parse_settings(
 
 
 def _variables(cls: type[IsDataclass], service: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Maps field names to the values that the environment sets. Raises SettingError for a name that
-    no program reads, or a secret's file that cannot be read.
+    """Maps field names to the values of environment variables. Raises SettingError for a variable
+    that no program reads, or a secret's file that cannot be read.
     """
     fields = dataclasses.fields(cls)
     names = {variable_name(service, field.name): field.name for field in fields}
@@ -187,7 +188,7 @@ def _require_known(service: str, environ: Mapping[str, str], known: Collection[s
 
 
 def _secret(variable: str, path: Path) -> str:
-    """Reads a secret from a file. If the secret is a list, each word of the file is one item."""
+    """Reads a secret from a file. For a list of secrets, each word of the file is one item."""
     try:
         return ",".join(path.read_text().split())
     except (OSError, UnicodeDecodeError) as error:
@@ -216,7 +217,7 @@ def variable_name(service: str, field_name: str) -> str:
 
 
 def env_prefix(service: str) -> str:
-    """The prefix of the names of a service's environment variables."""
+    """The common prefix of the names of a service's environment variables."""
     return f"STEPWELL_{service.upper()}_"
 
 
@@ -265,7 +266,7 @@ def _metavar(kind: Any) -> str:
 
 
 def without_none(hint: Any) -> Any:
-    """The type X of a hint `X | None`."""
+    """Returns the type X of a type hint `X | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return hint
@@ -302,7 +303,7 @@ def _convert(text: str | bool, kind: Any, name: str) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Formats a value as in a flag or a variable."""
+    """Formats a value as the text that a flag or an environment variable would have."""
     if isinstance(value, enum.Enum):
         return str(value.value)
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Uses standard output and error although they may be unwritable, such as on a full disk."""
+"""Writes to standard output and error, which may be unwritable, such as on a full disk."""
 
 import os
 import sys
@@ -8,14 +8,14 @@ from typing import TextIO
 
 
 def complain(sentence: str) -> None:
-    """Writes a sentence to standard error. Ignores a failure."""
+    """Writes a sentence to standard error. A failure to write is ignored."""
     with suppress(OSError):
         print(sentence, file=sys.stderr)
 
 
 def drop_unwritten(*streams: TextIO | None) -> None:
-    """Flushes the streams and drops text that cannot be written. Without this, Python would flush
-    again at exit, fail, and exit with status 120 instead of the program's own status.
+    """Flushes the streams and drops text that cannot be written. If the text stayed in the streams,
+    Python would fail to flush them at exit, and exit with status 120 instead of the program's own.
     """
     for stream in streams:
         if stream is None:

@@ -1,7 +1,7 @@
 """Calls Redis, a single server or a cluster, depending on the URL.
 
-Calls fail within a fraction of a second, since no request may wait for Redis. By default redis-py
-retries ten times with five seconds each. Here a call is never retried. Both the whole call and each
+Calls fail within a fraction of a second, since no request may wait for Redis. redis-py's default is
+ten retries of five seconds each. Here a call is never retried, and both the whole call and each
 socket operation have a time limit. Commands are limited to Redis 6.2 and RESP2. The package `redis`
 is optional, so this module is imported only if a URL is set.
 """
@@ -28,7 +28,7 @@ CALL_SECONDS = 0.5
 FIRST_CALL_SECONDS = 1.0
 
 T = TypeVar("T")
-Client = Any  # Redis or RedisCluster, which share the methods that are used
+Client = Any  # Redis or RedisCluster. Both have the methods that are used.
 
 _REFUSED = (
     exceptions.AuthenticationError,
@@ -41,17 +41,17 @@ logger = logging.getLogger(__name__)
 
 
 class RedisUnavailable(Unavailable):
-    """Redis failed or did not answer in time. The command may or may not have been executed."""
+    """Redis failed or did not reply in time. The command may or may not have been executed."""
 
     reason = "REDIS_UNAVAILABLE"
 
 
 class RedisConnection:
-    """Calls Redis and connects when necessary. Calls may overlap."""
+    """A connection to Redis, which is opened when a call needs it. Calls may overlap."""
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
-        """`blocking` permits commands that wait at the server: only whole calls have a time limit.
-        Raises SettingError if a file that the URL names is missing.
+        """`blocking` permits commands that block at the server: socket operations then have no time
+        limit, only whole calls. Raises SettingError if a file that the URL names is missing.
         """
         self.name = without_secrets(url)
         if (complaint := missing_file(url)) is not None:
@@ -67,12 +67,12 @@ class RedisConnection:
         self._connecting = asyncio.Lock()
 
     async def call(self, use: Callable[[Client], Awaitable[T]], seconds: float = CALL_SECONDS) -> T:
-        """Returns the result of `use(client)`. Raises RedisUnavailable, also after `seconds`."""
+        """Returns the result of `use(client)`. Raises RedisUnavailable on failure or timeout."""
         try:
             async with asyncio.timeout(seconds):
                 answer = await use(await self._connected())
         # Every error is caught, because redis-py does not document all errors that it can raise
-        # while a cluster changes. Each of them means that the call has failed.
+        # while a cluster changes. Every error means that the call has failed.
         except Exception as error:
             _raise_if_cancelled()
             raise RedisUnavailable(f"Redis at {self.name}: {_text(error)}") from error
@@ -82,7 +82,7 @@ class RedisConnection:
     async def pipeline(
         self, commands: list[tuple[Any, ...]], seconds: float = CALL_SECONDS
     ) -> list[Any]:
-        """Executes commands in order, not as a transaction, and returns their answers. All keys
+        """Executes commands in order, not as a transaction, and returns their replies. All keys
         must belong to one slot. Raises RedisUnavailable if any command fails.
         """
 
@@ -96,8 +96,8 @@ class RedisConnection:
         return await self.call(use, seconds)
 
     async def require_usable(self) -> None:
-        """Raises SettingError if no Redis is at the URL, or if the password or certificate is
-        wrong. An unreachable server is only logged, because it may become reachable later.
+        """Raises SettingError if the URL, the password or the certificate is wrong. An unreachable
+        server is only logged, because it may become reachable later.
         """
         try:
             await self.call(lambda client: client.ping(), FIRST_CALL_SECONDS)
@@ -130,7 +130,7 @@ class RedisConnection:
 
 
 def why_unusable(error: BaseException) -> str | None:
-    """Returns what is wrong with URL, password or certificate, or None if a retry may help."""
+    """Explains what is wrong with URL, password or certificate. None if a retry may succeed."""
     for cause in _causes(error):
         if isinstance(cause, _REFUSED):
             return f"Redis refuses user or password ({cause})"
@@ -139,7 +139,7 @@ def why_unusable(error: BaseException) -> str | None:
         if isinstance(cause, ssl.SSLError):
             return f"no TLS with it: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
         if isinstance(cause, socket.gaierror):
-            # With EAI_AGAIN no name server answers, so the host may exist.
+            # EAI_AGAIN means that no name server replied, so the host may exist.
             return None if cause.errno == socket.EAI_AGAIN else "there is no such host"
         if isinstance(cause, exceptions.InvalidResponse):
             return "what answers there is not Redis"
@@ -149,7 +149,7 @@ def why_unusable(error: BaseException) -> str | None:
 async def _is_cluster(client: Redis) -> bool:
     try:
         return bool((await client.info("cluster")).get("cluster_enabled"))
-    except exceptions.NoPermissionError:  # the user may only use its own keys
+    except exceptions.NoPermissionError:  # the Redis user may only access certain keys
         return False
 
 
@@ -167,7 +167,7 @@ def _raise_if_cancelled() -> None:
 
 
 def _text(error: BaseException) -> str:
-    """The text of an error in one line. A command at the start (from a pipeline) is removed."""
+    """The text of an error in one line, without the command with which pipeline errors begin."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return str(error).rpartition("caused error: ")[2] or repr(error)

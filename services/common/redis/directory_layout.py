@@ -1,14 +1,15 @@
 """The schemas of the directory of cached prefixes in Redis: names of keys, and encodings of values.
 
 `kvd:{fp}:log`            stream; each entry has one field, `b`, with a batch of keys
-`kvd:{fp}:epoch`          counter; a new epoch of any node takes the next number
-`kvd:{fp}:nodes`          hash: name of a node to its record, in JSON
+`kvd:{fp}:epoch`          counter; a new epoch of any node has the next number
+`kvd:{fp}:nodes`          hash: name of a node to the node's record, in JSON
 `kvd:{fp}:lease:N`        lease of node N; expires
-`kvd:{fp}:snap:N:E`       all keys of node N in its epoch E; expires
+`kvd:{fp}:snap:N:E`       snapshot: all block keys of node N in its epoch E; expires
 
-`fp` is the model's fingerprint. The braces put all keys of a model into one slot of Redis Cluster.
-Binary values begin with a CRC-32 of the following bytes. Numbers are little-endian. In a log entry,
-block keys are packed with 6 bytes each. In a snapshot, they are packed as a set.
+A node is the pool of one scheduler process. `fp` is the model's fingerprint. The braces put all
+Redis keys of a model into one slot of Redis Cluster. Binary values begin with a CRC-32 of the
+following bytes. Numbers are little-endian. In a log entry, block keys are packed with 6 bytes each.
+In a snapshot, they are packed as a set.
 """
 
 import json
@@ -23,31 +24,31 @@ from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.kv_directory import Digest, KeyBatch, NodeLease, NodeRecord, NodeSnapshot
 
 FIELD = b"b"
-"""The only field of a log entry."""
+"""The name of a log entry's only field."""
 
 _CRC = struct.Struct("<I")
 _BATCH = struct.Struct("<BBQQI")  # version, flags, epoch, sequence, number of added keys
 _DIGEST = struct.Struct("<IQ")
 _LEASE = struct.Struct("<BQQIQ")  # version, epoch, sequence, count, xor
-_SNAPSHOT = struct.Struct("<BQQB")  # version, epoch, sequence, length of the log's id
+_SNAPSHOT = struct.Struct("<BQQB")  # version, epoch, sequence, length of the log entry's id
 _LOG_ID = re.compile(rb"[0-9]{1,19}-[0-9]{1,20}")
 _VERSION = 1
 _HAS_DIGEST = 1
 
 
 class DamagedValue(ValueError):
-    """The bytes are incomplete or not a value of the directory."""
+    """The bytes are incomplete, or no value of the directory of cached prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectoryKeys:
-    """The names of one model's keys in Redis."""
+    """The names of the Redis keys of one model."""
 
     prefix: str
 
     @classmethod
     def of(cls, fingerprint: bytes) -> "DirectoryKeys":
-        """Returns the names of a model's keys. They contain 64 bits of the model's fingerprint."""
+        """Returns the names for a model. They contain 64 bits of the model's fingerprint."""
         return cls(f"kvd:{{{fingerprint[:8].hex()}}}")
 
     @property
@@ -67,7 +68,7 @@ class DirectoryKeys:
         return f"{self.prefix}:lease:{node}"
 
     def snapshot(self, node: str, epoch: int) -> str:
-        """The name of an epoch's snapshot, which no other epoch overwrites."""
+        """The name of the key with an epoch's snapshot. No other epoch overwrites that key."""
         return f"{self.prefix}:snap:{node}:{epoch}"
 
 
@@ -127,7 +128,7 @@ def snapshot_to_bytes(snapshot: NodeSnapshot, keys: Sequence[int]) -> Generator[
 
 
 def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]]:
-    """The inverse of `snapshot_to_bytes`, with the keys in parts. Raises DamagedValue at once."""
+    """The inverse of `snapshot_to_bytes`. Yields the keys in lists. Raises DamagedValue at once."""
     body = _unseal(value, _SNAPSHOT.size)
     version, epoch, sequence, id_length = _SNAPSHOT.unpack_from(body)
     _require(version == _VERSION, "a version that is not known")
@@ -155,7 +156,7 @@ def record_to_bytes(record: NodeRecord) -> bytes:
 
 
 def record_from_bytes(node: str, value: bytes) -> NodeRecord:
-    """The inverse of `record_to_bytes`, for the given node name. Raises DamagedValue."""
+    """The inverse of `record_to_bytes`, which omits the node's name. Raises DamagedValue."""
     try:
         values = json.loads(value)
         groups = tuple(

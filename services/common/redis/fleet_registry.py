@@ -1,12 +1,12 @@
 """The registry of a fleet in Redis: the addresses of the schedulers that currently serve a model.
 
 `fleet:{NAME}:replicas`   sorted set: the record of each replica, in JSON. The score is the end of
-                          its lease, in milliseconds of Redis's clock
+                          the replica's lease, in milliseconds of Redis's clock
 
-NAME is the model name that clients use, quoted as in URLs. The braces keep all keys of a fleet in
-one slot of Redis Cluster. A scheduler renews its lease every second. Records with an expired lease
-are not returned, and the next renewal by any scheduler removes them. Scripts use the server's
-clock, so the clocks of schedulers and gateways do not matter.
+NAME is the model name that clients use, quoted as in URLs. The braces keep all Redis keys of a
+fleet in one slot of Redis Cluster. A scheduler renews its lease every second. Records with an
+expired lease are not returned, and the next renewal by any scheduler removes them. Leases are timed
+by Redis's clock, so the clocks of schedulers and gateways do not matter.
 """
 
 import json
@@ -43,7 +43,7 @@ class RegisteredReplica:
     address: str
     """The address for gateways: host:port or unix:PATH."""
     node: str
-    """The unique name of the scheduler's pool in the directory."""
+    """The unique name of the scheduler's pool in the directory of cached prefixes."""
 
 
 class FleetRegistry:
@@ -84,7 +84,7 @@ class FleetRegistry:
 
 
 def record_to_bytes(replica: RegisteredReplica) -> bytes:
-    """Encodes a record. The bytes for a process are always the same."""
+    """Encodes a record. Equal records have equal bytes."""
     values = {"address": replica.address, "node": replica.node}
     return json.dumps(values, separators=(",", ":")).encode()
 

@@ -7,9 +7,8 @@ NEEDS_REDIS = "--redis-url needs the package redis: pip install 'stepwell[redis]
 
 _SCHEMES = ("redis", "rediss")
 _FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-"""Query parameters of a rediss:// URL that name files. The first file has the trusted authorities
-(CA). Without it, the system's authorities are trusted. The second file has a client certificate,
-and the third file has its key.
+"""Query parameters of a rediss:// URL that name files. The first file has the trusted certificate
+authorities, by default the system's. The other files have a client certificate and its key.
 """
 _FORM = "must be redis://[user:password@]host:port, rediss://… for TLS, or unix://PATH"
 
@@ -22,7 +21,7 @@ def is_redis_url(value: str) -> str | None:
             return None if parts.path else _FORM
         if parts.scheme not in _SCHEMES or not parts.hostname or parts.port == 0:
             return _FORM
-    except ValueError:  # no port, or brackets that do not match
+    except ValueError:  # an invalid port, or unbalanced brackets
         return _FORM
     return None
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """The load that a scheduler reports, over all its requests and its latest steps.
+    """The load that a scheduler reports: its requests, and the speed of its latest steps.
     `seconds_per_prompt_token` and `seconds_per_decode` are the times that each prompt token and
     each decoding request add to a step. 0 means that the value is not known yet.
     """
@@ -13,9 +13,10 @@ class ReplicaLoad:
     num_requests: int
     """The number of running and waiting requests."""
     num_uncomputed_tokens: int
-    """Number of tokens of these requests that must still be computed or found in the prefix cache.
-    """
+    """Number of tokens that the requests have still to compute or to find in the prefix cache."""
     seconds_per_prompt_token: float = 0.0
     seconds_per_decode: float = 0.0
     num_other_requests: int = 0
-    """How many of the `num_requests` requests other gateways than the receiver sent."""
+    """How many of the `num_requests` requests were sent by gateways other than this report's
+    receiver.
+    """

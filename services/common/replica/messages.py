@@ -1,4 +1,4 @@
-"""Converts a queue's state from and to its message."""
+"""Converts the state of a replica's queue from and to its message."""
 
 from dataclasses import asdict, fields
 

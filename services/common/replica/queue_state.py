@@ -5,20 +5,20 @@ from dataclasses import dataclass
 from services.common.errors import ResourceExhausted
 
 RETRY_AFTER_SECONDS = 1.0
-"""The shortest retry time for a rejected client."""
+"""The shortest retry time that a rejected client receives."""
 
 
 def longest_wait(timeout_seconds: float, service_seconds: float) -> float:
-    """Limit on the seconds that a request with a timeout may wait in the queue. This is the timeout
-    minus the usual service time. At most half of the timeout is subtracted.
+    """Limit on the seconds that a request with a timeout may wait in the queue. The limit is the
+    timeout minus the usual service time, but at least half of the timeout.
     """
     return timeout_seconds - min(service_seconds, timeout_seconds / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """The length and speed of a replica's queue. The scheduler uses it to decide which requests to
-    queue. A gateway uses a copy, so that most rejections do not involve the scheduler.
+    """The length and speed of a replica's queue. The scheduler decides by this state which requests
+    to queue. A gateway uses a copy, so that most rejections do not involve the scheduler.
     """
 
     num_waiting: int
@@ -33,11 +33,9 @@ class QueueState:
     """Estimated seconds from a request's admission to its end. 0 if unknown."""
     num_running: int = 0
     is_blocked: bool = False
-    """Whether requests wait because the last step had no free blocks or no token budget for them.
-    """
+    """Whether requests wait because the last step lacked free blocks or token budget for them."""
     num_free: int = 0
-    """The number of requests at the head of the queue for which slots and blocks are already free.
-    """
+    """Number of requests at the head of the queue for which slots and blocks are already free."""
     seconds_per_prompt: float = 0.0
     """Seconds that each of the first `num_free` requests adds to the wait of each request behind
     it, because its prompt must be computed. 0 if unknown.
@@ -51,8 +49,8 @@ class QueueState:
         return num_with_place * seconds_per_prompt + num_behind * self.seconds_per_request
 
     def longest_wait(self, timeout_seconds: float | None, *, has_output: bool) -> float | None:
-        """Limit on the seconds that a request waits until it is scheduled. None means no limit.
-        Only the client's timeout limits a request that has output.
+        """Limit on the seconds that a request waits until it is scheduled. None means no limit. If
+        the request has output already, only the client's timeout limits its wait.
         """
         longest = None if has_output else self.max_queue_seconds or None
         if timeout_seconds is None:
@@ -67,15 +65,17 @@ class QueueState:
         has_output: bool = False,
         num_waiting: int | None = None,
     ) -> ResourceExhausted | None:
-        """Returns the error that rejects a request behind `num_waiting` others, or None."""
+        """Returns the error that rejects a request behind `num_waiting` others. None if it may be
+        queued. The default of `num_waiting` is the length of the queue.
+        """
         longest = self.longest_wait(timeout_seconds, has_output=has_output)
         return self.refusal_within(longest, num_waiting)
 
     def refusal_within(
         self, longest: float | None, num_waiting: int | None = None
     ) -> ResourceExhausted | None:
-        """Returns the error that rejects a request that may wait for at most `longest` seconds.
-        None if it may be queued. `longest` is a result of `longest_wait`, or None for no limit.
+        """As `refusal`, for a request that may wait for at most `longest` seconds. `longest` is a
+        result of `longest_wait`, or None for no limit.
         """
         if num_waiting is None:
             num_waiting = self.num_waiting

@@ -1,4 +1,4 @@
-"""An adapter, which requests can name instead of the model."""
+"""A LoRA adapter, which requests can name instead of the model."""
 
 import errno
 import hashlib
@@ -9,8 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """LoRA weights of a model's projections. `digest` is the SHA-256 of the adapter's files,
-    `name` the name that clients use, and `path` the adapter's directory.
+    """LoRA weights of a model's projections. `digest` is the SHA-256 of the adapter's files, `name`
+    is the name that clients use, and `path` is the adapter's directory.
     """
 
     digest: bytes
@@ -31,7 +31,7 @@ def adapter_digest(directory: Path) -> bytes:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         path = directory / name
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a named pipe waits for another process
+        if not stat.S_ISREG(status.st_mode):  # opening a named pipe would wait for another process
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         digest.update(f"{name} {status.st_size}\n".encode())
         with path.open("rb") as stream:

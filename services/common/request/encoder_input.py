@@ -6,7 +6,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
     """An item that occupies `length` prompt tokens from position `offset` on. `embeds` lists the
-    positions in the item at which an embedding replaces the token. None means all.
+    positions in the item at which an embedding replaces the token. None means all positions.
     """
 
     identifier: str

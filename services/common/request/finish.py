@@ -1,5 +1,5 @@
-"""The rules by which a sequence's tokens end it. The scheduler ends requests by these rules. The
-gateway applies them if a scheduler was lost before it sent the finish reason.
+"""The rules by which a request ends after an output token. The scheduler ends requests by these
+rules. The gateway applies them if a scheduler was lost before it sent the finish reason.
 """
 
 import enum
@@ -11,7 +11,7 @@ from services.common.request.sampling import SamplingParams
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended. If OpenAI's API or vLLM has the same reason, its name there is used."""
+    """Why a request ended. Reasons that OpenAI's API or vLLM also has have the same names there."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -19,7 +19,7 @@ class FinishReason(enum.Enum):
     NAN_IN_LOGITS = "nan_in_logits"
     """The model's logits contained NaN, so no token could be sampled."""
     REPETITION = "repetition"
-    """The output repeated a pattern, by the rule of `repetition_detection`."""
+    """The output repeated a pattern, as defined by the parameter `repetition_detection`."""
     STEP_FAILED = "step_failed"
     """The workers failed in every step with this request, even in steps without other requests."""
     KV_LOAD_FAILED = "kv_load_failed"
@@ -29,7 +29,7 @@ class FinishReason(enum.Enum):
     ERROR = "error"
     """An error of this request alone. A message describes it."""
     GRAMMAR_ERROR = "grammar_error"
-    """The output's grammar cannot be compiled or became too complex. A message says why."""
+    """The output's grammar cannot be compiled or became too complex. A message explains why."""
     NO_CONFORMING_TOKEN = "no_conforming_token"
     """No token conforms to the grammar and is permitted by the other parameters."""
     QUEUE_TIMEOUT = "queue_timeout"
@@ -42,17 +42,17 @@ CLIENT_ERRORS = frozenset({FinishReason.GRAMMAR_ERROR, FinishReason.NO_CONFORMIN
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a sequence. `stop_token_id` is the client's stop token that ended it, if any."""
+    """How a sequence ends. `stop_token_id` is the client's stop token that ends it, if any."""
 
     reason: FinishReason
     stop_token_id: int | None = None
 
 
 def ending_token_ids(sampling: SamplingParams) -> frozenset[int]:
-    """Tokens that end a sequence, which are EOS tokens and the client's stop tokens. Requests with
-    equal ending tokens share one set object. Each step looks up each request's new tokens in the
-    request's set. If each of a thousand requests had its own set object, most look-ups would miss
-    the processor's caches.
+    """Tokens that end a sequence: the EOS tokens and the client's stop tokens. Requests with equal
+    ending tokens share one set object, because each step looks up each request's new tokens in the
+    request's set. With a set object for each of a thousand requests, most look-ups would miss the
+    processor's caches.
     """
     return _token_set((*sampling.eos_token_ids, *sampling.stop_token_ids))
 
@@ -70,8 +70,8 @@ def append_until_end(
     ending: frozenset[int],
     sampling: SamplingParams,
 ) -> Finish | None:
-    """Appends new tokens to a sequence (prompt and output), up to the first one that ends it.
-    Returns how the sequence ends, or None if it continues. `ending` is
+    """Appends new tokens to a sequence (prompt and output), up to the first token that ends the
+    sequence. Returns how the sequence ends, or None if it continues. `ending` is
     `ending_token_ids(sampling)`. The checks are in vLLM's order: EOS, stop tokens, length,
     repetition. Before `min_tokens` output tokens, only the length limit ends a sequence.
     """

@@ -1,5 +1,5 @@
 """Compiles structured outputs for one vocabulary with llguidance. The gateway compiles grammars to
-check them, and workers compile them to enforce them. Both accept the same grammars.
+validate requests, and workers compile them to restrict outputs. Both accept the same grammars.
 """
 
 import json
@@ -30,10 +30,9 @@ _SLICES = [
     *(f"{_IN_STRING}{{1,{length}}}" for length in (6, 8, 10, 12, 15, 20, 30)),
     f"{_IN_STRING}+",
 ]
-"""If a grammar allows every text that matches one of these patterns, all matching tokens are
-allowed at once. All other tokens are tested one by one. The lengths 10 and 30 are added to
-llguidance's own patterns, so that patterns also match most tokens in a JSON string with
-`maxLength`.
+"""llguidance's "slices": if a grammar allows every text that matches one of these patterns, all
+matching tokens are allowed at once. All other tokens are tested one by one. The lengths 10 and 30
+are added to llguidance's own patterns, for JSON strings with `maxLength`.
 """
 
 
@@ -46,7 +45,7 @@ class GrammarCompiler:
         """`tokenizer_json` is the text of a tokenizer.json. Token ids below `vocab_size` that the
         tokenizer lacks are never allowed. `eos_token_ids` are allowed at positions where an output
         may end. Takes a second for a large vocabulary. Raises ValueError for a tokenizer whose
-        tokens are not made of bytes.
+        tokens do not consist of bytes.
         """
         described = json.loads(tokenizer_json)
         described["truncation"] = described["padding"] = None
@@ -65,9 +64,9 @@ class GrammarCompiler:
 
     def compile(self, wanted: StructuredOutputs) -> LLMatcher:
         """Returns a matcher in its initial state. Raises InvalidArgument with llguidance's reason
-        if the grammar is invalid or cannot be enforced. The decision depends only on the text and
-        the vocabulary, not on the compile time. Size limits on the text bound the compile time to
-        about two seconds in the worst known case. Compiling releases the GIL.
+        if the grammar is invalid or cannot be enforced. Whether a grammar is accepted depends only
+        on its text and the vocabulary, not on time. Size limits on the text bound the compile time
+        to about two seconds in the worst known case. Compiling releases the GIL.
         """
         wanted.validate()
         try:
@@ -98,7 +97,7 @@ def _grammar(wanted: StructuredOutputs) -> str:
 
 
 def reason_in_words(error: str) -> str:
-    """The first lines of an llguidance error, which contain the reason, joined into one line."""
+    """Joins the first lines of an llguidance error, which contain the reason, into one line."""
     if error.startswith("NoExtension"):
         return "no output conforms to it"
     return " ".join(error.replace("<non-verbose/>", "").split())[:_MAX_REASON]

@@ -28,7 +28,9 @@ _KINDS = ProtoEnum(
 
 
 def structured_outputs_from_proto(message: common_pb2.StructuredOutputs) -> StructuredOutputs:
-    """Converts a message, without validation. Raises InvalidArgument for an unknown kind."""
+    """Converts a message to structured outputs, without validation. Raises InvalidArgument for an
+    unknown kind.
+    """
     kind = _KINDS.from_proto(message.kind)
     if kind is None:
         raise invalid("kind is not set, or not known here")
@@ -43,7 +45,6 @@ require_same_fields(DeclaredProgram, common_pb2.Program.DESCRIPTOR)
 
 
 def program_from_proto(message: common_pb2.Program) -> DeclaredProgram:
-    """Converts a message, without validation."""
     return DeclaredProgram(
         message.id, message.parent_id, message.tool, message.ends, message.keep_seconds
     )
@@ -154,7 +155,7 @@ _DEFAULT_VALUES = _values_of(_DEFAULTS)
 def sampling_from_proto(
     message: common_pb2.SamplingParams, defaults: SamplingParams = _DEFAULTS
 ) -> SamplingParams:
-    """Converts a message, without validation. Absent fields have the values of `defaults`."""
+    """Converts a message to parameters, without validation. Absent fields are as in `defaults`."""
     given: dict[str, Any] = {
         field.name: _READERS[field.name](value) if field.name in _READERS else value
         for field, value in message.ListFields()
@@ -190,7 +191,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
         message.begins_inside,
     ),
 }
-"""Maps each field that is not a plain number to the function that reads it."""
+"""Maps each field of SamplingParams that needs a conversion to the function that converts it."""
 
 _WRITERS: dict[str, Callable[[Any], object]] = {
     "bad_words": lambda words: [common_pb2.TokenIds(ids=word) for word in words],
@@ -198,4 +199,4 @@ _WRITERS: dict[str, Callable[[Any], object]] = {
     "structured_outputs": structured_outputs_to_proto,
     "thinking_budget": lambda budget: common_pb2.ThinkingBudget(**asdict(budget)),
 }
-"""Maps each field that consists of messages to the function that writes it."""
+"""Maps each field that the proto stores as messages to the function that creates them."""

@@ -1,4 +1,4 @@
-"""Parameters of models that answer a prompt with a vector instead of tokens."""
+"""Parameters of models that compute a vector for a prompt instead of output tokens."""
 
 import enum
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class PoolingTask(enum.Enum):
 
 
 class PoolingType(enum.Enum):
-    """Which hidden states of a prompt become the vector."""
+    """The hidden states of a prompt from which the vector is computed."""
 
     CLS = "CLS"
     """The hidden state of the first token."""
@@ -28,12 +28,11 @@ class PoolingType(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How one prompt is pooled, which means that a vector is computed from it. The names are
-    vLLM's.
+    """How the vector of one prompt is computed. The names are vLLM's.
 
     * `dimensions`: the length to which the vector is truncated. None keeps all numbers.
-    * `use_activation`: normalization of embeddings, or sigmoid or softmax of classes. None selects
-      the default of the model's directory.
+    * `use_activation`: whether embeddings are normalized, or a sigmoid or softmax is applied to
+      classes. None selects the default in the model's directory.
     * `num_first_text_tokens`: the number of tokens before the second text, if a prompt joins two
       texts. 0 means one text.
     """
@@ -45,7 +44,7 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class Pooler:
-    """The final layer of a model that answers prompts with vectors."""
+    """The final layer of a model that computes vectors."""
 
     task: PoolingTask
     pooling_type: PoolingType
@@ -56,15 +55,15 @@ class Pooler:
     matryoshka_dimensions: tuple[int, ...] = ()
     """The permitted lengths of truncated vectors. Empty permits any length."""
     takes_whole_prompts: bool = False
-    """Whether tokens attend to later tokens. If so, one step computes a whole prompt."""
+    """Whether tokens attend to later tokens, so that a prompt must be computed in one step."""
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether prefix hits can be used. They can if only the last hidden state is needed."""
+        """Whether prefix hits can be used, because only the last hidden state is needed."""
         return self.pooling_type is PoolingType.LAST and not self.takes_whole_prompts
 
     def check(self, params: PoolingParams, num_tokens: int) -> None:
-        """Raises InvalidArgument if the model cannot pool such a prompt with these parameters."""
+        """Raises InvalidArgument if the parameters are invalid for this model and prompt length."""
         wanted = params.dimensions
         if params.num_first_text_tokens > num_tokens:
             raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""What a client says about the program that a request is a turn of."""
+"""The fields by which a client declares that a request is a turn of a program."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,32 +8,32 @@ from services.common.errors import InvalidArgument
 MAX_PROGRAM_ID_BYTES = 256
 MAX_TOOL_BYTES = 256
 MAX_KEEP_SECONDS = 3600
-"""The longest time for which a context is kept because the client wishes it."""
+"""The longest time for which a client can have a context kept after a turn."""
 
 
 def joined_tools(names: Iterable[str]) -> str:
-    """One name for the tools that run after a turn, of at most MAX_TOOL_BYTES."""
+    """Joins the names of the tools that run after a turn into one name."""
     return ",".join(sorted(set(names))).encode()[:MAX_TOOL_BYTES].decode(errors="ignore")
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredProgram:
-    """What a client says about a turn. A program is the requests of one run of an agent."""
+    """A client's description of a turn. A program consists of the requests of one run of an agent,
+    and each request is a turn.
+    """
 
     id: str
     parent_id: str = ""
-    """The program that started this one, and waits for it."""
+    """The id of the program that started this program and waits for it."""
     tool: str = ""
-    """The tool that runs after the answer. Empty if the answer shows it."""
+    """The name of the tool that runs after the turn. If empty, the output's tool calls name it."""
     ends: bool = False
     """Whether the turn is the program's last."""
     keep_seconds: int = 0
-    """The time for which the client wishes to keep the context after the turn. More than
-    MAX_KEEP_SECONDS counts as these.
-    """
+    """For how long the context is kept after the turn, limited to MAX_KEEP_SECONDS."""
 
     def check(self) -> None:
-        """Raises InvalidArgument, which names the field."""
+        """Raises InvalidArgument, which names the first invalid field."""
         for field, text in (("id", self.id), ("parent_id", self.parent_id)):
             if len(text.encode()) > MAX_PROGRAM_ID_BYTES or not (text.isprintable()):
                 raise InvalidArgument(

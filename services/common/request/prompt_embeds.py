@@ -1,6 +1,6 @@
-"""A prompt that a client gives as token embeddings instead of tokens. Services without tensor
+"""A prompt that a client sends as token embeddings instead of tokens. Services without tensor
 libraries store the numbers as bytes, check their count, and add their digest to the cache salt.
-Where token ids are required, each embedding of such a prompt is represented by the id 0.
+Where token ids are required, the id 0 stands for each embedding.
 """
 
 import enum
@@ -12,7 +12,7 @@ from services.common.errors import InvalidArgument
 
 PLACEHOLDER_TOKEN = 0
 _CHECKED_BYTES = 2**18
-"""The number of bytes that are checked at once. It is a multiple of every number type's size."""
+"""The number of bytes that are checked at once, a multiple of the size of every number type."""
 
 
 class EmbedsDtype(enum.Enum):
@@ -28,7 +28,7 @@ class EmbedsDtype(enum.Enum):
 
     @property
     def lowest_exponent_bit(self) -> int:
-        """The index of the exponent's lowest bit. The sign is the highest bit of a number."""
+        """The index of the exponent's lowest bit in a number, counted from the lowest bit."""
         return {EmbedsDtype.FLOAT32: 23, EmbedsDtype.BFLOAT16: 7, EmbedsDtype.FLOAT16: 10}[self]
 
 
@@ -51,7 +51,7 @@ class PromptEmbeds:
 
     @property
     def placeholders(self) -> list[int]:
-        """Placeholder token ids, one for each row."""
+        """The placeholder token ids, one for each row."""
         return [PLACEHOLDER_TOKEN] * self.num_tokens
 
     def rest(self, num_computed_tokens: int) -> "PromptEmbeds | None":
@@ -63,7 +63,7 @@ class PromptEmbeds:
         return PromptEmbeds(self.num_tokens - num_computed_tokens, self.dtype, data)
 
     def check(self, hidden_size: int) -> None:
-        """Raises InvalidArgument if the rows do not have `hidden_size` numbers."""
+        """Raises InvalidArgument if a row does not have `hidden_size` numbers."""
         given, expected = len(self.data), self.num_tokens * hidden_size * self.dtype.itemsize
         if given != expected:
             raise InvalidArgument(
@@ -82,16 +82,16 @@ class PromptEmbeds:
             )
 
     def salted(self, cache_salt: str) -> str:
-        """A cache salt made from the embeddings, so that only equal embeddings share blocks."""
+        """Adds the embeddings' digest to a cache salt, so that only equal prompts share blocks."""
         digest = sha256(self.data).hexdigest()
         return f"{cache_salt}\0prompt_embeds {self.dtype.value} {digest}"
 
 
 def _is_finite(data: bytes, dtype: EmbedsDtype) -> bool:
-    """Whether no number is infinite or NaN. Such numbers have all exponent bits set. All numbers
-    are checked at once, as digits of one integer. The lowest exponent bit is added to each
-    exponent, with the sign bits cleared. The sum carries into a sign bit exactly if all bits of
-    that exponent are set.
+    """Whether no number is infinite or NaN. Infinite numbers and NaN have all exponent bits set.
+    All numbers are checked at once, as digits of one large integer: the sign and fraction bits are
+    cleared, and the lowest exponent bit is added to each exponent. The sum carries into a number's
+    sign bit exactly if all exponent bits of the number are set.
     """
     bits = 8 * dtype.itemsize
     lowest = 1 << dtype.lowest_exponent_bit

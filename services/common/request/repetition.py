@@ -1,4 +1,4 @@
-"""Detects answers that repeat the same few tokens, as vLLM's `repetition_detection` does."""
+"""Detects outputs that repeat the same few tokens, like vLLM's `repetition_detection`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,14 +7,14 @@ from services.common.errors import InvalidArgument
 
 FIELD = "repetition_detection"
 MAX_PATTERN_SIZE = 1024
-"""Limit on the pattern size. A new token is compared with at most this number of earlier tokens."""
+"""Limit on the pattern size in tokens. It also limits how many sizes are tried for a new token."""
 MAX_COUNT = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class RepetitionDetection:
-    """The repetition to detect. It is a pattern of `min_pattern_size` to `max_pattern_size` tokens
-    that occurs at least `min_count` times in a row.
+    """The repetition to detect: a pattern of `min_pattern_size` to `max_pattern_size` tokens that
+    occurs at least `min_count` times in a row.
     """
 
     max_pattern_size: int
@@ -55,9 +55,9 @@ class RepetitionDetection:
         )
 
     def _repeats(self, token_ids: Sequence[int], size: int) -> bool:
-        """Whether the tokens end with `min_count` patterns of this size. If they do, each token of
-        the repeated part equals the token one pattern earlier. Increasingly long parts at the end
-        are compared until the first difference.
+        """Whether the tokens end with `min_count` repetitions of a pattern of `size` tokens. Then
+        each token of the repetitions after the first one equals the token `size` positions before.
+        Increasingly long parts at the end are compared until the first difference.
         """
         end, wanted, length = len(token_ids), size * (self.min_count - 1), 1
         while length < wanted:

@@ -10,7 +10,7 @@ from services.common.request.thinking_budget import ThinkingBudget
 MAX_SEED = 2**64 - 1
 MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = 2.0**128 - 2.0**104
-# With larger or smaller penalties, logits leave the float32 range, and no token can be sampled.
+# Outside this range, logits would exceed the float32 range, and no token could be sampled.
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-100, 2.0**100
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -29,8 +29,8 @@ RANGES: dict[str, tuple[float, float]] = {
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are sampled, and when a request ends. stepwell.common.v1.SamplingParams specifies
-    the fields. None means "not given". The gateway sets `seed`, `max_tokens` and `eos_token_ids`
-    before it sends a request to a scheduler.
+    the fields. None means that the client did not set the field. The gateway sets `seed`,
+    `max_tokens` and `eos_token_ids` before it sends a request to a scheduler.
     """
 
     temperature: float = 1.0
@@ -65,8 +65,8 @@ class SamplingParams:
         )
 
     def validate(self, vocab_size: int) -> None:
-        """Raises InvalidArgument, which names the first invalid field. Invalid are values out of
-        range, NaN, unknown token ids, and combinations that leave no token to sample.
+        """Raises InvalidArgument, which names the first invalid field. Values out of range, NaN,
+        unknown token ids, and combinations that leave no token to sample are invalid.
         """
         if self.max_tokens is not None and self.max_tokens < 1:
             raise _invalid("max_tokens", f"must be at least 1, not {self.max_tokens}")

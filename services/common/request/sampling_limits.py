@@ -1,4 +1,4 @@
-"""Limits a client's sampling parameters. Errors use the client's names of the parameters."""
+"""Limits a client's sampling parameters. Errors use the parameters' names in the HTTP API."""
 
 from collections.abc import Sequence
 
@@ -14,11 +14,11 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 4096
 
 _CLIENT_NAMES = {"logit_bias_token_ids": "logit_bias", "logit_bias_values": "logit_bias"}
-"""The client's names of parameters that have other names in the contract."""
+"""The HTTP API's names of parameters that have other names in the protos."""
 
 
 def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    """Raises InvalidArgument, which names the first parameter out of its range."""
+    """Raises InvalidArgument, which names the first parameter that is out of range."""
     _check_sizes(sampling)
     try:
         sampling.validate(vocab_size)
@@ -29,7 +29,7 @@ def check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidArgument if an id is outside a vocabulary of this size."""
+    """Raises InvalidArgument if a token id is outside a vocabulary of `vocab_size` tokens."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidArgument(

@@ -1,14 +1,14 @@
-"""Seeds of the answers to one request. A request has n answers to each of its prompts."""
+"""Seeds of the answers to one request. A request has `n` answers to each of its prompts."""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def answer_seed(given: int | None, drawn: int, prompt: int, child: int, n: int) -> int:
-    """The seed in [0, 2**64) of answer `child` of `n` to prompt number `prompt`. If the client gave
-    a seed, each prompt uses it as if the prompt had been sent alone. Equal prompts therefore get
-    equal answers, as in vLLM, and the n answers have different seeds. Without a client's seed,
-    `drawn` is used, and all answers of the request have different seeds.
+    """The seed in [0, 2**64) of answer `child` of `n` to prompt number `prompt`. `given` is the
+    client's seed. Each prompt uses it as if the prompt had been sent alone, so equal prompts have
+    equal answers, as in vLLM. Without a client's seed, the random number `drawn` is used, and all
+    answers of the request have different seeds.
     """
     if given is not None:
         return child_seed(given, child)
@@ -16,10 +16,10 @@ def answer_seed(given: int | None, drawn: int, prompt: int, child: int, n: int) 
 
 
 def child_seed(seed: int, child: int) -> int:
-    """The seed of answer number `child` among the answers that share a seed. The first answer has
-    the seed itself, so that it does not depend on n. The other seeds are outputs of SplitMix64
-    (Steele, Lea and Flood, 2014), which differ for all answers of one seed. vLLM adds the child's
-    number to the seed instead, so that neighbouring seeds share answers.
+    """The seed of answer number `child` among the answers that are derived from `seed`. The first
+    answer has the seed itself. The other seeds are outputs of SplitMix64 (Steele, Lea and Flood,
+    2014), which differ for all answers. vLLM adds the answer's number to the seed instead, so that
+    requests with neighbouring seeds have common answers.
     """
     if child == 0:
         return seed & _MASK

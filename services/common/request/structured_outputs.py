@@ -1,4 +1,4 @@
-"""Structured outputs, which are formats that a client requires of an answer, as in vLLM."""
+"""Structured outputs: formats to which a client requires an output to conform, as in vLLM."""
 
 import enum
 import json
@@ -13,33 +13,33 @@ MAX_DEPTH = 64
 MAX_NODES = 10_000
 MAX_CHOICES = 4096
 KEPT_GRAMMARS = 32
-"""The number of recent grammars that a worker keeps compiled, besides slow ones."""
+"""The number of recent grammars that a worker caches besides grammars that compile slowly."""
 JSON_OPTIONS = {
-    # Whitespace between two JSON tokens. Without a limit a model could generate it forever.
+    # Whitespace between two JSON tokens. Without a limit a model could output it endlessly.
     "whitespace_pattern": r"[ \n\t]{1,80}",
-    # Schemas that cannot be enforced exactly are rejected, whatever options they contain.
+    # Schemas that cannot be enforced exactly are rejected, even if they contain these options.
     "lenient": False,
     "coerce_one_of": False,
 }
-"""llguidance's options for JSON Schemas, in all services."""
+"""llguidance's options for JSON Schemas, which are the same in all services."""
 
 
 class StructuredOutputsKind(enum.Enum):
-    """The ways to describe an output. The values are vLLM's names."""
+    """Kinds of formats, with the meaning of `StructuredOutputs.text`. The names are vLLM's."""
 
     JSON = "json"
-    """JSON that a JSON Schema accepts. The text is the schema, a JSON object."""
+    """A JSON Schema, which is a JSON object."""
     REGEX = "regex"
-    """A text that a regular expression matches as a whole."""
+    """A regular expression that matches whole outputs."""
     CHOICE = "choice"
-    """One of several texts. The text is a JSON list of them."""
+    """A JSON list of the texts that are permitted as outputs."""
     GRAMMAR = "grammar"
-    """A text of a context-free grammar, in Lark or GBNF syntax."""
+    """A context-free grammar, in Lark or GBNF syntax."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """The description to which an output conforms, from its first character to its last."""
+    """The format to which a whole output, from its first to its last character, must conform."""
 
     kind: StructuredOutputsKind
     text: str
@@ -52,7 +52,9 @@ class StructuredOutputs:
         _validate(self)
 
     def choices(self) -> list[str]:
-        """The texts of CHOICE. Raises InvalidArgument if the text is not a list of strings."""
+        """The permitted outputs of the kind CHOICE. Raises InvalidArgument if `text` is not a JSON
+        list of strings.
+        """
         choices = _parsed(self)
         if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
             raise invalid("choice must be a list of strings")
@@ -98,7 +100,7 @@ def _check_schema(schema: object) -> None:
 
 
 def _parsed(wanted: StructuredOutputs) -> object:
-    """Parses the text of a kind that is written as JSON."""
+    """Parses `text` of a kind for which it is JSON."""
     try:
         return json.loads(wanted.text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The limit on an answer's reasoning tokens (vLLM's `thinking_token_budget`)."""
+"""The limit on an output's reasoning tokens (vLLM's `thinking_token_budget`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ MAX_MARK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """Limits an answer to `num_tokens` reasoning tokens, after which the end mark is forced."""
+    """Limits an output to `num_tokens` reasoning tokens. The tokens that end the reasoning are then
+    forced.
+    """
 
     num_tokens: int
     start_token_ids: tuple[int, ...]
@@ -20,7 +22,7 @@ class ThinkingBudget:
     begins_inside: bool = False
 
     def validate(self, check_tokens: Callable[[str, tuple[int, ...]], None]) -> None:
-        """Raises InvalidArgument. `check_tokens` raises it for ids outside the vocabulary."""
+        """Raises InvalidArgument. `check_tokens` must raise it for ids outside the vocabulary."""
         if not 0 <= self.num_tokens <= MAX_TOKENS:
             raise _invalid("num_tokens", f"is {self.num_tokens}, not in [0, {MAX_TOKENS}]")
         for name, mark, least in (

@@ -13,9 +13,9 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_fingerprint(directory: Path) -> bytes:
-    """32 bytes that are equal for equal tokenizers. Empty without tokenizer files. If
-    `tokenizer.json` exists, the bytes depend on this file alone, since it is complete. Otherwise
-    they depend on the files from which it would be built.
+    """32 bytes that are equal for equal tokenizers, or no bytes without tokenizer files. If
+    `tokenizer.json` exists, the bytes depend on this file alone, since it describes the whole
+    tokenizer. Otherwise they depend on the files from which `tokenizer.json` would be built.
     """
     present = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
     if not present:

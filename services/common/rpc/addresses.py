@@ -14,7 +14,7 @@ LARGEST_PORT = 65_535
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Returns host, without brackets, and port. Raises ValueError if it is not host:port."""
+    """Returns host, without brackets, and port. Raises ValueError if the format is wrong."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > LARGEST_PORT:
         raise ValueError(f"{address!r} is not host:port")
@@ -27,7 +27,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def is_on_this_machine(address: str) -> bool:
-    """Whether the address is a loopback address or a Unix socket, so only this machine's."""
+    """Whether the address is a loopback address or a Unix socket."""
     if is_unix_address(address):
         return True
     host, _ = split_host_port(address)
@@ -60,7 +60,7 @@ def is_unix_address(address: str) -> bool:
 
 
 def unix_path(address: str) -> str:
-    """The path in unix:PATH."""
+    """Returns the path in unix:PATH."""
     return address.removeprefix(_UNIX)
 
 
@@ -69,7 +69,7 @@ def is_wildcard(address: str) -> bool:
     host, _ = split_host_port(address)
     try:
         return ipaddress.ip_address(host).is_unspecified
-    except ValueError:  # the host is a name
+    except ValueError:  # a host name, or an empty host
         return not host
 
 
@@ -91,13 +91,13 @@ def is_dns_address(value: str) -> str | None:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Removes the socket of an ended process, so that the path can be bound again. A socket with a
-    listening process stays, and so does any file that is not a socket.
+    """Removes the Unix socket of an ended process, so that the path can be bound again. Sockets
+    with a listening process are not removed. Other kinds of files are not removed either.
     """
     if not path.is_socket():
         return
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # so that connect fails at once if the queue is full
+        probe.setblocking(False)  # so that connect fails at once if the backlog is full
         try:
             probe.connect(str(path))
         except OSError as error:

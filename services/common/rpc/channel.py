@@ -1,4 +1,4 @@
-"""Client channels of all services. They have bounded buffers and keepalive, and reconnect fast."""
+"""Opens the services' client channels, with bounded buffers, keepalive and fast reconnects."""
 
 from typing import TYPE_CHECKING
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from services.common.tls.credentials import Tls
 
 KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
-    # Time without traffic after which a ping is sent, during calls and between them. Without pings
+    # Time without traffic after which a ping is sent, also while there are no calls. Without pings
     # a network partition stays undetected for half a minute or more.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Time for which a peer may leave a ping unanswered, for example because it is stopped or
-    # starved. The time limits of steps, transactions and sessions detect a hung peer earlier.
+    # Time within which a peer must acknowledge a ping. A stopped or starved peer may not do so.
+    # The time limits of steps, transactions and sessions detect a hung peer earlier.
     ("grpc.http2.ping_timeout_ms", 20_000),
-    # Time for which the peer's machine may leave a packet unacknowledged (TCP_USER_TIMEOUT).
+    # Time within which the peer's machine must acknowledge a packet (TCP_USER_TIMEOUT).
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
@@ -33,12 +33,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A restarted service is reconnected within a quarter of a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
-    # Despite its name, the time in which a connection and its TLS must be established. It delays
-    # attempts only if each attempt takes this long.
+    # Despite the option's name, a limit on the time in which a connection and its TLS are
+    # established. It delays attempts only if an attempt takes this long.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Without this, channels to one address would share a connection, even a broken one.
+    # Otherwise channels to one address would share a connection, even a broken connection.
     ("grpc.use_local_subchannel_pool", 1),
-    # Without this, a slowly read stream gets a buffer of megabytes in this process.
+    # Otherwise grpc buffers megabytes of a stream that this process reads slowly.
     ("grpc.http2.bdp_probe", 0),
 )
 
@@ -47,9 +47,9 @@ def open_channel(
     address: str, tls: "Tls | None" = None, *, lookahead_bytes: int = LOOKAHEAD_BYTES
 ) -> ForwardingChannel:
     """Creates a channel to host:port or unix:PATH, which connects at its first use. `tls` is not
-    used for Unix sockets. For a Unix socket, each bidirectional stream has a separate socket. On
-    each stream the peer may send `lookahead_bytes` bytes that are not read yet. The rest of a
-    longer message is sent once its reader waits for it.
+    used for Unix sockets. With a Unix socket, each bidirectional stream has a separate connection.
+    On each stream the peer may send `lookahead_bytes` bytes that are not read yet. The rest of a
+    longer message is sent once a reader waits for the message.
     """
     options = (*CHANNEL_OPTIONS, ("grpc.http2.lookahead_bytes", lookahead_bytes))
     if tls is not None and not is_unix_address(address):

@@ -13,12 +13,12 @@ from grpc._cython import cygrpc
 UNDECODABLE = object()
 """Replaces a message that cannot be decoded."""
 _STATUS_SECONDS = 1.0
-"""How long a failed write waits for the status of its call."""
+"""How long a failed write waits for the status with which its call ends."""
 
 
 def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Wraps a deserializer so that it returns UNDECODABLE instead of raising an error. If a
-    deserializer raises an error, grpc.aio logs its traceback and uses None as the message.
+    """Wraps a deserializer so that it returns UNDECODABLE instead of raising an error. For errors,
+    grpc.aio would log a traceback and use None as the message.
     """
     if deserialize is None:
         return None
@@ -33,7 +33,7 @@ def lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
 
 class UndecodableAnswer(grpc.aio.AioRpcError):
-    """The error, with status INTERNAL, of a call whose answer cannot be decoded."""
+    """A message from the server cannot be decoded. The error's status is INTERNAL."""
 
     def __init__(self, method: str) -> None:
         details = f"a message of {method} cannot be decoded"
@@ -42,7 +42,7 @@ class UndecodableAnswer(grpc.aio.AioRpcError):
 
 
 class CheckedCall:
-    """Wraps a grpc call. An undecodable message cancels it and raises AioRpcError."""
+    """Wraps a grpc call. An undecodable message cancels the call and raises AioRpcError."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class CheckedCall:
         serialize: Callable[[Any], bytes],
         on_end: Callable[[grpc.StatusCode], None],
     ) -> None:
-        """`on_end` is called with the status of a call that has a single answer."""
+        """`on_end` is called with the status of a call that has a single response."""
         self._call = call
         self._method = method
         self._serialize = serialize
@@ -84,8 +84,8 @@ class CheckedCall:
 
     async def write(self, request: Any) -> None:
         """Sends a message. Raises AioRpcError or InvalidStateError if the call has ended. The call
-        then has the status that the peer sent. If grpc.aio's own `write` (1.85) fails before it has
-        read that status, it gives the call the status INTERNAL, and the peer's is lost.
+        then has the status that the peer sent. grpc.aio's own `write` (1.85) loses the peer's
+        status and sets INTERNAL instead, if it fails before it has read the peer's status.
         """
         call = self._call
         await call.wait_for_connection()
@@ -116,20 +116,20 @@ class ForwardingChannel(grpc.aio.Channel):
 
     @abstractmethod
     def current(self) -> grpc.aio.Channel:
-        """Returns the underlying channel for a new call."""
+        """The underlying channel that the next call will use."""
 
     @abstractmethod
     def renew(self) -> None:
-        """Makes the next call use a new connection. A broken connection may seem intact while its
-        packets are lost. Running calls continue on the old connection. If there are none, the old
-        connection is closed at once, which also ends grpc's attempts to establish it.
+        """Makes the next call use a new connection, because a broken connection may seem intact
+        while its packets are lost. Running calls continue on the old connection. Without running
+        calls, the old connection is closed at once, and grpc stops its attempts to establish it.
         """
 
     def began(self, call: grpc.aio.Call) -> None:
-        """Called with each call that starts on the current channel."""
+        """This method is called with each call that starts on the current channel."""
 
     def ended(self, code: grpc.StatusCode) -> None:
-        """Called with the status of each call that has a single answer."""
+        """This method is called with the status of each call that has a single response."""
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self.current().get_state(try_to_connect)
@@ -160,7 +160,7 @@ class ForwardingChannel(grpc.aio.Channel):
 
 
 class _Method:
-    """A method of a stub. Each call uses the channel that is current at that time."""
+    """A method of a stub. Each call uses the channel that is current when the call starts."""
 
     def __init__(
         self,

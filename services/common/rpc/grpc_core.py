@@ -13,11 +13,11 @@ def tune_grpc(environ: MutableMapping[str, str]) -> None:
     """Sets defaults for grpc: its older poller, no fork support, and a log of errors only.
 
     Values in the environment take precedence. With grpc's event engine each message passes through
-    an additional thread on each side. The older poller has no such thread. With it a message and
-    its answer on a stream take 0.6 times as long, and 0.6 times the processor time (grpcio 1.85.1,
-    messages of 2 kB, Unix socket). A later version of grpc that lacks the experiments in
-    OLDER_POLLER logs one line. With fork support grpc logs a line for each started process. At
-    levels below error, grpc logs each failed TLS handshake, and strangers can cause many of these.
+    an additional thread on each side. With the older poller, a message and its response on a stream
+    take 0.6 times as long, and 0.6 times the processor time (grpcio 1.85.1, messages of 2 kB, Unix
+    socket). A later version of grpc that lacks the experiments in OLDER_POLLER logs one line. With
+    fork support grpc logs a line for each started process. At levels below error, grpc logs each
+    failed TLS handshake, and anyone who can connect can cause many failures.
     """
     environ.setdefault(EXPERIMENTS, OLDER_POLLER)
     environ.setdefault(FORK_SUPPORT, "0")
@@ -25,6 +25,6 @@ def tune_grpc(environ: MutableMapping[str, str]) -> None:
 
 
 def silence_grpc(environ: MutableMapping[str, str]) -> None:
-    """Turns off the log of grpc's core, for a process that expects to lose connections."""
+    """Turns off the log of grpc's core, for a process whose connections are expected to break."""
     if environ.get(VERBOSITY, ERRORS) == ERRORS:
         environ[VERBOSITY] = "NONE"

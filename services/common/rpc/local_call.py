@@ -38,7 +38,7 @@ class LocalCall:
         self._serialize = serialize or bytes
         self._deserialize = lenient(deserialize) or bytes
         self.ended: asyncio.Future[status_pb2.Status] = asyncio.get_running_loop().create_future()
-        """The status of the call, once it has ended."""
+        """The status of the call. Pending until the call has ended."""
         self._stream = LocalStream(connection, lookahead_bytes, self._take, self._lost)
         self._stream.send(FrameKind.OPEN, opening(method, lookahead_bytes))
 
@@ -61,13 +61,13 @@ class LocalCall:
                 raise
 
     async def done_writing(self) -> None:
-        """Notifies the server that no message follows."""
+        """Notifies the server that no further message follows."""
         self._stream.send(FrameKind.END)
 
     async def read(self) -> Any:
         """Returns the next message, or EOF at the end. Raises AioRpcError if the call ends with an
-        error, and CancelledError if the call was cancelled. A cancelled read cancels the call, so
-        that no later read receives its message.
+        error, and CancelledError if the call was cancelled. A cancelled read cancels the call,
+        since the message that it was to return is lost.
         """
         try:
             return await self._read()
@@ -76,9 +76,9 @@ class LocalCall:
             raise
 
     async def for_each(self, take: Callable[[Any], None]) -> None:
-        """Calls `take` with each message, in the event loop's callback that receives it. Returns at
-        the end of the call. Raises the errors that `read` raises, and the first error of `take`,
-        which is then not called again.
+        """Calls `take` with each message, in the event loop callback that receives the message.
+        Returns at the end of the call. Raises the errors that `read` raises. Also raises the first
+        error of `take`, after which `take` is not called again.
         """
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -100,7 +100,7 @@ class LocalCall:
             raise
 
     def _decoded(self, data: bytes) -> Any:
-        """Decodes a message. Cancels the call and raises an error if it cannot be decoded."""
+        """Decodes a message. If this fails, cancels the call and raises UndecodableAnswer."""
         message = self._deserialize(data)
         if message is UNDECODABLE:
             self.cancel()
@@ -165,9 +165,8 @@ class LocalCall:
 
 
 async def for_each(call: Any, take: Callable[[Any], None]) -> None:
-    """Calls `take` with each message of a call, over a local stream or over gRPC. Returns at the
-    end of the call. Raises the call's error, and an error of `take`. Over a local stream, no task
-    is woken for a message.
+    """Calls `take` with each message of a LocalCall or of a gRPC call. Returns at the end of the
+    call. Raises the call's error, and an error of `take`. The messages of a LocalCall wake no task.
     """
     if isinstance(call, LocalCall):
         await call.for_each(take)

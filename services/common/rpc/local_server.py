@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 _BACKLOG = 64
 _OPENING_SECONDS = 10.0
-"""Time that a client may take to name a method after it has connected."""
+"""Time within which a client must name a method after it has connected."""
 _ACCEPT_PAUSE_SECONDS = 1.0
-"""Time for which no connection is accepted after a failure, such as a lack of file descriptors."""
+"""Time without accepting connections after a failure, such as a lack of file descriptors."""
 _OK = status_pb2.Status()
 _STOPPED = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server stops")
 _DEFECT = status_pb2.Status(code=code_pb2.UNKNOWN, message="a defect of the server")
@@ -39,7 +39,7 @@ class LocalServer:
     ) -> None:
         """A connection that names no method within `opening_seconds` is closed."""
         self.handlers: dict[str, Any] = {}
-        """Maps the names of methods to grpc's handlers."""
+        """Maps methods, such as /package.Service/Method, to grpc's handlers."""
         self.max_calls = max_calls
         self.tasks: set[asyncio.Task[None]] = set()
         """The tasks of running calls."""
@@ -106,7 +106,7 @@ class LocalServer:
 
 
 class _Call:
-    """One call, which is also the context of its handler. It has the parts of
+    """One call. It is also the context that the call's handler receives, and has the parts of
     `grpc.aio.ServicerContext` that the services' handlers use.
     """
 
@@ -137,7 +137,7 @@ class _Call:
         details: str = "",
         trailing_metadata: tuple[tuple[str, Any], ...] = (),
     ) -> NoReturn:
-        """Ends the call with this status. Of the metadata only the status details are sent."""
+        """Ends the call with this status. Sends only the status details in `trailing_metadata`."""
         rich = dict(trailing_metadata).get(DETAILS_KEY)
         if rich is None:
             self._status = status_pb2.Status(code=code.value[0], message=details)
@@ -151,22 +151,24 @@ class _Call:
         self._stream.close()
 
     async def write(self, response: Any) -> None:
-        """Sends a response, and waits while the client does not read. Raises AbortError."""
+        """Sends a response, and waits until the client has read enough. Raises AbortError if the
+        response is too large.
+        """
         self.write_now(response)
         if self._stream.has_unsent:
             await self._stream.drained()
             self._end_if_broken()
         if self._is_cancelled:
-            await asyncio.sleep(0)  # the call's task is cancelled here
+            await asyncio.sleep(0)  # raises the pending CancelledError of the call's task
 
     @property
     def can_write(self) -> bool:
-        """Whether the client has read so much that a response does not have to wait."""
+        """Whether the client has read enough that a response can be sent at once."""
         return not self._stream.has_unsent
 
     def write_now(self, response: Any) -> None:
-        """Sends a response, or stores it until the client has read earlier ones. Must be called in
-        the event loop's thread. Raises AbortError.
+        """Sends a response, or stores it until the client has read earlier responses. Must be
+        called in the event loop's thread. Raises AbortError if the response is too large.
         """
         message = self._handler.response_serializer(response)
         if len(message) > MAX_MESSAGE_BYTES:
@@ -219,7 +221,7 @@ class _Call:
             self._stream.close()
             return
         self._handler = server.handlers.get(method)
-        if self._stream.has_lost_peer:  # for example while this process was stopped
+        if self._stream.has_lost_peer:  # for example while a signal had stopped this process
             self._stream.close()
         elif self._handler is None:
             self._refuse(code_pb2.UNIMPLEMENTED, f"no stream is served by the name {method}")

@@ -22,7 +22,7 @@ from services.common.rpc.message_limits import MAX_MESSAGE_BYTES
 TOO_LARGE = status_pb2.Status(
     code=code_pb2.RESOURCE_EXHAUSTED, message=f"a message has more than {MAX_MESSAGE_BYTES} bytes"
 )
-"""The status of a call that is ended by a message larger than the limit."""
+"""The status of a call that ends because a message exceeds the size limit."""
 
 _HEADER = struct.Struct("!BI")
 _HEADER_BYTES = _HEADER.size
@@ -38,16 +38,18 @@ class FrameKind(enum.IntEnum):
 
 
 _MESSAGE, _LAST_KIND = int(FrameKind.MESSAGE), int(FrameKind.STATUS)
-"""Comparing a received number with a member of an enum takes several times as long."""
+"""Plain numbers, because a comparison with a member of an enum takes several times as long."""
 
 
 def streams_path(path: str) -> str:
-    """The socket for streams of a server that listens at the Unix socket `path`."""
+    """The path of the streams' socket of a server that listens at the Unix socket `path`."""
     return f"{path}.streams"
 
 
 def opening(method: str, lookahead_bytes: int) -> bytes:
-    """The payload of OPEN: a method such as /package.Service/Method, and bytes to read ahead."""
+    """Encodes the payload of OPEN: a method such as /package.Service/Method, and the number of
+    bytes that the server may send before they are read.
+    """
     return _LOOKAHEAD.pack(lookahead_bytes) + method.encode()
 
 
@@ -59,11 +61,10 @@ def opened(payload: bytes) -> tuple[str, int]:
 
 
 class LocalStream:
-    """One end of a stream, in the running event loop. One task may read and one task may write. The
-    event loop's thread does all the work, except that any thread may call `send_at_once`. A message
-    is sent by the call that writes it, and an arriving message wakes only this thread. In grpc.aio
-    another thread is woken first, which then notifies the loop of each message and of the end of
-    each write.
+    """One end of a stream, in the running event loop. One task may read and one task may write. All
+    methods except `send_at_once` must be called in the event loop's thread. Messages are sent and
+    received in this thread. In grpc.aio each message and each end of a write wakes another thread
+    first, which then notifies the event loop.
     """
 
     def __init__(
@@ -73,10 +74,10 @@ class LocalStream:
         on_frame: Callable[[FrameKind, bytes], None],
         on_lost: Callable[[], None],
     ) -> None:
-        """Takes over `connection`, which must be non-blocking. Receiving pauses while more than
-        `lookahead_bytes` of messages are unread, except that one longer message is received whole.
-        `on_frame` is called with all frames except messages. `on_lost` is called if the connection
-        ends before `close` or receives an invalid frame.
+        """Owns and closes `connection`, which must be non-blocking. Receiving pauses while more
+        than `lookahead_bytes` bytes of messages are unread, but a single longer message is received
+        as a whole. `on_frame` is called with all frames except messages. `on_lost` is called if the
+        connection ends before `close` or receives an invalid frame.
         """
         self._connection = connection
         self._lookahead_bytes = lookahead_bytes
@@ -89,12 +90,12 @@ class LocalStream:
         self._receiver: Callable[[bytes], None] | None = None
         self._num_unread_bytes = 0
         self._is_held = False
-        """Whether receiving pauses until messages are read."""
+        """Whether receiving is paused until messages are read."""
         self._sending = threading.Lock()
-        """Held while a frame is sent and while the connection is closed."""
+        """This lock is held while a frame is sent and while the connection is closed."""
         self._unsent = bytearray()
         self.is_broken = False
-        """Whether a send found the connection closed by the peer."""
+        """Whether a send failed because the peer had closed the connection."""
         self._has_ended = self._is_closing = self._is_closed = False
         self._reader: asyncio.Future[None] | None = None
         self._writer: asyncio.Future[None] | None = None
@@ -102,24 +103,23 @@ class LocalStream:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether frames wait until the peer has read earlier ones."""
+        """Whether frames wait to be sent until the peer has read earlier frames."""
         return bool(self._unsent)
 
     @property
     def has_lost_peer(self) -> bool:
-        """Whether the peer has closed the connection, even if data from it is still unread."""
+        """Whether the peer has closed the connection, even if the peer's data is still unread."""
         ends = select.poll()
         ends.register(self._connection, select.POLLHUP)
         return bool(ends.poll(0))
 
     def limit_sending(self, num_bytes: int) -> None:
-        """Limits the unread bytes in the kernel to about `num_bytes`, at least a few messages."""
+        """Limits the bytes that the kernel buffers for the peer to about `num_bytes`."""
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, num_bytes)
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
         """Sends a frame, or stores it until the peer has read earlier frames. If the connection has
-        ended, the frame is dropped. `on_lost` is called after all data that arrived before the end
-        is received.
+        ended, the frame is dropped. `on_lost` is then called after the remaining data is received.
         """
         with self._sending:
             if self._is_closed:
@@ -134,9 +134,9 @@ class LocalStream:
                 self._await_room()
 
     def send_at_once(self, message: bytes) -> bool:
-        """Sends a message from any thread, unless it would have to wait: for the peer, which has
-        not read earlier frames, or forever, because the connection has ended. Returns whether the
-        message was sent. If only its beginning fits, the event loop sends the rest.
+        """Sends a message from any thread. Returns False, and sends nothing, if the peer has not
+        read earlier frames or the connection has ended. If only the message's beginning can be sent
+        now, the event loop sends the rest.
         """
         with self._sending:
             if self._is_closed or self._unsent:
@@ -158,15 +158,17 @@ class LocalStream:
 
     def receive(self, receiver: Callable[[bytes], None]) -> None:
         """Calls `receiver` with each message when it arrives, before any later frame is processed.
-        `receiver` must raise no error. Unread messages are passed to it at once. Call this instead
-        of `read`.
+        `receiver` must raise no error. Messages that have arrived already are passed to it at once.
+        `read` must not be called then.
         """
         while self._messages:
             receiver(self._next())
         self._receiver = receiver
 
     async def read(self) -> bytes | None:
-        """Returns the next message. None if the peer sends no more or the connection has ended."""
+        """Returns the next message. None after the peer's last message, or if the connection has
+        ended.
+        """
         while not self._messages:
             if self._has_ended:
                 return None
@@ -175,7 +177,7 @@ class LocalStream:
         return self._next()
 
     def _next(self) -> bytes:
-        """Takes the next message, and resumes receiving if it was paused."""
+        """Removes and returns the next message. Resumes receiving if it was paused."""
         message = self._messages.popleft()
         self._num_unread_bytes -= _HEADER_BYTES + len(message)
         if self._is_held and not self._is_ahead and not self._is_closed:
@@ -184,7 +186,9 @@ class LocalStream:
         return message
 
     def end(self) -> None:
-        """Records that the peer sends no more. `read` returns all received messages, then None."""
+        """Records that the peer sends no more messages. `read` then returns the received messages,
+        and after them None.
+        """
         self._has_ended = True
         _wake(self._reader)
 
@@ -196,7 +200,7 @@ class LocalStream:
             self.close()
 
     def close(self) -> None:
-        """Closes the connection. Messages received before can still be read."""
+        """Closes the connection. Messages that were received before can still be read."""
         if self._is_closed:
             return
         self._loop.remove_reader(self._connection)
@@ -222,7 +226,7 @@ class LocalStream:
             return self._connection.send(frame)
         except BlockingIOError:
             return 0
-        except OSError:  # the peer has closed it
+        except OSError:  # the peer has closed the connection
             self.is_broken = True
             return len(frame)
 
@@ -260,14 +264,14 @@ class LocalStream:
             self._loop.remove_reader(self._connection)
 
     def _is_complete(self) -> bool:
-        """Whether the started frame is complete or invalid."""
+        """Whether the incomplete frame in `_begun` has become complete or is invalid."""
         if len(self._begun) < _HEADER_BYTES:
             return False
         kind, length = _HEADER.unpack_from(self._begun)
         return not _is_frame(kind, length) or len(self._begun) >= _HEADER_BYTES + length
 
     def _take_frames(self, received: bytes) -> int:
-        """Processes the complete frames. Returns their total number of bytes."""
+        """Processes the complete frames in `received`. Returns their total number of bytes."""
         start, num_bytes = 0, len(received)
         while num_bytes - start >= _HEADER_BYTES and not self._is_closed:
             kind, length = _HEADER.unpack_from(received, start)

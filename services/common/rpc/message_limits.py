@@ -3,4 +3,4 @@
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 LOOKAHEAD_BYTES = 65_535
-"""Default number of bytes that a peer may send on a stream before they are read."""
+"""Default limit on the bytes that a peer has sent on a stream and that are not read yet."""

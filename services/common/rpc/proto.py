@@ -17,9 +17,9 @@ class _Values(Protocol[V]):
 
 
 class ProtoEnum(Generic[E, V]):
-    """Converts between the members of an enum and the numbers of its wire form. The member `NAME`
-    corresponds to `<prefix>NAME`. A member or number without counterpart raises TypeError when the
-    module is imported. `<prefix>UNSPECIFIED` has no counterpart.
+    """Converts between the members of a Python enum and the numbers of a proto enum. The member
+    `NAME` corresponds to the proto's value `<prefix>NAME`. Only `<prefix>UNSPECIFIED` may have no
+    counterpart: any other difference raises TypeError at construction, that is, at import.
     """
 
     __slots__ = ("_members", "_numbers")
@@ -37,13 +37,14 @@ class ProtoEnum(Generic[E, V]):
         return self._numbers[member]
 
     def from_proto(self, number: int) -> E | None:
-        """Returns the member of a number. None for UNSPECIFIED and unknown numbers."""
+        """Returns the member for a number. Returns None for UNSPECIFIED and unknown numbers."""
         return self._members.get(number)
 
 
 def require_same_fields(dataclass: type[Any], message: "Descriptor") -> None:
-    """Raises TypeError if the dataclass and the message have different field names. Codecs call
-    this function at import, so that a process that would drop a field does not start.
+    """Raises TypeError if the dataclass and the message have different field names. Modules that
+    convert messages call this function at import, so that no process starts that would drop a
+    field.
     """
     unmatched = {field.name for field in fields(dataclass)} ^ set(message.fields_by_name)
     if unmatched:

@@ -1,9 +1,9 @@
 """Checks that services have the same protocol number. Their versions may differ.
 
-A client sends its protocol and version with its first call. A gateway sends them when it opens a
-session, and a scheduler when it opens its pool and queries its workers. A service with another
-protocol rejects this call. The answer contains the service's own protocol, which the client
-compares. Because of these checks, neither side misinterprets a message.
+A client sends its protocol and version with its first call: a gateway when it opens a session, a
+scheduler when it opens its pool and queries its workers. A service with another protocol rejects
+this call. The response contains the service's own protocol, which the client compares. Because of
+these checks, neither side misinterprets a message.
 """
 
 from functools import cache
@@ -14,10 +14,10 @@ from stepwell.common.v1 import common_pb2
 from services.common.errors import FailedPrecondition
 
 PROTOCOL = 3
-"""Increased with each incompatible change of the contracts, that is, if a service without the
-change would compute, answer or store something wrong. Examples are a field that must be honoured, a
-field with a new meaning or encoding, and a message that must be answered. Changes that can be
-ignored without harm, such as a new statistic, do not increase it.
+"""The protocol number, which increases with each incompatible change of the protos. A change is
+incompatible if a service without the change would compute, return or store something wrong, for
+example if a field has a new meaning or encoding, or if a new field or message must not be ignored.
+A change that can be ignored without harm, such as a new statistic, is compatible.
 """
 
 

@@ -1,4 +1,4 @@
-"""A client channel that reconnects when its certificate changes or its connection is broken."""
+"""A client channel that reconnects when its certificate changes or its connection seems broken."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,14 +16,14 @@ class RenewingChannel(ForwardingChannel):
     A grpc channel keeps the certificate with which it was created. It also keeps its connection
     while the connection seems intact. This class creates a new channel for the next call after a
     change of the certificate, after `renew`, or after two consecutive calls that timed out. Running
-    calls continue on their connection, which is closed when the last of them has ended.
+    calls continue on the old channel, which is closed when the last of these calls has ended.
     """
 
     def __init__(
         self, connect: Callable[[], grpc.aio.Channel], certificate: Callable[[], object]
     ) -> None:
-        """`connect` creates a channel with a connection of its own and the current certificate.
-        `certificate` returns an object that is replaced when the certificate changes.
+        """`connect` creates a channel with a new connection and the current certificate.
+        `certificate` returns another object after the certificate has changed.
         """
         self._connect = connect
         self._certificate_of_now = certificate
@@ -78,7 +78,7 @@ class RenewingChannel(ForwardingChannel):
             task.add_done_callback(self._closing.discard)
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends all calls after `grace` seconds. None means at once."""
+        """Ends all calls after `grace` seconds, or at once if `grace` is None."""
         self.current()
         self._is_closed = True
         channels = list(self._num_calls)

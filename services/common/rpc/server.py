@@ -1,4 +1,4 @@
-"""The grpc.aio server of every service, with health, reflection, statuses, keepalive and drain."""
+"""The grpc.aio server of every service, with health, reflection, error statuses and drain."""
 
 import asyncio
 import logging
@@ -37,33 +37,33 @@ Check = Callable[[Context], None]
 logger = logging.getLogger(__name__)
 
 LIVENESS = ""
-"""The liveness service in grpc.health.v1. If not SERVING, the process must be replaced."""
+"""The name in grpc.health.v1 for liveness. If it is not SERVING, the process must be replaced."""
 READINESS = "ready"
-"""The readiness service in grpc.health.v1. If SERVING, requests can be served now."""
+"""The name in grpc.health.v1 for readiness. If it is SERVING, requests can be served now."""
 _MAX_HEALTH_RPCS = 64
 """Limit on the concurrent calls on an address that serves only health."""
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Two servers on one port would silently share its connections. The second one must fail.
+    # A second server on one port must fail, instead of silently receiving some of the connections.
     ("grpc.so_reuseport", 0),
     *KEEPALIVE_OPTIONS,
-    # The shortest interval between pings of a client without traffic. After two shorter ones the
-    # server closes the connection ("Too many pings"). grpc's default is five minutes.
+    # The shortest permitted interval between pings of a client without traffic. After two shorter
+    # intervals the server closes the connection ("Too many pings"). grpc's default is five minutes.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    # Time that a client may take for the TLS handshake and the start of HTTP/2.
+    # Limit on the time of the TLS handshake and the start of HTTP/2.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # Otherwise the window grows to megabytes, which an unread stream would fill.
+    # Otherwise grpc would buffer megabytes of a stream that is not read.
     ("grpc.http2.bdp_probe", 0),
 )
 
 
 class GrpcServer:
-    """Several services on one port. Call `add` for each, then `start`, and finally `drain`.
+    """Several services on one port. Call `add` for each service, then `start`, and finally `drain`.
 
     The health service reports liveness under the name "", and readiness under "ready" and under
-    each service's name. `max_concurrent_rpcs` limits the running calls, long streams included.
+    each service's name. `max_concurrent_rpcs` limits the running calls, including long streams.
     Further calls are rejected with RESOURCE_EXHAUSTED. `options` extend or replace SERVER_OPTIONS.
     Handlers that `interceptors` return may raise StepwellError.
     """
@@ -98,7 +98,9 @@ class GrpcServer:
         self._stopping: asyncio.Task[None] | None = None
 
     def add(self, register: Callable[[Any, Any], None], servicer: Any, name: str) -> None:
-        """Serves `servicer` with its generated `register`. `name` is the full service name."""
+        """Serves `servicer`. `register` is the generated function that adds it to a server. `name`
+        is the full name of the service.
+        """
         register(servicer, self._server)
         self._names.append(name)
         if self._local is not None:
@@ -109,8 +111,8 @@ class GrpcServer:
     ) -> str:
         """Binds and serves. The service is live, but not ready until `set_ready`. Returns the bound
         address. `address` is host:port, with port 0 for a free port, or unix:PATH. `health_address`
-        serves only health, without TLS. `health_file` is a file with the same state (`HealthFile`).
-        Raises Unavailable.
+        serves only health, without TLS. `health_file` also shows the service's health
+        (`HealthFile`). Raises Unavailable.
         """
         reflection.enable_server_reflection(
             [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server
@@ -148,11 +150,11 @@ class GrpcServer:
         await self._health.set(LIVENESS, _status(live))
 
     def begin_drain(self, grace_seconds: float) -> None:
-        """Rejects new calls, except for health. Call `drain` afterwards."""
+        """Begins to reject calls, except on the health address. Call `drain` afterwards."""
         self._stopping = asyncio.create_task(self._stop(grace_seconds))
 
     async def end_calls(self, grace_seconds: float) -> None:
-        """Does the same as `drain`, but keeps the health address available."""
+        """Like `drain`, but the health address stays available."""
         self._draining = True
         await self.set_ready(False)
         await self._stop(grace_seconds)
@@ -173,14 +175,16 @@ class GrpcServer:
 
 
 class _StreamHandlers:
-    """Stores the bidirectional streams among the handlers that a `register` adds to a server."""
+    """Replaces the server in a call of a generated `register`, and adds the handlers of
+    bidirectional streams to a LocalServer.
+    """
 
     def __init__(self, local: LocalServer, tls: "Tls | None") -> None:
         self._local = local
         self._check_caller = _allow if tls is None else tls.check_caller
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: object) -> None:
-        """Ignores the handlers, which `add_registered_method_handlers` also receives."""
+        """Ignores these handlers, since `add_registered_method_handlers` also receives them."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         for name, handler in handlers.items():
@@ -195,8 +199,8 @@ def _status(serving: bool) -> health_pb2.HealthCheckResponse.ServingStatus:
 
 
 def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
-    """Binds an address and returns its port. Raises Unavailable. A Unix socket at which another
-    process listens is also an error, since grpc would remove the socket.
+    """Binds an address and returns its port. Raises Unavailable, also if another process listens at
+    the Unix socket, since grpc would remove the socket.
     """
     if is_unix_address(address):
         path = Path(unix_path(address))
@@ -212,7 +216,6 @@ def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
 
 
 def _listen(local: LocalServer, path: str) -> None:
-    """Starts listening. Raises Unavailable."""
     try:
         local.start(path)
     except OSError as error:
@@ -220,7 +223,7 @@ def _listen(local: LocalServer, path: str) -> None:
 
 
 def _why_not(address: str) -> str:
-    """The system's reason why an address cannot be bound, which grpc only logs."""
+    """Finds the reason why an address cannot be bound. grpc's error does not have it."""
     try:
         if is_unix_address(address):
             Path(unix_path(address)).parent.lstat()
@@ -237,11 +240,11 @@ def _why_not(address: str) -> str:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Converts a StepwellError of any handler to its status, and any other error to INTERNAL.
 
-    Before a call, rejects callers that `tls` does not allow. Also rejects messages that cannot be
-    decoded, because grpc would report a defect of the server. Streaming handlers are async
-    generators, or coroutines that write their responses. Cancellation is not converted. A method's
-    handler is created at its first call and cached, so later calls do not invoke the following
-    interceptors.
+    It also rejects callers that `tls` does not allow, and messages that cannot be decoded, for
+    which grpc would report a defect of the server. Streaming handlers are async generators, or
+    coroutines that write their responses. Cancellation is not converted. A method's handler is
+    created at the method's first call and cached, so later calls do not invoke the interceptors
+    after this one.
     """
 
     def __init__(self, tls: "Tls | None" = None) -> None:
@@ -264,7 +267,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _allow(_: Context) -> None:
-    """The caller check of a server that accepts all callers."""
+    """Checks no caller, for a server without TLS."""
 
 
 def _with_statuses(handler: Any, method: str, check: Check) -> Any:
@@ -283,7 +286,7 @@ def _with_statuses(handler: Any, method: str, check: Check) -> Any:
 
 
 def _raising(deserialize: Any, method: str) -> Any:
-    """A deserializer for streams. Its error is raised where the handler reads the message."""
+    """A deserializer for streams. Its errors are raised where the handler reads the message."""
 
     def read(data: bytes) -> Any:
         try:
@@ -296,7 +299,9 @@ def _raising(deserialize: Any, method: str) -> Any:
 
 
 def _returning(deserialize: Any, method: str) -> Any:
-    """A deserializer for a single request, which grpc reads before it calls the handler."""
+    """A deserializer for a single request. grpc calls it before the handler, so it must not raise:
+    it returns its error instead of the request.
+    """
     read = _raising(deserialize, method)
 
     def read_or_error(data: bytes) -> Any:
@@ -309,7 +314,7 @@ def _returning(deserialize: Any, method: str) -> Any:
 
 
 def _decoded(request: Any) -> Any:
-    """Returns the message, or raises the error that replaced it."""
+    """Returns the request, or raises the error that `_returning` returned instead."""
     if isinstance(request, errors.InvalidArgument):
         raise request
     return request

@@ -1,4 +1,4 @@
-"""Maps errors to gRPC statuses with details of google.rpc (ErrorInfo and others), and back."""
+"""Converts errors to gRPC statuses with google.rpc details, such as ErrorInfo, and back."""
 
 import random
 import re
@@ -16,7 +16,7 @@ from services.common.errors import StepwellError
 DOMAIN = "stepwell"
 
 UNDECODABLE = "UNDECODABLE"
-"""The error reason for a message that cannot be decoded because it was damaged on its way."""
+"""The error reason for a message that cannot be decoded because it was damaged in transit."""
 DETAILS_KEY = "grpc-status-details-bin"
 """The key of the status details in the trailing metadata."""
 _PUSHBACK = "grpc-retry-pushback-ms"
@@ -41,7 +41,7 @@ _CONNECTION_ENDS = (
     (r"Connection reset", "closed the connection"),
     (r"Socket closed", "closed the connection"),
 )
-"""Pairs of a pattern for grpc's connection messages and its meaning. The first match counts."""
+"""Patterns for grpc's messages about connections, with their meanings. The first match counts."""
 
 STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
     errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -60,7 +60,7 @@ STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
 }
 
 _NOT_READ_BACK = (errors.PayloadTooLarge, errors.QuotaExceeded)
-"""Kinds of errors that no service raises in an answer to another service."""
+"""Kinds of errors that no service returns to another service."""
 
 _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
     **{status: kind for kind, status in STATUS_OF.items() if kind not in _NOT_READ_BACK},
@@ -69,7 +69,7 @@ _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
 
 
 def status_code(error: errors.StepwellError) -> grpc.StatusCode:
-    """The gRPC status of an error. The nearest class in its MRO with a status decides."""
+    """The gRPC status of the first class in the error's MRO that has one."""
     kinds = (kind for kind in type(error).__mro__ if kind in STATUS_OF)
     return STATUS_OF[next(kinds, errors.InternalError)]
 
@@ -77,7 +77,7 @@ def status_code(error: errors.StepwellError) -> grpc.StatusCode:
 def to_rich_status(
     error: errors.StepwellError, retry_after_seconds: float | None = None
 ) -> status_pb2.Status:
-    """The status with its details. `retry_after_seconds` is the client's retry hint, if any."""
+    """The status of an error, with details. `retry_after_seconds` is the client's retry hint."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.error_reason, domain=DOMAIN)]
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
@@ -101,8 +101,8 @@ def to_rich_status(
 
 
 def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | bytes], ...]:
-    """The trailing metadata of an error, which contains its details and grpc's own retry delay.
-    grpc retries by itself only if the service config has a retryPolicy. A delay of -1 forbids it.
+    """The trailing metadata of an error, which has the status details and grpc's own retry delay.
+    grpc retries only if the service config has a retryPolicy. A delay of -1 forbids a retry.
     """
     seconds = retry_hint_seconds(error)
     details = to_rich_status(error, seconds).SerializeToString()
@@ -114,11 +114,11 @@ def trailing_metadata(error: errors.StepwellError) -> tuple[tuple[str, str | byt
 
 
 RpcError = grpc.aio.AioRpcError | grpc.Call
-"""The error of a failed call, in grpc's asyncio client or its blocking client."""
+"""The error of a failed call, in grpc's asyncio client or in grpc's blocking client."""
 
 
 def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
-    """Returns the error that a server raised, or an error for the status of another failure."""
+    """Returns the error that a server raised, or the error of the kind that fits the status."""
     kind = _KIND_OF.get(rpc_error.code(), errors.InternalError)
     message = rpc_error.details() or rpc_error.code().name
     reason = field = retry_after_seconds = None
@@ -134,9 +134,9 @@ def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
 
 
 def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
-    """Does the same as `from_rpc_error`, but describes connection errors in terms of the peer. An
-    example is "the worker at 10.0.0.7:9003 closed the connection". If the peer could not decode a
-    message, the message was damaged on its way, and the peer counts as temporarily unavailable.
+    """Like `from_rpc_error`, but messages of connection errors name the peer, such as "the worker
+    at 10.0.0.7:9003 closed the connection". If the peer could not decode a message, the message was
+    damaged in transit, and the error is Unavailable.
     """
     if rpc_status.from_call(rpc_error) is None:
         if rpc_error.code() is grpc.StatusCode.UNAVAILABLE:
@@ -148,20 +148,20 @@ def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
 
 
 def _connection_end(details: str) -> str:
-    """Describes what happened to a connection. Unknown grpc messages are quoted."""
+    """Describes why a connection failed. Unknown messages of grpc are quoted."""
     meanings = (meaning for words, meaning in _CONNECTION_ENDS if re.search(words, details))
     return next(meanings, f"is gone: {details}")
 
 
 JITTER = 0.25
-"""Limit on the random addition to a retry hint, as a fraction of the hint. The addition keeps
-clients that were rejected together from returning together.
+"""Limit on the random addition to a retry hint, as a fraction of the hint. Due to the addition,
+clients that were rejected together do not retry together.
 """
 
 
 def retry_hint_seconds(error: StepwellError) -> float | None:
-    """Seconds after which the client should retry. They are never less than the error's own value.
-    None if the error has no retry time or a retry does not help.
+    """Seconds after which the client should retry, at least the error's `retry_after_seconds`. None
+    if the error has no retry time or a retry does not help.
     """
     if error.retry_after_seconds is None or error.may_retry is False:
         return None

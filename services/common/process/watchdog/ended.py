@@ -1,6 +1,6 @@
-"""Records, in a file beside a process's Unix socket, that its supervisor killed it as hung. A
-killed process cannot report why it ended. Its peers see a closed connection, as after a crash. The
-file has the ids of such processes, one per line. It is written before the kill.
+"""Records, in a file beside a process's Unix socket, that a supervisor killed the process as hung.
+Without this record, the peers of a killed process could not distinguish the kill from a crash. The
+file has the ids of killed processes, one per line. It is written before the kill.
 """
 
 from contextlib import suppress
@@ -16,7 +16,7 @@ def note_ended(address: str, pid: int) -> None:
 
 
 def was_ended(address: str, pid: int) -> bool:
-    """Whether a supervisor has recorded a kill of the process. False for an address host:port."""
+    """Whether a supervisor recorded that it killed the process. False for an address host:port."""
     if not is_unix_address(address):
         return False
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Reads process and machine times from /proc. The values of missing files are empty or 0."""
+"""Reads the times of processes and of the machine from /proc. Values of missing files are 0."""
 
 import os
 import socket
@@ -22,21 +22,21 @@ _NANOS, _MICROS = 1e9, 1e6
 _BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
 PROC = "/proc"
-"""The directory to read. In virtual time it does not exist."""
+"""The directory to read. In simulations with virtual time, it is a path that does not exist."""
 _PRESSURES = ("pressure/io", "pressure/memory")
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
 """Indices of fields in /proc/PID/stat after the process name."""
 
 
 def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
-    """Returns a function that reads processes of this machine. The argument is the current time."""
+    """Returns a function that reads these processes of this machine, given the current time."""
     return lambda now: _reading(now, pids)
 
 
 def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float], Reading]:
-    """Returns a function that reads the processes that listen at these addresses. The process of an
-    address can be found only if the address is a Unix socket of this machine (unix:PATH). If one
-    cannot be found, readings contain no process.
+    """Returns a function that reads the processes that listen at these addresses. A process can be
+    found only if its address is a Unix socket of this machine (unix:PATH). If any process cannot be
+    found, readings contain no process.
     """
 
     def read(now: float) -> Reading:
@@ -47,13 +47,13 @@ def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float],
 
 
 def watch_self() -> Callable[[float], Reading]:
-    """Returns a function that reads this process as the watched one. Readings have no watcher."""
+    """Returns a function that reads this process as the watched process, without a watcher."""
     return partial(_reading, pids=(os.getpid(),), watcher=False)
 
 
 def processor_times(pid: int) -> ProcessTimes:
     """The times of a process's threads. Empty if the process has ended or the system is not Linux.
-    The thread that makes the reading is reported as sleeping, because it runs only to read.
+    The thread that calls this function is reported as sleeping, because it runs only to read.
     """
     threads: dict[int, ThreadTimes] = {}
     with suppress(OSError):
@@ -76,7 +76,7 @@ def _reading(now: float, pids: Sequence[int], watcher: bool = True) -> Reading:
 
 
 def listener_pid(address: str) -> int:
-    """The id of the process that listens at a Unix socket. 0 if it is unknown."""
+    """The id of the process that listens at a Unix socket, or 0 if unknown."""
     if not is_unix_address(address):
         return 0
     with suppress(OSError), socket.socket(socket.AF_UNIX) as asking:

@@ -1,22 +1,23 @@
-"""Measures a process's silence, which is the time in which it could have answered but did not.
+"""Measures a process's silence, which is the time in which it could have replied but did not.
 
 On a machine with more runnable threads than processors, threads wait for a processor before they
-can answer. A fixed timeout would treat a starved process as hung. Silence therefore counts only
+can reply. A fixed timeout would treat a starved process as hung. Silence therefore counts only
 time in which the watched process and its watcher could both run:
 
-1. Time in which a thread of the watched process waited for a processor does not count. The same
-   holds for waiting for the disk while the machine stalls on memory or input and output. A process
-   that is stopped, in an endless loop or in a deadlock waits for neither, so its time counts in
-   full.
-2. Time in which the watcher waited for a processor, or read later than planned, does not count. An
-   answer may have arrived in that time that the watcher had not read yet.
+1. Time in which a thread of the watched process waited for a processor does not count. Time in
+   which the thread waited for the disk does not count if the machine stalled on memory or on input
+   and output. A process that is stopped, in an endless loop or in a deadlock waits for neither, so
+   all its time counts.
+2. Time in which the watcher waited for a processor, or read later than planned, does not count. A
+   reply may have arrived in that time without having been read.
 3. If the watched process is unknown or not on this machine, the machine's run queue is used
    instead. With more than two runnable threads per processor, only a fraction of the time counts.
    The fraction is two times the number of processors, divided by the number of runnable threads.
 
-A reading consists of counters. The differences between two readings measure the interval between
-them. Before the first reading there are no counters, so of the time from the last answer to the
-first reading the same fraction counts as of the first interval.
+A reading consists of counters. The difference of two readings shows how much of the interval
+between them counts. The time from the last reply to the first reading has no such difference. The
+fraction of that time that counts is estimated from the machine's run queue, and after the second
+reading it is the fraction of the first interval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +32,9 @@ _THREADS_PER_PROCESSOR = 2
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """A thread's state, a letter as in proc(5), and its times in seconds since its start. `ran` is
-    its running time, `waited` the time in which it was runnable and waited for a processor.
+    """A thread's state, a letter as in proc(5), and its times in seconds since the thread started.
+    `ran` is the time in which the thread ran. `waited` is the time in which the thread was runnable
+    but waited for a processor.
     """
 
     state: str
@@ -59,8 +61,8 @@ class ProcessTimes:
 
 @dataclass(frozen=True, slots=True)
 class MachineTimes:
-    """The machine's runnable threads, its processors, and its stalled time. `stalled` is the time
-    since boot, in seconds, in which some task stalled on memory or on input and output.
+    """The numbers of the machine's runnable threads and processors, and its stalled time. `stalled`
+    is the number of seconds since boot in which some task stalled on memory or on input and output.
     """
 
     num_runnable: int = 0
@@ -69,14 +71,14 @@ class MachineTimes:
 
     @property
     def share(self) -> float:
-        """The fraction of time that counts as silence. Below 1 if too many threads are runnable."""
+        """The fraction of time that counts as silence. It is below 1 on an overloaded machine."""
         quiet = _THREADS_PER_PROCESSOR * self.num_processors
         return min(1.0, quiet / max(1, self.num_runnable))
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The counters of the watcher, of the watched processes, if known, and of the machine."""
+    """The counters of the watcher, the machine, and the watched processes, if these are known."""
 
     now: float
     watcher: ProcessTimes = ProcessTimes()
@@ -85,10 +87,9 @@ class Reading:
 
 
 class Silence:
-    """The silence of a process since time `began`. `seconds` is the time that counts as silence. Of
-    the time between two readings, at most `longest_turn_seconds` count, because a watcher that
-    reads later is itself delayed. Of the time from `began` to the first reading, at most
-    `longest_first_seconds` count.
+    """The silence of a process since time `began`. `seconds` is the time that counts as silence. At
+    most `longest_turn_seconds` count between two readings, because a watcher that reads later is
+    itself delayed. At most `longest_first_seconds` count from `began` to the first reading.
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class Silence:
         self._last: Reading | None = None
         self._began = began
         self._unjudged = 0.0
-        """Seconds from `began` to the first reading. 0 after the second reading."""
+        """Seconds from `began` to the first reading. After the second reading, it is 0."""
 
     def look(self, reading: Reading) -> float:
-        """Adds the time since the last reading. Returns `seconds`."""
+        """Adds the time since the last reading to `seconds`. Returns `seconds`."""
         last, self._last = self._last, reading
         if last is None:
             elapsed = min(reading.now - self._began, self._longest_first)
@@ -157,7 +158,7 @@ def _waited(before: ProcessTimes, after: ProcessTimes, elapsed: float, stalled: 
 
 def _waited_of(before: ThreadTimes, after: ThreadTimes, elapsed: float, stalled: float) -> float:
     ran, waited = after.ran - before.ran, after.waited - before.waited
-    if after.state == "R":  # it runs, or its current wait is not in the counter yet
+    if after.state == "R":  # the thread runs, or its current wait is not in the counter yet
         waited = max(waited, elapsed - ran)
     elif after.state == "D":
         waited += stalled
