@@ -83,11 +83,11 @@ def guarded(
 
 
 async def _check_content(request: Request) -> None:
-    """Refuses bodies whose Content-Type is not JSON.
+    """Refuses bodies that are compressed or whose Content-Type is not JSON.
 
     A page of another site can make a browser send a body of another type without permission (a
-    "simple" request). Before a browser sends JSON for such a page, it asks the server, and the
-    server permits only the allowed origins (CORS).
+    "simple" request). Before a browser sends JSON for such a page, it sends a CORS preflight
+    request, and the server permits only the allowed origins.
     """
     headers = request.scope["state"]["record"].headers
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()

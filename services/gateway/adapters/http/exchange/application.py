@@ -1,4 +1,4 @@
-"""An ASGI application that calls the handler of each route, and answers its errors."""
+"""An ASGI application that calls the handler of each route, and converts errors to answers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,9 +29,7 @@ _MAX_PATH = 200
 
 class Application:
     """Runs the checks and the handler of each request's route. Also serves the OpenAPI document, as
-    JSON and as HTML pages.
-
-    Only the router and the route's endpoint lie between the application and a handler.
+    JSON and as HTML pages. No middleware runs between the application and a handler.
     """
 
     def __init__(

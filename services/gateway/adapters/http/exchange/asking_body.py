@@ -1,4 +1,4 @@
-"""The fields that the bodies of all requests have that a model computes."""
+"""The common fields of the bodies of all requests that run the model."""
 
 import re
 from abc import abstractmethod
@@ -12,10 +12,10 @@ from services.gateway.adapters.http.exchange.program_fields import ProgramFields
 
 
 class AskingBody(Body):
-    """The body of a request that a model computes."""
+    """The body of a request that runs the model."""
 
     model: str | None = None
-    # vLLM's.
+    # The other fields are extensions of vLLM.
     priority: Int | None = None
     cache_salt: str | None = None
     skip_reading_prefix_cache: bool | None = None

@@ -1,6 +1,6 @@
-"""Wishes of clients that a prompt stays cached for some time, in the words of several APIs.
+"""Fields in which clients of several APIs request that a prompt stays cached for some time.
 
-A wish may be in many places of a body. Each adds its time to the `BodyNotes` of the validation.
+Each of these fields of a body adds its time to the `BodyNotes` of the validation.
 """
 
 import re
@@ -14,7 +14,7 @@ from services.gateway.adapters.http.exchange.fields import Body, BodyNotes, Hist
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _TTL = re.compile(r"([1-9][0-9]{0,3})([smhd])")
 _CACHE_CONTROL_SECONDS = 300
-"""The time of a `cache_control` without a ttl, as at Anthropic."""
+"""The time of a `cache_control` without a ttl, as in Anthropic's API."""
 
 
 def _as_seconds(value: Any) -> Any:
@@ -32,7 +32,7 @@ Ttl = Annotated[
 
 
 class CacheControl(HistoryBody):
-    """Anthropic's wish to keep the prompt up to here."""
+    """Anthropic's request to keep the prompt cached up to and including this part."""
 
     ttl: Ttl = None
 
@@ -44,7 +44,7 @@ class CacheControl(HistoryBody):
 
 
 class CacheBreakpoint(HistoryBody):
-    """OpenAI's wish to keep the prompt up to here."""
+    """OpenAI's request to keep the prompt cached up to and including this part."""
 
     ttl: Ttl = None
 
@@ -56,7 +56,7 @@ class CacheBreakpoint(HistoryBody):
 
 
 class CacheOptions(Body):
-    """OpenAI's wish to keep the whole prompt. Prefixes are cached in either mode."""
+    """OpenAI's request to keep the whole prompt cached. Prefixes are cached in either mode."""
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Ttl = None
@@ -79,6 +79,6 @@ CacheRetention = Annotated[Literal["in_memory", "24h"], AfterValidator(_note_ret
 
 
 class MarkedBody(HistoryBody):
-    """A part of a prompt up to which clients may wish to keep it."""
+    """A part of a prompt. Clients may request to keep the prompt cached up to this part."""
 
     cache_control: CacheControl | None = None

@@ -29,7 +29,7 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.Unavailable: (503, "service_unavailable_error"),
 }
 """Maps error classes to HTTP statuses and OpenAI error types. A class without an entry has the
-entry of its nearest ancestor. A class with an `http_status` replaces the status.
+entry of its nearest ancestor. The `http_status` of an error replaces the status.
 """
 
 MEDIA_TYPE = "application/json"
@@ -109,13 +109,13 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Maps statuses to error types. Other statuses have one of two general types, for faults of the
-client or of the server.
+"""Maps statuses to Anthropic's error types. Other statuses have one of two general types, for
+faults of the client or of the server.
 """
 
 
 def error_writer(scope: Scope) -> ErrorBody:
-    """The function that writes errors of the API that a request calls."""
+    """Returns the function that makes error bodies in the schema of the called API."""
     path = scope["path"]
     is_anthropic = path == MESSAGES or path.startswith(f"{MESSAGES}/")
     return anthropic_body if is_anthropic else openai_body
@@ -126,8 +126,8 @@ def error_response(error: errors.StepwellError, scope: Scope) -> Response:
 
 
 def error_headers(error: errors.StepwellError) -> dict[str, str]:
-    """Returns headers for OpenAI's clients. They contain the time after which to retry, in whole
-    seconds and in milliseconds, or that a retry would not help.
+    """Returns headers with the time after which to retry, in whole seconds and in milliseconds, and
+    with whether a retry can help.
     """
     headers = {}
     if (seconds := retry_hint_seconds(error)) is not None:

@@ -25,9 +25,9 @@ _HEADERS = [
 
 
 class EventStream:
-    """Sends the pieces of an answer as events in an API's schema. The answer's head is sent with
-    the first piece or the first keep-alive, whichever is earlier. Until then a refusal by the
-    scheduler can still set the status.
+    """Sends the pieces of an answer as events in an API's schema. The answer's head (status and
+    headers) is sent with the first piece or the first keep-alive, whichever is earlier. Until then
+    a refusal by the scheduler can still set the status.
 
     If the connection has a BodyWriter, `put` writes most events directly. `drain` sends the head
     and the first events, and the remaining parts of events with long lists. Without a BodyWriter,
@@ -54,8 +54,8 @@ class EventStream:
         self.last_sent = 0.0
         """Time of the last write, on the event loop's clock."""
         self._writer: BodyWriter | None = None
-        """Writes the body once the head was sent. The writer is None if its parts are sent through
-        ASGI's `send`.
+        """Writes the body after the head was sent. If it is None, the body is sent through ASGI's
+        `send`.
         """
         self._unsent: Iterator[bytes] | None = None
 

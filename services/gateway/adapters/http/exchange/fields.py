@@ -23,8 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _INT64 = 2**63
-"""Bound of integers. It prevents that an integer with a million digits is parsed.
-"""
+"""Bound of integers. Without it, an integer with a million digits would be parsed."""
 
 
 def _as_integer(value: Any) -> Any:
@@ -61,29 +60,29 @@ def _by_first_item(value: Any) -> str | None:
 
 
 def text_or_list(value: Any) -> str | None:
-    """Returns the tag of a text or a list, and None for any other value."""
+    """Returns the union tag of a text or a list, and None for any other value."""
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None
 
 
 def text_or_object(value: Any) -> str | None:
-    """Returns the tag of a text or an object, and None for any other value."""
+    """Returns the union tag of a text or an object, and None for any other value."""
     if isinstance(value, str):
         return "<text>"
     return "<object>" if isinstance(value, dict) else None
 
 
 def by_type(value: Any) -> str | None:
-    """Returns the tag of an object, made from its `type`."""
+    """Returns the union tag of an object, made from its `type`."""
     kind = value.get("type") if isinstance(value, dict) else None
     return f"<{kind}>" if isinstance(kind, str) else None
 
 
 def choice(by: Callable[[Any], str | None], message: str) -> Discriminator:
     """Makes a discriminator that selects one alternative by its tag before validation. `message` is
-    the error of a value without a tag. Otherwise pydantic would list the errors of all
-    alternatives.
+    the error of a value without a tag. Without a discriminator, pydantic would list the errors of
+    all alternatives.
     """
     return Discriminator(by, custom_error_type="alternative", custom_error_message=message)
 
@@ -102,9 +101,9 @@ TextOrTexts = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object whose fields have strict types. A null field counts as absent. By default a
-    BodyReader ignores unknown fields. A setting makes it refuse them. A validator is built at its
-    first use, since building all of them takes a fifth of the gateway's start.
+    """A JSON object whose fields have strict types. A null field counts as absent. A BodyReader
+    ignores unknown fields, unless a setting makes it refuse them. A body's validator is built at
+    its first use, since building all validators takes a fifth of the gateway's start.
     """
 
     model_config = ConfigDict(
@@ -150,20 +149,22 @@ class Only:
 
 @dataclass(slots=True)
 class BodyNotes:
-    """What is noted while a body is validated. It is the context of the validation."""
+    """Facts about a body that are collected while it is validated. The object is pydantic's
+    validation context.
+    """
 
     ignored: list[str] = field(default_factory=list)
-    """The names of fields that are not served."""
+    """The names of fields that have no effect."""
     ttls: list[int | None] = field(default_factory=list)
     """The times, in seconds, for which the client wishes to keep the prompt cached. None stands for
     `breakpoint_ttl`.
     """
     breakpoint_ttl: int = 1800
-    """The time of a breakpoint without its own, by default as at OpenAI."""
+    """Seconds for a cache breakpoint without a ttl. The default is OpenAI's."""
 
     @property
     def keep_seconds(self) -> int:
-        """The longest of these times. 0 without a wish."""
+        """The longest of the times in `ttls`, or 0 if there is none."""
         return max((ttl or self.breakpoint_ttl for ttl in self.ttls), default=0)
 
 

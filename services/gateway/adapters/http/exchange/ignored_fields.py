@@ -48,8 +48,8 @@ class IgnoredFieldLog:
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, path: str, names: Iterable[str], known: Iterable[str]) -> None:
-        """Logs each new name. `known` are the fields of the body. The line suggests a similar
-        field.
+        """Logs each new name. The log line suggests a similar name in `known`, the fields of the
+        body.
         """
         for name in names:
             if (path, name) in self._logged or len(self._logged) >= _MAX_LOGGED:

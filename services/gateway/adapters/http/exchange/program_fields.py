@@ -1,8 +1,9 @@
-"""What a request says about its program, in fields of its body and in headers.
+"""Fields of a request's body, and headers, that describe the request's program. A program is the
+requests of one run of an agent.
 
 Clients of Continuum send the fields `job_id`, `is_last_step`, `this_func_call` and
-`last_func_call`. Clients of vLLM send `session_id` and `vllm_xargs`. Agents, and routers before
-engines, send the headers.
+`last_func_call`. Clients of vLLM send `session_id` and `vllm_xargs`. Agents and inference routers
+send the headers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,13 +31,13 @@ class ProgramArguments(Body):
     job_id: str | None = None
     session_id: str | None = None
     this_func_call: str | None = None
-    # Not used, because the server knows which tool followed the turn before.
+    # Not used, because the server knows which tool followed the previous turn.
     last_func_call: Ignored = None
     is_last_step: bool | None = None
 
 
 def _no_others(value: Any) -> Any:
-    """Refuses the arguments of vLLM's extensions, which change answers."""
+    """Refuses other keys of `vllm_xargs`. Extensions of vLLM read them to change answers."""
     if isinstance(value, dict) and (others := value.keys() - ProgramArguments.model_fields):
         raise PydanticCustomError(
             "not_supported",
@@ -47,7 +48,7 @@ def _no_others(value: Any) -> Any:
 
 
 class ProgramFields(ProgramArguments):
-    """What a body says about the program."""
+    """The fields of a body about the program."""
 
     vllm_xargs: Annotated[ProgramArguments, BeforeValidator(_no_others)] | None = None
     _keep_seconds: int = PrivateAttr(0)
@@ -60,15 +61,16 @@ class ProgramFields(ProgramArguments):
 
     @property
     def keep_seconds(self) -> int:
-        """The longest time for which the client wishes to keep the prompt cached. 0 without a wish.
-        It is known for bodies that a BodyReader has read.
+        """The longest time, in seconds, for which the client requests to keep the prompt cached, or
+        0. It is set for bodies that a BodyReader has read.
         """
         return self._keep_seconds
 
 
 def program_of(body: ProgramFields, headers: Mapping[str, str]) -> DeclaredProgram | None:
-    """The program that a request names in its body or in its headers, whose names are lower-case.
-    None if it says nothing about a program. Raises InvalidArgument, which names field or header.
+    """Returns the program that a request describes in its body or in its headers, whose names are
+    lower-case. Returns None if the request describes no program. Raises InvalidArgument with the
+    name of the invalid field or header.
     """
     names = [(where, name) for where, name in _names(body, headers) if name]
     where, name = names[0] if names else ("job_id", "")
@@ -98,12 +100,12 @@ def program_of(body: ProgramFields, headers: Mapping[str, str]) -> DeclaredProgr
 
 
 def parent_header(headers: Mapping[str, str]) -> str:
-    """The header that names the program's parent."""
+    """Returns the name of the header that identifies the program's parent."""
     return _parent(headers)[1]
 
 
 def _names(body: ProgramFields, headers: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """Each field and header that may name the program, with its value."""
+    """Yields each field and header that may name the program, with its value."""
     yield "job_id", body.job_id
     yield "session_id", body.session_id
     if body.vllm_xargs is not None:
@@ -116,8 +118,8 @@ def _names(body: ProgramFields, headers: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def _parent(headers: Mapping[str, str]) -> tuple[str, str]:
-    """The program that started this one, and the header that says so. An agent without a parent was
-    started by the session's first agent, which has no id.
+    """Returns the id of the program that started this one, and the name of its header. An agent
+    without a parent was started by the session's first agent, which has no id.
     """
     if parent := headers.get(PARENT_HEADER.lower()):
         return parent, PARENT_HEADER

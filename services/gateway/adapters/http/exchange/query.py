@@ -1,4 +1,4 @@
-"""The query of a request, validated as strictly as bodies."""
+"""The URL query of a request, validated as strictly as bodies."""
 
 from typing import Any, TypeVar, get_origin
 

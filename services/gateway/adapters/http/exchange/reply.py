@@ -61,7 +61,7 @@ class GenerationReply:
     The answer's status is sent with the first output of the engine, or with the first keep-alive of
     a silent stream. Until then a refusal by the scheduler sets the status, even if the client
     requested a stream. When the client disconnects, the work is cancelled and its sequences are
-    aborted. A generation with its own `source` may continue, because the client may reconnect.
+    aborted. The generation may continue if its answer is kept for an idempotency key.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class GenerationReply:
         observer: Observer,
         keep_alive: float,
     ) -> None:
-        """`read` reads the body. It is called after the gate is entered, and may enter contexts on
-        the stack, which are exited when the request ends. A keep-alive is sent after `keep_alive`
-        seconds without an event. 0 disables this.
+        """`read` reads the body. It is called when the gate has counted the request, and may enter
+        contexts on the stack, which are exited when the request ends. A keep-alive is sent after
+        `keep_alive` seconds without an event. 0 disables this.
         """
         self._read = read
         self._inference = inference

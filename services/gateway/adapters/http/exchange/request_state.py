@@ -5,8 +5,8 @@ ARRIVED = "arrived"
 HEADERS = "headers"
 """A map from lower-case header names to values. The key is absent until `headers_of` is called."""
 ARRIVAL = "arrival"
-"""The Arrival that counts a request among the requests in flight. Present if the request was
-admitted before its body was read.
+"""The Arrival that counts the request as arriving. Present if the request was admitted before its
+body was read.
 """
 CLIENT = "client"
 """The Client that sent the request."""

@@ -72,6 +72,6 @@ class Route:
 
 
 computed_route = partial(Route, methods=("POST",), errors=(404, 504), is_limited=True)
-"""Makes a route whose answers a model computes."""
+"""Makes a route that runs the model."""
 body_route = partial(Route, methods=("POST",), errors=(404,))
-"""Makes another route with a body that names a model."""
+"""Makes a route that does not run the model, but whose body names a model."""
