@@ -79,7 +79,9 @@ class Traits:
     default_window: int | None = 4096
     """The window if config.json has no `sliding_window`. None means no window."""
     window_pattern: int = 1
-    """Layers in one period of the pattern of windows, whose last layer has no window."""
+    """Number of layers in a period of the pattern of windows. The last layer of each period has no
+    window.
+    """
     experts: ExpertLayout | None = None
     """The names of experts. None means all MLPs are dense."""
     activation_key: str = "hidden_act"

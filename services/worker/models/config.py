@@ -63,7 +63,9 @@ class ModelConfig:
     logits_softcap: float | None
     """The cap c of logits: a logit x becomes c tanh(x / c). None: no cap."""
     checkpoint_dtype: str | None
-    """The stored data type, or None if config.json names none in which models run."""
+    """The data type of the checkpoint's weights. None if config.json names none, or one in which
+    models cannot run.
+    """
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
     """How the checkpoint's weights are quantized. None means unquantized."""

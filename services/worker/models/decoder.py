@@ -1,7 +1,7 @@
 """The decoder of all native architectures: attention and gated MLPs, each after a norm.
 
-A Decoder may be one pipeline stage. `config` then has only the stage's layers. The input of a later
-stage is the residual stream, which the previous stage returned as hidden states.
+A Decoder may be one pipeline stage. `config` then has only the stage's layers. The input of each
+stage after the first is the residual stream, which the previous stage returned as hidden states.
 
 Architectures differ in their weights (biases, query-key norms, output norms, experts) and in their
 configuration (windows, scales, caps): see ModelConfig. The projections of queries, keys and values
@@ -26,7 +26,7 @@ def attention_layers(config: ModelConfig) -> tuple[AttentionLayer, ...]:
 
 
 class Decoder:
-    """A decoder over a paged cache of keys and values. Immutable. Needs inference mode."""
+    """A decoder over a paged cache of keys and values. Immutable. Calls need inference mode."""
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int

@@ -84,7 +84,7 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
 
 
 def _listed(reader: JsonReader, num_layers: int) -> list[bool] | None:
-    """Whether each layer has a window, by `layer_types`, or None if the key is absent."""
+    """Whether each layer has a window, from `layer_types`, or None if the key is absent."""
     types = reader.raw("layer_types")
     if types is None:
         return None

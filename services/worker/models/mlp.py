@@ -13,12 +13,12 @@ from services.worker.backends.torch.gating import gated
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs with a router. A token's result is the weighted sum of the `num_picked` experts
-    with its highest scores.
+    """Gated MLPs with a router. A token's output is the weighted sum of the outputs of the
+    `num_picked` experts with the highest scores for the token.
 
-    Tokens are grouped by expert, so that each expert is one multiplication. Experts that no token
-    picks are not computed. A token's results are added in the order of expert numbers, independent
-    of other tokens in the step. `normalized`: the picked weights are scaled to a sum of 1. Source:
+    Tokens are grouped by expert, so that each expert is computed once. Experts that no token picks
+    are not computed. A token's results are added in the order of expert numbers, independent of
+    other tokens in the step. `normalized`: the picked weights are scaled to a sum of 1. Source:
     Jiang et al., Mixtral of Experts.
     """
 
@@ -53,7 +53,7 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
     """Computes the same as Experts, with all experts in two grouped multiplications. Their shapes
-    do not depend on the picked experts. So the host need not wait for the device, and the device
+    do not depend on the picked experts. So the host need not wait for the device, and CUDA graphs
     may record them. The weights of experts that no token picks are not read.
 
     `gate_up` [num_experts, 2 * intermediate_size, hidden_size]: gates before values. `down`

@@ -53,7 +53,7 @@ class Model(Protocol):
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows of `whole` at `wanted`, all rows if it is None, or None if it is empty."""
+    """The rows of `whole` at the indexes `wanted` (None: all rows), or None if there are none."""
     if wanted is None:
         return whole
     return whole[wanted] if len(wanted) else None
@@ -101,7 +101,7 @@ class LoadedModel:
         return self.attention[self.stage.start : self.stage.stop]
 
     def own_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """The indexes in `model` of those of these layers that it has."""
+        """Converts indexes in the whole model to indexes in `model`, for the layers that it has."""
         return tuple(layers) if self.stage is None else self.stage.of_group(layers)
 
 

@@ -67,7 +67,7 @@ class PoolingConfig:
     max_seq_length: int | None = None
     """The directory's limit on the tokens of a prompt. None means the model's own limit."""
     may_shorten: bool = True
-    """This field and the next one are fields of `services.common.request.pooling.Pooler`."""
+    """This field and the next one: see `services.common.request.pooling.Pooler`."""
     matryoshka_dimensions: tuple[int, ...] = ()
 
     @property

@@ -64,8 +64,8 @@ class StoredWeights:
 def stored_weights(
     checkpoint: Checkpoint, config: QuantizationConfig | None, expected: Shapes, tied: str | None
 ) -> StoredWeights:
-    """Finds the expected tensors that are quantized, by `config`, or by the tensors' types if it is
-    None. `tied`: name of a head that shares the embedding's weight, or None.
+    """Finds the expected tensors that are quantized. `config` defines them. If it is None, the
+    types of the tensors do. `tied`: name of a head that shares the embedding's weight, or None.
     """
 
     def is_quantized(name: str) -> bool:
@@ -111,7 +111,7 @@ class WeightReader:
             raise UnsupportedModel(self.stored.checkpoint.source, f"{names}: {error}") from error
 
     def made_head(self, weight: torch.Tensor) -> Weight:
-        """The weight of a head that was read before, quantized if the setting requires it."""
+        """Quantizes the weight of a head, which was read before, if the setting requires it."""
         return weight if self.setting is QuantizationSetting.AUTO else quantize_int8(weight)
 
     def _part(self, name: str, index: Index) -> Weight:

@@ -15,7 +15,7 @@ _FP8_BLOCK = 128
 
 class QuantizationSetting(enum.Enum):
     """How projections that are stored unquantized are quantized while they are loaded. INT8
-    quantizes weights to 8 bits. W8A8 also quantizes inputs to 8 bits, except the head's.
+    quantizes weights to 8 bits. W8A8 also quantizes inputs to 8 bits, except inputs of the head.
     """
 
     AUTO = "auto"

@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that store one weight, by the last parts of the tensors' names.
     Raises ValueError if the weight's dimensions are not multiples of the group size and of the
-    codes in a word.
+    number of codes in a word.
     """
     rows, columns = shape
     in_word = WORD_BITS // config.bits

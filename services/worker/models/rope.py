@@ -65,8 +65,8 @@ def read_ropes(
     """The rotary embeddings of full-attention layers and of layers with a window, from config.json.
     Raises ModelConfigError.
 
-    `theta`: the default base. `local_theta`: the default of `rope_local_base_freq`, the base in
-    layers with a window, whose embedding is then not scaled. If `local_theta` is None, all layers
+    `theta`: the default base. `local_theta`: the default of `rope_local_base_freq`, the base of the
+    embedding in layers with a window, which is not scaled. If `local_theta` is None, all layers
     have the same embedding. `rope_parameters` may also have an entry for each type of layer.
     """
     values = config.nested("rope_parameters") or config.nested("rope_scaling")

@@ -3,10 +3,10 @@
 Query heads, key-value heads, the inner dimension of each MLP and the rows of the output projection
 are divided. Parts are equal, or the first ranks have one element more. A query head is on the same
 rank as the key-value head that it attends with. If there are fewer key-value heads than ranks,
-several ranks have the same one, as in vLLM. Embeddings are whole on each rank. A step reads only a
-few of their rows, so dividing them would save no time and would require one more sum. The output
-projection is read whole in each step, so it is divided. It stays whole if its parts would differ in
-size, which gathering does not support.
+several ranks have the same key-value head, as in vLLM. Embeddings are whole on each rank. A step
+reads only a few rows of them, so dividing them would save no time and would require one more sum.
+A step reads the whole output projection, so it is divided. It stays whole if its parts would differ
+in size, which gathering does not support.
 """
 
 import logging
@@ -65,7 +65,7 @@ class Shard:
         return heads.stop - heads.start, kv_heads.stop - kv_heads.start
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """The whole model's configuration with this rank's head counts."""
+        """`config`, which is of the whole model, with this rank's head counts."""
         num_heads, num_kv_heads = self.count_heads(config.num_heads, config.num_kv_heads)
         return replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
 

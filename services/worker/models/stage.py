@@ -46,7 +46,7 @@ class StageLayers:
         return range(self.start, self.stop)
 
     def of_group(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """The indexes in the stage of those of these layers that it computes."""
+        """Converts indexes in the model to indexes in the stage, for the layers that it has."""
         return tuple(layer - self.start for layer in layers if self.start <= layer < self.stop)
 
     def log_read(self, num_bytes: int, whole: int) -> None:

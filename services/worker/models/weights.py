@@ -105,7 +105,7 @@ def _head(
 
 
 def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: bool) -> Linear:
-    """This rank's part of the vocabulary's projection. `embedding` may have no rows."""
+    """This rank's part of the projection to the vocabulary. `embedding` may have no rows."""
     vocab_size = loader.config.vocab_size
     rows = loader.shard.of_head(vocab_size)
     tied = loader.config.tie_word_embeddings
@@ -120,8 +120,8 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-    """The embedding to which config.json ties the head, if it equals the checkpoint's head, and
-    otherwise the checkpoint's head, as in transformers.
+    """The checkpoint's head, or the embedding `tied` if both are equal. For models whose
+    config.json ties the head to the embedding. The result is as in transformers.
     """
     if torch.equal(head, tied):
         return tied

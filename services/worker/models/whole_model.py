@@ -112,7 +112,7 @@ def _load(
         problem = f"transformers does not load it: {one_line(error)}"
         raise ModelFileError(checkpoint.directory, problem) from error
     cls = found[0] if isinstance(found, tuple) else found
-    # This layer pools the first state. Embeddings do not use it.
+    # The layer "pooler" pools the first state. Embeddings do not use it.
     unused = () if task is PoolingTask.CLASSIFY else ("pooler.",)
     with replace(checkpoint, device=CPU).open() as reader:
         tensors = lazy_tensors(checkpoint, reader)

@@ -51,9 +51,9 @@ def _q8_0(blocks: Bytes) -> _Numbers:
 
 
 def _q4_k(blocks: Bytes) -> _Numbers:
-    """Each group's scale and minimum have six bits. Those of the first four groups are the low six
-    bits of bytes 4 to 11. Those of the last four groups have their low four bits in bytes 12 to 15,
-    and their high two bits in the remaining bits of bytes 4 to 11.
+    """Each group's scale and minimum have six bits. For the first four groups, these are the low
+    six bits of bytes 4 to 11. For the last four groups, the low four bits are in bytes 12 to 15,
+    and the high two bits are the remaining bits of bytes 4 to 11.
     """
     scale, least = _halves(blocks[:, :2]), _halves(blocks[:, 2:4])
     first, second, rest = np.split(blocks[:, 4:16], 3, axis=1)

@@ -16,7 +16,7 @@ EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
 CLASS_HEAD = "score.weight"
-"""Projects the last token's hidden state to class scores, without a bias."""
+"""The weight that projects the last token's hidden state to class scores, without a bias."""
 STACKED_ROUTER = "mlp.gate.weight"
 STACKED_GATE_UP = "mlp.experts.gate_up_proj"
 STACKED_DOWN = "mlp.experts.down_proj"
@@ -24,7 +24,7 @@ STACKED_DOWN = "mlp.experts.down_proj"
 
 @dataclass(frozen=True, slots=True)
 class NormNames:
-    """The names of a layer's norms, or None for those that it lacks. In Llama,
+    """The names of a layer's norms, or None for a norm that the layer lacks. In Llama,
     `post_attention_layernorm` is the norm before the MLP. In Gemma, it is the norm of the attention
     output.
     """

@@ -60,13 +60,15 @@ def load_checkpoint(
 def lazy_tensors(
     checkpoint: Checkpoint, reader: TensorReader, part_of: Callable[[str], Part] = lambda _: ()
 ) -> dict[str, Any]:
-    """The tensors of a checkpoint, each of which, or its part, is read when it is copied."""
+    """The tensors of a checkpoint, by name. The part `part_of(name)` of a tensor is read when the
+    tensor is copied. By default it is the whole tensor.
+    """
     return {name: _LazyTensor(reader, name, part_of) for name in checkpoint.tensors}
 
 
 @dataclass(eq=False)
 class _LazyTensor:
-    """A tensor of a checkpoint. Its part is read when transformers indexes it."""
+    """A tensor of a checkpoint. Its data is read when transformers indexes it."""
 
     reader: TensorReader
     name: str

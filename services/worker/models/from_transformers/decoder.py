@@ -111,7 +111,7 @@ class TransformersDecoder:
         return hidden, wanted_logits(self, hidden, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits as in Model, including what the model computes after its projection."""
+        """Logits, including operations of the model after its projection."""
         num_rows = len(hidden)
         padded = F.pad(hidden, (0, 0, 0, self._padded_rows(num_rows) - num_rows))
         self._given.states = padded[None]
@@ -123,9 +123,9 @@ class TransformersDecoder:
         """Determines the parameters of attention layers and the states of recurrent layers. Raises
         Refused for a model that cannot be served over the cache.
 
-        Compares the logits of a few tokens with the logits that the model's own attention gives. If
-        they differ, the model changes scores or logits in a way that the arguments of its attention
-        do not show.
+        Compares the logits of a few tokens with the logits that the model's own attention computes.
+        If they differ, the model changes scores or logits in a way that the arguments of its
+        attention do not show.
         """
         longest = min(_PROBE_TOKENS, model.config.max_position_embeddings)
         positions = torch.arange(longest, device=model.device)
@@ -183,7 +183,7 @@ class _States(MoeModelOutputWithPast):  # type: ignore[misc]
 
 class _GivenStates(nn.Module):
     """Replaces the body of a model, and returns preset hidden states. All other attributes are the
-    body's, since some heads read a factor from it.
+    body's attributes, since some heads read a factor from the body.
     """
 
     def __init__(self, body: nn.Module) -> None:

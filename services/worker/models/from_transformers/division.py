@@ -1,8 +1,8 @@
 """A rank's part of a model that transformers runs.
 
 Divided layers replace whole layers before a checkpoint is read, so that only this rank's parts of
-their tensors are read. Attention is divided by heads, and other layers evenly. Attention layers
-store their head counts, which are corrected.
+their tensors are read. Attention is divided by heads, and other layers evenly. The head counts that
+attention layers store are changed to this rank's counts.
 """
 
 from collections.abc import Iterable
@@ -98,7 +98,7 @@ class Division:
                 return linear.GatheredLinear(layer, part, self._ranks)
 
     def _divide_head(self, head: nn.Linear, *, is_tied: bool) -> DividedLinear | None:
-        """Divides the head, or returns None to keep it whole, if parts would differ in size."""
+        """Divides the head. Returns None if parts would differ in size: the head stays whole."""
         if head.out_features % self.shard.size:
             return None
         divided = linear.GatheredTiedLinear if is_tied else linear.GatheredLinear

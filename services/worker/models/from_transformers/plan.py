@@ -61,7 +61,9 @@ heads, and therefore the whole cache, because norms span all heads.
 
 
 def read_plan(model: PreTrainedModel) -> dict[str, Style]:
-    """Maps the names of layers to divide to their styles. Raises Refused for other plans."""
+    """Maps the names of layers to divide to their styles. Raises Refused for plans with unknown
+    styles, and without a plan.
+    """
     if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
         raise Refused("compares gates with all others of their layer (activation_sparsity_pattern)")
     styles = _OWN.get(model.config.model_type) or model.tp_plan or {}

@@ -1,11 +1,11 @@
 """Recurrent layers of models that transformers runs, such as Mamba-2 and gated delta nets.
 
-Such a layer is a module whose `forward` has the parameter `cache_params`. The module reads its
-initial states from this object, and writes its final states to it: the last inputs of the
-convolution, and the matrix of the recurrence. Here each module is wrapped in a RecurrentLayer. A
-flattened batch is split into sequences, and each call has a cache object with the states from
-blocks. Sequences of a single token with a state are computed in one call. Each other sequence has
-its own call.
+Such a layer is a module whose `forward` has the parameter `cache_params`, a cache object. The
+module reads its initial states from this object, and writes its final states to it: the last inputs
+of the convolution, and the matrix of the recurrence. Here each module is wrapped in a
+RecurrentLayer. A flattened batch is split into sequences, and each call has a cache object with the
+states from blocks. Sequences of a single token with a state are computed in one call. Each other
+sequence has its own call.
 """
 
 import inspect

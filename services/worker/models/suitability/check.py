@@ -21,8 +21,8 @@ def check_model(
     *,
     needs_weights: bool = True,
 ) -> None:
-    """Raises ModelError if the directory cannot be served: by `check_configuration`, or because
-    weight files are needed, and are missing, damaged or of another format.
+    """Raises ModelError as `check_configuration` does. With `needs_weights`, also raises it if
+    weight files are missing, damaged or of another format.
     """
     if not (directory / "config.json").exists():
         raise no_configuration(directory)

@@ -33,8 +33,8 @@ _LAYER_NAMES = {
 
 
 def read_gguf(file: Path) -> dict[str, TensorInfo]:
-    """Maps names in Hugging Face checkpoints to the tensors of a file, which have the names in the
-    file. Raises ModelFileError, and UnsupportedModel for an unsupported file.
+    """Maps names in Hugging Face checkpoints to the tensors of a file. A TensorInfo has the name in
+    the file. Raises ModelFileError, and UnsupportedModel for an unsupported file.
     """
     _, tensors = read_gguf_tensors(file)
     return {_name_of(file, tensor.name): tensor for tensor in tensors if tensor.name != _IGNORED}

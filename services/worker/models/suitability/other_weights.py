@@ -21,7 +21,7 @@ _OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "random_
 
 
 def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError | UnsupportedModel:
-    """The error for a directory without `single`, without an index, and not with one GGUF file."""
+    """The error for a directory without the file `single`, an index, or a single GGUF file."""
     names = sorted(path.name for path in directory.iterdir())
     gguf = [name for name in names if name.endswith(".gguf")]
     shards = [name for name in names if name.endswith(".safetensors")]
@@ -49,7 +49,7 @@ def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError
 
 
 def no_configuration(directory: Path) -> ModelFileError | UnsupportedModel:
-    """The error for a directory without config.json, which names known kinds of directories."""
+    """The error for a directory without config.json. It names the kind of directory if known."""
     names = {path.name for path in directory.iterdir()}
     if _ADAPTER in names:
         return UnsupportedModel(directory, _about_adapters(directory))
