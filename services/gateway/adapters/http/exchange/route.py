@@ -33,8 +33,8 @@ class RequestHeader:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route and its entry in the OpenAPI document. The handler's docstring is the entry's
-    description, and the handler's name is the operation's id.
+    """A route and its entry in the OpenAPI document. The first line of the handler's docstring is
+    the entry's summary, and the handler's name is the operation's id.
     """
 
     path: str

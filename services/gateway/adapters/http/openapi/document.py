@@ -137,7 +137,9 @@ def _operation(
 
 
 def _error_answers(routes: Iterable[Route], limit_headers: Sequence[str]) -> dict[int, ErrorAnswer]:
-    """Returns the known error answers, with those of the routes' headers."""
+    """Returns the known error answers, with the error answers that headers of the routes
+    can cause.
+    """
     over_limit = ERRORS[HTTPStatus.TOO_MANY_REQUESTS]
     over_limit = replace(over_limit, headers=(*over_limit.headers, *limit_headers))
     errors = ERRORS | {HTTPStatus.TOO_MANY_REQUESTS: over_limit}
@@ -257,8 +259,7 @@ def _models(routes: Sequence[Route]) -> tuple[type[BaseModel], ...]:
 @cache
 def _schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
     """Returns the schemas of these models and of the models that they refer to. Building the
-    schemas takes nearly all of the time that a document takes. They are cached, since all gateways
-    of a process have the same schemas.
+    schemas takes most of the time for a document, so they are cached.
     """
     _, schemas = models_json_schema(
         [(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}"

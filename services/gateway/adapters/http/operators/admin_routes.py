@@ -45,7 +45,7 @@ class OneReplicaQuery(Query):
 
 class PauseQuery(ReplicasQuery):
     """The parameters of vLLM's /pause. The flag `wait_for_inflight_requests` is deprecated. It
-    means the mode wait.
+    selects the mode `wait`.
     """
 
     mode: Literal["abort", "wait", "keep"] = "abort"
@@ -55,8 +55,8 @@ class PauseQuery(ReplicasQuery):
 
 
 class ResetQuery(ReplicasQuery):
-    """The parameters of vLLM's /reset_prefix_cache. The external cache is the workers' memory for
-    offloaded blocks.
+    """The parameters of vLLM's /reset_prefix_cache. The external cache is the workers' host memory
+    for offloaded KV blocks.
     """
 
     reset_running_requests: bool = False
@@ -87,8 +87,10 @@ class AdminRoutes:
         )
 
     async def pause(self, request: Request) -> Response:
-        """Pauses the engines. The mode determines whether running requests are aborted, finished
-        first, or kept until the engines are resumed.
+        """Pauses the engines.
+
+        The mode determines whether running requests are aborted, finished first, or kept until the
+        engines are resumed.
         """
         query = read_query(request, PauseQuery)
         mode = PauseMode.WAIT if query.wait_for_inflight_requests else PauseMode(query.mode)
@@ -123,8 +125,9 @@ class AdminRoutes:
         return _answer(outcomes, status="reset")
 
     async def drain(self, request: Request) -> Response:
-        """Drains replicas. They finish their requests, and accept no new requests from any
-        gateway.
+        """Drains replicas.
+
+        They finish their requests, and accept no new requests from any gateway.
         """
         query = read_query(request, OneReplicaQuery)
         return _answer(await self._administration.drain(query.replica), status="draining")

@@ -34,7 +34,6 @@ class LoraRoutes:
         self._allowed = allowed
 
     def routes(self) -> Sequence[Route]:
-        """Returns both routes, or none if no directory is allowed."""
         if self._allowed is None:
             return ()
         return (
@@ -59,8 +58,9 @@ class LoraRoutes:
         )
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        """Loads an adapter at every replica. Afterwards clients may request its name as the
-        model.
+        """Loads an adapter at every replica.
+
+        Afterwards clients may request its name as the model.
         """
         body = await self._bodies.read(request, LoadLoraBody)
         assert self._allowed is not None

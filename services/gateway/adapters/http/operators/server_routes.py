@@ -87,8 +87,9 @@ class ServerRoutes:
         }
 
     async def health(self, _request: Request) -> Response:
-        """Answers with status 200 and a list of unready replicas if at least one replica can serve.
-        Otherwise answers with 503 and the reason.
+        """Answers with status 200 if at least one replica can serve, and otherwise with 503.
+
+        The body lists the unready replicas, or has the reason for the status 503.
         """
         reason = self._membership.why_not_ready() if self._gate.is_open else "shutting down"
         if reason:

@@ -42,8 +42,8 @@ class BodyWriter:
 async def answer_without_chunks(
     cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application for a client of HTTP/1.0, which has no chunks. The end of a body of
-    unknown length is the end of the connection.
+    """Runs the application for a client of HTTP/1.0, which has no chunked bodies. A body of unknown
+    length ends when the connection is closed.
     """
     has_length = True
 

@@ -35,7 +35,7 @@ _MAX_HEADER_BYTES = 64 * 1024
 MAX_PIPELINED = 8
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 # After a refusal, the connection stays open for this number of seconds, so that the client can read
-# the answer. Meanwhile the client may send at most this number of bytes.
+# the answer. In this time the client may send at most this number of bytes.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 _IGNORED_BYTES = 64 * 2**20
 """Limit on the bytes beyond the allowed body size that a client may still send after its request
@@ -329,8 +329,8 @@ class GuardedConnection(SlicedProtocol):
 async def _until_answered(
     arrival: Arrival | None, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application. Afterwards ends `arrival` in case the application did not. Also clears
-    the request's state of its references to the connection, which would form a reference cycle.
+    """Runs the application, and then ends `arrival` if the application did not. Also removes the
+    references to the connection from the request's state, since they would form a reference cycle.
     """
     try:
         await app(scope, receive, send)

@@ -17,9 +17,9 @@ between iterations.
 
 
 class Starts:
-    """Starts the first requests of an iteration at once and the others in later iterations. The
-    requests of one client start in the order of arrival. Clients alternate, so that a client with
-    many requests does not delay the requests of other clients.
+    """Starts the first requests of an event-loop iteration at once, and the others in later
+    iterations. The requests of one client start in the order of arrival. Clients alternate, so that
+    a client with many requests does not delay the requests of other clients.
     """
 
     def __init__(self) -> None:
@@ -54,16 +54,16 @@ class Starts:
 
 
 _SHARE = 0.5
-"""Limit on the processor time of these calls, as a fraction of the processor time of everything
-else in the iteration.
+"""Limit on the processor time of deferred calls, as a fraction of the processor time of all other
+work in the iteration.
 """
 
 
 class DeferredCalls:
     """Runs calls in the order of `add`, one in each iteration of the event loop, so that a burst of
-    calls delays everything else by at most one call. After a long iteration, more calls run. They
-    may take half of the processor time that everything else took since the last call. Without this
-    rule the queue would grow under load.
+    calls delays other work by at most one call. After a long iteration, more calls run, for at most
+    half of the processor time that other work took since the last call. Without this rule the queue
+    would grow under load.
     """
 
     def __init__(self, processor_seconds: Callable[[], float] = time.thread_time) -> None:
@@ -71,7 +71,7 @@ class DeferredCalls:
         self._processor_seconds = processor_seconds
         self._calls: deque[Callable[[], None]] = deque()
         self._ended = 0.0
-        """The thread's processor time, in seconds, when the last of these calls ended."""
+        """The thread's processor time, in seconds, when the last deferred call ended."""
 
     def add(self, call: Callable[[], None]) -> None:
         if not self._calls:

@@ -20,8 +20,8 @@ class EarlyRefusals:
     requests are not read, and the application does not run. Under overload most requests end here.
 
     Two kinds of requests are always forwarded: requests that the application refuses for another
-    reason, and requests that need no room because of an option. Requests that QuickRefusals has
-    admitted are not checked again.
+    reason, and requests that need no room, for example because an idempotency key already has an
+    answer. Requests that QuickRefusals has admitted are not checked again.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ def hosts_for(listen: str, allowed: Sequence[str]) -> tuple[str, ...]:
 
 
 class HostNames:
-    """The host names for which a server answers. It also answers for every address."""
+    """The host names for which a server answers. Every IP address is allowed, too."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(names)

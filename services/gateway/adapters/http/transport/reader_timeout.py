@@ -19,8 +19,8 @@ class ReaderTimeout:
     def __init__(
         self, transport: asyncio.Transport, timeout_seconds: float, on_timeout: Callable[[], None]
     ) -> None:
-        # The transport reports only a buffer of more than LEAST_BYTES, and again when the buffer is
-        # empty.
+        # The transport calls `pause_writing` when more than LEAST_BYTES are unsent, and
+        # `resume_writing` when the buffer is empty.
         transport.set_write_buffer_limits(high=LEAST_BYTES, low=0)
         self._transport = transport
         self._timeout = timeout_seconds

@@ -151,7 +151,7 @@ def _protocol(connections: Connections, tls: "Tls | None") -> Callable[..., asyn
     plain = partial(GuardedConnection, connections=connections)
     if tls is None:
         return plain
-    # With an extra dependency.
+    # Needs an optional dependency.
     from services.gateway.adapters.http.transport.tls_handshake import (  # noqa: PLC0415
         TlsContext,
         TlsHandshake,

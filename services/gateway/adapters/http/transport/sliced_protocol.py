@@ -59,8 +59,8 @@ class SlicedProtocol(HttpToolsProtocol):
             self.parse_on()
 
     def parse_on(self) -> None:
-        """Parses the next slice. Does nothing while reading is paused, which uvicorn does until the
-        current request is answered.
+        """Parses the next slice. Does nothing while reading is paused. uvicorn pauses reading until
+        the current request is answered.
         """
         if self.flow.read_paused or self.transport.is_closing():
             return

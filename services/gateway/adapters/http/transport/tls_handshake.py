@@ -107,7 +107,7 @@ class TlsHandshake(asyncio.Protocol):
         self._has_ended = True
 
     def shutdown(self) -> None:
-        """Called when the server stops."""
+        """uvicorn calls this when the server stops."""
         self.end()
 
     def end(self) -> None:
