@@ -14,7 +14,7 @@ from services.scheduler.core.kv_transfer import KVLoadFailurePolicy, KVRole
 
 @dataclass(frozen=True)  # without slots: cached properties are stored in the instance
 class SchedulerConfig:
-    """The scheduler's configuration, in vLLM's names. Limits on tokens apply to one step."""
+    """The scheduler's configuration. Most names are vLLM's. Limits on tokens apply to one step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -23,7 +23,7 @@ class SchedulerConfig:
     num_blocks: int
     """Blocks in the pool, the null block included."""
     fingerprint: bytes = b""
-    """Identifies the model. Every chain of block hashes begins with it."""
+    """Identifies the model. Seeds the hash of every sequence's first block."""
     policy: str = "fcfs"
     """Name of a scheduling policy, as in `policies.POLICIES`."""
     enable_prefix_caching: bool = True
@@ -31,85 +31,88 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     """Limit on the prompt tokens of one request in a step with other requests. 0: no limit."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Whether the threshold is raised to `max_num_batched_tokens` divided by the number of
-    requests, if that is larger. A threshold of 0 is not raised.
+    """Whether a threshold above 0 is at least `max_num_batched_tokens` divided by the number of
+    requests in the scheduler.
     """
     max_num_scheduled_tokens: int | None = None
     """The token budget of a step. None selects `max_num_batched_tokens`."""
     max_num_active_seqs: int | None = None
     """The limit on running requests. None selects `max_num_seqs`, the rows in the batch."""
     scheduler_reserve_full_isl: bool = True
-    """Whether an admission needs free blocks for the whole sequence, not only a first chunk."""
+    """Whether an admission needs free blocks for all its tokens, not only for the first chunk."""
     async_scheduling: bool = False
-    """Whether a step is planned while the previous step runs, with placeholders for tokens."""
+    """Whether a step is planned while the previous step still samples its tokens."""
     num_speculative_tokens: int = 0
-    """Limit on the draft tokens that the workers propose for a request in a step."""
+    """Limit on the draft tokens that the workers propose for each request in a step."""
     num_speculative_rows: int = 0
-    """Limit on the tokens and drafts of all running requests in a step. All requests have the same
-    number of drafts, the largest that fits this limit. With 0, there is no limit, and each request
-    has `num_speculative_tokens` drafts.
+    """Limit on the tokens of all decoding requests in a step, drafts included. All requests have
+    the same number of drafts, the largest number that fits this limit. 0 means no limit: each
+    request has `num_speculative_tokens` drafts.
     """
     num_lookahead_tokens: int = 0
-    """Slots that a draft model needs beyond a step's tokens. Set by recordings and replays."""
+    """Slots for tokens of a draft model beyond a step's tokens. Set by recordings and replays."""
     drop_last_hit_block: bool = False
     """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs
-    its hidden states. Set from the workers' description. No present worker has such a head.
+    the block's hidden states. The workers report this. No present worker has a draft head.
     """
     pooling: bool = False
-    """Whether the workers answer each prompt with a vector instead of tokens (vLLM's runner type
-    "pooling"). A request then ends with the step that computes the last token of its prompt.
+    """Whether the workers compute one vector from each prompt instead of sampling tokens (vLLM's
+    runner type "pooling"). A request then ends with the step that computes its last prompt token.
     """
     prefill_schedule_interval: int = 1
-    """While requests decode, one of this number of steps computes prompts. 1 means every step."""
+    """While requests decode, one step of this number computes prompts. 1 means every step."""
     pipeline_parallel_size: int = 1
-    """Number of stages of the model's layers. Each can run another step at the same time."""
+    """Number of stages of the model's layers. The stages run different steps at the same time."""
     watermark: float = 0.0
-    """Fraction of the pool's blocks that must stay free when a request joins running requests."""
+    """Fraction of the pool's blocks that an admission beside running requests leaves free."""
     program_idle_seconds: float = 600.0
-    """The pause after which a program is presumed to have ended. This setting and the next four are
-    for policies that know programs.
+    """The pause after which a program is presumed to have ended. This field and the next four are
+    for policies that group requests into programs.
     """
     max_num_programs: int = 65_536
-    """Limit on the named programs that are known, and on the paused contexts."""
+    """Limit on the number of named programs that are stored, and on the number of paused contexts.
+    """
     retention_headroom: float = 0.1
-    """Fraction of the pool that a request without its context leaves free, beside running ones and
-    contexts that it may not take.
+    """Fraction of the pool that must stay free of running requests, and of contexts that must be
+    kept, when a request is admitted whose context is not cached.
     """
     aging_interval: int = 8
-    """Of this number of admissions of requests without their contexts, one is of the request that
-    has waited longest.
+    """Of this number of admissions of requests without cached contexts, one is the admission of the
+    request that has waited longest.
     """
     max_warm_admissions: int = 32
-    """Limit on the admissions of requests with their contexts while one without waits. Then one
-    without comes first.
+    """While a request without a cached context waits, at most this number of requests with cached
+    contexts are admitted. The next admission is then of a request without one.
     """
     encoder_compute_budget: int = 0
     """Limit on the embeddings that the encoder computes in one step."""
     encoder_cache_size: int = 0
     """Number of embeddings of prompt items (such as images) that the workers can cache."""
     disable_chunked_mm_input: bool = False
-    """Whether a prompt chunk that would split a prompt item (such as an image) ends before it."""
+    """Whether a prompt chunk must end before a prompt item (such as an image) that it would split.
+    """
     max_loras: int | None = None
     """Limit on the different adapters of running requests. None refuses all adapters."""
     kv_role: KVRole | None = None
     """The direction in which a connector transfers keys and values. None if there is no connector.
     """
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
-    """What happens to requests whose load through the connector failed."""
+    """What happens to a request if blocks could not be loaded through the connector."""
     requires_kv_delivery: bool = False
-    """Whether a preempted request loses its outputs in flight, as some connectors need."""
+    """Whether steps in flight discard the tokens of a preempted request. Some connectors need this.
+    """
     supports_divergent_local_hybrid_hits: bool = False
-    """Whether the connector always loads the states of state-space layers. A load may then begin at
-    the end of the full-attention layers' local hit, even if no state is cached there.
+    """Whether the connector always loads the states of state-space layers. A load may then begin
+    where the prefix hit of the full-attention layers ends, even if no state is cached there.
     """
     groups: tuple[KVCacheGroup, ...] = ()
-    """KV-cache groups (layers that share a block table). Empty for one of full attention."""
+    """KV-cache groups (layers that share a block table). Empty means one full-attention group."""
     prefix_match_unit: int | None = None
     """Number of tokens of each block hash. None selects the largest that all groups allow."""
     prefix_cache_retention_interval: int | None = None
-    """Distance, in tokens, between positions whose windows or states the pool publishes. Windows
-    and states at positions where later requests are likely to continue are always published. With
-    0, only these are published. With None, all are published.
+    """Distance, in tokens, between the positions at which sliding windows and states are published
+    (cached for prefix hits). They are also published where later requests are likely to continue.
+    With 0, they are published only there. With None, they are published at every block.
     """
 
     @cached_property
@@ -119,7 +122,7 @@ class SchedulerConfig:
 
     @cached_property
     def max_prompt_len(self) -> int:
-        """Limit on the tokens of a prompt. A generative model needs space for one more token."""
+        """Limit on the tokens of a prompt. A generative model needs room for one output token."""
         return self.max_model_len if self.pooling else self.max_model_len - 1
 
     @cached_property
@@ -133,22 +136,20 @@ class SchedulerConfig:
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
     def num_reserve_slots(self, num_tokens: int) -> int:
-        """Number of token slots for which an admission of a sequence of `num_tokens` needs free
-        blocks.
-        """
+        """Number of slots for which the admission of `num_tokens` tokens needs free blocks."""
         return num_tokens if self.scheduler_reserve_full_isl else 0
 
     @cached_property
     def fences_frees(self) -> bool:
-        """Whether blocks that a step in flight writes are only freed after the step's output has
-        arrived. A connector needs this because its loads are not ordered with the steps. A load
-        could fill a freed block, and the step could then overwrite it.
+        """Whether a block that a step in flight writes is freed only after the step's output has
+        arrived. A connector needs this because its loads are not ordered with the steps: the step
+        could overwrite a freed block that a load has already filled.
         """
         return self.num_steps_in_flight > 1 and self.kv_role in (KVRole.BOTH, KVRole.CONSUMER)
 
     @cached_property
     def full_block_sizes(self) -> tuple[int, ...]:
-        """Block sizes of the groups that keep all blocks of a request while it runs."""
+        """Block sizes of the groups that free no block of a request while the request runs."""
         return tuple(
             group.block_size
             for group in self.all_groups
@@ -157,12 +158,12 @@ class SchedulerConfig:
 
     @cached_property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
-        """The KV-cache groups. If `groups` is empty, this is one group of full-attention layers."""
+        """`groups`, or one group of full-attention layers if `groups` is empty."""
         return self.groups or (KVCacheGroup(AttentionType.FULL, self.block_size),)
 
     @cached_property
     def only_grows(self) -> bool:
-        """Whether all block tables of a request have equal lengths, and only grow while it runs."""
+        """Whether all block tables of a request have equal lengths, and never shrink."""
         return all(
             group.attention_type is AttentionType.FULL and group.block_size == self.block_size
             for group in self.groups
@@ -170,20 +171,20 @@ class SchedulerConfig:
 
     @cached_property
     def foretells_hits(self) -> bool:
-        """Whether the scheduler can compute a request's prefix hit from the published hashes alone.
-        This is possible if all layers have full attention and hits end at block boundaries.
+        """Whether the published hashes alone determine a request's prefix hit. This is the case if
+        all layers have full attention and hits end at block boundaries.
         """
         return self.only_grows and self.hash_block_size == self.block_size
 
     @cached_property
     def holds_states(self) -> bool:
-        """Whether some layers keep a state instead of keys and values."""
+        """Whether some layers store a state instead of keys and values."""
         return any(group.attention_type is AttentionType.STATE_SPACE for group in self.all_groups)
 
     @cached_property
     def aligns_states(self) -> bool:
-        """Whether state-space layers cache states at block boundaries, for prefix hits. Such layers
-        store one state in each step, so the steps of a prompt must end at block boundaries.
+        """Whether state-space layers cache states at block boundaries, for prefix hits. A layer
+        stores one state in each step, so the steps of a prompt must end at block boundaries.
         """
         return any(group.aligns_states for group in self.groups)
 
@@ -203,7 +204,7 @@ class SchedulerConfig:
 
     @cached_property
     def hits_may_diverge(self) -> bool:
-        """Whether a hit may count full-attention layers only (a connector has the states)."""
+        """Whether a hit may count only full-attention layers. The connector loads the states."""
         return self.supports_divergent_local_hybrid_hits and self.aligns_states
 
     @cached_property

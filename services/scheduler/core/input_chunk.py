@@ -9,7 +9,7 @@ from services.common.request.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class InputChunk:
-    """Further prompt tokens of a session, and the sampling parameters of its next turn."""
+    """The prompt tokens that a session's next turn appends, and the turn's sampling parameters."""
 
     token_ids: Sequence[int]
     sampling: SamplingParams

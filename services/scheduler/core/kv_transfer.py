@@ -1,7 +1,7 @@
-"""Transfers of keys and values, as steps and their outputs have them. Names follow vLLM.
+"""The transfers of keys and values in the plans and outputs of steps. Names follow vLLM.
 
-Each step's plan lists what to load (`SchedulerOutput.loads`), and each step's output reports the
-completed transfers (`KVTransferResults`).
+A step's plan lists the loads that begin (`SchedulerOutput.loads`). A step's output reports the
+transfers that have ended (`KVTransferResults`).
 """
 
 import enum
@@ -14,7 +14,7 @@ from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
 
 TierBlockId = NewType("TierBlockId", int)
-"""Number of a block of the workers' tier, from 0."""
+"""Number, from 0, of a block in the tier of host memory to which workers offload KV blocks."""
 
 
 class KVRole(enum.Enum):
@@ -26,19 +26,17 @@ class KVRole(enum.Enum):
 
 
 class KVLoadFailurePolicy(enum.Enum):
-    """What happens to a request if the load of some of its blocks failed."""
+    """What happens to a request if some of its blocks could not be loaded."""
 
     RECOMPUTE = "recompute"
-    """The request is computed again from the first block whose load failed."""
+    """The request's tokens are computed again from the first block whose load failed."""
     FAIL = "fail"
     """The request ends with an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """A load of keys and values, for the last `num_tokens` of a request's computed tokens, into the
-    request's blocks.
-    """
+    """Loads the last `num_tokens` of a request's computed tokens into the request's blocks."""
 
     request: Request
     num_tokens: int
@@ -49,16 +47,16 @@ class KVLoad:
 
 @dataclass(frozen=True, slots=True)
 class KVTransferResults:
-    """Results of transfers, which the workers report with the output of each step.
+    """The transfer results that the workers report with the output of a step.
 
     The end of each transfer is reported once. `finished_recving` includes the requests in
-    `failed_recving`, because a failed load has ended too. Blocks are invalid if their load failed.
+    `failed_recving`. Invalid blocks are blocks that could not be loaded.
     """
 
     finished_recving: Sequence[RequestKey] = ()
     finished_sending: Sequence[RequestKey] = ()
     failed_recving: Collection[RequestKey] = ()
-    """Requests whose load filled no block with valid data."""
+    """Requests for which no block could be loaded."""
     invalid_block_ids: Collection[BlockId] = ()
 
 
@@ -67,7 +65,7 @@ NO_RESULTS = KVTransferResults()
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlockTransfer:
-    """A block of the KV cache, a block of the workers' tier, and the key of their contents."""
+    """A transfer between the KV cache and the tier. `key` identifies the block's contents."""
 
     block: BlockId
     tier_block: TierBlockId
@@ -76,7 +74,7 @@ class BlockTransfer:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorLoad:
-    """The blocks that one request loads."""
+    """The blocks that are loaded for one request."""
 
     request: RequestKey
     blocks: Sequence[BlockTransfer]
@@ -84,8 +82,9 @@ class ConnectorLoad:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """Transfers that begin with a step. Stores (copies out of the KV cache) are complete before the
-    step writes anything. Loads begin after the stores, and may continue while later steps run.
+    """The transfers that begin with a step. Stores (copies from the KV cache to the tier) are
+    complete before the step writes any block. Loads begin after the stores, and may continue while
+    later steps run.
     """
 
     stores: Sequence[BlockTransfer]

@@ -1,4 +1,4 @@
-"""Types of a step: its plan, which lists the tokens and blocks of each request, and its output."""
+"""The plan of an engine step, which lists each request's tokens and blocks, and its output."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -19,41 +19,43 @@ from services.scheduler.core.request import Request, TurnEnd
 
 class WaitReason(Enum):
     """Why a waiting request was not admitted in a step. Most reasons stop admission, so all
-    requests behind wait for the same reason. A reason in `OWN_REASONS` concerns a single request.
-    Such a request is passed over (skipped), and requests behind it may be admitted.
+    requests behind it wait for the same reason. A reason in `OWN_REASONS` concerns a single
+    request. The step skips (passes over) this request, and may admit requests behind it.
     """
 
     BUDGET = "budget"
     """The step's token budget was used up, or is too small for a prompt that must not be chunked.
     """
     MAX_SEQS = "max_seqs"
-    """The largest number of requests that may run at once (`max_running`) is running."""
+    """`max_running` requests are running."""
     NO_BLOCKS = "no_blocks"
     """Too few blocks are free for the request, or a running request was preempted in the step."""
     RETAINED = "retained"
-    """Too many of the blocks that the request needs belong to paused contexts of more worth."""
+    """The request needs blocks of paused contexts that the policy keeps, because it values these
+    contexts more than the request.
+    """
     HEADROOM = "headroom"
-    """There are enough blocks, but the policy leaves some free beside running requests."""
+    """Enough blocks are free, but the policy leaves some blocks free while requests run."""
     PREFILL_INTERVAL = "prefill_interval"
-    """Requests decode, and the last step with prompts was too recent for another one."""
+    """Requests decode, and the last step that computed prompts was too recent."""
     HELD_BACK = "held_back"
     """The request is held back during the search for a request whose steps always fail."""
     PAUSED = "paused"
-    """An operator paused the engine. Steps, planned only with mode WAIT, have this reason."""
+    """An operator paused the engine."""
     RECOVERY = "recovery"
-    """Pool or workers are lost. No step has this reason, because none is planned."""
+    """The pool or the workers are lost. No step is planned, so no step has this reason."""
     ADAPTERS = "adapters"
     """The adapter is not loaded, or running requests use `max_loras` other adapters."""
     SESSION = "session"
     """The request is a session and waits for its next input."""
     REMOTE_KV = "remote_kv"
-    """The request's keys and values are being loaded, or the connector must answer first."""
+    """Keys and values are being loaded, or the KV connector does not know what it can load."""
     GRAMMAR = "grammar"
     """The grammar that the output must follow is not compiled yet."""
     ENCODER = "encoder"
     """The encoder has no budget or cache space in the step for the next item of the prompt."""
     OUTPUT_IN_FLIGHT = "output_in_flight"
-    """The request was preempted while a step was in flight, whose token has not arrived yet."""
+    """The request was preempted during a step, whose token for it has not arrived yet."""
 
 
 OWN_REASONS = frozenset(
@@ -66,7 +68,7 @@ OWN_REASONS = frozenset(
         WaitReason.OUTPUT_IN_FLIGHT,
     }
 )
-"""Reasons for which a single request is passed over."""
+"""Reasons for which a step skips a single request."""
 
 
 def preparation_wait(request: Request) -> WaitReason:
@@ -78,11 +80,11 @@ class PreemptionCause(Enum):
     """Why running requests returned to the queue."""
 
     NO_BLOCKS = "no_blocks"
-    """Another request needed the blocks."""
+    """A running or waiting request needed the blocks."""
     RESET = "reset"
     """An operator reset the prefix cache."""
     FAULT_SEARCH = "fault_search"
-    """A search for a request whose steps always fail, during which only few requests may run."""
+    """A search for a request whose steps always fail began. Only few requests may run during it."""
     POOL_LOST = "pool_lost"
     """The pool ended or did not answer."""
     WORKERS_LOST = "workers_lost"
@@ -93,10 +95,9 @@ class PreemptionCause(Enum):
 class Preemption:
     victim: Request
     cause: Request
-    """The request that needed the blocks. Equals `victim` if the policy chose the request itself.
-    """
+    """The request that needed the blocks. May be the victim itself."""
     num_lost_tokens: int
-    """Number of tokens of the victim that must be computed again."""
+    """Number of the victim's computed tokens, whose blocks are freed."""
 
 
 @dataclass(slots=True)
@@ -107,15 +108,15 @@ class SchedulerOutput:
     requests: list[Request] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
     num_computed_tokens: list[int] = field(default_factory=list)
-    """Number of tokens of each request that are computed before the step, prefix hit included."""
+    """Number of each request's tokens that are computed before the step, prefix hit included."""
     block_tables: dict[Request, BlockTables] = field(default_factory=dict)
-    """Maps requests that are admitted in this step to their full block tables."""
+    """Maps requests that are admitted in this step to their complete block tables."""
     appended_blocks: dict[Request, BlockTables] = field(default_factory=dict)
     """Maps requests that were running before the step to their new blocks."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
-    """Maps a request to the draft tokens that the step verifies, its last scheduled tokens."""
+    """Maps requests to the draft tokens that the step verifies: their last tokens in the step."""
     prefill_chunks: frozenset[Request] = frozenset()
-    """Requests whose known tokens are not all computed after the step. None gets a token."""
+    """Requests with tokens left to compute after the step. The step samples no token for them."""
     new: list[Request] = field(default_factory=list)
     """Requests that are admitted for the first time."""
     resumed: list[Request] = field(default_factory=list)
@@ -123,39 +124,39 @@ class SchedulerOutput:
     preemptions: list[Preemption] = field(default_factory=list)
     """The preemptions of the step, in the order in which they happened."""
     wait_reason: WaitReason | None = None
-    """Why the first request that still waits and was not passed over was not admitted. If all
-    waiting requests were passed over, the reason of the first one. None if no request waits.
+    """Why the first request that still waits and was not skipped was not admitted. If all waiting
+    requests were skipped, the reason of the first request. None if no request waits.
     """
     retained: str = ""
-    """If the wait reason is RETAINED: which context is kept, and why, for people."""
+    """A text for people, if the wait reason is RETAINED: which context is kept, and why."""
     encoder_inputs: dict[Request, list[int]] = field(default_factory=dict)
-    """Maps a request to the indexes of its prompt items (such as images) to be encoded."""
+    """Maps a request to the indexes of the prompt items (such as images) that are encoded."""
     evicted_encoder_inputs: Sequence[str] = ()
-    """Identifiers of items whose embeddings the workers delete before the step."""
+    """Identifiers of prompt items whose embeddings the workers delete before the step."""
     passed_over: dict[Request, WaitReason] = field(default_factory=dict)
-    """Requests that were passed over in the step, each with its reason."""
+    """Waiting requests that the step skips, each with the reason."""
     removed_rows: Sequence[int] = ()
-    """Rows of the workers' batch that were freed since the last plan."""
+    """Rows of the workers' batch that were freed since the previous plan."""
     block_ids_to_zero: Sequence[BlockId] = ()
     """Blocks that the workers zero before the step."""
     copies: Sequence[BlockCopy] = ()
     """Blocks that the workers copy before the step, in order."""
     loads: Sequence[KVLoad] = ()
-    """Loads of the connector that begin with this step."""
+    """Loads of the KV connector that begin with this step."""
     kv_connector_metadata: KVConnectorMetadata | None = None
-    """The message of the connector's scheduler side to its worker side."""
+    """What the KV connector sends from its scheduler side to its worker side."""
     awaits_transfers: bool = False
-    """Whether a transfer is in progress whose end the step's output may report."""
+    """Whether KV transfers are in progress. The step's output may report their ends."""
     dropped: AbstractSet[Request] = frozenset()
-    """Requests whose output of this step is discarded."""
+    """Requests whose tokens of this step will be discarded."""
 
     num_tokens: int = 0
     """Number of tokens that the step computes for all requests."""
 
     @property
     def is_sent(self) -> bool:
-        """Whether workers get the step: it has tokens, freed rows, items to delete, a message or
-        transfers.
+        """Whether the step is sent to the workers, because it has tokens, freed rows, embeddings to
+        delete, connector metadata or transfers.
         """
         return bool(
             self.requests
@@ -167,7 +168,7 @@ class SchedulerOutput:
 
     @property
     def is_special(self) -> bool:
-        """Whether workers do more in the step than compute its tokens, or discard a token."""
+        """Whether the step does more than compute tokens, or discards tokens."""
         has_work = self.copies or self.block_ids_to_zero or self.loads or self.encoder_inputs
         return bool(has_work or self.draft_token_ids or self.dropped or self.preemptions)
 
@@ -188,31 +189,32 @@ class ModelRunnerOutput:
     num_draft_tokens: Sequence[int] = ()
     """Number of drafts of each request that the workers verified. Empty if there were none."""
     logprobs: Mapping[int, object] = field(default_factory=dict)
-    """Maps the index of a request to its log-probabilities. The scheduler does not read them."""
+    """Maps the index of a request to its log-probabilities, which the scheduler does not read."""
     nan_requests: frozenset[int] = frozenset()
     """Indexes of requests whose logits contain NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Maps the index of a request to the first token that the request's grammar refuses, as a
-    position among its sampled tokens. If the refused token is not in the output, the position is
-    the number of sampled tokens.
+    """Maps the index of a request to the position, in its sampled tokens, of the first token that
+    its grammar refuses. Equals the number of sampled tokens if the refused token is not in the
+    output.
     """
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
-    """Maps the index of a request with a refused token to the reason if its grammar failed."""
+    """Maps the index of a request in `refused_tokens` to an error, if its grammar failed."""
     pooled: Mapping[int, object] = field(default_factory=dict)
-    """Maps the index of a request to the vector of its prompt, which is not read here."""
+    """Maps the index of a request to the vector of its prompt, which the scheduler does not read.
+    """
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     slack_seconds: float | None = None
-    """Seconds from when the step was ready to run until the end of the previous step. Negative if
-    the step was ready only after that end. None if not measured.
+    """Seconds between two times: when the step was ready to run, and when the previous step ended.
+    Negative if the previous step ended first. None if not measured.
     """
     kv_transfers: KVTransferResults = NO_RESULTS
-    """Results of transfers, from the connector's worker side."""
+    """Transfer results from the worker side of the KV connector."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreOutput:
-    """New tokens of one request, or its end."""
+    """The new tokens of one request. May be empty if the request ended."""
 
     request: Request
     token_ids: Sequence[int]
@@ -227,18 +229,18 @@ class EngineCoreOutputs:
     """New tokens, parallel to the plan's requests. None for requests that had already ended."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
-    """Requests that ended with the step. At the end of the list are requests that need not be part
-    of the step, because their load failed or because they ended in the queue.
+    """Requests that ended with the step. The last ones may be requests that are not part of the
+    step: their load failed, or they ended while they waited.
     """
     num_tokens: int
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
-    """Maps sessions to the end of their turn, if the step ended it."""
+    """Maps the sessions whose turn ended with the step to the end of the turn."""
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)
-    """Maps the index of a request, even if it had ended, to the vector of its prompt."""
+    """Maps the index of a request to the vector of its prompt."""
     failed: Sequence[Request] = ()
-    """The requests in `ended` that ended because they can never run."""
+    """The requests in `ended` that can never run."""
     num_draft_tokens: Sequence[int] = ()
     """Number of verified drafts, parallel to the plan's requests. Empty if there were none."""
 

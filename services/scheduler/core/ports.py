@@ -1,5 +1,5 @@
-"""Ports of the engine. They are a pool of blocks, the workers, and consumers of a step's output.
-The operations of the pool are in `services/common/pool/operations.py`.
+"""The ports of the engine: the pool of KV blocks, the workers, and the consumers of a step's
+output. `services/common/pool/operations.py` defines the operations of the pool.
 """
 
 from asyncio import Future
@@ -24,7 +24,7 @@ class PoolLost(Unavailable):
     reason = "POOL_LOST"
 
     def __init__(self, message: str, *, suspects: Sequence[RequestKey] = ()) -> None:
-        """`suspects` are the requests in the transaction that was refused or answered wrongly."""
+        """`suspects` are the requests in the transaction that the pool refused or got wrong."""
         super().__init__(message)
         self.suspects = suspects
 
@@ -36,11 +36,11 @@ class WorkersLost(Unavailable):
 
 
 class KVPool(Protocol):
-    """The memory of one replica."""
+    """The pool of KV blocks of one replica."""
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
-        """Executes operations in order, exactly once, up to the first operation for which blocks
-        are missing. Raises PoolLost if the pool's generation has ended.
+        """Executes the operations in order, exactly once. Stops at the first operation for which
+        blocks are missing. Raises PoolLost if the pool's generation has ended.
         """
 
 
@@ -50,9 +50,9 @@ class Executor(Protocol):
     async def submit(
         self, plan: SchedulerOutput, traceparent: str = ""
     ) -> Future[ModelRunnerOutput]:
-        """Sends a step to every rank. Returns a future of the step's output, which the caller may
-        cancel. Steps run in the order of the calls. The call and the future raise WorkersLost if
-        the workers' generation has ended.
+        """Sends a step to every rank. Returns a future of the step's output. The caller may cancel
+        the future. Steps run in the order of the calls. The call and the future raise WorkersLost
+        if the workers' generation has ended.
         """
 
 
@@ -61,7 +61,7 @@ class PoolAndWorkers(Protocol):
 
     @property
     def workers_were_ended(self) -> bool:
-        """Whether a signal or the supervisor, and no step, ended a worker of the generation."""
+        """Whether a signal or the supervisor ended a worker of this generation, and not a step."""
 
     async def open(self) -> object:
         """Begins a generation with an empty pool and workers. Waits until both are reachable."""
@@ -71,14 +71,14 @@ class Readiness(Protocol):
     """Publishes whether steps can run. Never blocks."""
 
     def ready(self) -> None:
-        """Called when pool and workers are reachable."""
+        """Called when the pool and the workers are reachable."""
 
     def not_ready(self, reason: str) -> None:
-        """Called when pool or workers are not reachable. `reason` is a sentence that names them."""
+        """Called when the pool or the workers are not reachable. `reason` is a sentence."""
 
 
 class Delivery(Protocol):
-    """Sends tokens and ends back to the gateways."""
+    """Sends new tokens and the ends of requests to the gateways."""
 
     def deliver(self, update: EngineCoreOutputs) -> None:
         """Sends a step's new tokens and finished requests. Never blocks."""
@@ -88,13 +88,13 @@ class Delivery(Protocol):
 
 
 class StepObserver(Protocol):
-    """Observes the engine, for traces and metrics. Changes nothing, and never blocks."""
+    """Observes the engine, for traces and metrics. Must not change requests or plans, or block."""
 
     def arrived(self, requests: Sequence[Request]) -> None:
         """Called after requests were queued."""
 
     def begin(self) -> str:
-        """Called before a step is planned. Returns its trace context. Empty if it is not traced."""
+        """Called before a step is planned. Returns its trace context, empty if it is not traced."""
 
     def planned(self, plan: SchedulerOutput) -> None:
         """Called when a step is planned, before it is sent."""
@@ -103,7 +103,7 @@ class StepObserver(Protocol):
         """Called when a step's output was applied, before its tokens are delivered."""
 
     def ended(self, requests: Sequence[Request]) -> None:
-        """Called when requests ended between steps, before their ends are delivered."""
+        """Called when requests have ended between steps, before their ends are delivered."""
 
     def paused(self) -> None:
         """Called when the engine is paused. Repeated calls are allowed."""
@@ -112,13 +112,14 @@ class StepObserver(Protocol):
         """Called when steps are planned again. Repeated calls are allowed."""
 
     def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
-        """Called when running requests were returned to the queue between steps."""
+        """Called when running requests were preempted between steps."""
 
     def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
-        """Called when pool or workers are lost. The outputs of steps in flight are discarded."""
+        """Called when the pool or the workers are lost. Outputs of steps in flight are discarded.
+        """
 
     def recovered(self) -> None:
-        """Called when pool and workers are reachable again, and empty."""
+        """Called when an empty pool and empty workers are reachable after a loss."""
 
     def stopped(self) -> None:
         """Called when the engine stops. The outputs of steps in flight are discarded."""

@@ -1,32 +1,36 @@
-"""Turns and pauses of programs, for traces and views."""
+"""Turns and pauses of programs, for traces and views. A program is a series of requests, such as an
+agent's. In a pause between two requests (turns), the agent executes a tool.
+"""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class ProgramTurn:
-    """Set when a request is queued, by a policy that knows programs."""
+    """Which turn of which program a request is. Set when the request is queued, by a policy that
+    groups requests into programs.
+    """
 
     program: str
     """The client's id of the program, or a number with a # before it."""
     number: int
     """The number of the turn in its program, from 1."""
     num_before: int = 0
-    """Number of turns that its conversation had before. A program has several conversations if its
+    """Number of earlier turns of the same conversation. A program has several conversations if its
     turns overlap.
     """
     began: float = 0.0
-    """When the first turn of its conversation arrived."""
+    """The time at which the conversation's first turn arrived."""
     tool: str = ""
     """The tool that ran before the turn."""
     pause_seconds: float | None = None
-    """The time since the end of the turn before. None if no context of the program paused."""
+    """The time since the end of the previous turn. None if no paused context is continued."""
     num_context_tokens: int = 0
-    """Tokens of the context with which the turn begins."""
+    """Number of tokens of the paused context that the turn continues."""
     traceparent_before: str = ""
-    """The trace context of the turn before. Empty if it was not traced."""
+    """The trace context of the previous turn. Empty if that turn was not traced."""
     num_recomputed_tokens: int = 0
-    """Tokens in whole blocks of the context that were not cached any more. Set at the end."""
+    """Number of tokens in full blocks of the context that were not cached. Set at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +38,14 @@ class PausedProgram:
     """A program between two turns."""
 
     program: str
-    """As in ProgramTurn."""
+    """The client's id of the program, or a number with a # before it."""
     tenant: bytes
     tool: str
-    """The tool that runs. Empty if none is known."""
+    """The tool that runs during the pause. Empty if unknown."""
     seconds: float
     """The time since the end of the last turn."""
     num_turns: int
     num_tokens: int
-    """Tokens of its context."""
+    """Number of tokens of the program's context."""
     num_blocks: int
-    """Blocks of its context that the pool still has."""
+    """Number of blocks of the context that are still cached."""
