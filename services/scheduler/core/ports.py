@@ -115,8 +115,7 @@ class StepObserver(Protocol):
         """Called when running requests were preempted between steps."""
 
     def lost(self, preempted: Sequence[Request], lost: PoolLost | WorkersLost) -> None:
-        """Called when the pool or the workers are lost. Outputs of steps in flight are discarded.
-        """
+        """Called when the pool or the workers are lost. Outputs in flight are discarded."""
 
     def recovered(self) -> None:
         """Called when an empty pool and empty workers are reachable after a loss."""

@@ -27,14 +27,14 @@ class RequestStatus(enum.Enum):
     RUNNING = "running"
     PREEMPTED = "preempted"
     WAITING_FOR_CHUNK = "waiting_for_chunk"
-    """A session between two turns, which has no input for the next turn yet."""
+    """The request is a session between two turns, and the input of its next turn is missing."""
     WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"
     """Keys and values are being loaded into the request's blocks."""
     FINISHED = "finished"
 
     @property
     def is_blocked(self) -> bool:
-        """Whether a waiting request cannot be admitted until an event changes its status."""
+        """Whether a request with this status cannot be admitted until the status changes."""
         return self in _BLOCKED
 
 
@@ -49,12 +49,12 @@ class TurnEnd:
     stop_token_id: int | None
     """The stop token that ended the turn. None if it ended for another reason."""
     turn: "Request"
-    """A copy of the session at the end of the turn, for its last delta, metrics and traces."""
+    """A copy of the session at the end of the turn, for the turn's output, metrics and traces."""
 
 
 @dataclass(slots=True, eq=False)
 class Request(ComputedTokens):
-    """One sequence, which is a prompt and one answer to it. Requests are compared by identity."""
+    """One sequence: a prompt and one answer. Requests are compared by identity."""
 
     request_id: str
     """The id in logs, traces and aborts."""
@@ -67,9 +67,9 @@ class Request(ComputedTokens):
     priority: int = 0
     """Under the policy `priority`, requests with a smaller value run earlier. 0 under `fcfs`."""
     arrival_time: float = 0.0
-    """Time of arrival, in seconds of any clock that all requests of a replica share."""
+    """Time of arrival, in seconds. All requests of a replica use the same clock."""
     latest_start: float | None = None
-    """The latest time of the first admission, in seconds of the monotonic clock, or None."""
+    """The time, in monotonic seconds, at which the request ends if it was not admitted, or None."""
     cache_salt: str = ""
     """Requests can hit each other's cached prefixes only if their salts are equal."""
     adapter_digest: bytes = b""
@@ -77,68 +77,70 @@ class Request(ComputedTokens):
     adapter_name: str = ""
     """The name of the adapter in clients' requests."""
     awaits_adapter: bool = False
-    """Whether the workers still have to load the adapter. If so, `grammar` is COMPILING."""
+    """Whether the workers have not loaded the adapter yet. While True, `grammar` is COMPILING."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
-    """Items of the prompt, such as images, that an encoder computes, sorted by position."""
+    """Items of the prompt, such as images, that the encoder computes, sorted by position."""
     traceparent: str = ""
     tracestate: str = ""
     """The caller's trace context is `traceparent`, `tracestate` and `baggage`."""
     baggage: str = ""
     queued_unix_nanos: int = 0
-    """Time of arrival at this replica, in Unix nanoseconds. Used by telemetry only."""
+    """Time of arrival at this replica, in Unix nanoseconds. Only used by telemetry."""
     hashed_unix_nanos: int = 0
     """Time at which the prompt's block hashes were complete, in Unix nanoseconds. 0 if they were
-    not computed before the request was queued. Used by telemetry only.
+    not computed before the request was queued. Only used by telemetry.
     """
     times: RequestTimes | None = None
-    """The parts of the request's total time. Set by telemetry at the request's end."""
+    """The request's time, divided into parts. Set by telemetry when the request ends."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings that replace the prompt's tokens. Used by the workers only."""
+    """Embeddings that replace the prompt's tokens. Only used by the workers."""
     pooling: PoolingParams | None = None
     """How the workers compute one vector from the prompt. None for generative models."""
     num_choices: int = 0
-    """The client's `n` (answers per prompt) for a prompt's first sequence. For metrics."""
+    """The client's `n` (answers per prompt), for metrics. Only set for a prompt's first sequence.
+    """
     resumable: bool = False
-    """Whether the request is a session: it keeps its blocks, and waits for the next input."""
+    """Whether the request is a session, which keeps its blocks and waits after each turn."""
     turn_ended_unix_nanos: int = 0
-    """Time of the end of a session's previous turn, in Unix nanoseconds. Used by traces only."""
+    """Time of the end of a session's previous turn, in Unix nanoseconds. Only used by traces."""
     chunks: deque[InputChunk | None] = field(default_factory=deque)
-    """Input for a session's next turns that has arrived. An element None ends the session."""
+    """The inputs of a session's next turns that have arrived. None ends the session."""
     reads_prefix_cache: bool = True
     """False if every prompt position must be computed, as for prompt log-probabilities."""
 
     program: DeclaredProgram | None = None
-    """What the client says about the program that the request is a turn of."""
+    """The fields of the client's request that name the program of which the request is a turn."""
     program_turn: ProgramTurn | None = None
-    """Which turn of which program it is. None if the policy knows no programs."""
+    """The request's turn in its program. None if the policy does not group requests into programs.
+    """
     tenant: bytes = b""
     """Identifies the owner of the API key. Empty without keys."""
     tenant_weight: float = 1.0
-    """The owner's share of retained blocks, relative to the shares of other owners."""
+    """The owner's weight when retained blocks are divided among owners."""
     tenant_max_retained_share: float = 1.0
-    """Limit on the blocks of the owner's paused contexts, as a share of the pool."""
+    """Limit on the blocks of the owner's paused contexts, as a fraction of the pool."""
     context: ContextId | None = None
     """The paused context that the request's blocks became at its end."""
     grammar: GrammarStatus | None = None
-    """Whether grammar and adapter are prepared. None if the request has neither."""
+    """Whether the grammar and the adapter are prepared. None if the request has neither."""
     error: str = ""
-    """The error that ended the request, or will end it at its admission. Empty if there is none."""
+    """The error that ended the request, or will end it when it could be admitted, or empty."""
     error_reason: FinishReason = FinishReason.ERROR
-    """The finish reason of a request that ends at its admission because of `error`."""
+    """The finish reason of a request that ends with `error` instead of being admitted."""
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    """Why the request or its turn ended. None before that."""
+    """Why the request or its turn ended. None until it ends."""
     stop_token_id: int | None = None
     """The stop token that ended the request. None if it ended for another reason."""
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
-    """Tokens that end the request, which are the end-of-sequence tokens and stop tokens."""
+    """The end-of-sequence tokens and stop tokens that end the request."""
     fast_path_end: int = 0
-    """While the request is on the fast path, the number of the step before which it leaves it."""
+    """The number of the step before which the request leaves the fast path (if it is on it)."""
     admission_number: int = 0
     """Increases with each admission, and orders the running requests."""
     max_num_tokens: int = 0
-    """Number of tokens, prompt and output, at which the request ends. Set when it is queued."""
+    """Total number of tokens at which the request ends. Set when the request is queued."""
     is_prefill_chunk: bool = False
     """Whether known tokens remain to be computed after the last planned step."""
     draft_token_ids: list[int] = field(default_factory=list)
@@ -146,36 +148,36 @@ class Request(ComputedTokens):
     num_slots: int = 0
     """Number of slots in the block table. A slot is memory for one token."""
     num_tokens_left_behind: int = 0
-    """The largest number of stored tokens at which blocks outside sliding windows were freed. A
-    session may have fewer computed tokens than this after its last tokens were dropped.
+    """The largest number of stored tokens for which blocks before the sliding windows were freed.
+    May exceed a session's number of computed tokens, because its last tokens may be dropped.
     """
     row: int | None = None
     """The request's row in the workers' batch. None while it does not run."""
     awaited_step: int | None = None
-    """Number of the last step in flight with tokens of the request at its last preemption, or None.
-    The output of that step must arrive before the request is admitted again.
+    """Number of the step whose output must arrive before the preempted request is admitted again.
+    This is the last step with its tokens that was in flight at the preemption. None if there was
+    none.
     """
     num_cached_tokens: int | None = None
-    """Number of cached tokens at the first admission, also of a session's turn, or None."""
+    """Number of cached tokens at the first admission of the request or its turn, or None."""
     num_external_tokens: int = 0
-    """Number of tokens whose keys and values the last load through the connector supplied."""
+    """Number of tokens that the last load through the KV connector loaded."""
     num_preemptions: int = 0
     num_discarded_tokens: int = 0
-    """Number of tokens that were computed before the last preemption. 0 after the next admission.
-    """
+    """Number of computed tokens that the last preemption discarded. 0 after the next admission."""
     num_recomputed_tokens: int = 0
-    """Number of these tokens, over all preemptions, that the next admission did not find cached."""
+    """Number of discarded tokens, over all preemptions, that later admissions had not cached."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the first full blocks. Hashes of later full blocks are not computed yet."""
     known_to_pool: bool = False
-    """Whether the pool stores hashes or blocks of the request, which a Release must free."""
+    """Whether the pool stores hashes or blocks of the request, which a Release operation frees."""
     num_hashes_sent: int = 0
-    """How many of `block_hashes` were sent to the pool."""
+    """Number of leading `block_hashes` that were sent to the pool."""
     num_committed_blocks: int = 0
     """Number of leading `block_hashes` whose blocks are published."""
     shared_prefix_boundary: int = 0
-    """Length, in tokens, of a prefix that another request has computed but that is no hit, because
-    some groups have not cached it. 0 if the last lookup found no such prefix.
+    """Length, in tokens, of a prefix that another request has computed, but that not all KV-cache
+    groups have cached, so that it is no hit. 0 if the last lookup found no such prefix.
     """
 
     def __post_init__(self) -> None:
@@ -183,7 +185,7 @@ class Request(ComputedTokens):
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """The fields of log lines: the request id, and the trace id if the request is traced."""
+        """Fields for log records: the request id, and the trace id if the request is traced."""
         fields = {"request_id": self.request_id}
         if self.traceparent:
             fields["trace_id"] = self.traceparent.split("-")[1]
@@ -208,7 +210,7 @@ class Request(ComputedTokens):
 
     @property
     def max_hit_tokens(self) -> int:
-        """The longest prefix hit, in tokens. At least one token must be computed."""
+        """Limit on the prefix hit, in tokens. At least one token must be computed."""
         return len(self.token_ids) - 1 if self.reads_prefix_cache else 0
 
     @property
@@ -217,12 +219,12 @@ class Request(ComputedTokens):
 
     @property
     def num_encoded_tokens(self) -> int:
-        """The position after the last item of the prompt. 0 if there are no items."""
+        """The position after the last of `encoder_inputs`. 0 if there are none."""
         return self.encoder_inputs[-1].end if self.encoder_inputs else 0
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the request cannot be admitted until an event changes its status or grammar."""
+        """Whether the request cannot be admitted until its status or its grammar changes."""
         return self.status.is_blocked or self.grammar is GrammarStatus.COMPILING
 
     @property
@@ -236,8 +238,8 @@ class Request(ComputedTokens):
             self.max_num_tokens = min(longest, max_model_len)
 
     def finish_turn(self, block_size: int) -> TurnEnd:
-        """Ends the turn of a session, which then waits for input. The last output token is removed,
-        because it was not computed. All other output becomes part of the prompt.
+        """Ends the turn of a session. The session then waits for input. The last output token is
+        removed, because it was not computed. The other output tokens become part of the prompt.
         """
         if self.finish_reason is None:
             raise AssertionError(f"the turn of {self.request_id} has not ended")
@@ -253,11 +255,11 @@ class Request(ComputedTokens):
         return end
 
     def forget_ahead(self) -> None:
-        """Removes the tokens after the end of a turn from the number of computed tokens."""
+        """Limits the number of computed tokens, because tokens after a turn's end are dropped."""
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def begin_turn(self, chunk: InputChunk, max_model_len: int) -> None:
-        """Begins the next turn of a session with further prompt tokens."""
+        """Begins the next turn of a session with the prompt tokens of `chunk`."""
         self.token_ids += chunk.token_ids
         self.block_hashes += chunk.block_hashes
         self.num_prompt_tokens = len(self.token_ids)
@@ -273,7 +275,7 @@ class Request(ComputedTokens):
         self.status = RequestStatus.WAITING
 
     def stop_loading(self) -> None:
-        """Makes a request wait for admission, because its load has ended."""
+        """Makes a request wait for admission after its load has ended."""
         preempted, waiting = RequestStatus.PREEMPTED, RequestStatus.WAITING
         self.status = preempted if self.num_preemptions else waiting
 
@@ -284,7 +286,7 @@ class Request(ComputedTokens):
     def hashes_with(
         self, root: bytes, block_size: int, token_ids: Sequence[int]
     ) -> list[BlockHash]:
-        """The additional block hashes that the request would have if these tokens were appended."""
+        """The block hashes that the request would have in addition if `token_ids` were appended."""
         return hash_full_blocks(
             root,
             [*self.token_ids, *token_ids] if token_ids else self.token_ids,
@@ -298,13 +300,13 @@ class Request(ComputedTokens):
     def take_blocks(
         self, terms: Admission, blocks: BlockTables, block_size: int, hash_block_size: int
     ) -> None:
-        """Records the blocks and hashes that the request has in the pool after its admission."""
+        """Records the blocks and hashes that the request has in the pool after an admission."""
         self.num_computed_tokens = terms.num_computed_tokens
         if self.num_discarded_tokens:
             num_again = self.num_discarded_tokens - terms.num_computed_tokens
             self.num_recomputed_tokens += max(0, num_again)
             self.num_discarded_tokens = 0
-        # A group with states has no block for the load of a prompt of one token.
+        # A group with states allocates no block for the load of a prompt of one token.
         self.num_slots = len(blocks[0]) * block_size or terms.num_slots
         self.num_committed_blocks = terms.num_commit_tokens // hash_block_size
         self.num_hashes_sent = len(self.block_hashes)

@@ -1,4 +1,6 @@
-"""The scheduler's view of the pool. Every method makes at most one transaction."""
+"""The scheduler's view of the pool of KV blocks. Every method makes at most one transaction with
+the pool. To publish a block means to cache it under its hash, so that later requests can hit it.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
     from services.scheduler.core.policies.retention import Retention
 
 _Filling = tuple[int, int, Request]
-"""Admission number of a request, its number of known computed tokens after a step, and itself."""
+"""The request's admission number, its number of known computed tokens after the step, and itself.
+"""
 
 
 class KVCacheManager:
     """Allocates blocks for requests, publishes full blocks, and looks up cached prefixes. Tracks
-    the length of each block table, and how much of the table is published.
+    the length of each request's block table, and how many of its blocks are published.
     """
 
     def __init__(
@@ -34,16 +37,16 @@ class KVCacheManager:
         self._config = config
         self._pool = pool
         self.pending = PendingOperations()
-        """Operations that the next transaction executes before all others."""
+        """Operations that the next transaction executes first."""
         self.block_ids_to_zero: list[BlockId] = []
         """Blocks that were allocated since the last step and must be zeroed before use."""
         self.copies: list[BlockCopy] = []
-        """Block copies that transactions of this step requested. Their blocks are not free yet."""
+        """Block copies that the pool requested for this step. Their blocks are not free yet."""
         self._hash_block_size = config.hash_block_size
         self.needs_steps = config.aligns_states and config.enable_prefix_caching
-        """Whether the first operation of each step must be BeginStep."""
+        """Whether each step must begin with the operation BeginStep."""
         self.step_begins = False
-        """Whether the BeginStep of the step that is planned has not been sent yet."""
+        """Whether BeginStep has not been sent yet for the step that is planned now."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
 
     def num_slots(self, num_tokens: int) -> int:
@@ -51,7 +54,7 @@ class KVCacheManager:
         return min(num_tokens + self._num_lookahead_tokens, self._config.max_model_len)
 
     def needs_slots(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request may lack slots for its first `num_tokens` tokens."""
+        """Whether a running request may need more slots for its first `num_tokens` tokens."""
         config, num_slots = self._config, request.num_slots
         if not config.only_grows:
             return True
@@ -69,15 +72,15 @@ class KVCacheManager:
         traceparent: str,
     ) -> ops.Stop | None:
         """Allocates blocks for the scheduled tokens of `growing`, publishes the blocks that the
-        step fills, and looks up cached prefixes of waiting requests.
+        step fills, and looks up the cached prefixes of `looked_up`, which wait.
 
-        `leaving` are the requests for which this step is the last on the fast path. Other requests
-        on the fast path fill no block in this step. Blocks are published after all blocks are
-        allocated, so that no block of a preempted request is published. `steps` are the earlier
-        steps.
+        `leaving` are the requests that leave the fast path after this step. Other requests on the
+        fast path fill no block in this step. Blocks are published after all blocks are allocated,
+        so that no block of a preempted request is published. `steps` are the earlier steps.
 
-        Returns None if all blocks were allocated, otherwise the stop at the request that lacks
-        blocks. Requests before it then have their blocks, and nothing was published or looked up.
+        Returns None if all blocks were allocated. Otherwise returns the stop at the request that
+        lacks blocks. The requests before it then have their blocks, and nothing was published or
+        looked up.
         """
         operations: list[Operation] = []
         growth = self._grow(builder, growing, steps) if growing else None
@@ -105,8 +108,8 @@ class KVCacheManager:
         return outcome.stop
 
     async def catch_up(self, requests: Sequence[Request]) -> None:
-        """Allocates and publishes the blocks of steps that were not planned. Enough blocks must be
-        free. Each request decodes, and block tables only grow.
+        """Allocates and publishes the blocks of steps that were skipped without planning. Enough
+        blocks must be free, all requests must decode, and block tables must never shrink.
         """
         operations: list[Operation] = []
         growing = [one for one in requests if self.needs_slots(one, one.num_computed_tokens)]
@@ -131,10 +134,10 @@ class KVCacheManager:
         self._note_hits(builder, looked_up, outcome)
 
     def resume_prefix(self, builder: StepBuilder, request: Request, steps: PlannedSteps) -> None:
-        """Prepares the admission of a request that holds blocks. Its computed tokens are its hit.
-        Steps of a session's last turn may still be in flight. Their tokens are dropped, but these
-        steps still read blocks in earlier sliding windows. To keep these blocks, `num_stored`
-        excludes the tokens in flight.
+        """Prepares the admission of a request that holds blocks. Its computed tokens become its
+        prefix hit. Steps of a session's last turn may still be in flight. The tokens of these steps
+        are dropped, but the steps still read blocks of earlier sliding windows. To keep these
+        blocks, `num_stored` does not count the tokens in flight.
         """
         prefixes, num_tokens = builder.prefixes, request.num_computed_tokens
         prefixes.hits[request] = num_tokens
@@ -152,7 +155,7 @@ class KVCacheManager:
         return await self._transact(operations, traceparent)
 
     async def release_copies(self, num_copies: int, traceparent: str) -> None:
-        """Drops the references to the blocks of the oldest `num_copies` copies."""
+        """Frees the blocks that the pool reserved for the oldest `num_copies` copies."""
         await self._transact([ops.ReleaseCopies(num_copies)], traceparent)
 
     async def flush(self) -> None:
@@ -163,7 +166,7 @@ class KVCacheManager:
         return outcome.reset_done
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Publishes, with the next transaction, the full blocks of `num_tokens` known tokens."""
+        """Makes the next transaction publish the full blocks of a request's first tokens."""
         num_full = num_tokens // self._hash_block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             hashes = self._unsent_hashes(request, num_full)
@@ -176,45 +179,45 @@ class KVCacheManager:
         request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request, context: ContextId | None = None) -> None:
-        """Makes the next transaction free the blocks of a request, if it has any. With `context`,
-        they become this context.
+        """Makes the next transaction free the blocks of a request, if it has any. If `context` is
+        set, the blocks become this context.
         """
         if request.known_to_pool:
             self.pending.release(request.key, context)
 
     def check_all_free(self) -> None:
-        """Raises PoolLost if blocks are in use. No request may have blocks, and no operation may be
-        pending. A lost or changed release would reduce the pool's capacity for ever.
+        """Raises PoolLost if blocks are in use, because a lost release would reduce the pool's
+        capacity for ever. Must be called only if no request has blocks and no operation is pending.
         """
         if num_used := self._config.num_blocks - 1 - self.num_free_blocks:
             error = f"the kvpool was lost: {num_used} blocks are in use without a request"
             raise PoolLost(error, suspects=[])
 
     def forget(self) -> None:
-        """Resets the state for an empty pool. No operation is pending then."""
+        """Resets the state for an empty pool. Drops the pending operations."""
         self.pending.clear()
         self.block_ids_to_zero.clear()
         self.copies.clear()
         self.num_free_blocks = self._config.num_blocks - 1
 
     def _take_pending(self) -> list[Operation]:
-        """Takes the operations that precede all others of a transaction."""
+        """Removes and returns the operations with which the next transaction must begin."""
         operations = self.pending.take() if self.pending else []
         if self._retention is not None:
             operations += self._retention.operations()
         return operations
 
     def _in_step(self, operations: list[Operation]) -> list[Operation]:
-        """Puts BeginStep before the first operations of a step."""
+        """Inserts BeginStep before the first operations of a step."""
         if operations and self.step_begins:
             self.step_begins = False
             return [ops.BeginStep(), *operations]
         return operations
 
     def _grow(self, builder: StepBuilder, growing: Sequence[Request], steps: PlannedSteps) -> Grow:
-        """Builds the Grow operation of the step. Sliding windows advance only past tokens that no
-        step in flight computes. Steps in flight may still read earlier blocks, and their drafts may
-        be rejected.
+        """Builds the operation that allocates blocks for `growing`. Sliding windows do not advance
+        past tokens that steps in flight compute, because these steps may still read earlier blocks,
+        and their drafts may be rejected.
         """
         starts = running_requests.num_computed_tokens_of(growing)
         keys = [request.key for request in growing]
@@ -266,9 +269,9 @@ class KVCacheManager:
         return filling
 
     def _filled(self, requests: Sequence[Request]) -> list[_Filling]:
-        """The decoding requests whose last planned step, or a step before it, filled blocks that
-        are not published. With asynchronous scheduling, a step is planned before the token is known
-        that the step before it samples.
+        """The decoding requests with full blocks that are not published yet. With asynchronous
+        scheduling, the last computed token does not count, because a step is planned before the
+        previous step has sampled its token.
         """
         size, num_unknown = self._hash_block_size, int(self._config.async_scheduling)
         return [
@@ -308,21 +311,21 @@ class KVCacheManager:
         builder.prefixes.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
 
     def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
-        """The hashes that were not sent to the pool, of all full blocks or of the first
-        `num_blocks` blocks. A Commit must not contain hashes that it does not publish, because the
-        last token of a session may still be removed.
+        """The hashes of the first `num_blocks` blocks, or of all full blocks, that were not sent to
+        the pool yet. A Commit must not contain hashes of blocks that it does not publish, because
+        the last token of a session may still be removed.
         """
         request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
         return request.block_hashes[request.num_hashes_sent : num_blocks]
 
     async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
-        """Makes one transaction, if there are operations."""
+        """Makes one transaction. Without operations, only returns the number of free blocks."""
         if not operations:
             return Outcome(self.num_free_blocks)
         return self._keep(await self._pool.transact(operations, traceparent))
 
     def _keep(self, outcome: Outcome) -> Outcome:
-        """Stores the parts of an outcome that concern all operations."""
+        """Stores the parts of an outcome that do not belong to a single operation."""
         self.num_free_blocks = outcome.num_free_blocks
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies

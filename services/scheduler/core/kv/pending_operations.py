@@ -1,4 +1,4 @@
-"""Pool operations that wait for the next transaction. None needs free blocks, so none can fail."""
+"""Pool operations that wait for the next transaction. They cannot fail: none needs free blocks."""
 
 from collections.abc import Sequence
 
@@ -8,25 +8,25 @@ from services.common.pool.ids import BlockId, ContextId, RequestKey
 
 
 class PendingOperations:
-    """Collects pool operations. Merges operations of the same kind. Blocks are published before
-    blocks are freed, so that the last full block of an ended request can still be hit.
+    """Collects pool operations, and merges operations of the same kind. Blocks are published before
+    blocks are freed, so that later requests can hit the last full block of an ended request.
     """
 
     def __init__(self) -> None:
         self.commits: dict[RequestKey, tuple[int, list[BlockHash]]] = {}
-        """Maps a request to its number of stored tokens and its new hashes."""
+        """Maps a request to its number of stored tokens and its new block hashes."""
         self.evictions: list[BlockId] = []
-        """Blocks whose hash is to be removed."""
+        """Blocks whose hashes the pool must remove."""
         self._releases: dict[RequestKey, ContextId | None] = {}
-        """Requests whose blocks are to be freed, and the contexts that these blocks become."""
+        """Maps requests whose blocks are freed to the contexts that these blocks become."""
         self._early_releases: list[ops.Operation] = []
-        """Operations that free blocks and precede `_releases`."""
+        """Operations that free blocks before `_releases` do."""
 
     def __bool__(self) -> bool:
         return bool(self.commits or self._releases or self.evictions or self._early_releases)
 
     def commit(self, key: RequestKey, num_tokens: int, new_hashes: list[BlockHash]) -> None:
-        """Publishes a request's full blocks. `new_hashes` follow those of earlier commits."""
+        """Publishes a request's full blocks. `new_hashes` follow the hashes of earlier commits."""
         _, earlier = self.commits.get(key, (0, []))
         self.commits[key] = num_tokens, earlier + new_hashes
 
@@ -34,22 +34,22 @@ class PendingOperations:
         self._releases[key] = context
 
     def remove_skipped_blocks(self, key: RequestKey, num_computed_tokens: int) -> None:
-        """Frees the blocks that no query from position `num_computed_tokens` on attends to."""
+        """Frees the blocks that no token from position `num_computed_tokens` on attends to."""
         self.give_back_in_order(ops.RemoveSkippedBlocks([key], [num_computed_tokens]))
 
     def give_back_in_order(self, operation: ops.Operation) -> None:
-        """Adds an operation that frees blocks, between earlier and later releases."""
+        """Adds an operation that frees blocks. It runs after earlier and before later releases."""
         if self._releases:
             self._early_releases.append(self._release())
             self._releases = {}
         self._early_releases.append(operation)
 
     def evict(self, blocks: Sequence[BlockId]) -> None:
-        """Removes the hashes of these blocks."""
+        """Removes the hashes of these blocks, so that they cannot be hit."""
         self.evictions += blocks
 
     def take(self) -> list[ops.Operation]:
-        """Removes and returns the operations, in the order in which the pool applies them."""
+        """Removes and returns all operations, in the order in which the pool must execute them."""
         operations: list[ops.Operation] = []
         if self.commits:
             num_tokens, new_hashes = zip(*self.commits.values(), strict=True)

@@ -1,4 +1,4 @@
-"""Computes when a decoding request's block tables change, if groups free blocks while it runs."""
+"""Computes when a decoding request's block tables change, if KV-cache groups free its blocks."""
 
 from collections.abc import Iterable
 
@@ -8,12 +8,12 @@ from services.scheduler.core.config import SchedulerConfig
 
 class WindowClock:
     """Computes the token counts at which a KV-cache group allocates or frees a block. A token count
-    is the number of computed tokens before a step.
+    is a request's number of computed tokens before a step.
 
-    A group allocates a block when the tokens, lookahead tokens included, fill the present blocks. A
+    A group allocates a block when the tokens, lookahead tokens included, fill its present blocks. A
     group frees a block when its window or state has advanced by one block of stored tokens. Tokens
-    of steps in flight count as computed but are not stored yet, and the number of these steps
-    varies. The counts for every possible number are included, so that no change is missed.
+    of steps in flight count as computed, but are not stored yet. Because the number of steps in
+    flight varies, the token counts for every possible number of steps are included.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -27,7 +27,7 @@ class WindowClock:
         )
 
     def next_change(self, num_computed_tokens: int) -> int:
-        """The next token count, from `num_computed_tokens` on, at which a block table changes."""
+        """The smallest token count from `num_computed_tokens` on at which a block table changes."""
         return min(
             num_computed_tokens + (phase - num_computed_tokens) % size
             for size, phase in self._phases
