@@ -11,17 +11,17 @@ from services.simulation.laboratory.programs import Program
 
 
 class Accounts:
-    """Collects what happened to turns and programs.
+    """Collects the measures of programs and their turns.
 
-    A token is *wasted* if it is computed although it was computed before for the same program, or
-    for its application's shared prefix. It was *preempted* if the request lost it, *evicted* if the
-    replica had computed it for an earlier turn, and *cold* if only other replicas had.
+    A token is *wasted* if it is computed again for the same program or the same application's
+    prefix. It is *preempted* if a preemption lost it, *evicted* if the replica had computed it for
+    an earlier turn, and *cold* if only other replicas had computed it.
     """
 
     def __init__(self, device: Device, budget: int, block_size: int) -> None:
         self.job_seconds = array("d")
         self.alone_seconds = array("d")
-        """For each job, its time on an idle replica with unlimited memory."""
+        """For each ended program (job), its time on an idle replica with unlimited memory."""
         self.first_turn_seconds = array("d")
         self.later_turn_seconds = array("d")
         self.wait_seconds = array("d")
@@ -30,14 +30,14 @@ class Accounts:
         self.num_reusable_tokens = 0
         """Number of prompt tokens that an unlimited cache, shared by all replicas, would hit."""
         self.context_seconds = 0.0
-        """The sum of contexts of live programs, in tokens, times the seconds for which they last.
-        Contexts of running requests count without their answers.
+        """The sum of the contexts of live programs, in tokens, integrated over time in seconds. The
+        answer of a running request is not counted.
         """
         self.mean_context_tokens = 0.0
-        """The mean sum of contexts of live programs while programs arrived."""
+        """The mean sum of live programs' contexts until the last program has arrived."""
         self.last_end = 0.0
         self._speeds: defaultdict[str, list[float]] = defaultdict(list)
-        """For each tenant and job, the time alone divided by the time taken."""
+        """For each tenant, the time alone divided by the time taken, of each job."""
         self._device = device
         self._budget = budget
         self._block_size = block_size
@@ -61,7 +61,9 @@ class Accounts:
         self.last_end = now
 
     def _known(self, sent: SentTurn, address: str) -> tuple[int, int]:
-        """How many of the prompt's tokens this replica, and any replica, has computed before."""
+        """How many of the prompt's tokens were computed before: by this replica, and by any
+        replica.
+        """
         live = sent.live
         program = live.program
         holders = self._shared_known[program.application, program.num_shared_tokens]
@@ -101,8 +103,8 @@ class Accounts:
 
     @property
     def fairness(self) -> float:
-        """Jain's index of the tenants' mean speeds, where a job's speed is its time alone divided
-        by its time. 1 if all tenants are slowed down alike.
+        """Jain's index of the tenants' mean speeds. A job's speed is its time alone divided by the
+        time taken. The index is 1 if all tenants are slowed down equally.
         """
         speeds = [sum(values) / len(values) for values in self._speeds.values()]
         return jain(speeds)
@@ -114,13 +116,13 @@ class Accounts:
 
 
 def jain(values: Sequence[float]) -> float:
-    """(sum x)^2 / (n sum x^2), which is 1 if all values are equal, and 1/n if all but one are 0."""
+    """Jain's index (sum x)^2 / (n sum x^2): 1 if all values are equal, 1/n if all but one are 0."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that reaches the fraction `share` of the values. 0 if there are none."""
+    """The smallest value that at least the fraction `share` of the values do not exceed, or 0."""
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -1,9 +1,9 @@
-"""Loads of agents by their published statistics: turns, prompts, answers and tools.
+"""Workloads of agents, drawn from published statistics of turns, prompts, answers and tools.
 
-`swe` and `web` follow the paper on Continuum (2025): SWE-bench with 10.9 turns and tools of 0.9 s,
-and searches of the web with 6.3 turns and tools of 1.9 s. `swe-50` has the tokens of `swe` in 50
-turns. `smith` follows a replay of SWE-smith. `chat` is conversations of people. `mixed` is 45 % of
-`swe`, 45 % of `chat`, and 10 % of `swe` with four times the turns.
+`swe` and `web` follow the Continuum paper (2025): SWE-bench with 10.9 turns and tools of 0.9 s, and
+web searches with 6.3 turns and tools of 1.9 s. `swe-50` spreads the tokens of `swe` over 50 turns.
+`smith` follows a replay of SWE-smith. `chat` has conversations of people. `mixed` consists of 45 %
+`swe`, 45 % `chat`, and 10 % `swe` with four times as many turns.
 """
 
 import math
@@ -16,7 +16,7 @@ from services.simulation.laboratory.programs import Turn
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool and the time that it takes: lognormal, with a median in seconds."""
+    """A tool. The time that it takes is lognormal, with a median in seconds."""
 
     name: str
     share: float
@@ -29,20 +29,20 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class AgentLoad:
-    """The statistics of a load. Numbers of tokens are lognormal, given by median and sigma."""
+    """The statistics of a workload. Numbers of tokens are lognormal, given by median and sigma."""
 
     mean_turns: float
     deviation: float
     num_shared_tokens: int
     first_tokens: tuple[float, float]
-    """Of the first prompt, after the shared ones."""
+    """The tokens of the first prompt after the application's shared tokens."""
     later_tokens: tuple[float, float]
-    """What a tool adds."""
+    """The tokens that a tool adds to each later prompt."""
     output_tokens: tuple[float, float]
     tools: tuple[Tool, ...]
 
     def turns(self, rng: random.Random, scale: float, longer: float = 1.0) -> tuple[Turn, ...]:
-        """The turns of a program, `longer` times as many as usual."""
+        """Draws the turns of a program, `longer` times as many as usual."""
         number = max(1, round(longer * rng.gauss(self.mean_turns, self.deviation)))
         turns = []
         for place in range(number):
@@ -88,7 +88,7 @@ SWE_50 = replace(
 )
 
 Load = Callable[[random.Random, float], tuple[tuple[Turn, ...], int]]
-"""Draws the turns of a program, and says how many tokens the application shares."""
+"""Draws a program. Returns its turns and the number of tokens that the application shares."""
 
 
 def _of(load: AgentLoad, longer: float = 1.0) -> Load:
@@ -99,7 +99,7 @@ def _of(load: AgentLoad, longer: float = 1.0) -> Load:
 
 
 def _chat(rng: random.Random, scale: float) -> tuple[tuple[Turn, ...], int]:
-    """A person reads an answer before the next turn."""
+    """Draws a conversation. Before each turn, a person reads the previous answer."""
     number = 1 if rng.random() < 0.5 else rng.randint(2, 4)
     turns = [
         Turn(

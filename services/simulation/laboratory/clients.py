@@ -1,4 +1,4 @@
-"""The clients: each sends the turns of its program, one after the other."""
+"""Simulated clients. Each one sends the turns of its program, one after the other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,13 +22,13 @@ _MAX_PROGRAMS = 1 << 28
 
 
 class Applications:
-    """The owner of the shared prefixes, which are evicted last."""
+    """The owner of the blocks of all shared prefixes, which KnownFuturePool evicts last."""
 
     next_use = -1.0
 
 
 class Clients:
-    """Starts programs at their times, and sends their turns to the fleet. Observes the replicas."""
+    """Starts programs on time, sends their turns to the fleet, and observes the replicas."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Clients:
         *,
         tells_work: bool = False,
     ) -> None:
-        """If `tells_work`, the priority of a request is the work that its program has left."""
+        """If `tells_work`, a request's priority is the work that its program has left."""
         self.fleet: SimulatedFleet
         self.live: dict[int, LiveProgram] = {}
         self.sent: dict[str, SentTurn] = {}
@@ -54,7 +54,7 @@ class Clients:
         self._applications = Applications()
 
     def begin(self) -> None:
-        """Plans the arrival of the next program. Each arrival plans the next one."""
+        """Schedules the arrival of the next program. Each arrival schedules the next one."""
         program = next(self._programs, None)
         if program is not None:
             self._clock.call_at(program.arrival_seconds, partial(self._arrive, program))
@@ -70,11 +70,11 @@ class Clients:
         return sent
 
     def of_sequence(self, inflight: Inflight, _served: ReplicaDescription) -> Sequence[int]:
-        """The keys of a prompt's blocks. Implements the gateway's SequenceKeys."""
+        """Returns the keys of a prompt's blocks. Implements the gateway's SequenceKeys."""
         return block_keys(self.sent[inflight.request.request_id].live.context.hashes)
 
     def note_owners(self, pool: KnownFuturePool, request: Request, sent: SentTurn) -> None:
-        """Tells a pool who will use the blocks of a request again."""
+        """Informs a pool which program will use the blocks of a request again."""
         program = sent.live.program
         num_shared_blocks = program.num_shared_tokens // self._config.block_size
         pool.add(request.key, self._applications, sent.live, num_shared_blocks)
@@ -129,13 +129,13 @@ class Clients:
         self.fleet.fleet.start([request])
 
     def _note_context(self, live: LiveProgram) -> None:
-        """Adds the time for which a program has had its present context."""
+        """Adds the program's context to the accounts, for the time since it last changed."""
         now = self._clock.now
         self._accounts.context_seconds += live.context.num_tokens * (now - live.noted_at)
         live.noted_at = now
 
     def _extend(self, live: LiveProgram, turn: Turn) -> None:
-        """Adds the turn's prompt to the context."""
+        """Adds the turn's prompt to the program's context."""
         program, context = live.program, live.context
         if turn.runs is not None:
             context.num_tokens = sum(length for _, length in turn.runs)
@@ -193,7 +193,7 @@ class Clients:
         live.next_use = now + pause + max(map(self._accounts.seconds_alone, sent.turn.subagents))
 
     def _continue(self, live: LiveProgram) -> None:
-        """Plans the next turn after the pause, or ends the program."""
+        """Schedules the program's next turn after the turn's pause, or ends the program."""
         turns, now = live.program.turns, self._clock.now
         if live.num_turns < len(turns):
             live.next_use = now + turns[live.num_turns].pause_seconds
@@ -212,5 +212,5 @@ class Clients:
 
 
 def work(turns: Sequence[Turn]) -> int:
-    """The tokens that turns compute if their contexts are cached."""
+    """The number of tokens that the turns compute if their contexts are cached."""
     return sum(turn.num_new_tokens + turn.num_output_tokens for turn in turns)

@@ -4,7 +4,7 @@ from itertools import count
 
 
 class Event:
-    """A planned call. Implements the gateway's Timer."""
+    """A scheduled call. Implements the gateway's Timer."""
 
     __slots__ = ("callback",)
 
@@ -16,8 +16,8 @@ class Event:
 
 
 class EventClock:
-    """Simulated time in seconds, and the calls that will be made. Implements the gateway's Clock.
-    Calls at the same time are made in the order in which they were planned.
+    """Simulated time in seconds, and the scheduled calls. Implements the gateway's Clock. Calls at
+    the same time run in the order in which they were scheduled.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class EventClock:
         return event
 
     def run(self) -> None:
-        """Makes all calls, in order of time."""
+        """Runs all calls in order of time."""
         events = self._events
         while events:
             when, _, event = heappop(events)

@@ -1,4 +1,4 @@
-"""The step times of a simulated device, in plain Python and for whole runs of steps."""
+"""The step times of a simulated device, computed for single steps and for runs of equal steps."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from services.worker.core.step_times import ServingCosts, StepTimes
 
 
 class Device:
-    """Computes the function that `services/worker/core/step_times.py` defines, and adds the costs
+    """Computes step times as `services/worker/core/step_times.py` defines them, and adds the costs
     of serving.
     """
 
@@ -18,7 +18,7 @@ class Device:
         self._per_new_request = serving.seconds_per_new_request
 
     def seconds(self, plan: SchedulerOutput) -> float:
-        """The time of a step. 0 for a step without requests."""
+        """The time of a step in seconds. 0 for a step without requests."""
         num_requests, starts = len(plan.requests), plan.num_computed_tokens
         new_requests = self._per_new_request * len(plan.new)
         if plan.num_tokens == num_requests:
@@ -26,8 +26,8 @@ class Device:
         return new_requests + self._mixed_seconds(plan.num_scheduled_tokens, starts)
 
     def decode_seconds(self, num_requests: int, context: int) -> float:
-        """The time of a step of single tokens. `context` is the sum of their contexts, each of
-        which includes the token itself.
+        """The time of a step that computes one token per request. `context` is the sum of the
+        requests' context lengths, including these tokens.
         """
         if not num_requests:
             return 0.0
@@ -37,8 +37,8 @@ class Device:
     def decode_ends(
         self, now: float, num_requests: int, context: int, num_steps: int
     ) -> list[float]:
-        """The ends of `num_steps` steps of single tokens of the same requests, the first of which
-        begins at `now`.
+        """Returns the end times of `num_steps` steps, each of which computes one token for each of
+        the same requests. The first step begins at `now`.
         """
         fixed, per_context = self._decode_costs(num_requests)
         contexts = range(context, context + num_steps * num_requests, num_requests)
@@ -48,8 +48,8 @@ class Device:
     def alone_seconds(
         self, num_cached: int, num_prompt: int, num_output: int, budget: int
     ) -> float:
-        """The time of a request that has the device to itself, with the first `num_cached` tokens
-        of its prompt cached.
+        """The time of a request that is alone on the device. The first `num_cached` tokens of its
+        prompt are cached.
         """
         seconds, start = self._per_new_request, min(num_cached, num_prompt - 1)
         while start < num_prompt:
@@ -66,16 +66,16 @@ class Device:
         return seconds + steps * mean
 
     def seconds_per_prompt_token(self, budget: int) -> float:
-        """The time that a token of a prompt adds to a step, on average up to a full budget."""
+        """The time that a prompt token adds to a step, on average over `budget` tokens."""
         more = partial(self.times.mixed.without_contexts, num_requests=1)
         return (more(budget) - more(1)) / max(1, budget - 1)
 
     def seconds_per_decode(self, most: int) -> float:
-        """The time that a request adds to a step of single tokens, on average up to `most`."""
+        """The time that a request adds to a decode step, on average over `most` requests."""
         return (self._decode_costs(most)[0] - self._decode_costs(1)[0]) / max(1, most - 1)
 
     def _decode_costs(self, num_requests: int) -> tuple[float, float]:
-        """The fixed time of a decode step, and the time that each token of its contexts adds."""
+        """Returns a decode step's fixed time, and its time for each token of the contexts."""
         costs = self.times.decode
         return costs.without_contexts(num_requests, num_requests), costs.seconds_per_decoded_context
 

@@ -1,4 +1,4 @@
-"""Many replicas behind the real routing core of a gateway."""
+"""A fleet of simulated replicas behind a gateway's real routing core."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from services.simulation.laboratory.device import Device
 from services.simulation.laboratory.replica import SimulatedReplica
 
 MAX_LOAD_DELTA = 16
-"""The gateway's default of the setting `max_load_delta`."""
+"""The default of the gateway's setting `max_load_delta`."""
 
 
 class Directory:
-    """The gateway's directory of cached prefixes, which knows at once what the pools cache. It
-    begins with the first look-up, so that it costs nothing with a policy that has no use for it.
+    """Replaces the gateway's directory of cached prefixes. It is always up to date. It does nothing
+    before the first look-up, so that it costs no time with a routing policy that does not use it.
     """
 
     def __init__(self, replicas: dict[str, SimulatedReplica]) -> None:
@@ -38,8 +38,9 @@ class Directory:
         self._has_begun = False
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """Replicas that skip steps may have evicted blocks that are still in the index. What they
-        have cached besides is the output of requests that have not ended, and in no other prompt.
+        """Returns the hit length in each replica. A replica that skips steps may have evicted
+        blocks that are still in the index, so it catches up first. The blocks that skipped steps
+        have added are in no other prompt.
         """
         if not self._has_begun:
             self._begin()
@@ -72,7 +73,7 @@ class Directory:
 
 
 class SimulatedFleet:
-    """The gateway's fleet. Implements the core's Links."""
+    """A gateway's fleet of simulated replicas. Implements `Links` of the gateway's core."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Programs that have begun, and their requests in flight."""
+"""Programs that have begun, and their requests that were sent."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -28,18 +28,18 @@ class LiveProgram:
     num_subagents: int = 0
     """Number of subagents that have not ended."""
     next_use: float = 0.0
-    """The time at which the next request will be sent, or infinity after the last. While a request
-    waits or runs, the time at which it was sent.
+    """The time at which the next request will be sent. While a request waits or runs, it is the
+    time at which that request was sent. After the last request, it is infinity.
     """
     noted_at: float = 0.0
-    """When the time of the present context was last added to the accounts."""
+    """The time up to which the accounts include this program's context."""
     known: dict[str, int] = field(default_factory=dict)
-    """Maps a replica to the number of tokens of the context that it has computed."""
+    """Maps a replica to the number of the context's tokens that the replica has computed."""
 
 
 @dataclass(slots=True, eq=False)
 class SentTurn:
-    """One request."""
+    """A request that was sent for a turn."""
 
     live: LiveProgram
     turn: Turn
@@ -47,7 +47,7 @@ class SentTurn:
     prompt: list[int]
     arrived: float
     own_token: int
-    """Every token of the answer."""
+    """The token of which the whole answer consists."""
     request_id: str
     priority: int
     handle: int = 0

@@ -1,4 +1,4 @@
-"""The measures of runs, in five groups. Each group has a table and a plot."""
+"""The measures of a run, in five groups. Each group has its own table and plot."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from services.simulation.laboratory.run import RunResult
 @dataclass(frozen=True, slots=True)
 class Measure:
     key: str
-    """The name in JSON, with the unit."""
+    """The measure's name in JSON, with the unit."""
     name: str
     of: Callable[[RunResult], float]
     is_percent: bool = False

@@ -1,14 +1,14 @@
-"""Eviction with known future, the offline optimum that policies are compared with.
+"""Eviction with a known future: an offline optimum to which policies are compared.
 
-The scheduler and its policy are the same. Only the choice of the cached blocks that are reused
-differs: the pool knows when each program will send its next request, from the seed, and reuses the
-blocks first that will be used last (L. A. Belady, "A study of replacement algorithms for a
-virtual-storage computer", 1966). Blocks of ended programs are reused before all others, the end of
-a context before its beginning, and an application's shared prefix last.
+Only the order in which cached blocks are reused differs from other runs. From the seed, the pool
+knows when each program will send its next request, and first reuses the blocks that will be used
+last (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
+Blocks of ended programs are reused before all others, the end of a context before its beginning,
+and an application's shared prefix last.
 
-It is a bound for orders of eviction, not for orders of admission. It is not a proven optimum: a
-request may wait longer than another before it uses its blocks, and a subagent's time is known only
-as its time on an idle replica.
+It is a bound for orders of eviction, not for orders of admission, and not a proven optimum: a
+request may wait longer than another before it uses its blocks, and the time of a subagent is only
+estimated by its time on an idle replica.
 """
 
 from collections import OrderedDict
@@ -24,23 +24,21 @@ from services.simulation.inprocess_pool import InProcessPool, pool_config_of
 
 
 class Owner(Protocol):
-    """A request or a program that will use a block again."""
+    """A program that will use a block again, or all applications."""
 
     @property
     def next_use(self) -> float: ...
 
 
 class KnownFutureQueue(FreeQueue):
-    """A free queue whose cached blocks are reused in the order of their owners' next uses, the
-    latest first.
-    """
+    """A free queue that first reuses the cached blocks whose owner's next use is the latest."""
 
     __slots__ = ("_by_owner", "owners")
 
     def __init__(self, blocks: Sequence[BlockId]) -> None:
         super().__init__(blocks)
         self.owners: dict[BlockId, Owner] = {}
-        """The owner of each block that was ever released."""
+        """Maps each block that was ever released to its owner."""
         self._by_owner: dict[Owner, OrderedDict[BlockId, None]] = {}
 
     @property
@@ -76,7 +74,7 @@ class KnownFutureQueue(FreeQueue):
 
 
 class KnownFuturePool(InProcessPool):
-    """A pool of full attention with a KnownFutureQueue."""
+    """A pool for full attention with a KnownFutureQueue."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
@@ -91,14 +89,14 @@ class KnownFuturePool(InProcessPool):
         self._requests: dict[RequestKey, tuple[Owner, Owner, int]] = {}
 
     def add(self, request: RequestKey, shared: Owner, own: Owner, num_shared_blocks: int) -> None:
-        """A request arrived. The owner of its first `num_shared_blocks` blocks is `shared`, and the
-        owner of all others is `own`.
+        """Called when a request arrives. `shared` owns the request's first `num_shared_blocks`
+        blocks, and `own` owns all others.
         """
         self._requests[request] = shared, own, num_shared_blocks
 
     @property
     def num_skippable_blocks(self) -> int:
-        """Blank blocks only, since the order of cached blocks depends on other replicas, too."""
+        """Blank blocks only, because the order of cached blocks depends on other replicas too."""
         return self._queue.num_blank
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:

@@ -1,10 +1,9 @@
-"""The conformance kit of scheduling policies: what every policy must hold to.
+"""The conformance kit of scheduling policies: the rules that every policy must obey.
 
-1. A queue has each request once, whatever was added, prepended and removed, and looking at it
-   changes nothing.
+1. A queue contains each queued request once, and iterating over it changes nothing.
 2. A victim is a running request.
-3. In small crowded worlds with random limits, every step stays within its limits, every request
-   ends, no block is left, and the same seed gives the same run.
+3. In small crowded simulations with random limits, every step stays within its limits, every
+   request ends, no block is left in use, and the same seed gives the same run.
 """
 
 import random
@@ -28,15 +27,15 @@ from services.worker.core.step_times import StepCosts, StepTimes
 _TIMES = StepTimes(StepCosts(seconds=1.0), StepCosts(seconds=1.0, seconds_per_token=0.01))
 _CONFIG = SchedulerConfig(4, 64, max_model_len=400, block_size=4, num_blocks=60)
 _MAX_STEPS_PER_TOKEN = 20
-"""A world fails if it takes more steps than this for each token of its requests."""
+"""A simulation fails if it takes more steps than this per token of its requests."""
 
 
 class PolicyProblem(Exception):
-    """A defect of a policy, in one sentence."""
+    """A violation of a rule by a policy, described in one sentence."""
 
 
 def check_policy(name: str, num_worlds: int, seed: int) -> None:
-    """Raises PolicyProblem, and InvalidArgument if there is no such policy."""
+    """Checks the policy `name`. Raises PolicyProblem, or InvalidArgument if it is unknown."""
     kind = find_policy(name)
     for number in range(num_worlds):
         world = f"{seed} {number}"
@@ -108,7 +107,7 @@ def _check_victim(policy: SchedulingPolicy, rng: random.Random) -> None:
 
 
 def _live(name: str, policy: SchedulingPolicy, world: str) -> list[object]:
-    """Runs a world to its end. Returns what happened in it."""
+    """Runs a simulation to its end and returns its outcome."""
     rng = random.Random(f"world {world}")
     config = SchedulerConfig(
         max_num_seqs=rng.randint(1, 6),

@@ -1,4 +1,4 @@
-"""The work of clients: programs, their turns, and the tokens of their prompts."""
+"""Programs, which are the work of simulated clients: their turns, and the tokens of the prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from services.common.pool.block_hash import BlockHash
 
 _FIRST_OWN = 1 << 30
-"""Tokens of applications are smaller than this number, tokens of programs are not."""
+"""Tokens of applications are smaller than this number. Tokens of programs are not."""
 _APPLICATIONS = 1 << 31
-"""Owners of blocks from this number on are applications, smaller ones are programs."""
+"""Owners of blocks: applications are numbered from here on, programs below."""
 _HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
@@ -17,37 +17,37 @@ class Turn:
     """One request of a program."""
 
     num_new_tokens: int
-    """Number of prompt tokens after the context: what the user or a tool adds."""
+    """Number of prompt tokens that the user or a tool adds to the context."""
     num_output_tokens: int
     pause_seconds: float = 0.0
-    """Time from the end of the turn before, and of its subagents, to this request: the time of a
-    tool or of a person.
+    """Time from the end of the previous turn and its subagents to this request. In this time a tool
+    runs or a person reads.
     """
     num_kept_tokens: int | None = None
-    """The length of the context that the client keeps of the earlier turns (compaction). All other
-    tokens after the application's are new. None means that the whole context is kept.
+    """The length of the context that remains after a compaction. All its tokens after the
+    application's shared tokens are new. None means that the whole context remains.
     """
     subagents: tuple["Program", ...] = ()
     """Programs that begin when this turn ends. The next turn begins after all of them end."""
     tool: str = ""
     """The name of the tool that runs before this turn."""
     runs: tuple[tuple[int, int], ...] | None = None
-    """The whole prompt, for traces that say which blocks are equal: pairs of a first token and a
-    number of consecutive tokens. None means that the prompt continues the program's context.
+    """The whole prompt as pairs of a first token and a number of consecutive tokens, for traces
+    that specify which blocks are equal. None means that the prompt continues the program's context.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A client's work: turns. A turn begins after the end of the turn before."""
+    """A client's work, which consists of turns. A turn begins after the previous turn has ended."""
 
     number: int
-    """Different programs have different tokens after the application's."""
+    """Identifies the program, whose tokens differ from the tokens of all other programs."""
     arrival_seconds: float
     turns: tuple[Turn, ...]
     application: int = 0
     num_shared_tokens: int = 0
-    """Number of first tokens of all prompts that all programs of the application share."""
+    """Number of first prompt tokens that all programs of the application have in common."""
     tenant: str = ""
     priority: int = 0
     session_id: str = ""
@@ -55,21 +55,21 @@ class Program:
 
 @dataclass(slots=True)
 class Context:
-    """The tokens of a program so far. All tokens of an application are equal, and all of a program
-    after them. Block hashes are chained, so prefixes are equal if and only if they have the same
-    owners.
+    """The tokens of a program so far. All tokens of an application are equal, and so are all tokens
+    of a program after them. Therefore two blocks at the same position are equal if and only if they
+    have the same owner.
     """
 
     program: Program
     number: int
-    """Distinguishes the tokens after the application's. It changes with a compaction."""
+    """Identifies the tokens after the application's. A compaction changes it."""
     num_tokens: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
-    """The hashes of full blocks of the context that are known."""
+    """The hashes of the context's full blocks, as far as they were computed."""
 
     @property
     def own_token(self) -> int:
-        """Every token after the application's."""
+        """The token of which the context after the application's tokens consists."""
         return _FIRST_OWN + self.number
 
     def prompt(self) -> list[int]:
@@ -79,8 +79,8 @@ class Context:
         return tokens
 
     def hash_full_blocks(self, block_size: int) -> None:
-        """Completes the hashes. A block's hash consists of its owner and its position, which is
-        cheaper to compute than a digest of tokens, and is equal for equal prefixes, too.
+        """Appends the missing hashes. A block's hash consists of the block's owner and position. It
+        is cheaper than a digest of tokens, and also equal for equal prefixes.
         """
         begin, end = len(self.hashes), self.num_tokens // block_size
         shared = min(self.program.num_shared_tokens // block_size, end)
@@ -89,8 +89,8 @@ class Context:
 
 
 def _hashes(owner: int, begin: int, end: int) -> list[BlockHash]:
-    """The hashes of an owner's blocks. The multiplication only mixes the bits: different owners and
-    positions, of 32 bits each, have different hashes.
+    """The hashes of an owner's blocks. The multiplication mixes the bits. Different pairs of owner
+    and position, of 32 bits each, have different hashes.
     """
     first = owner << 32
     return [

@@ -1,4 +1,4 @@
-"""One replica: the real scheduler and pool, with a simulated device."""
+"""A simulated replica: a real scheduler and pool, and a simulated device."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Coroutine
@@ -31,12 +31,12 @@ _NO_TOKEN: tuple[int, ...] = ()
 
 
 class Observer(Protocol):
-    """The events at a replica, in order."""
+    """Receives the events of a replica in order."""
 
     def admitted(self, sent: SentTurn, request: Request, now: float) -> None: ...
 
     def recomputes(self, num_tokens: int) -> None:
-        """A preempted request computes this number of tokens once more."""
+        """Called when a preempted request will compute `num_tokens` tokens once more."""
 
     def first_token(self, sent: SentTurn, now: float) -> None: ...
 
@@ -44,14 +44,14 @@ class Observer(Protocol):
 
 
 class SimulatedReplica:
-    """A scheduler, its pool and its device, as the gateway's Link. Like the engine loop, it plans a
-    step when the step before ends: before it applies that step's output if scheduling is
+    """A scheduler, its pool and its device. Implements the gateway's Link. As in the engine loop,
+    the next step is planned when a step ends: before that step's output is applied if scheduling is
     asynchronous, and after it otherwise. Planning and messages take no time.
 
-    A run of steps that differ only in their counts (`steady_steps`) is not planned step by step. It
-    is skipped at its end, or when a request arrives. A request that arrives in the very moment in
-    which a skipped step ends is not part of the next step. A step that would be empty and change
-    nothing is not planned.
+    Steps that differ only in their token counts (`steady_steps`) are not planned one by one. They
+    are skipped together when the last of them ends, or when a request arrives. A request that
+    arrives exactly when a skipped step ends is not part of the next step. A step that would be
+    empty and change nothing is not planned.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class SimulatedReplica:
         *,
         may_skip: bool = True,
     ) -> None:
-        """`take_sent` returns the request of a sequence that the gateway sends here. `connect`
-        makes the scheduler's transfers to and from a tier. None means that there is no tier.
+        """`take_sent` returns the SentTurn of a sequence that the gateway sends here. `connect`
+        creates the scheduler's transfers to and from a tier of host memory, or is None without one.
         """
         self.pool = pool
         self.scheduler = Scheduler(config, self.pool, connect, clock=lambda: clock.now)
@@ -79,7 +79,7 @@ class SimulatedReplica:
         self.num_computed_tokens = 0
         self.on_added: Callable[[Request, SentTurn], object] = lambda _request, _sent: None
         self.watchers: list[Callable[[SchedulerOutput], object]] = []
-        """Called after each step that was planned, not skipped."""
+        """Called after each step that was planned. They are not called for skipped steps."""
         self.on_pool_changed: Callable[[], object] = lambda: None
         """Called after each transaction with the pool."""
         self._device = device
@@ -94,10 +94,10 @@ class SimulatedReplica:
         self._without_output: set[Request] = set()
         self._running: SchedulerOutput | None = None
         self._step_ends: list[float] = []
-        """The end of the running step, and of the steps after it that will be skipped."""
+        """The end times of the running step and of the later steps that will be skipped."""
         self._end_event: Event | None = None
         self._awaits_load = False
-        """Whether `_load_ended` will be called."""
+        """Whether a call of `_load_ended` is scheduled."""
 
     # Methods of the gateway's Link.
 
@@ -125,13 +125,13 @@ class SimulatedReplica:
     # The engine loop.
 
     def finish(self) -> None:
-        """Frees what ended requests hold. The engine does so a moment after the last request."""
+        """Releases what ended requests still occupy, as the engine does after its last request."""
         while self.scheduler.has_work:
             if self._plan().requests:
                 raise AssertionError("a request is left")
 
     def _begin(self) -> None:
-        """Begins a step if none runs. Requests that arrived at the same time are part of it."""
+        """Begins a step if none runs. It includes all requests that arrived at this time."""
         if self._running is None and self.scheduler.has_requests:
             self._run(self._plan())
 
@@ -150,7 +150,7 @@ class SimulatedReplica:
         return plan
 
     def _run(self, plan: SchedulerOutput) -> None:
-        """Gives a step to the idle device. A step without tokens ends at once."""
+        """Runs a step on the idle device. A step without tokens ends at once."""
         if not plan.requests:
             self._update(plan)
             return
@@ -170,7 +170,7 @@ class SimulatedReplica:
         self._end_event = self._clock.call_at(ends[-1], self._end)
 
     def _end(self) -> None:
-        """The running step ends, or the last of the steps that are skipped."""
+        """Called when the running step ends, or the last of the steps that are skipped."""
         self.catch_up()
         plan, self._running = self._running, None
         assert plan is not None
@@ -179,7 +179,7 @@ class SimulatedReplica:
             has_next = self.scheduler.has_requests and not is_left_out
             following = self._plan() if has_next else None
             if following is not None and following.requests:
-                # Applied before the device is told, so that a steady run may follow.
+                # The output is applied first, so that steady steps may follow.
                 self._update(plan)
                 self._run(following)
                 return
@@ -194,20 +194,22 @@ class SimulatedReplica:
                 self._begin_again()
 
     def _begin_again(self) -> None:
-        """A step was empty, for example because a token was awaited that has arrived now."""
+        """Plans another step after an empty step, which may have waited for an output."""
         self._run(self._plan())
         if self._running is None and not self.scheduler.has_transfers:
             raise AssertionError("requests wait, none runs, and none can be admitted")
 
     def _load_ended(self) -> None:
-        """If no step runs, an empty one reports the load, and the next may have its request."""
+        """Reports an ended load in an empty step, unless one runs. The next one may run its
+        request.
+        """
         self._awaits_load = False
         for _ in range(2):
             if self._running is None:
                 self._run(self._plan())
 
     def catch_up(self) -> bool:
-        """Skips the steps that have ended by now. Returns whether there are any."""
+        """Skips the steps that have ended by now. Returns whether there were any."""
         ends = self._step_ends
         num_ended = bisect_right(ends, self._clock.now, 0, len(ends) - 1) if len(ends) > 1 else 0
         if not num_ended:
@@ -218,7 +220,7 @@ class SimulatedReplica:
         return True
 
     def _stop_skipping(self) -> None:
-        """Skips the steps that have ended by now. The next step is planned as usual."""
+        """Skips the steps that have ended by now. Later steps are planned as usual."""
         self.catch_up()
         if len(self._step_ends) > 1:
             del self._step_ends[1:]
@@ -277,7 +279,7 @@ class SimulatedReplica:
 
 
 def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing."""
+    """Returns the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as stop:

@@ -1,4 +1,4 @@
-"""One run: a workload, a fleet and a pair of policies."""
+"""Runs a workload on a simulated fleet."""
 
 import gc
 import time
@@ -24,10 +24,10 @@ from services.simulation.laboratory.tier import NO_TIER, TierSize
 from services.worker.core.step_times import NO_SERVING, ServingCosts, StepTimes
 
 _FINGERPRINT = bytes(32)
-"""The beginning of all chains of block hashes, at the replicas and at the gateway."""
+"""The first hash in all chains of block hashes, in the replicas and in the gateway."""
 
 _UNLIMITED = 30
-"""The factor on a pool's blocks that stands for unlimited memory."""
+"""With this many times its blocks, a pool counts as unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +42,17 @@ class Setup:
     seed: int = 0
     tier: TierSize = NO_TIER
     is_optimum: bool = False
-    """Whether blocks are evicted with known future."""
+    """Whether cached blocks are evicted with a known future (`optimum`)."""
     tells_work: bool = False
-    """Whether the priority of a request is the work that its program has left (SRPT)."""
+    """Whether a request's priority is the work that its program has left (SRPT)."""
     watch: Callable[[SimulatedReplica, SchedulerOutput], object] | None = None
-    """Called after each step that was planned, not skipped."""
+    """Called after each step that was planned. It is not called for skipped steps."""
     may_skip: bool = True
-    """Whether runs of equal steps are skipped. The results are the same without."""
+    """Whether runs of equal steps are skipped. This does not change the results."""
 
 
 def bounds(setup: Setup) -> dict[str, Setup]:
-    """Setups with what no scheduler has: unlimited memory, and the work that programs have left."""
+    """Setups that no scheduler has: unlimited memory, and knowledge of programs' remaining work."""
     config = setup.config
     unlimited = replace(config, policy="fcfs", num_blocks=_UNLIMITED * config.num_blocks)
     known = replace(setup, config=replace(config, policy=PROGRAM), tells_work=True)
@@ -73,7 +73,7 @@ class RunResult:
 def simulate(
     setup: Setup, programs: Iterable[Program], progress: Callable[[], object] = lambda: None
 ) -> RunResult:
-    """Runs all programs to their ends. `progress` is called at the end of each. Raises
+    """Runs all programs to their ends. `progress` is called when a program ends. Raises
     AssertionError if a request or a block is left.
     """
     config = setup.config
@@ -113,7 +113,7 @@ def simulate(
     )
     clients.fleet = fleet
     clients.begin()
-    gc.freeze()  # so that no collection visits the pools
+    gc.freeze()  # The garbage collector then skips the pools.
     clock.run()
     gc.unfreeze()
     replicas = list(fleet.replicas.values())

@@ -1,4 +1,4 @@
-"""The workers' tier of a replica: memory beside the KV cache."""
+"""A simulated tier of host memory, to which a replica offloads KV blocks."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from services.simulation.laboratory.clock import EventClock
 @dataclass(frozen=True, slots=True)
 class TierSize:
     num_blocks: int
-    """The number of blocks in the tier of each replica. 0 means that there is no tier."""
+    """The number of blocks in each replica's tier. 0 means that there is no tier."""
     seconds_per_block: float
     """The time to copy a block from the tier to the KV cache."""
 
@@ -20,17 +20,17 @@ NO_TIER = TierSize(0, 0.0)
 
 
 class SimulatedTier:
-    """The loads from a tier, one after another over one link, while steps run. The scheduler's own
-    index says which blocks are in the tier. Copies to the tier take no time.
+    """The loads from the tier, which run one after the other over one link, in parallel with steps.
+    The scheduler's index stores which blocks are in the tier. Copies to the tier take no time.
     """
 
     def __init__(self, clock: EventClock, seconds_per_block: float) -> None:
         self._clock = clock
         self._seconds_per_block = seconds_per_block
         self._free_at = 0.0
-        """When the link has no further block to copy."""
+        """The time at which the link has copied all requested blocks."""
         self._loads: deque[tuple[float, RequestKey]] = deque()
-        """The ends and requests of the loads in progress."""
+        """The end time and the request of each load in progress."""
 
     @property
     def is_loading(self) -> bool:
@@ -38,7 +38,7 @@ class SimulatedTier:
 
     @property
     def next_end(self) -> float:
-        """When the first of the loads in progress ends. There must be one."""
+        """The time at which the first load in progress ends. There must be one."""
         return self._loads[0][0]
 
     def begin(self, metadata: KVConnectorMetadata) -> None:
@@ -48,7 +48,7 @@ class SimulatedTier:
             self._loads.append((self._free_at, load.request))
 
     def take_ended(self) -> KVTransferResults:
-        """The loads that have ended since the last call."""
+        """Returns the loads that have ended since the last call."""
         ended = []
         while self._loads and self._loads[0][0] <= self._clock.now:
             ended.append(self._loads.popleft()[1])

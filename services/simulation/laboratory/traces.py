@@ -1,22 +1,21 @@
-"""Workloads of recorded requests: Mooncake's format, and Dynamo's superset of it for agents.
+"""Reads traces of requests in Mooncake's format, and in Dynamo's superset of it for agents.
 
-A line is a JSON object. `timestamp` is in milliseconds after the start of the trace, `input_length`
-and `output_length` are in tokens, and `hash_ids` has an id for each block of 512 prompt tokens.
-Equal ids are equal blocks. The superset adds:
+Each line is a JSON object. `timestamp` is in milliseconds after the start of the trace,
+`input_length` and `output_length` are in tokens, and `hash_ids` has an id for each block of 512
+prompt tokens. Equal ids are equal blocks. The superset adds:
 
-    session_id        lines with one id are the turns of a program, each after the end of the one
-                      before
-    delay             milliseconds between the two, also the time of the first line if it has no
-                      timestamp
-    tool_wait_ms      milliseconds that a tool takes in addition
+    session_id        lines with the same id are a program's turns, which run one after the other
+    delay             milliseconds since the end of the previous turn. In a first line without
+                      timestamp, it replaces the timestamp
+    tool_wait_ms      milliseconds that a tool takes in addition to `delay`
     request_id        the name of a line
-    wait_for          names of lines of other sessions that must end first. At the first line of a
-                      session they make it a subagent. The session whose line it waits for continues
-                      when the subagent has ended
+    wait_for          in the first line of a session: the name of an earlier line, in a list. The
+                      session begins as a subagent when that line's turn ends. The next turn of that
+                      line's session begins when the subagent has ended
     prefix_reset      the prompt does not continue the context
 
-Without `hash_ids` a prompt continues the context of its session by `input_length` tokens. Answers
-are not part of later prompts with `hash_ids`, since the ids say nothing about them.
+Without `hash_ids`, the prompt continues its session's context by `input_length` tokens. With
+`hash_ids`, it does not contain earlier answers, because the ids do not cover them.
 """
 
 import json
@@ -30,7 +29,7 @@ from services.simulation.laboratory.programs import Program, Turn
 
 BLOCK_TOKENS = 512
 _MAX_IDS = 1 << 21
-"""Ids are taken modulo this number, so that tokens stay below 2**30."""
+"""Ids are taken modulo this number, so that tokens are below 2**30."""
 
 
 @dataclass(slots=True)
@@ -38,13 +37,13 @@ class _Session:
     number: int
     arrival_seconds: float
     parent: tuple[str, int] | None = None
-    """The session and the index of the turn after which this session begins."""
+    """The session and the index of the turn after which this session begins as a subagent."""
     turns: list[Turn] = field(default_factory=list)
     subagents: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
 def read_trace(lines: Iterable[str]) -> list[Program]:
-    """The programs of a trace, in the order of arrival. Raises InvalidArgument."""
+    """Returns the programs of a trace in order of arrival. Raises InvalidArgument."""
     sessions: dict[str, _Session] = {}
     named: dict[str, tuple[str, int]] = {}
     for number, text in enumerate(lines, start=1):

@@ -1,7 +1,7 @@
-"""Generated workloads: the loads of `agents.py`, and agents in four regimes.
+"""Generates the workloads of `agents.py`, and agents with four kinds of pauses.
 
-The quantiles are of 692 sessions of a coding agent (kv-cache-tester, 2026). Values are drawn by
-inverse CDF, log-linear between the quantiles, since a lognormal distribution has another tail.
+The quantiles are from 692 sessions of a coding agent (kv-cache-tester, 2026). A lognormal
+distribution has a different tail.
 """
 
 import math
@@ -21,8 +21,8 @@ GROWTH: Quantiles = ((0, 40), (0.1, 184), (0.5, 655), (0.9, 3_636), (0.99, 16_60
 OUTPUT: Quantiles = ((0, 30), (0.1, 104), (0.5, 217), (0.9, 894), (0.99, 3_680), (1, 6_000))
 PAUSES: Quantiles = ((0, 1), (0.1, 4), (0.5, 9.8), (0.9, 120), (0.99, 1_901), (1, 3_600))
 FIRST_OWN: Quantiles = ((0, 1_000), (0.5, 9_200), (0.9, 245_000), (1, 330_000))
-"""Tokens of the first prompt after the 14,800 shared ones, so that the first prompt has a median of
-24,000 and a 90th percentile of 260,000 tokens.
+"""Tokens of the first prompt after the 14,800 shared ones. The whole first prompt has a median of
+24,000 tokens and a 90th percentile of 260,000 tokens.
 """
 SHARED_TOKENS = 14_800
 COMPACTION, KEPT = 0.004, 0.3
@@ -32,7 +32,7 @@ CODING_SCALE = 0.25
 
 
 def draw(rng: random.Random, quantiles: Quantiles) -> float:
-    """A value by inverse CDF, log-linear between the quantiles."""
+    """Draws a value by inverse CDF, log-linear between the quantiles."""
     share = rng.random()
     for (low, first), (high, second) in pairwise(quantiles):
         if share <= high:
@@ -43,19 +43,19 @@ def draw(rng: random.Random, quantiles: Quantiles) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The size of a generated workload. A seed fixes everything."""
+    """The size of a generated workload. The seed determines all its programs."""
 
     num_programs: int
     programs_per_second: float
     seed: int
     scale: float = 1.0
-    """Factor on all numbers of tokens."""
+    """Factor for all numbers of tokens."""
     max_tokens: int = 1 << 20
-    """The longest context, prompt and output. A program ends before a turn that exceeds it."""
+    """Limit on a context's tokens. A program ends before the first turn that would exceed it."""
 
 
 def automated_pause(rng: random.Random) -> float:
-    """A tool that a program runs: mostly below a second, and now and then 20 s."""
+    """The time of a tool that a program runs: mostly below a second, sometimes 20 s."""
     return 20.0 if rng.random() < 0.03 else rng.lognormvariate(math.log(0.5), 1.2)
 
 
@@ -77,7 +77,7 @@ NAMES = (*PAUSES_OF, *LOADS)
 
 
 def generate(name: str, traffic: Traffic) -> Iterator[Program]:
-    """The programs of a workload in order of arrival, which is a Poisson process."""
+    """Yields the programs of a workload in order of arrival. Arrivals are a Poisson process."""
     rng = random.Random(f"{name} {traffic.seed}")
     numbers = iter(range(1, 1 << 27))
     if name == "coding":
@@ -100,8 +100,8 @@ def generate(name: str, traffic: Traffic) -> Iterator[Program]:
 
 
 def _that_fit(turns: Sequence[Turn], context: int, max_tokens: int) -> tuple[Turn, ...]:
-    """The turns up to the first that would exceed the longest context. The first one is shortened.
-    `context` is the number of shared tokens.
+    """Returns the turns before the first one that would exceed the longest context. The first turn
+    is always returned, shortened if needed. `context` is the number of shared tokens.
     """
     fitting: list[Turn] = []
     for turn in turns:
@@ -154,7 +154,7 @@ def _turns(
     shared: int,
     first_own: float,
 ) -> list[Turn]:
-    """The turns of an agent, up to the first that would exceed the longest context."""
+    """Returns the turns of an agent before the first one that would exceed the longest context."""
     turns: list[Turn] = []
     context = shared
     for number in range(num_turns):
