@@ -1,4 +1,4 @@
-"""The batch queue, which contains the steps that were sent to the workers and not answered yet."""
+"""The batch queue: the steps that were sent to the workers and whose outputs have not arrived."""
 
 import asyncio
 from collections import deque
@@ -11,13 +11,13 @@ from services.scheduler.core.ports import Executor
 
 
 class BatchQueue:
-    """Sends steps, and waits for their answers, oldest first. Contains at most `depth` steps. `now`
-    returns the time of a monotonic clock, in seconds.
+    """Sends steps to the workers, and waits for the outputs, oldest step first. Contains at most
+    `depth` steps. `now` returns the time of a monotonic clock, in seconds.
     """
 
     def __init__(self, executor: Executor, depth: int, now: Callable[[], float]) -> None:
         self.awaits_answer = False
-        """Whether a task waits for the oldest answer."""
+        """Whether a task waits for the output of the oldest step."""
         self.planning = PlanningClock()
         self._executor = executor
         self._depth = depth
@@ -31,11 +31,11 @@ class BatchQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest step must be answered before another step may be sent."""
+        """Whether the oldest step's output must arrive before another step may be sent."""
         return len(self._steps) >= self._depth
 
     async def until_due(self) -> None:
-        """Waits until the next step should be planned or the running step is done."""
+        """Waits until the next step should be planned, or until the running step has ended."""
         now = self._now()
         if self._steps and (seconds := self.planning.due - now) > 0:
             _, answer = self._steps[0]
@@ -48,7 +48,7 @@ class BatchQueue:
         self._planning_began = now
 
     async def send(self, plan: SchedulerOutput, traceparent: str) -> None:
-        """Sends a step. Raises WorkersLost."""
+        """Sends a step to the workers. Raises WorkersLost."""
         self._unsent = plan
         answer = await self._executor.submit(plan, traceparent)
         if not self._steps:
@@ -59,7 +59,7 @@ class BatchQueue:
         self._unsent = None
 
     async def take_answer(self) -> tuple[SchedulerOutput, ModelRunnerOutput]:
-        """Waits for the oldest step's answer, and removes the step. Raises WorkersLost."""
+        """Waits for the output of the oldest step, and removes the step. Raises WorkersLost."""
         plan, answer = self._steps[0]
         self.awaits_answer = True
         try:
@@ -73,8 +73,9 @@ class BatchQueue:
         return plan, output
 
     async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
-        """Waits for the answer of the oldest step. Returns True when it has arrived, and False as
-        soon as `is_interrupted()` is true. It is called at first and each time that `wake` is set.
+        """Waits for the output of the oldest step. Returns True when the output has arrived, and
+        False as soon as `is_interrupted()` is true. Calls `is_interrupted` first at once, and then
+        each time that `wake` is set.
         """
         _, answer = self._steps[0]
         self.awaits_answer = True
@@ -94,7 +95,7 @@ class BatchQueue:
         return True
 
     def drop(self) -> list[SchedulerOutput]:
-        """Cancels all steps. Returns their plans, with a step that could not be sent."""
+        """Cancels all steps. Returns their plans, and the plan of a step that could not be sent."""
         dropped = [plan for plan, _ in self._steps]
         if self._unsent is not None:
             dropped.append(self._unsent)
@@ -109,7 +110,7 @@ class BatchQueue:
 
 
 async def _until_done(answer: asyncio.Future[Any], seconds: float) -> None:
-    """Waits until the answer has arrived, at most `seconds`. Like `asyncio.wait`, but cheaper."""
+    """Waits until `answer` is done, at most `seconds`. Like `asyncio.wait`, but cheaper."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
 

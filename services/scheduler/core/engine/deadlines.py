@@ -1,24 +1,22 @@
-"""Computes how long work may take from the times that similar work took before.
+"""Computes timeouts for work from the durations of similar earlier work.
 
-Work has a size, for example a number of tokens. Sizes are grouped in classes, one for each power of
-two. The deadline is a multiple of a decaying maximum of the recent times in the class. A fixed
-timeout would have to suit the slowest machine, and would detect hangs late on all others. A class
-without a measured time has the longest deadline, because its first step may compile or allocate.
-Callers do not count time in which the work had no processor, which `Silence` measures.
+A fixed timeout would have to suit the slowest machine, and would detect hangs late on all other
+machines. Work has a size, for example a number of tokens. Sizes are grouped in classes, one for
+each power of two. The timeout is a multiple of a decaying maximum of the recent durations in the
+class. A class without a measured duration has the longest timeout, because its first step may
+compile or allocate. Callers do not count time in which the work had no CPU (see `Silence`).
 """
 
 IDLE_CHECK_SECONDS = 5.0
-"""Seconds without work after which a pool or worker is probed."""
+"""Seconds without work after which the pool or a worker is probed."""
 _FACTOR = 10.0
 _KEPT_SHARE = 0.98
-"""Weight of the old maximum. If a new time is below the maximum, the weighted mean of the old
-maximum and the new time becomes the maximum.
-"""
+"""Weight of the old maximum. A new duration below the maximum has the rest of the weight."""
 
 
 class Deadlines:
-    """Computes deadlines. No deadline is shorter than the floor, so that a short delay on a busy
-    machine is not taken for a hang.
+    """Computes timeouts between `floor_seconds` and `ceiling_seconds`. The floor prevents that a
+    short delay on a busy machine is mistaken for a hang.
     """
 
     def __init__(self, floor_seconds: float, ceiling_seconds: float) -> None:
@@ -27,7 +25,7 @@ class Deadlines:
         self._longest: dict[int, float] = {}
 
     def seconds(self, size: int) -> float:
-        """The deadline of work of this size, in seconds."""
+        """The timeout of work of this size, in seconds."""
         longest = self._longest.get(size.bit_length())
         if longest is None:
             return self.ceiling_seconds
@@ -40,5 +38,5 @@ class Deadlines:
         self._longest[kind] = max(seconds, _KEPT_SHARE * longest + (1 - _KEPT_SHARE) * seconds)
 
     def forget(self) -> None:
-        """Removes all measured times, for example because another process does the work now."""
+        """Removes all measured durations, for example because a new process does the work now."""
         self._longest.clear()

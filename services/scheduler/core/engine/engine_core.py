@@ -30,11 +30,11 @@ frees the blocks and rows without an additional step and transaction.
 """
 RETRY_SECONDS = 0.001
 """Delay before planning is tried again if no request could be scheduled and no step is in flight.
-In this case the requests wait for an external event, such as a connector's answer. As in vLLM.
+The requests then wait for an external event, such as the end of a KV transfer. The same as vLLM's.
 """
 SWEEP_SECONDS = 0.5
-"""Time after which an idle engine plans a step because requests that have ended keep blocks. The
-step frees those blocks that were kept for long enough.
+"""While blocks are kept for ended requests, an idle engine plans a step after this time. The step
+frees blocks that were kept for long enough.
 """
 
 
@@ -46,9 +46,9 @@ class EngineState(enum.Enum):
 
 
 class EngineCore:
-    """Drives one scheduler. Sends steps to the workers, and delivers tokens. Only iterations of
-    `run`, and code in a `standstill` between them, change the scheduler. Requests are added and
-    ended through `changes`.
+    """Runs the engine loop of one scheduler: sends steps to the workers, and delivers tokens. Only
+    iterations of `run`, and code in a `standstill` between two iterations, change the scheduler.
+    Requests are added and ended through `changes`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class EngineCore:
         self._observer = observer
         self._readiness = readiness
         self._awaits_sessions = False
-        """Whether the last step was empty because idle sessions occupy the slots or blocks."""
+        """Whether the last step was empty because idle sessions occupy the batch rows or blocks."""
         self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
         self._undelivered: EngineCoreOutputs | None = None
         self._linger_seconds = linger_seconds
@@ -89,12 +89,12 @@ class EngineCore:
 
     @property
     def planning(self) -> PlanningClock:
-        """The clock that decides when the next step is planned."""
+        """Decides when the next step is planned."""
         return self._batch_queue.planning
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that were not scheduled yet or were preempted."""
+        """Number of requests that wait to be scheduled, for the first time or again."""
         return len(self.scheduler.queues) + len(self.changes.arrivals)
 
     @property
@@ -117,12 +117,12 @@ class EngineCore:
         return (request for request in waiting if request.num_cached_tokens is None)
 
     def lost(self, lost: ports.PoolLost | ports.WorkersLost) -> None:
-        """Records a loss of pool or workers that was detected outside a step."""
+        """Records a loss of the pool or the workers that was detected outside a step."""
         self._lost = lost
         self._wake.set()
 
     async def run(self) -> None:
-        """Runs steps until cancelled, and recovers from losses. Other errors end the loop."""
+        """Runs steps until cancelled. Recovers from lost pools and workers. Other errors end it."""
         try:
             while True:
                 try:
@@ -138,24 +138,25 @@ class EngineCore:
             self._observer.stopped()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stops planning. Returns when no step is in flight and the blocks of ended requests are
-        free. With ABORT all requests end. With WAIT no request is admitted, and the method waits
-        until the running requests have ended. It raises Aborted if the engine is resumed meanwhile.
+        """Stops planning steps. Returns when no step is in flight and the blocks of ended requests
+        are free. ABORT ends all requests. WAIT admits no request, and waits until the running
+        requests have ended. Raises Aborted if the engine is resumed during this wait.
         """
         await self._pauses.begin(mode)
         if self.state is not EngineState.RECOVERING:
             self.state = EngineState.PAUSED
 
     async def resume(self) -> None:
-        """Ends a pause: steps are planned again."""
+        """Ends a pause."""
         await self._pauses.end()
 
     async def reset_prefix_cache(
         self, *, preempt_running: bool, reset_connector: bool = False
     ) -> None:
-        """Removes every cached prefix and, with `reset_connector`, everything that a connector has
-        stored. Raises FailedPrecondition while requests hold blocks, and Unavailable during a
-        recovery of pool or workers.
+        """Removes every cached prefix and, with `reset_connector`, everything that the KV connector
+        has stored. With `preempt_running`, preempts running requests first, because their blocks
+        are in use. Raises FailedPrecondition while requests hold blocks, and Unavailable during a
+        recovery of the pool or the workers.
         """
         async with self.standstill():
             if self.state is EngineState.RECOVERING:
@@ -169,14 +170,16 @@ class EngineCore:
                 self.scheduler.transfers.reset_cache()
 
     def standstill(self) -> AbstractAsyncContextManager[None]:
-        """Stops the loop between two iterations, with no step in flight. May be cancelled."""
+        """A context in which the loop is stopped between two iterations, with no step in flight.
+        The caller may be cancelled.
+        """
         return self._lock.standstill()
 
     async def _turn(self) -> None:
-        """Adds and ends requests, plans and sends a step, and applies the output of the oldest step
-        in flight. With asynchronous scheduling, a step is planned shortly before the end of the
-        previous step, which is then the oldest in flight. Requests that arrive before that time are
-        part of the planned step. In a pause the blocks of ended requests are still freed at once.
+        """One iteration: adds and ends requests, plans and sends a step, and applies the output of
+        the oldest step in flight. With asynchronous scheduling, a step is planned shortly before
+        the previous step ends. Requests that arrive until then are part of the planned step. During
+        a pause no step is planned, but the blocks of ended requests are freed.
         """
         self.changes.apply()
         planned = False
@@ -206,7 +209,7 @@ class EngineCore:
 
     async def _complete(self) -> None:
         """Waits for the output of the oldest step and applies it. The step's tokens are delivered
-        later, while the loop waits for pool or workers, so that delivery delays no step.
+        later, while the loop waits for the pool or the workers, so that delivery delays no step.
         """
         plan, output = await self._batch_queue.take_answer()
         self.changes.apply()
@@ -221,8 +224,8 @@ class EngineCore:
             self._observer.arrived(begun)
 
     def _deliver(self) -> None:
-        """Delivers the outputs that were not delivered yet. If delivery raises an error, the
-        outputs stay stored and the engine loop delivers them again, which raises the error there.
+        """Delivers the outputs of the last step, if they were not delivered yet. After an error the
+        outputs stay undelivered. The engine loop then delivers them again, and raises the error.
         """
         if self._undelivered is not None:
             self._delivery.deliver(self._undelivered)
@@ -270,7 +273,7 @@ class EngineCore:
             timer.cancel()
 
     async def _recover(self, lost: ports.PoolLost | ports.WorkersLost) -> None:
-        """Restarts with an empty pool and workers once both are open. Requests keep tokens."""
+        """Reopens the pool and the workers, which are then empty. Requests keep their tokens."""
         logger.warning("%s; recovering", lost.message)
         self.state, self.state_reason = EngineState.RECOVERING, lost.message
         self._readiness.not_ready(lost.message)
@@ -291,7 +294,9 @@ class EngineCore:
         logger.info("recovered; %d requests are computed again", len(preempted))
 
     def _may_plan(self) -> bool:
-        """Whether a step may be planned. Steps in flight must end before the trial changes."""
+        """Whether a step may be planned. If the fault search selects other requests, changes the
+        selection first, which requires that no step is in flight.
+        """
         if self._recovery.is_trial_due:
             if self._batch_queue:
                 return False

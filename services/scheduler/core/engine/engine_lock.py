@@ -1,4 +1,4 @@
-"""The lock of the engine loop. It separates iterations from other changes of the scheduler."""
+"""The lock of the engine loop. Prevents changes of the scheduler during an iteration."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 
 class EngineLock:
-    """A lock that each iteration of the loop holds, and all other code while it changes the
-    scheduler. Each release of the lock wakes the callers of `until`. Setting `wake` wakes a loop
-    that waits for work. `has_steps` returns whether steps are in flight.
+    """A lock that is held by each iteration of the engine loop, and by all other code that changes
+    the scheduler. Each release of the lock wakes the callers of `until`. Setting `wake` wakes the
+    loop if it waits for work. `has_steps` returns whether steps are in flight.
     """
 
     def __init__(self, wake: asyncio.Event, has_steps: Callable[[], bool]) -> None:

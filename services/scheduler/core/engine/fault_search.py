@@ -13,7 +13,7 @@ MAX_FAILURES_ALONE = 2
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Suspects that run in the same steps, without any other request."""
+    """Suspects that run together. No other request runs at that time."""
 
     requests: Sequence[Request]
     other_half_is_next: bool = False
@@ -23,24 +23,24 @@ class _Group:
 
 
 class FaultSearch:
-    """Finds the requests that break their steps, by repeatedly halving the set of suspects.
+    """Finds requests whose steps always fail, by repeatedly halving the set of suspects.
 
     1. When a step fails, its requests become suspects. A suspect is cleared when it ends, or when
-       successful steps have computed all its tokens up to the end of the failed step. After one
-       failure all requests continue, because most losses of workers have other causes.
+       successful steps have computed all its tokens up to the end of the failed step. After the
+       first failure all requests continue to run, because most losses of workers have other causes.
     2. When a step with suspects fails again, its suspects are split into two groups. From then on
-       only one group runs at a time, the group of earlier requests first. The suspects of a group
-       whose steps succeed are cleared. A group whose step fails is split again.
+       only one group runs at a time. The group of the earlier requests runs first. The suspects of
+       a group whose steps succeed are cleared. A group whose step fails is split again.
     3. A suspect ends with an error after `MAX_FAILURES_ALONE` failed steps that contain no other
-       request. Before that, at least three steps in a row fail at the same token of the request, so
-       a request rarely ends because workers are killed for other reasons.
+       request. By then at least three steps in a row have failed at the same token of the request,
+       so a request rarely ends because workers are killed for other reasons.
 
-    Group testing by binary splitting is Dorfman's (1943) and Hwang's (1972).
+    This is group testing by binary splitting (Dorfman, 1943; Hwang, 1972).
     """
 
     def __init__(self) -> None:
         self._goals: dict[Request, int] = {}
-        """The number of computed tokens that clears each suspect."""
+        """Maps each suspect to the number of computed tokens at which it is cleared."""
         self._groups: deque[_Group] = deque()
         self._failures_alone: Counter[Request] = Counter()
 
@@ -49,7 +49,7 @@ class FaultSearch:
         return bool(self._goals)
 
     def trial(self) -> Sequence[Request] | None:
-        """The only requests that may run until all of them are cleared, or None for all."""
+        """The only requests that may run now. None if all requests may run."""
         if not self._goals and not self._groups:
             return None
         for request in [request for request in self._goals if request.is_finished]:
@@ -64,7 +64,7 @@ class FaultSearch:
         return None
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """Clears the suspects of a successful step that have reached their number of tokens."""
+        """Clears the suspects whose tokens up to the end of a failed step are now computed."""
         steps = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
         for request, start, num_tokens in steps:
             goal = self._goals.get(request)
@@ -72,9 +72,9 @@ class FaultSearch:
                 self._clear(request)
 
     def steps_failed(self, plans: Iterable[SchedulerOutput]) -> Request | None:
-        """Records steps that were lost with pool or workers. Returns a request that must end with
-        an error, or None. If several steps were in flight, it is not known which of them failed, so
-        the requests of all these steps count.
+        """Records steps that were lost with the pool or the workers. Returns a request that must
+        end with an error, or None. If several steps were in flight, it is not known which step
+        failed, so the requests of all these steps become suspects.
         """
         failed = self._failed(plans)
         known = [request for request in failed if request in self._goals]

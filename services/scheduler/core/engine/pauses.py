@@ -15,8 +15,8 @@ from services.scheduler.core.ports import PoolLost, StepObserver
 
 @dataclass(eq=False)
 class Pauses:
-    """Begins and ends pauses, always between two iterations of the engine loop. If a pause began
-    during planning, it would apply to only some requests of the step.
+    """Begins and ends pauses, always between two iterations of the engine loop. A pause that began
+    during planning would affect only some requests of the step.
     """
 
     scheduler: Scheduler

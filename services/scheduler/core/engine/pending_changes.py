@@ -1,4 +1,4 @@
-"""Collects requests that arrive, continue or must end. Applies these changes between two steps."""
+"""Collects changes of requests, such as arrivals and aborts, and applies them between two steps."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,8 +13,8 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PendingChanges:
-    """Collects changes of a scheduler's requests, which must not be applied while a step is
-    planned. They are applied before the next step is planned. The methods may be called at any
+    """Collects changes of a scheduler's requests, because changes must not be applied while a step
+    is planned. They are applied before the next step is planned. The methods may be called at any
     time from the engine's event loop.
     """
 
@@ -26,7 +26,7 @@ class PendingChanges:
         wake: asyncio.Event,
         report_ended: Callable[[Sequence[Request]], None],
     ) -> None:
-        """`wake` is set at each change. `report_ended` gets the requests that end between steps."""
+        """`wake` is set at each change. `report_ended` gets requests that ended between steps."""
         self.arrivals: list[Request] = []
         self._scheduler = scheduler
         self._observer = observer
@@ -46,9 +46,9 @@ class PendingChanges:
         self._wake.set()
 
     def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends running or waiting requests. They end at once if the engine waits for a step's
-        answer. A step in flight is not delayed. With the reason QUEUE_TIMEOUT, requests that were
-        scheduled before the change is applied do not end.
+        """Ends running or waiting requests: at once if the engine waits for a step's output,
+        otherwise before the next step is planned. With the reason QUEUE_TIMEOUT, requests that have
+        been scheduled by then do not end.
         """
         self._ends |= dict.fromkeys(requests, reason)
         if self._batch_queue.awaits_answer:
@@ -59,30 +59,30 @@ class PendingChanges:
     def grammar_compiled(
         self, request: Request, error: str = "", reason: FinishReason = FinishReason.ERROR
     ) -> None:
-        """Records that the workers have compiled the grammar of a request. If compilation failed,
-        `error` is not empty, and the request ends with this error and `reason`.
+        """Records that the workers have compiled the grammar of a request. A non-empty `error`
+        means that the compilation failed. The request then ends with `error` and `reason`.
         """
         self._compiled[request] = error, reason
         self._wake.set()
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Adds the next input of a session, unless the session ends before. If `chunk` is None, the
-        session ends, between two turns at once, otherwise after the present turn.
+        """Adds the next input of a session. None ends the session: at once if the session is
+        between two turns, otherwise after its present turn. Does nothing if the session has ended.
         """
         self._chunks.append((session, chunk))
         self._wake.set()
 
     def end_turn(self, of: Request | ContextId, tool: str) -> None:
-        """Names the tool that runs after a request whose end is pending, or whose context is
-        given.
+        """Names the tool that runs after the turn `of`. A turn is given by its request, which ends
+        when the changes are applied, or by its context.
         """
         self._tools.append((of, tool))
         self._wake.set()
 
     def apply(self) -> None:
-        """Applies the changes: ends, tools that follow, arrivals, compiled grammars, inputs of
-        sessions, and ends of requests that have just arrived. A client sends the next turn of a
-        program after the end of the turn before, so that the next turn finds its context.
+        """Applies the changes in this order: ends, names of tools, arrivals, compiled grammars,
+        inputs of sessions, and ends of requests that have just arrived. Ends precede arrivals, so
+        that the next turn of a program finds the context of the turn that ended.
         """
         ends, self._ends = self._ends, {}
         new = set(self.arrivals) if ends else set[Request]()
@@ -112,7 +112,7 @@ class PendingChanges:
                 self._scheduler.end_turn(context, tool)
 
     def end(self, ends: Mapping[Request, FinishReason]) -> None:
-        """Ends these requests now. Requests that have already ended are skipped."""
+        """Ends requests now. Requests that have already ended are skipped."""
         ended = [request for request, reason in ends.items() if _can_end(request, reason)]
         for request in ended:
             self._scheduler.abort(request, ends[request])

@@ -5,32 +5,32 @@ from collections import deque
 
 RECENT_STEPS = 64
 MIN_STEPS = 8
-"""Number of steps of a size class that must be measured before planning is delayed."""
+"""Planning is delayed only after this number of steps of a size class was measured."""
 MARGIN_SECONDS = 0.001
-"""The precision of an event loop's timers, in seconds. It is subtracted from the delay."""
+"""The precision of an event loop's timers. It is subtracted from the delay."""
 LEAST_SECONDS = 0.003
-"""The shortest delay of planning, in seconds. A shorter sleep costs more than it saves."""
+"""The shortest delay of planning. A shorter sleep would cost more than it saves."""
 _OUTLIERS = 16
-"""One in this number of recent steps may have less room than "nearly all steps" have."""
+"""One in this number of recent steps may have less room than the delay assumes."""
 
 
 class PlanningClock:
     """Delays the planning of a step while the previous step runs, so that requests that arrive
     during the delay are part of the step. Planning starts early enough that workers do not wait.
 
-    Workers report the slack of each step: the time from when the step was ready to run until the
-    end of the previous step. Slack is negative if the step arrived late. The slack of a step plus
-    the delay of its planning is the *room* of the previous step: the time from its start in which
-    the next step need not be planned. The room depends on the durations of that previous step, of
-    planning, and of messages.
+    Workers report the *slack* of each step: the time from when the step was ready to run until the
+    previous step ended. Slack is negative if the step arrived late. The slack of a step plus the
+    delay of its planning is the *room* of the previous step: the time after the previous step's
+    start by which planning can be delayed without making the workers wait. The room depends on how
+    long the previous step, planning and messages take.
 
-    Steps are grouped in size classes, one for each power of two tokens. The delay is the room that
-    nearly all recent steps of the class had, minus the distance between this room and the median
-    room, minus a margin. If times vary, as on a busy machine, the delay is short or 0. Planning
-    begins at the latest at the end of the previous step. In that case workers wait for as long as
-    planning and messages take.
+    Steps are grouped in size classes, one for each power of two tokens. Let r be the room that 15
+    of 16 recent steps of the class had at least, and m the median of their rooms. The delay is
+    r - (m - r), minus a margin. If rooms vary much, as on a busy machine, the delay is short or 0.
+    Planning begins at the latest when the previous step ends. In that case workers wait for as long
+    as planning and messages take.
 
-    Times are seconds of a monotonic clock, which callers pass in.
+    Times are in seconds of a monotonic clock, which callers read.
     """
 
     def __init__(self) -> None:
@@ -52,21 +52,21 @@ class PlanningClock:
         return self._due
 
     def begins(self, num_tokens: int, now: float) -> None:
-        """Records that a step of `num_tokens` tokens begins to run at about `now`."""
+        """Records that a step of `num_tokens` tokens begins to run at the time `now`."""
         self._size, self._began = num_tokens.bit_length(), now
         rooms = self._rooms.get(self._size)
         seconds = 0.0 if rooms is None else rooms.usable - MARGIN_SECONDS
         self._due = now + seconds if seconds >= LEAST_SECONDS else now
 
     def planned(self, step: int, began: float) -> None:
-        """Records a sent step whose planning began at `began`, while another step was running."""
+        """Records a step whose planning began at the time `began`, while another step ran."""
         put_off = max(0.0, min(began, self._due) - self._began)
         self._planned[step] = self._size, put_off
         self.num_planned += 1
         self.seconds_put_off += put_off
 
     def answered(self, step: int, slack_seconds: float | None) -> None:
-        """Records a step's slack if it was measured while another step ran."""
+        """Records a step's slack. Ignores it if no other step ran when the step was planned."""
         planned = self._planned.pop(step, None)
         if planned is None or slack_seconds is None:
             return
@@ -84,16 +84,17 @@ class PlanningClock:
 
 
 class _Rooms:
-    """The rooms of the recent steps of one size class, in order of time and sorted."""
+    """The rooms (see PlanningClock) of the recent steps of one size class."""
 
     def __init__(self) -> None:
         self.usable = 0.0
-        """The room in seconds that nearly all steps had, less a margin. 0 before MIN_STEPS."""
+        """The time in seconds by which planning can be delayed. 0 until MIN_STEPS rooms are known.
+        """
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
 
     def add(self, room: float) -> None:
-        """Adds the room of a step. Drops the oldest room if RECENT_STEPS are stored."""
+        """Adds the room of a step. Removes the oldest room if RECENT_STEPS rooms are stored."""
         if len(self._recent) == RECENT_STEPS:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(room)

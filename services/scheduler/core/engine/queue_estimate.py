@@ -1,29 +1,29 @@
-"""Estimates how fast the queue moves, from the replica's recent work."""
+"""Estimates from the replica's recent work how long requests wait in the queue."""
 
 from collections import deque
 
 MIN_COMPLETIONS = 8
-"""Number of requests that must have ended before the rate of completions is estimated from them."""
+"""Number of ended requests from which on the completion rate is estimated from ended requests."""
 MIN_BUSY_SECONDS = 0.5
-"""Busy seconds before a rate is estimated from tokens, because the first steps take longer."""
+"""Busy seconds from which on the rate is estimated from tokens. The first steps take longer."""
 WINDOW_COMPLETIONS = 64
 """Number of most recent completions from which the rate is estimated."""
 MARGIN = 1.4
-"""Factor on estimated means, because a late eviction costs a client more than an early refusal."""
+"""Factor on the estimates, because a client prefers an early refusal to a timeout in the queue."""
 
 
 class QueueEstimate:
-    """Estimates the rate at which requests complete on a full replica. From this rate two numbers
-    follow by Little's law: the delay that each waiting request causes to requests behind it, and
-    the running time of a request.
+    """Estimates the rate at which requests complete on a full replica. Two numbers follow from this
+    rate by Little's law: the time that each waiting request adds to the wait of requests behind it,
+    and the running time of a request.
 
     Until enough requests have ended, the completion rate is estimated as the number of tokens
     computed per second, divided by the expected number of tokens of a request.
 
-    While fewer than `max_running` requests run and none waits, requests complete as fast as they
-    arrive, which does not show the capacity. Such time counts as the time that a full replica would
-    need: it is multiplied by the fraction of `max_running` that run, and by the slowdown of a step
-    in which `max_running` requests run.
+    If no request waits and fewer than `max_running` requests run, requests complete as fast as they
+    arrive, and the rate does not show the capacity. This time is converted to the time that a full
+    replica would need. It is multiplied by the number of running requests divided by `max_running`,
+    and by the slowdown of a step in which `max_running` requests run.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -32,14 +32,15 @@ class QueueEstimate:
         self._running_seconds = 0.0
         """Sum of the running times of all requests, in seconds."""
         self._num_tokens = 0
-        """Tokens that were computed in the busy seconds."""
+        """Number of tokens that were computed in the busy seconds."""
         self._tokens_per_request = 0.0
         self._marks: deque[tuple[float, float, int]] = deque([(0.0, 0.0, 0)])
-        """Totals of busy and running seconds and completed requests at samples, oldest first."""
+        """Busy seconds, running seconds and completed requests since the start, at each sample."""
         self._num_completed = 0
         self._last: tuple[float, int, int] | None = None
         self.seconds_per_request = 0.0
-        """Seconds that each waiting request adds to the wait of later ones. 0 while unknown."""
+        """Seconds that each waiting request adds to the wait of requests behind it. 0 if unknown.
+        """
         self.service_seconds = 0.0
         """Seconds from a request's admission to its end. 0 while unknown."""
 
@@ -54,12 +55,11 @@ class QueueEstimate:
         num_tokens: int = 0,
         tokens_per_request: float = 0.0,
     ) -> None:
-        """Updates the estimates with the present counts.
-
-        `num_completed`: total of requests that ended after running. `slowdown`: ratio of the time
-        of a step with `max_running` requests to the time of a present step. `num_tokens`: total of
-        computed tokens. `tokens_per_request`: tokens that a running request is expected to have at
-        its end. The last two are only used while `counts_tokens` is true.
+        """Updates the estimates. `num_completed` and `num_tokens` are the numbers of completed
+        requests and of computed tokens since the start. `slowdown` is the time of a step with
+        `max_running` requests, divided by the time of a present step. `tokens_per_request` is the
+        number of tokens that a running request is expected to have at its end. `num_tokens` and
+        `tokens_per_request` are only used while `counts_tokens` is true.
         """
         last, self._last = self._last, (now_seconds, num_completed, num_tokens)
         if last is None or not num_running:
@@ -83,16 +83,16 @@ class QueueEstimate:
         self.service_seconds = MARGIN * running_seconds / num_requests if num_requests else 0.0
 
     def stand_still(self) -> None:
-        """Excludes the time until the next sample, because no request can run."""
+        """Excludes the time until the next sample, because no request can run in this time."""
         self._last = None
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether too few requests have ended to estimate their rate from completions."""
+        """Whether the rate is estimated from tokens, because too few requests have ended."""
         return self._num_completed < MIN_COMPLETIONS
 
     def _window(self) -> tuple[float, float, float]:
-        """The recent busy seconds, running seconds and completed requests. 0 if unknown."""
+        """The recent busy seconds, running seconds and completed requests. Zeros if unknown."""
         if self.counts_tokens:
             if self._busy_seconds < MIN_BUSY_SECONDS or not self._tokens_per_request:
                 return 0.0, 0.0, 0.0
@@ -108,7 +108,7 @@ class QueueEstimate:
 
 def expected_tokens(num_prompt_tokens: int, num_output_tokens: int, max_num_tokens: int) -> int:
     """Number of prompt and output tokens that a running request is expected to have at its end. By
-    Lindy's law, the expected remaining length of an answer equals its present length, if nothing
-    else is known (Eliazar, 2017). So the answer is expected to become twice as long as it is now.
+    Lindy's law (Eliazar, 2017), if nothing else is known, the expected remaining length of an
+    answer equals its present length. So the answer is expected to double.
     """
     return min(num_prompt_tokens + 2 * num_output_tokens, max_num_tokens)

@@ -1,4 +1,4 @@
-"""Recovers from losses of pool or workers, and searches for a request whose steps always fail."""
+"""Recovers from lost pools and workers. Searches for a request whose steps always fail."""
 
 import asyncio
 import logging
@@ -16,12 +16,12 @@ from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolAndWorkers, StepObserver, WorkersLost
 
 FIRST_BACKOFF_SECONDS = 0.1
-"""Seconds before the second of several recoveries in a row. Doubles with each further one."""
+"""Delay before the second of several recoveries in a row. Each further recovery doubles it."""
 LAST_BACKOFF_SECONDS = 5.0
 
 
 class Losses:
-    """Counts losses. Losses are in a row if no step succeeded between them."""
+    """Counts losses of the pool or the workers. Losses in a row have no progress between them."""
 
     def __init__(self) -> None:
         self.num_of_pool = 0
@@ -30,7 +30,7 @@ class Losses:
 
     @property
     def is_in_a_row(self) -> bool:
-        """Whether no progress was made since the last recovery."""
+        """Whether no progress was made since the last recovery (see `made_progress`)."""
         return self._num_in_a_row > 0
 
     @property
@@ -48,7 +48,7 @@ class Losses:
             self.num_of_pool += 1
 
     def recovered(self) -> None:
-        """Records a successful recovery. The next loss counts as one more in a row."""
+        """Records a successful recovery. The next loss is in a row with the loss before it."""
         self._num_in_a_row += 1
 
     def made_progress(self) -> None:
@@ -61,10 +61,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Recovery:
-    """Counts losses of pool and workers, and reopens both. During a fault search, which finds a
-    request whose steps always fail, allows only the selected requests to be admitted. `lock` is the
-    lock of the engine loop. It is held while changes are applied during the recovery. `wake` is the
-    loop's event, which is set when there are changes.
+    """Reopens the pool and the workers after a loss of either, and counts the losses. Runs the
+    fault search, which finds a request whose steps always fail. The search selects which requests
+    may be admitted. `lock` is the lock of the engine loop. It is acquired while changes are applied
+    during the recovery. `wake` is the loop's event, which is set when changes are pending.
     """
 
     scheduler: Scheduler
@@ -78,18 +78,18 @@ class Recovery:
 
     @property
     def is_trial_due(self) -> bool:
-        """Whether the fault search selects other requests than those that may be admitted now."""
+        """Whether the fault search selects other requests than the present selection."""
         return self._search.trial() != self.scheduler.queues.admitted_only
 
     def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
-        """A stand-in for the step whose transaction, with the requests of `keys`, failed."""
+        """A plan with the requests of `keys`, in place of the step whose transaction failed."""
         requests = [one for one in self.scheduler.requests if one.key in set(keys)] if keys else []
         computed = [request.num_computed_tokens for request in requests]
         return SchedulerOutput(-1, requests, [1] * len(requests), computed)
 
     def steps_failed(self, plans: Sequence[SchedulerOutput]) -> None:
-        """Makes the requests of lost steps suspects. Ends a request whose steps always fail, if one
-        was found. Does nothing if a signal or a supervisor ended the workers.
+        """Passes lost steps to the fault search. If this finds a request whose steps always fail,
+        ends the request. Does nothing if a signal or a supervisor ended the workers.
         """
         if self.replica.workers_were_ended or not any(plan.requests for plan in plans):
             return
@@ -100,8 +100,8 @@ class Recovery:
             self.changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """Records a successful step after a loss. If no suspects are left, later losses no longer
-        count as in a row with earlier ones.
+        """Records a successful step after a loss. If the fault search has no suspects left, the
+        next loss counts as the first in a row.
         """
         if self._search.is_active:
             self._search.step_done(plan)
@@ -109,7 +109,7 @@ class Recovery:
             self.losses.made_progress()
 
     def begin_trial(self) -> None:
-        """Allows only the requests of the fault search to be admitted. No request may run."""
+        """Admits only the requests that the fault search selects. No request may run."""
         if (trial := self._search.trial()) != self.scheduler.queues.admitted_only:
             self.scheduler.admit_only(trial)
 
@@ -120,7 +120,7 @@ class Recovery:
         self.begin_trial()
 
     async def reopen(self) -> None:
-        """Reopens pool and workers after a delay. Meanwhile requests are added and ended."""
+        """Reopens the pool and the workers after a delay. Applies changes while it waits."""
 
         async def open_again() -> None:
             await asyncio.sleep(self.losses.backoff_seconds)

@@ -33,11 +33,12 @@ class ReplicaState:
         self.config = config
         self.clock = clock
         self.step_costs = StepCosts()
-        """The times of the latest steps, as far as the caller has observed them."""
+        """The durations of recent steps, which the caller records."""
         parts = PolicyParts(config, clock, self.step_costs, self._release_held)
         self.policy = find_policy(config.policy)(parts)
         self.retention: Retention | None = getattr(self.policy, "retention", None)
-        """Decides about paused contexts. None if the policy has no such decisions."""
+        """Decides which contexts of ended requests stay cached. None if the policy does not decide.
+        """
         self.queues = WaitingRequests(self.policy)
         self.running = RunningRequests()
         self.steps = PlannedSteps()
@@ -45,7 +46,7 @@ class ReplicaState:
         self.kv_cache_manager = KVCacheManager(config, pool, self.retention)
         self.encoder_cache = EncoderCacheManager(config.encoder_cache_size)
         self.pause_mode: PauseMode | None = None
-        """The mode of the present pause. None if the engine is not paused."""
+        """The mode of the current pause. None if the engine is not paused."""
         self.num_preemptions = 0
         """Number of preemptions since the process started."""
         self.failed: dict[Request, str] = {}
@@ -54,12 +55,12 @@ class ReplicaState:
 
     @property
     def num_free_places(self) -> int:
-        """How many more requests may run. A session between two turns counts as running."""
+        """Number of requests that may run in addition. Sessions between turns count as running."""
         num_taken = len(self.running) + len(self.queues.between_turns)
         return max(0, self.config.max_running - num_taken)
 
     def _release_held(self, key: RequestKey) -> None:
-        """Makes the next transaction free the blocks of an ended request that was held."""
+        """Makes the next transaction free the blocks that were kept for an ended request."""
         self.kv_cache_manager.pending.release(key)
 
     @property
@@ -68,9 +69,9 @@ class ReplicaState:
         return self.retention is not None and bool(self.retention.held)
 
     async def take_copies(self, step: int, traceparent: str) -> list[BlockCopy]:
-        """Returns the block copies that the workers make before the planned step, and frees the
-        blocks that were reserved for them. If a connector's loads are not ordered with the steps,
-        the blocks are freed only after the step's output, as in vLLM.
+        """Returns the block copies that the workers make before step `step`, and frees the blocks
+        that were reserved for the copies. If the loads of a KV connector are not ordered with the
+        steps, the blocks are freed only after the step's output has arrived, as in vLLM.
         """
         copies = sorted(self.kv_cache_manager.copies, key=lambda copy: copy.group)
         self.kv_cache_manager.copies = []
@@ -87,7 +88,9 @@ class ReplicaState:
             self.running.remove(request)
 
     def free(self, request: Request) -> None:
-        """Frees the row of a request. If it is not held, the next transaction frees its blocks."""
+        """Frees the row of a request. Its blocks are freed with the next transaction, unless the
+        policy keeps the blocks of an ended request or a KV transfer still uses them.
+        """
         context, is_held = None, False
         if self.retention is not None and request.is_finished:
             context = self.retention.ended(request)
@@ -103,23 +106,23 @@ class ReplicaState:
         request.forget_blocks()
 
     def remove(self, request: Request) -> None:
-        """Removes a request that has ended, and frees its resources. A preempted request can end
-        while it waits, by a token that was in flight at its preemption.
+        """Removes an ended request from the running requests or the queues, and frees its
+        resources. A request can end while it waits: a token in flight at its preemption ends it.
         """
         self.take_out(request)
         self.free(request)
 
 
 Connect = Callable[[ReplicaState], Transfers]
-"""Makes the transfers of a scheduler with a connector."""
+"""Creates the transfers of a scheduler that has a KV connector."""
 
 
 class BatchRows:
-    """Allocates the rows of the workers' batch, the last freed one first. Lists freed rows."""
+    """Allocates the rows of the workers' batch, the most recently freed row first."""
 
     def __init__(self, num_rows: int) -> None:
         self.removed: list[int] = []
-        """Freed rows that no message to the workers has listed yet."""
+        """Freed rows that were not sent to the workers yet."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Estimates the time of a step for each prompt token and decoding request, and of loads."""
+"""Estimates how long steps and KV loads take, from the durations of recent steps and loads."""
 
 from collections import deque
 from math import fsum
@@ -6,31 +6,32 @@ from statistics import fmean
 
 RECENT_STEPS = 64
 MIN_STEPS = 8
-"""Number of decode-only steps that must be measured before costs are estimated."""
+"""Costs are estimated only after this number of decode-only steps was measured."""
 MIN_PROMPT_TOKENS = 16
-"""A step with fewer prompt tokens is not used to estimate the cost of prompts."""
+"""A step with fewer prompt tokens is not used to estimate the cost of a prompt token."""
 MIN_COMPUTED_TOKENS = 128
-"""Number of prompt tokens that recent steps must have computed before their cost is estimated."""
+"""The cost of a prompt token is estimated only after recent steps computed this number of them."""
 
 ObservedStep = tuple[int, int, float]
-"""The number of requests of a step, its number of tokens, and the seconds that it took."""
+"""The number of requests of a step, its number of tokens, and its duration in seconds."""
 
 
 class StepCosts:
-    """Fits the costs, in seconds, of a step, of a decoding request and of a prompt token to recent
-    steps. The first two costs are fitted to decode-only steps by least squares. The cost of a
-    prompt token is the remaining time of steps with prompts, divided by their prompt tokens.
+    """Estimates three costs, in seconds, from recent steps: of a step, of a decoding request in a
+    step, and of a prompt token. The first two are fitted to decode-only steps by least squares. The
+    cost of a prompt token is the remaining time of steps with prompts, divided by the number of
+    their prompt tokens.
     """
 
     def __init__(self) -> None:
         self._decoding: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
         """Number of requests and duration in seconds of each decode-only step."""
         self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
-        """Number of requests, prompt tokens and seconds of each step with prompts."""
+        """Number of requests, number of prompt tokens, and seconds of each step with prompts."""
         self._fitted: tuple[float, float] | None = None
-        """The cached fit; None after a new step until the costs are needed."""
+        """The fitted costs of a step and of a decoding request. None if they must be fitted."""
         self._loads: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
-        """Number of tokens and seconds of the latest loads from other tiers."""
+        """Number of tokens and duration in seconds of each recent KV load."""
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
         """Records that a step took `seconds`. Steps without requests are ignored."""
@@ -49,14 +50,14 @@ class StepCosts:
 
     @property
     def seconds_per_loaded_token(self) -> float:
-        """Seconds for each token in the fastest of the latest loads. The others have waited for
-        loads before them, or for the end of a step. 0 while unknown.
+        """Seconds for each token of the fastest recent load. Slower loads have waited for other
+        loads or for the end of a step. 0 while unknown.
         """
         return min((seconds / tokens for tokens, seconds in self._loads), default=0.0)
 
     @property
     def seconds_per_step(self) -> float:
-        """Seconds for each step, besides its requests. 0 while unknown."""
+        """Seconds for each step, without the time for its requests. 0 while unknown."""
         return self._fit()[0]
 
     @property
@@ -79,9 +80,9 @@ class StepCosts:
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
         """Seconds to compute `num_tokens` tokens of a prompt while `num_requests` requests decode.
-        The prompt uses the rest of each step's token budget. 0 while unknown. If the cost of a
-        prompt token is unknown, for example because all prompts are very short, the cost of a
-        decoding request is used instead.
+        Each step computes `token_budget` tokens of the prompt. If the cost of a prompt token is
+        unknown, for example because all prompts are short, the cost of a decoding request is used
+        instead. 0 while unknown.
         """
         each_step, each_decode = self._fit()
         seconds_per_token = self.seconds_per_prompt_token or each_decode
@@ -89,8 +90,8 @@ class StepCosts:
         return num_tokens * (seconds_per_token + seconds_beside / token_budget)
 
     def slowdown(self, num_requests: int, more_requests: int) -> float:
-        """Ratio of the times of a step with `more_requests` and with `num_requests` requests. 1
-        while unknown. The ratio does not exceed `more_requests / num_requests`.
+        """The time of a step with `more_requests` requests, divided by the time of a step with
+        `num_requests` requests. At most `more_requests / num_requests`. 1 while unknown.
         """
         each_step, each_decode = self._fit()
         seconds = each_step + each_decode * num_requests
@@ -99,14 +100,15 @@ class StepCosts:
         return (each_step + each_decode * more_requests) / seconds
 
     def _fit(self) -> tuple[float, float]:
-        """Seconds for each step, and seconds for each request in it. 0 while unknown."""
+        """Seconds for each step, and seconds for each decoding request. 0 while unknown."""
         if self._fitted is None:
             self._fitted = self._least_squares()
         return self._fitted
 
     def _least_squares(self) -> tuple[float, float]:
-        """Fits the costs of a step and of a request to the decode-only steps. If all steps have the
-        same size, the two costs cannot be separated, and each is set to one half of the time.
+        """Fits the costs of a step and of a request to the decode-only steps. If all these steps
+        have equally many requests, the costs cannot be separated. Then half of the time counts as
+        the cost of the step, and half as the cost of its requests.
         """
         if len(self._decoding) < MIN_STEPS:
             return 0.0, 0.0

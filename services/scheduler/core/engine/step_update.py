@@ -1,4 +1,4 @@
-"""Applies the output of a step. Appends tokens, and ends requests and turns of sessions."""
+"""Applies the outputs of steps: appends tokens, and ends requests and turns of sessions."""
 
 from collections.abc import Sequence
 
@@ -63,13 +63,13 @@ class StepUpdate:
     def _append(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, taken: list[Sequence[int] | None]
     ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
-        """Appends the sampled tokens to the requests. Stores each request's appended tokens in
-        `taken`, or None if the request had already ended. Returns the number of appended tokens,
-        the requests that end, and the sessions whose turn ends.
+        """Appends the sampled tokens to the requests. Stores the appended tokens of each request in
+        `taken`, or None if the request had already ended or its tokens are dropped. Returns the
+        number of appended tokens, the requests that end, and the sessions whose turn ends.
         """
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
-        num_tokens = len(taken)  # corrected below off the fast path
+        num_tokens = len(taken)  # corrected below for requests off the fast path
         indexes = range(len(taken))
         for index, request, tokens in zip(indexes, plan.requests, output.token_ids, strict=True):
             if tokens and request.is_on_fast_path:
@@ -92,10 +92,10 @@ class StepUpdate:
     def _kept(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int] | None:
-        """Appends the tokens of a request that may end or is not on the fast path. Returns the
-        appended tokens. Returns None if the request had ended or its tokens are dropped. If the
-        tokens are dropped, the request's next step still verifies the drafts of this step, because
-        vLLM stores drafts apart from tokens (recording `drafts_after_a_dropped_token`).
+        """Appends the tokens of a request that may end or is off the fast path. Returns the
+        appended tokens, or None if the request had already ended or its tokens are dropped. Even if
+        its tokens are dropped, its next step verifies the drafts of this step, because vLLM stores
+        drafts separately from tokens (recording `drafts_after_a_dropped_token`).
         """
         request, tokens = plan.requests[index], output.token_ids[index]
         if request.finish_reason is not None:
@@ -115,7 +115,7 @@ class StepUpdate:
         return tokens
 
     def end_failed(self) -> list[Request]:
-        """Ends the waiting requests that can never run. Returns them in the order of arrival."""
+        """Ends and returns the waiting requests that can never run, in the order of arrival."""
         failures, self._state.failed = self._state.failed, {}
         failed = [request for request in failures if not request.is_finished]
         failed.sort(key=lambda request: request.key)
@@ -166,7 +166,7 @@ class StepUpdate:
     def _update_request_with_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int]:
-        """Appends the tokens of a request up to the one that ends it, and returns them."""
+        """Appends and returns the tokens of a request, up to the first token that ends it."""
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
         if index in output.refused_tokens:
@@ -175,25 +175,25 @@ class StepUpdate:
         if output.draft_token_ids:
             self._take_drafts(request, output, index)
         if request.row is not None:
-            # The last token is known but not computed.
+            # The last token was sampled but is not computed yet.
             self._state.kv_cache_manager.publish(request, len(request.token_ids) - 1)
         return kept
 
     def _take_drafts(self, request: Request, output: ModelRunnerOutput, index: int) -> None:
-        """Stores the drafts that the next step verifies. Does nothing with asynchronous scheduling,
-        because planning has already stored placeholders.
+        """Stores the drafts that the request's next step verifies. Does nothing with asynchronous
+        scheduling, because planning has already stored placeholders.
         """
         if not self._config.async_scheduling:
             num_drafts = self._config.num_drafts(len(self._running))
             request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
 
     def _finish_turn(self, session: Request) -> TurnEnd:
-        """Ends the turn of a session. The session begins its next turn if its input has arrived,
-        otherwise it waits for input.
+        """Ends the turn of a session. The session begins its next turn if the input has arrived.
+        Otherwise it waits for input.
 
         Tokens that steps in flight sample for the session are dropped, because they follow the end
-        of the turn. In models with state-space layers, steps in flight overwrite the session's
-        state. If such a model uses drafts, only the workers know the position of the state. In both
+        of the turn. If the model has state-space layers, steps in flight overwrite the session's
+        state. If it also uses drafts, only the workers know the position of the state. In both
         cases the session's blocks are freed, and the next turn begins with a prefix hit.
         """
         state = self._state
@@ -212,7 +212,7 @@ class StepUpdate:
 
 
 def _discount_drafts(plan: SchedulerOutput, request: Request, num_kept: int) -> None:
-    """Rejected drafts, and drafts after the end, do not count as computed."""
+    """Subtracts rejected drafts, and drafts after the request's end, from the computed tokens."""
     if plan.draft_token_ids and request.num_computed_tokens:
         drafts = plan.draft_token_ids.get(request, ())
         request.num_computed_tokens -= len(drafts) + 1 - num_kept if drafts else 0
