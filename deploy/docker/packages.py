@@ -1,14 +1,14 @@
-"""Installs the packages of an image: those that pyproject.toml requires, in the versions of
+"""Installs the packages that pyproject.toml requires for an image, in the versions of
 requirements.lock.
 
     python3 packages.py list NAME...            writes the requirements, one to a line
 
-A NAME is an extra of the project, `services` for what every service needs, or `build` for what
-generates code from protos/ and builds the project's wheel. Run it in the directory of
-pyproject.toml.
+A NAME is an extra of the project, `services` for the packages that every service needs, or `build`
+for the packages that generate code from protos/ and build the project's wheel. The program must run
+in the directory of pyproject.toml.
 
-If /wheelhouse contains wheels, packages are taken only from there, and pip is run from its own
-wheel.
+If /wheelhouse contains wheels, packages are installed only from /wheelhouse, and pip runs from its
+own wheel.
 """
 
 import subprocess
@@ -20,8 +20,8 @@ WHEELHOUSE = Path("/wheelhouse")
 SERVICES, BUILD = "services", "build"
 _GENERATOR = "grpcio-tools"
 _DOWNLOADED = ("pip", "async-timeout")
-"""Additional packages of a wheelhouse. redis needs async-timeout on Python before 3.11.3, which
-includes Debian's.
+"""Additional packages of a wheelhouse. Before Python 3.11.3, such as in Debian, redis needs
+async-timeout.
 """
 
 

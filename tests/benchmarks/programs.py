@@ -12,7 +12,7 @@ def run_program(
     program: str, *arguments: object, timeout: float = 280, statuses: Sequence[int] = (0,)
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m benchmarks.PROGRAM` and returns its output. The exit status must be one of
-    the given ones.
+    `statuses`.
     """
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{program}", *map(str, arguments)],

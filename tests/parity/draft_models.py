@@ -16,8 +16,8 @@ from services.worker.core.worker import Worker
 
 
 def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
-    """Saves a copy of a model that mostly agrees with it. Each weight gets noise of `amount` times
-    the standard deviation of its tensor.
+    """Saves a copy of a model with noise on its matrices, so that most of its greedy tokens are the
+    same. The noise has `amount` times the standard deviation of the tensor.
     """
     shutil.copytree(model, directory)
     random = torch.Generator().manual_seed(5)
@@ -32,8 +32,8 @@ def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
 
 @dataclass(frozen=True)
 class Proposed:
-    """Drafts of one request. It has the tokens that were known before them, the number of drafts
-    that a grammar forced, and the number of accepted drafts.
+    """The drafts of one request in one step. `known` has the request's tokens before the drafts.
+    `num_forced` is the number of drafts that a grammar forced.
     """
 
     known: list[int]
@@ -43,7 +43,7 @@ class Proposed:
 
 
 class Recorded:
-    """A DraftSource that records the drafts of another one."""
+    """A DraftSource that returns and records the drafts of another DraftSource."""
 
     def __init__(self, source: DraftSource) -> None:
         self._source = source

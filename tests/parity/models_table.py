@@ -8,7 +8,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `bfloat16`: the largest tolerated error."""
+    """A row of the table. `bfloat16` is the largest tolerated error in this data type."""
 
     architecture: str
     run_by: str
@@ -17,7 +17,7 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """All lines of the table."""
+    """All rows of the table."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     cells = [
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines

@@ -38,16 +38,14 @@ def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> N
 
 @torch.inference_mode()
 def first_choices(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
-    """Transformers' most probable token at each position of an output, given the tokens
-    before it.
-    """
+    """For each output position, transformers' most probable token after the previous tokens."""
     logits = model(input_ids=torch.tensor([prompt + output])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
 @torch.inference_mode()
 def logprobs(model: PreTrainedModel, request: Request) -> torch.Tensor:
-    """Log-probabilities [n, vocab_size] after each token of a request."""
+    """Transformers' log-probabilities [n, vocab_size] after each of the request's n tokens."""
     ids = torch.tensor([request.tokens])
     if request.embeds is None:
         logits = model(input_ids=ids).logits[0]
@@ -60,8 +58,8 @@ def logprobs(model: PreTrainedModel, request: Request) -> torch.Tensor:
 
 
 def _assert_rows(rows: Sequence[LogprobRows], expected: torch.Tensor, tokens: list[int]) -> None:
-    """Asserts that the rows belong to these tokens, in order, and that each row also contains the
-    most probable tokens.
+    """Asserts that the rows contain the log-probabilities of `tokens`, in order, and also of the
+    most probable tokens at each position.
     """
     if not tokens:
         assert not rows

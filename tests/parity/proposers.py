@@ -17,8 +17,8 @@ class _WithoutState:
 
 
 class KnownProposer(_WithoutState):
-    """Proposes the known continuations of sequences (prompt and output). `shift` is added to each
-    token. With a shift other than 0 no draft is right.
+    """Proposes the continuations of the given sequences, each a prompt with its output. `shift` is
+    added to each draft token. With a shift other than 0 no draft is right.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], shift: int = 0) -> None:
@@ -38,8 +38,8 @@ class KnownProposer(_WithoutState):
 
 
 class RandomProposer(_WithoutState):
-    """Proposes a random number of random tokens, and sometimes the right ones. The same tokens of a
-    row yield the same drafts.
+    """Proposes a random number of random tokens, and sometimes the right tokens. A row with the
+    same tokens gets the same drafts.
     """
 
     def __init__(self, known: KnownProposer) -> None:

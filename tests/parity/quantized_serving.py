@@ -1,5 +1,5 @@
-"""Serves checkpoints with quantized weights, and compares them with models of the same weights in
-float32, or bits of the same request in other steps.
+"""Serves checkpoints with quantized weights. Compares their tokens with a float32 model with the
+same weights, and the bits of their logits in different steps.
 """
 
 from pathlib import Path
@@ -41,7 +41,7 @@ def assert_is_what_transformers_computes(checkpoint: Checkpoint, **options: obje
 
 
 def assert_logits_are_exact(model: ExactModel) -> None:
-    """Asserts that logits do not depend on what is computed with them."""
+    """Asserts that the logits of a request do not depend on other requests in the same steps."""
     sequences = [drawn(length, length, VOCAB_SIZE) for length in (1, 5, 33, 90)]
     for tokens in sequences:
         model.reference(tokens)

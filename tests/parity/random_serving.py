@@ -1,11 +1,12 @@
 """Serves requests under random schedules, with more events in a few steps than a scheduler causes.
 
 A step computes a random number of tokens of some running requests, with drafts after their last
-token. Requests are preempted, in groups or alone, and resume in another row. Generations end. The
-pool finds every filled block until the block is allocated again. Requests therefore share computed
-blocks, in each KV-cache group as far as the group's window requires. Blocks are allocated in random
-order with their old contents, and some of them are zeroed. If the runner proposes drafts itself,
-steps contain placeholders, and the drafts of the previous step are counted as accepted.
+token. Requests are preempted, in groups or alone, and resume in another row. A new generation drops
+all requests and cached blocks of the worker. The pool finds every filled block until the block is
+allocated again, so requests share computed blocks, in each KV-cache group as far as the group's
+window requires. Blocks are allocated in random order with their old contents, and some of them are
+zeroed. If the runner proposes drafts itself, steps contain placeholders, and the drafts of the
+previous step are counted as accepted.
 """
 
 import math
@@ -23,7 +24,7 @@ Key = tuple[object, ...]
 
 
 class RandomPool:
-    """Blocks of all groups, indexed by the tokens up to their end."""
+    """Blocks of all KV-cache groups. Full blocks are found by the tokens up to the block's end."""
 
     def __init__(self, num_blocks: int, random: np.random.Generator) -> None:
         self._random = random
@@ -37,7 +38,7 @@ class RandomPool:
         return self._block_of.get(key)
 
     def remember(self, key: Key, block: int) -> None:
-        """Records that a block is full. It gets the key unless another block has it."""
+        """Records that a block is full. The block gets the key unless another block has it."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -67,7 +68,7 @@ class RandomPool:
 
 @dataclass
 class Happened:
-    """Counts of the events that requests must survive."""
+    """Counts of the events that must not change a request's tokens."""
 
     preempted: int = 0
     hit_tokens: int = 0
@@ -77,15 +78,15 @@ class Happened:
 
 
 class RandomServing:
-    """Serves requests with a runner. The same seed and the same answers yield the same schedule."""
+    """Serves requests with a model runner. Equal seeds and equal answers yield equal schedules."""
 
     def __init__(self, runner: ModelRunner, *, max_chunk: int, seed: int) -> None:
         self._runner = runner
         self._random = np.random.default_rng(seed)
         self._max_chunk = max_chunk
         self._loss_rate = min(1.0, max_chunk / 7)
-        """How often computed tokens are lost, relative to chunks of 7 and more tokens. In shorter
-        chunks the same loss costs more steps.
+        """Factor on the probability of preemptions and new generations. It is below 1 for chunks of
+        less than 7 tokens, in which recomputing the lost tokens takes more steps.
         """
         self._pool = RandomPool(runner.limits.num_blocks, self._random)
         self._rows = list(range(runner.limits.max_num_seqs))
@@ -98,8 +99,8 @@ class RandomServing:
         self.happened = Happened()
 
     def run(self, requests: list[Request], drafts: dict[tuple[int, ...], list[int]]) -> None:
-        """Serves requests until all are finished. `drafts`: for each prompt, the output from which
-        drafts are taken.
+        """Serves requests until all are finished. `drafts` maps each prompt to the output from
+        which drafts are taken.
         """
         while waiting := [request for request in requests if not request.finished]:
             self._preempt([request for request in waiting if request.row is not None])
@@ -181,7 +182,7 @@ class RandomServing:
         return request.num_computed + self._rejected.get(request.row, 0)
 
     def _enter(self, request: Request) -> None:
-        """Assigns a row to a request, with all or a part of its prefix hit."""
+        """Assigns a row to a request. The request uses all or a part of its prefix hit."""
         request.row = self._rows.pop(int(self._random.integers(len(self._rows))))
         request.prompt_rows.clear()
         unit = math.lcm(*self._runner.limits.block_sizes)
@@ -197,8 +198,8 @@ class RandomServing:
             self._pool.touch(table)
 
     def _tables(self, request: Request, num_tokens: int) -> list[list[int | None]]:
-        """The cached blocks in each group. 0 is a block outside the window, and None is a missing
-        block.
+        """For each KV-cache group, the cached blocks of the request's prefix. 0 is a block outside
+        the group's window, and None is a block that is not cached.
         """
         sizes = self._runner.limits.block_sizes
         return [
@@ -214,7 +215,7 @@ class RandomServing:
         return (group, request.embeds, *request.tokens[:end])
 
     def _first_seen(self, num_computed: int) -> list[int]:
-        """In each group, the first block that the next token sees."""
+        """For each KV-cache group, the first block that the next token attends to."""
         limits = self._runner.limits
         return [
             0 if window is None else max(0, num_computed - window + 1) // size
@@ -222,7 +223,7 @@ class RandomServing:
         ]
 
     def _draft(self, request: Request, drafts: dict[tuple[int, ...], list[int]]) -> list[int]:
-        """Drafts that are right more often than wrong, never beyond the request's last token."""
+        """Draft tokens, most of which are right. They do not exceed the request's last token."""
         known = drafts.get(tuple(request.prompt), [])[len(request.output) :]
         count = int(self._random.integers(0, 4))
         if most := self._runner.limits.num_speculative_tokens:
@@ -278,7 +279,7 @@ class RandomServing:
             self._settle(request)
 
     def _settle(self, request: Request) -> None:
-        """Publishes full blocks. Blocks that have left the window are freed, at once or later."""
+        """Makes full blocks findable. Frees blocks that have left the window, at once or later."""
         begins = self._first_seen(request.num_computed)
         sizes = self._runner.limits.block_sizes
         for group, (table, begin) in enumerate(zip(request.tables, begins, strict=True)):

@@ -31,8 +31,8 @@ from tests.parity.situations import BLOCK_SIZE, MAX_MODEL_LEN, MAX_TOKENS, Situa
 
 @dataclass(frozen=True)
 class Run:
-    """The answers to the prompts, in order, and statistics. `num_cached_tokens`: prefix hits of
-    requests at their first admission. `num_copies`: blocks copied before steps.
+    """The answers to the prompts, in order, and statistics. `num_cached_tokens` counts prefix hits
+    at the first admission of requests. `num_copies` counts blocks that were copied before steps.
     """
 
     outputs: list[list[int]]
@@ -50,7 +50,7 @@ async def generate(
     given: Sequence[Sequence[int]] | None = None,
     **changes: Any,
 ) -> Run:
-    """Serves the prompts of a situation, or the given prompts. The arguments are passed to
+    """Serves the prompts of a situation, or the prompts `given`. `changes` are passed to
     `serve`.
     """
     runner.reset()
@@ -83,9 +83,9 @@ async def serve(
     disturb: Callable[[Scheduler, Sequence[Request]], None] | None = None,
     **changes: Any,
 ) -> Run:
-    """Serves prompts in order with a function that runs submitted steps. Prompts after the eighth
-    arrive three steps later. `disturb` is called before each step with all requests. `changes`:
-    changes to the scheduler's configuration.
+    """Serves prompts in order. `submit` begins to run a step. Prompts after the eighth arrive three
+    steps later. `disturb` is called with all requests before each step. `changes` are changes to
+    the scheduler's configuration.
     """
     groups = pool_groups(limits)
     num_blocks = min(situation.num_blocks * len(groups), limits.num_blocks)

@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 12
-"""The number of output tokens. They are three blocks, so that most requests become longer than a
-window of 16 to 24 tokens.
+"""The number of output tokens of a request: three blocks. Most requests become longer than a window
+of 16 to 24 tokens.
 """
 MAX_MODEL_LEN = 128
 LARGE_POOL = 2400
@@ -41,13 +41,15 @@ SAMPLED: dict[str, Any] = {
 
 NUM_PROMPTS = 16
 SOME_PROMPTS = (1, 5, 12, 15)
-"""The shortest prompt, one without a common prefix, and two with a common prefix."""
+"""Numbers of the shortest prompt, a prompt without a common prefix, and two with a common
+prefix.
+"""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """How requests are served. `num_blocks`: blocks of each KV-cache group. `served`: the numbers
-    of the served prompts.
+    """How requests are served. `num_blocks` is the number of blocks of each KV-cache group.
+    `served` has the numbers of the served prompts.
     """
 
     max_num_batched_tokens: int = 512
@@ -56,7 +58,7 @@ class Situation:
     served: tuple[int, ...] = tuple(range(NUM_PROMPTS))
 
     def chosen(self, of_prompts: Sequence[T]) -> list[T]:
-        """The items of the served prompts, from one item for each prompt."""
+        """Selects the items of the served prompts. `of_prompts` has one item for each prompt."""
         return [of_prompts[number] for number in self.served]
 
 

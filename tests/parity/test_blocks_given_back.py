@@ -1,8 +1,10 @@
-"""While real workers compute, requests hold the same blocks in each step as with vLLM. The recorded
-decisions of tests/conformance show the rule. Blocks are freed when a request is scheduled, before
-it gets new blocks. A sliding window frees whole blocks below computed - window + 1. States free all
-blocks before the block of the last token. Tokens in flight do not count as computed. A step adds
-blocks up to its last token. For states it adds only the block of that token.
+"""While real workers compute, requests have the same blocks in each step as with vLLM.
+
+vLLM's recorded decisions in tests/conformance show the rule. When a request is scheduled, blocks
+are freed before new blocks are allocated. A sliding window frees whole blocks below computed -
+window + 1. Recurrent states free all blocks before the block of the last computed token. Tokens in
+flight do not count as computed. A step allocates blocks up to its last token. For recurrent states
+it allocates only the block of the last token.
 """
 
 import json
@@ -28,7 +30,7 @@ PROMPT_LENGTHS = (45, 30, 7)
 MAX_TOKENS = 40
 
 KINDS = {
-    # For each kind of model, the number of groups of each type of attention.
+    # The number of KV-cache groups of each attention type.
     "mistral_window": {AttentionType.SLIDING_WINDOW: 1},
     "qwen2_window": {AttentionType.FULL: 1, AttentionType.SLIDING_WINDOW: 2},
     "gemma3": {AttentionType.SLIDING_WINDOW: 5, AttentionType.FULL: 1},
@@ -41,7 +43,9 @@ KINDS = {
 
 @dataclass
 class Holder:
-    """For one request and each group, the table entries that have a block according to the rule."""
+    """The entries of a request's block tables that have a block according to the rule. `held` has a
+    set of entries for each KV-cache group.
+    """
 
     groups: tuple[LayerGroup, ...]
     num_processed: int = 0
@@ -70,8 +74,8 @@ class Holder:
 def expected_free_blocks(
     entries: list[dict[str, Any]], groups: tuple[LayerGroup, ...], num_usable_blocks: int
 ) -> Iterator[tuple[int, int]]:
-    """For every step of a log, the number of blocks that the rule leaves free, and the number that
-    was free.
+    """For each step of a step log, yields the number of free blocks according to the rule, and the
+    logged number of free blocks.
     """
     holders: dict[int, Holder] = {}
     in_flight: dict[int, dict[int, int]] = {}

@@ -1,6 +1,6 @@
-"""With drafts from a second model the tokens are the same as without. The drafts are the second
-model's own continuation, whatever the scheduler does. If the draft model is the model itself, it is
-always right, so a rejected draft shows that its keys and values are wrong.
+"""Drafts from a second model do not change the tokens. Under any schedule, the drafts are the draft
+model's own greedy continuation. If the draft model is the target model itself, all drafts are
+right. A rejected draft then shows that the draft model's keys and values are wrong.
 """
 
 import json
@@ -37,7 +37,7 @@ from tests.worker.runner_driver import Driver, Request, build_runner
 NUM_DRAFTS = 4
 TOGETHER = SITUATIONS["sixteen together"]
 NUM_CHECKED = 60
-"""The number of proposals that are computed again."""
+"""The number of proposals that are compared with the draft model's continuation."""
 
 
 def build(
@@ -50,7 +50,7 @@ def build(
 
 
 def save_draft(kind: str, model: Path, directory: Path) -> Path:
-    """Saves a draft model of a kind for a model, and returns its directory."""
+    """Saves a draft model for the model in the directory `model`. Returns the draft's directory."""
     match kind:
         case "itself":
             return model
@@ -63,8 +63,9 @@ def save_draft(kind: str, model: Path, directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A worker with a draft model, and its model's answers without drafts, by parameters. Both
-    models have the data type.
+    """A worker with a draft model, and the results of `outputs_without_drafts` for its model. Both
+    models have the data type `dtype`. `kind` is the kind of draft model, and `directory` contains
+    it.
     """
 
     kind: str
@@ -87,8 +88,8 @@ class Drafting:
     ids=lambda case: " by ".join(case[:2]),
 )
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafting:
-    """Models with full attention, or with full attention and windows, also with smaller blocks.
-    Each has every kind of draft model.
+    """Models with full attention, and models with full attention and windows. Each has several
+    kinds of draft models.
     """
     torch.set_num_threads(1)
     model, kind, dtype = request.param
@@ -107,7 +108,7 @@ always_right = pytest.mark.parametrize(
 
 
 def assert_share(kind: str, recorded: Recorded) -> None:
-    """Asserts the share of accepted drafts for a kind of draft model, with greedy tokens."""
+    """Asserts the fraction of greedy drafts that a kind of draft model must have accepted."""
     assert recorded.num_drafts > 30
     share = recorded.num_accepted / recorded.num_drafts
     match kind:
@@ -152,14 +153,14 @@ async def test_a_model_that_drafts_for_itself_takes_a_step_for_all_drafts_and_on
         assert await generate(gateway, prompts(), GREEDY) == drafting.outputs[0][1]
         stats = await replica.stats()
     each = 1 + -(-(MAX_TOKENS - 1) // (1 + NUM_DRAFTS))
-    # If only one token of a prompt is left to compute, that step already has drafts. The last
-    # request leaves the workers' batch in an empty step.
+    # If only one token of a prompt is not cached, the step that computes it already has drafts. An
+    # empty step removes the last request from the workers' batch.
     assert (each - 1) * len(prompts()) < stats.num_steps <= each * len(prompts()) + 1
 
 
 async def test_what_is_proposed_is_how_the_draft_model_continues(drafting: Drafting) -> None:
-    """The reference is transformers in float32, and the model alone, token by token, in
-    bfloat16.
+    """In float32 the reference is transformers. In bfloat16 it is the draft model without other
+    requests, token by token.
     """
     recorded = record_drafts(drafting.worker)
     async with serving(drafting.worker, SITUATIONS["chunks of 11"], async_scheduling=True) as (
@@ -179,7 +180,9 @@ async def test_what_is_proposed_is_how_the_draft_model_continues(drafting: Draft
 
 
 def assert_continued_alone(directory: Path, chosen: Sequence[Proposed]) -> None:
-    """Asserts that drafts are how a model in bfloat16 continues a request alone."""
+    """Asserts that drafts equal the continuation by the bfloat16 model in `directory`, computed
+    without other requests.
+    """
     runner = build_runner(directory, dtype=torch.bfloat16)
     driver = Driver(runner, block_size=16, num_blocks=runner.limits.num_blocks)
     for proposed in chosen:
@@ -256,7 +259,7 @@ async def test_a_shorter_draft_model_drafts_up_to_its_length(tmp_path: Path) -> 
     worker = build(tmp_path / "model", tmp_path / "draft")
     recorded = record_drafts(worker)
     async with serving(worker, TOGETHER, async_scheduling=True) as (_, gateway):
-        for _ in range(2):  # the second time after prefix hits
+        for _ in range(2):  # the second run has prefix hits
             assert await generate(gateway, prompts(), GREEDY) == reference_outputs("llama")
     ends = [len(of.known) + len(of.drafts) for of in recorded.proposed]
     assert max(ends) == longest + 1

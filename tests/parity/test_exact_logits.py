@@ -1,5 +1,5 @@
-"""The logits of a token depend only on the tokens up to it. They are bitwise equal in any batch,
-for any chunks, cached or recomputed, with one thread or two.
+"""The logits of a token depend only on the tokens up to this token. They have the same bits in any
+batch and with any chunks, cached or recomputed, with one thread or two.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Request
 
 SAME_BUT_FOR_CONSTANTS = {"llama_linear", "llama_llama3", "llama_yarn"}
-"""Kinds that differ from another one only in constants of their positions."""
+"""Kinds of models that differ from `llama` only in constants of the rotary embedding."""
 NATIVE_KINDS = sorted(
     {kind for row in rows() if row.run_by == "native" for kind in row.kinds}
     - SAME_BUT_FOR_CONSTANTS
@@ -30,8 +30,8 @@ CASES += [(KernelsSetting.TORCH, kind) for kind in TORCH_KINDS]
 WHOLE = 512
 COLUMNS = ("token_ids", "logprobs", "ranks")
 
-# Lengths near multiples of blocks of keys. Some exceed the windows of 16 to 24 tokens, and one
-# exceeds the window of 200.
+# Lengths near multiples of the kernels' blocks of keys. Some exceed the windows of 16 to 24 tokens,
+# and one exceeds the window of 200 tokens.
 LENGTHS = [1, 2, 5, 16, 17, 33, 63, 64, 65, 90, 130, 210]
 SEQUENCES = [drawn(length, seed, VOCAB_SIZE) for seed, length in enumerate(LENGTHS)]
 
@@ -45,7 +45,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def model(
     request: pytest.FixtureRequest, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
 ) -> ExactModel:
-    """A model with the references of all sequences."""
+    """A model with the reference logits of all sequences."""
     kernels_setting, kind = request.param
     directory = tmp_path_factory.mktemp(kind)
     save_tiny_model(directory, kind, dtype=dtype)
@@ -74,8 +74,8 @@ def test_logits_of_a_request_alone_are_the_same_bits_in_any_chunks(
 
 
 def test_logits_token_by_token_are_the_same_bits(model: ExactModel) -> None:
-    """The last 20 tokens are computed one by one. The lengths differ by so little that most
-    positions are among the last 20 of a sequence.
+    """The last 20 tokens of each sequence are computed one by one. With these lengths, most
+    positions are among the last 20 of some sequence.
     """
     for served, name in ((slice(8, 9), "alone"), (slice(None), "together")):
         serving, together = model.serving(seed=2), requests()[served]

@@ -1,7 +1,7 @@
 """Greedy output equals transformers' token for token in float32, however a request is served.
 
-Every kind is served in blocks of four tokens and in short chunks. Other sizes concern the cache,
-and are tested with the kinds that differ in their caches.
+Every kind of model is served with blocks of four tokens and short chunks. Other sizes are tested
+with one kind of model for each kind of cache.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ NUM_BLOCKS = 6400
 KINDS = sorted(TINY_MODELS)
 TORCH_KINDS = ["gemma2", "gemma3", "llama", "mistral_window", "mixtral", "opt", "qwen2_window"]
 TORCH_KINDS += ["qwen3_moe", "qwen3_next"]
-"""Kinds that differ in their calls of kernels."""
+"""Kinds of models that call kernels in different ways."""
 NOT_INVARIANT = "torch, not batch-invariant"
 SERVED = [(kind, "auto") for kind in KINDS]
 SERVED += [(kind, "torch") for kind in TORCH_KINDS]
@@ -43,8 +43,8 @@ EACH_CACHE = pytest.mark.parametrize(
     indirect=True,
     ids="-".join,
 )
-"""Kinds that differ in their caches. The states of recurrent layers reach no kernel, so these kinds
-are served with one kind of kernels.
+"""One kind of model for each kind of cache. Kernels do not read the states of recurrent layers, so
+kinds with recurrent layers are served with one kind of kernels.
 """
 
 Build = Callable[..., Driver]
@@ -80,7 +80,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @cache
 def reference(kind: str) -> PreTrainedModel:
-    """Transformers' model. It is the same for all kernels, and is built once."""
+    """The model in transformers. It is built once for all kernels."""
     return build_tiny_model(kind)
 
 
@@ -95,8 +95,8 @@ def make_requests() -> list[Request]:
 
 @cache
 def choices(model: PreTrainedModel, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:
-    """Transformers' most probable token after the prompt and after each output token. The result is
-    cached, since most tests have the same output.
+    """Transformers' most probable token at each output position. The result is cached, since most
+    tests have the same output.
     """
     return first_choices(model, list(prompt), list(output))
 
@@ -166,15 +166,15 @@ def serve_behind_prefix_hits(served: Served, block_size: int) -> None:
     model, build, requests = served
     prompt = requests[-1].prompt
     first = Request(prompt, 4)
-    # One has the same tokens as the first. The others differ from some token on, one inside a
-    # block.
+    # The first follower has the prompt of `first`. The second and third share 48 and 70 tokens with
+    # it.
     followers = [
         Request(prompt, 16),
         Request([*prompt[:48], 9, 8, 7], 16),
         Request([*prompt[:70], *requests[3].prompt], 16),
     ]
     driver = build(block_size, keeps=True)
-    # Recurrent layers leave a state only where steps end.
+    # Recurrent layers store a state only at the end of a step.
     has_states = bool(driver.runner.limits.state_block_sizes)
     while first.num_computed < len(prompt):
         left = len(prompt) - first.num_computed

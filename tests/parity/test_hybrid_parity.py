@@ -1,7 +1,6 @@
-"""Greedy output of models with recurrent layers equals transformers', however their states are
-stored and shared in blocks of the pool. Scheduler, pool and runner are the real ones.
-test_services_parity.py tests the default settings: requests that are served alone, together, in
-chunks and under preemption.
+"""Greedy output of models with recurrent layers equals transformers', however recurrent states are
+stored and shared in KV-cache blocks. Scheduler, pool and model runner are real.
+parallel/test_services_parity.py tests the default settings.
 """
 
 from collections.abc import Sequence
@@ -31,11 +30,11 @@ from tests.worker.serving_worker import ServingWorker
 
 KINDS = ["bamba", "qwen3_next"]
 NUM_TURNS_ALONE = 6
-"""The number of first turns that are served alone. They include repeated prompts, and prompts that
-end inside a block.
+"""The number of turns that are served in the situation `alone`. They include repeated prompts, and
+prompts that end inside a block.
 """
 PREEMPTED = replace(SITUATIONS["preempted again and again"], num_blocks=28)
-"""States need few blocks: this number suffices for two or three of the turns."""
+"""A situation with few blocks. They are enough for two or three turns, since states need few."""
 HYBRID_SITUATIONS = {**SITUATIONS, "preempted again and again": PREEMPTED}
 
 
@@ -64,8 +63,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def turns() -> list[list[int]]:
-    """Repeated prompts: alone, with more tokens after them, or up to their last token. Two of them
-    end inside a block.
+    """Prompts that repeat two sequences: unchanged, with more tokens, or without the last token.
+    Two prompts end inside a block.
     """
     random = np.random.default_rng(5)
     first, second = (random.integers(3, VOCAB_SIZE, length).tolist() for length in (27, 39))
@@ -77,8 +76,8 @@ def turns() -> list[list[int]]:
 
 
 async def serve(served: Served, name: str, runner: ModelRunner, **changes: Any) -> list[Run]:
-    """Serves the turns with two steps in flight, with preemptions also with one step in flight, and
-    asserts the expected tokens.
+    """Serves the turns with two steps in flight, and asserts the expected tokens. The situation
+    with preemptions also runs with one step in flight.
     """
     greedy, runs = common_pb2.SamplingParams(**GREEDY), []
     given = turns()[:NUM_TURNS_ALONE] if name == "alone" else turns()
@@ -109,7 +108,7 @@ async def test_a_hit_inside_a_block_goes_on_in_a_copy_of_the_state(
         assert at_ends.num_copies == 0
         assert anywhere.num_copies > 0
         assert min(anywhere.num_cached_tokens, at_ends.num_cached_tokens) > 0
-        if not at_ends.num_preemptions:  # otherwise different blocks may be replaced
+        if not at_ends.num_preemptions:  # otherwise the two runs may evict different blocks
             assert anywhere.num_cached_tokens > at_ends.num_cached_tokens
 
 
@@ -165,7 +164,7 @@ async def test_retention_keeps_states_where_prompts_end_and_part(served: Served)
 @pytest.mark.parametrize(
     ("mode", "setting", "cached"),
     [
-        # A hit has whole units of 2 of the 27 tokens. It ends in the middle of the seventh block.
+        # A hit of the 27 tokens has whole units of 2 tokens. It ends inside the seventh block.
         (MambaCacheMode.ALIGN, {"prefix_match_unit": 2}, [0, 26, 26]),
         (MambaCacheMode.ALIGN, {}, [0, 24, 24]),
         (MambaCacheMode.NONE, {"enable_prefix_caching": False}, [0, 0, 0]),

@@ -1,5 +1,5 @@
 """Tokens are the same whether keys, values and states are computed, cached, or loaded from the
-worker's tier, and whatever happens to the pool and the tier.
+worker's tier of offloaded blocks. Losses and damage of the cache or the tier do not change tokens.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -59,8 +59,8 @@ class Served:
 
     @property
     def num_whole_blocks(self) -> int:
-        """The number of tokens in whole blocks of all prompts. At least one token of each prompt is
-        left to compute.
+        """The number of tokens in whole blocks of all prompts. The last token of a prompt does not
+        count, since it is always computed.
         """
         return sum((len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts())
 
@@ -88,7 +88,7 @@ class Served:
 
 
 def settings_for(directory: Path, num_mib: float) -> WorkerSettings:
-    """Settings of a worker with a tier of `num_mib`, or of all workers of its group together."""
+    """Settings of a worker whose group has tiers of `num_mib` in total."""
     return settings_of(directory, kv_offloading_size=num_mib / 1024)
 
 
@@ -122,7 +122,7 @@ def built(kind: str, num_stages: int, directory: Path, num_mib: float) -> Iterat
     ids=["full attention", "windows", "mamba states", "delta net states", "windows in two stages"],
 )
 def model(request: pytest.FixtureRequest) -> tuple[str, int]:
-    """A kind of model, and the number of its stages."""
+    """A kind of model, and its number of pipeline stages."""
     torch.set_num_threads(1)
     kind, num_stages = request.param
     return kind, num_stages
@@ -130,7 +130,7 @@ def model(request: pytest.FixtureRequest) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def served(model: tuple[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model whose tier can store everything."""
+    """A model whose tier can store the blocks of all prompts."""
     with built(*model, tmp_path_factory.mktemp(model[0]), 64) as served:
         yield served
 
@@ -192,14 +192,14 @@ async def test_damage_costs_recomputation_and_nothing_else(
         assert await generate(gateway, prompts(), GREEDY) == expected
         await reset(replica)
         random = np.random.default_rng(5)
-        for tier in served.tiers:  # different blocks in each
+        for tier in served.tiers:  # different blocks are damaged in each tier
             memory = tier.memory
             flipped = np.flatnonzero(random.random(len(memory)) < share)
             memory[flipped, random.integers(0, memory.shape[1], len(flipped))] ^= 16
         assert await generate(gateway, prompts(), GREEDY) == expected
         assert num_cached(gateway) < served.num_whole_blocks
         await reset(replica)
-        # Damaged blocks were computed and stored again.
+        # The previous run computed the damaged blocks and stored them again.
         assert await generate(gateway, prompts(), GREEDY) == expected
         assert num_cached(gateway) == served.num_whole_blocks
 

@@ -1,5 +1,5 @@
-"""Vectors of prompts equal those of transformers and an explicit pooling, however prompts are
-divided into chunks, batched, preempted and found in the cache. All numbers are float32. The
+"""Vectors of prompts equal vectors that are computed with transformers and an explicit pooling.
+Chunks, batches, preemptions and prefix hits do not change them. All numbers are float32. The
 tolerance applies to vectors of length 1.
 """
 

@@ -1,5 +1,5 @@
-"""Under any schedule, requests continue as transformers does, token for token in float32, and with
-the same log-probabilities. In bfloat16 they have the bits of each request alone.
+"""Under any schedule, requests in float32 get transformers' tokens and log-probabilities. In
+bfloat16 a request's log-probabilities have the same bits as if the request runs alone.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from tests.worker.suffix_reference import suffix_trees
 MAX_NUM_SEQS = 6
 MOST_TOKENS = 70
 GROUPS = {"gemma3": 6, "llama": 1, "mixtral": 1, "qwen2_window": 3}
-"""The number of KV-cache groups of each kind of model. The kinds differ in their attention."""
+"""The number of KV-cache groups of each kind of model."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Served:
         return int(self.model.config.hidden_size)
 
     def runner(self, schedule: Schedule, **options: Any) -> ModelRunner:
-        """A runner with a pool that can store all requests, and not much more."""
+        """A model runner whose KV cache can store all requests, and little more."""
         each = -(-MOST_TOKENS // schedule.block_size) + 1
         return build_runner(
             self.directory,
@@ -126,8 +126,8 @@ def make_requests(schedule: Schedule, hidden_size: int) -> list[Request]:
 def serve(
     runner: ModelRunner, schedule: Schedule, hidden_size: int, known: KnownProposer | None = None
 ) -> tuple[list[Request], Happened]:
-    """Serves the requests twice. The outputs of the first run are the drafts and the proposer's
-    known sequences of the second run.
+    """Serves the requests twice. In the second run, the outputs of the first run are the drafts, or
+    the sequences that the proposer `known` continues.
     """
     serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
     first, second = make_requests(schedule, hidden_size), make_requests(schedule, hidden_size)
@@ -144,7 +144,9 @@ def check(served: Served, requests: list[Request]) -> None:
 
 
 def check_alone(runner: ModelRunner, schedule: Schedule, requests: list[Request]) -> None:
-    """Serves each request alone, with its prompt in one step, and compares all bits."""
+    """Serves each request alone, with its prompt in one step. The answer must have the same
+    bits.
+    """
     runner.reset()
     driver = Driver(runner, block_size=schedule.block_size, num_blocks=runner.limits.num_blocks)
     for number, request in enumerate(requests):
@@ -197,8 +199,8 @@ def test_a_model_that_drafts_for_itself_is_always_right_with_codes(rounded: Serv
 def serve_tokens(
     runner: ModelRunner, schedule: Schedule, times: int = 2
 ) -> tuple[list[Request], Happened]:
-    """Serves the requests `times` times, without the prompt of embeddings, which a draft model does
-    not know.
+    """Serves the requests `times` times, except the prompt of embeddings. A draft model cannot
+    compute it.
     """
     serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
     served = [make_requests(schedule, hidden_size=1)[:-1] for _ in range(times)]
@@ -253,7 +255,6 @@ def test_any_schedule_on_two_ranks_gives_the_tokens_of_transformers(served: Serv
 
 
 def test_any_schedule_on_two_ranks_gives_the_bits_of_each_request_alone(rounded: Served) -> None:
-    """Both ranks propose the same drafts."""
     schedule = Schedule(seed=3, block_size=4, max_chunk=7)
 
     def work(thread: RankThread) -> Happened:

@@ -60,8 +60,8 @@ PROPOSERS: dict[str, Callable[[KnownProposer], DraftSource]] = {
 def outputs_without_drafts(
     kind: str, dtype: torch.dtype, directory: Path
 ) -> list[tuple[dict[str, Any], Outputs]]:
-    """Saves a model, and returns its answers by parameters. In float32 the greedy ones are
-    transformers' own.
+    """Saves a model. Returns pairs of sampling parameters and the model's answers without drafts.
+    In float32 the greedy answers are computed by transformers.
     """
     is_float32 = dtype is torch.float32
     save_tiny_model(directory, kind, dtype=dtype, **({} if is_float32 else TILED))
@@ -73,13 +73,13 @@ def outputs_without_drafts(
 
 @dataclass
 class Speculating:
-    """A worker that verifies drafts, and its model's answers without drafts, by parameters."""
+    """A worker that verifies drafts, and the results of `outputs_without_drafts` for its model."""
 
     loaded: Worker
     outputs: list[tuple[dict[str, Any], Outputs]]
 
     def propose_with(self, name: str) -> None:
-        """Selects the proposer."""
+        """Selects the draft proposer, a key of PROPOSERS."""
         assert isinstance(self.loaded.runner, ModelRunner)
         given = [prompt for _ in self.outputs for prompt in prompts()]
         answers = [answer for _, outputs in self.outputs for answer in outputs]
@@ -96,7 +96,9 @@ class Speculating:
 def speculating(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Speculating:
-    """A model with full attention in float32, and one that also has windows in bfloat16."""
+    """A model with full attention in float32, and a model with full attention and windows in
+    bfloat16.
+    """
     torch.set_num_threads(1)
     kind, dtype = request.param
     directory: Path = tmp_path_factory.mktemp(kind)
@@ -124,7 +126,8 @@ async def test_drafts_change_no_token(
 ) -> None:
     speculating.propose_with(proposer)
     chosen, each = SITUATIONS[situation].chosen, 1 + NUM_DRAFTS * (proposer == "always right")
-    num_steps = 0  # a step for the prompt, steps for further tokens, and one after the end
+    # A step for the prompt, steps for further tokens, and a step after the request's end.
+    num_steps = 0
     async with serving(
         speculating.loaded, SITUATIONS[situation], async_scheduling=async_scheduling
     ) as (replica, gateway):

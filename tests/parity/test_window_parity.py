@@ -1,6 +1,5 @@
-"""With windows of every length, greedy output equals transformers', whatever else happens to a
-request. All of these happen at once: chunks begin neither with a block nor with a window, and
-requests are preempted again and again, and resume with their cached blocks.
+"""With windows of every length, greedy output equals transformers'. Chunks begin inside blocks and
+windows. Requests are preempted repeatedly, and resume with their cached blocks.
 """
 
 from pathlib import Path
@@ -37,8 +36,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True},
     "starcoder2": {},
 }
-"""One kind of each architecture that can have windows, with the additional settings that it
-needs.
+"""One kind of model for each architecture that can have windows, and the changes to the kind's
+configuration.
 """
 
 WINDOWS = {

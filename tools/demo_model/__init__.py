@@ -1,1 +1,1 @@
-"""How `models/demo` is made, step by step; `tools.train_demo_model` runs the steps."""
+"""The steps that create `models/demo`. `tools.train_demo_model` runs them."""

@@ -102,7 +102,9 @@ class Facts:
 
 
 def write_card(folder: Path, facts: Facts) -> None:
-    """Writes `README.md` into `folder`, with samples from the model and tokenizer there."""
+    """Writes `README.md` into `folder`, with samples from the model and the tokenizer in
+    `folder`.
+    """
     config = facts.model.config
     card = CARD.format(
         parameters=facts.model.num_parameters(),
@@ -137,7 +139,7 @@ def write_card(folder: Path, facts: Facts) -> None:
 
 
 def _samples(folder: Path, model: PreTrainedModel) -> str:
-    """One completion and one turn of a chat, each as an indented block."""
+    """A completion and a chat answer of the model, each as an indented block."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chat = tokenizer.apply_chat_template(
         [{"role": "user", "content": CHAT_PROMPT}], tokenize=False, add_generation_prompt=True

@@ -1,7 +1,7 @@
-"""Conversations made from the library itself, so that the model learns to answer in turns.
+"""Conversations made from Python's standard library, so that the model learns to answer questions.
 
-A docstring answers "what does it do", a function's source answers "write a function that ...", a
-chapter of the language reference answers "explain it". The phrasing is drawn from a few patterns.
+A docstring answers "what does it do", a function's source answers "write a function that ...", and
+a chapter of the language reference answers "explain it". Questions are drawn from a few patterns.
 Apart from the greetings below, answers contain only text of the library.
 """
 
@@ -87,7 +87,9 @@ VERB = re.compile(r"^(Return|Get|Set|Create|Convert|Make|Check|Test|Compute|Find
 
 
 def conversation(question: str, answer: str, system: str | None = None) -> str:
-    """One exchange as `CHAT_TEMPLATE` renders it, the answer's end included."""
+    """A question and its answer as `CHAT_TEMPLATE` renders them, including the end of the
+    answer.
+    """
     head = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     return (
         f"{head}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
@@ -100,7 +102,9 @@ def chat_documents(
     reference: Iterable[Document],
     seed: int,
 ) -> list[Document]:
-    """All conversations, each a document; `seed` draws their phrasing and their system prompts."""
+    """All conversations, each as a document. `seed` selects the questions' patterns and the system
+    prompts.
+    """
     draw = random.Random(seed)
     exchanges = [
         *_about_interfaces(interfaces, draw),
@@ -121,7 +125,9 @@ def chat_documents(
 
 
 def leading_paragraphs(text: str, longest: int) -> str:
-    """The first paragraphs of `text` that fit. If the first one does not fit, it is truncated."""
+    """The first paragraphs of `text` that fit into `longest` characters. If the first paragraph
+    does not fit, it is truncated.
+    """
     paragraphs = text.split("\n\n")
     taken = paragraphs[0]
     for paragraph in paragraphs[1:]:
@@ -132,7 +138,7 @@ def leading_paragraphs(text: str, longest: int) -> str:
 
 
 def as_task(summary: str) -> str | None:
-    """Converts an imperative docstring to the third person. None for any other docstring.
+    """Converts the verb of a docstring to the third person. None if it does not begin with a verb.
 
     >>> as_task("Return the name of the file."), as_task("Copies it."), as_task("A queue.")
     ('returns the name of the file', 'copies it', None)
@@ -167,7 +173,7 @@ def _about_language(
         heading, _, text = chapter.text.partition("\n")
         title = heading.strip().removesuffix(".")
         title = title[0].lower() + title[1:] if title[1:2].islower() else title
-        text = text.partition("\n")[2].strip()  # the line under the heading
+        text = text.partition("\n")[2].strip()  # without the line under the heading
         if text:
             answer = leading_paragraphs(text, LONGEST_DOCUMENTATION)
             for pattern in draw.sample(EXPLAIN, 2):
@@ -175,10 +181,12 @@ def _about_language(
 
 
 def _from_source(source: Document, draw: random.Random) -> Iterator[tuple[str, str]]:
-    """Asks for each short documented function and class of a file; the answer is its source."""
+    """Yields a pair of a question and an answer for each short function and class with a docstring.
+    The answer is its source.
+    """
     try:
         tree = ast.parse(source.text)
-    except SyntaxError:  # a line of credit was part of a statement
+    except SyntaxError:  # a removed line with names of authors was part of a statement
         return
     lines = source.text.split("\n")
     for node in ast.walk(tree):

@@ -1,13 +1,13 @@
-"""The text that the demo model is trained on: the standard library of Python.
+"""The text on which the demo model is trained: the standard library of Python.
 
-Three kinds of document come out of the running interpreter's own standard library, all under the
-PSF licence: the source of its modules, the language reference that `help()` prints, and the
-interfaces of its modules as names, signatures and docstrings. Conversations made from the same
-text are in `chat`. Nothing else is read, nothing is downloaded.
+The running interpreter's standard library yields three kinds of documents, all under the PSF
+licence: the source of its modules, the language reference that `help()` prints, and the interfaces
+of its modules as names, signatures and docstrings. `chat` makes conversations from the same text.
+Nothing is downloaded.
 
-Left out: tests, IDLE, installed packages, generated tables (nothing to learn but numbers) and files
-of the build (they hold the paths of the machine). Names of authors and e-mail addresses in their
-usual forms are removed, because a language model repeats its training text.
+The following is left out: tests, IDLE, installed packages, generated tables, which contain only
+numbers, and files of the build, which contain paths of the machine. Names of authors and e-mail
+addresses in their usual forms are removed, because a language model repeats its training text.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class SourceSplit:
-    """The library's files, divided once and for all by the seed.
+    """The library's source files, divided into `training` and `held_out`.
 
-    The model is evaluated on `held_out` files, and never trained on them. Whatever else is derived
-    from the library (conversations, interfaces) is derived from the modules of `training` alone.
+    The model is evaluated on `held_out` files, and never trained on them. Conversations and
+    interfaces come only from the modules of `training`.
     """
 
     training: tuple[Document, ...]
@@ -60,18 +60,20 @@ class SourceSplit:
 
 
 def module_name(path: str) -> str:
-    """`email/message.py` is `email.message`, `json/__init__.py` is `json`."""
+    """Converts a path to a module name: `email/message.py` to `email.message`, `json/__init__.py`
+    to `json`.
+    """
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def without_credits(text: str) -> str:
-    """`text` without its lines of credit, and with a placeholder for each e-mail address."""
+    """Removes lines that name authors, and replaces e-mail addresses with a placeholder."""
     kept = (line for line in text.splitlines(keepends=True) if not CREDIT.match(line))
     return E_MAIL.sub("user@example.com", "".join(kept))
 
 
 def without_header(source: str) -> str:
-    """`source` from its first line of code on. The lines before contain mostly names of people."""
+    """Removes the lines before the first line of code. They contain mostly names of people."""
     lines = source.splitlines(keepends=True)
     for number, line in enumerate(lines):
         if line.strip() and not line.startswith("#"):
@@ -80,7 +82,7 @@ def without_header(source: str) -> str:
 
 
 def read_sources(library: Path) -> list[Document]:
-    """Every module under `library` worth reading, in order of path."""
+    """All modules under `library` that are not left out, sorted by path."""
     documents = []
     for path in sorted(library.rglob("*.py")):
         relative = path.relative_to(library)
@@ -98,7 +100,9 @@ def read_sources(library: Path) -> list[Document]:
 
 
 def split_sources(documents: list[Document], seed: int, held_out_share: float) -> SourceSplit:
-    """Holds out whole files, drawn by `seed`, until they make up `held_out_share` of the bytes."""
+    """Holds out random files, selected by `seed`, until they have the fraction `held_out_share` of
+    all bytes.
+    """
     order = sorted(documents, key=lambda document: document.name)
     random.Random(seed).shuffle(order)
     wanted = held_out_share * sum(len(document.text) for document in order)
@@ -111,12 +115,12 @@ def split_sources(documents: list[Document], seed: int, held_out_share: float) -
 
 
 def language_reference() -> list[Document]:
-    """The chapters of the language reference that `help("lambda")` and its like print."""
+    """The chapters of the language reference, which calls such as `help("lambda")` print."""
     from pydoc_data.topics import topics  # noqa: PLC0415  # three quarters of a megabyte
 
     return [Document(f"help/{name}", text.strip() + "\n") for name, text in sorted(topics.items())]
 
 
 def standard_library() -> Path:
-    """The folder of the running interpreter's standard library."""
+    """The directory of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])

@@ -1,4 +1,4 @@
-"""The folder other programs load: Hugging Face's files for a Llama, weights in bfloat16, a card."""
+"""Writes the demo model as a Hugging Face directory of a Llama model with bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tools.demo_model.tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, wr
 
 
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes everything but the card. The output projection is the embedding, stored once."""
+    """Writes all files except the model card. The output projection is tied to the embedding, which
+    is stored once.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: parameter.detach().to(torch.bfloat16).contiguous()
@@ -22,7 +24,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     }
     path = folder / "model.safetensors"
     save_file(weights, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # it is written for its owner alone
+    path.chmod(0o644)  # save_file makes the file readable only by its owner
     write_json(folder / "config.json", _config(model.config, tokenizer))
     write_json(
         folder / "generation_config.json",
@@ -35,7 +37,7 @@ def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def _config(config: LlamaConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The fields readers of Llama checkpoints ask for, under the names most of them know."""
+    """The contents of config.json, with the field names that most readers of checkpoints know."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

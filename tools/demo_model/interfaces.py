@@ -1,6 +1,6 @@
-"""The standard library as its users see it: qualified names, signatures, docstrings.
+"""The public interfaces of the standard library: qualified names, signatures and docstrings.
 
-It is read from the imported modules, not from their source, because only the modules have the
+They are read from the imported modules, not from the modules' source, because source files lack the
 documentation of code written in C (`math`, `itertools`, the methods of `str`), and because people
 ask for `os.path.join`, not for `posixpath.join`.
 """
@@ -42,7 +42,7 @@ class Interface:
 
 
 def importable_modules() -> Iterator[ModuleType]:
-    """The public modules of the standard library and of its packages that import here, by name."""
+    """Yields the public modules of the standard library that can be imported on this platform."""
     for name in sorted(sys.stdlib_module_names):
         if name.startswith("_") or name in NOT_IMPORTED:
             continue
@@ -58,7 +58,9 @@ def importable_modules() -> Iterator[ModuleType]:
 
 
 def interfaces_of(module: ModuleType) -> Iterator[Interface]:
-    """The documented public names of `module` that are its own, classes with their methods."""
+    """Yields the documented public functions and classes that `module` defines, and the methods of
+    the classes.
+    """
     prefix = KNOWN_AS.get(module.__name__, module.__name__)
     names = getattr(module, "__all__", None) or [n for n in dir(module) if not n.startswith("_")]
     for name in sorted(set(names)):
@@ -67,7 +69,7 @@ def interfaces_of(module: ModuleType) -> Iterator[Interface]:
             continue
         origin = getattr(thing, "__module__", None) or module.__name__
         if origin.lstrip("_").split(".")[0] != module.__name__.lstrip("_").split(".")[0]:
-            continue  # re-exported: it is met again where it belongs
+            continue  # imported from another module, which yields it
         qualified = f"{prefix}.{name}" if prefix else name
         yield from _interface(module, qualified, thing)
         if inspect.isclass(thing):
@@ -77,7 +79,9 @@ def interfaces_of(module: ModuleType) -> Iterator[Interface]:
 
 
 def interface_documents(interfaces: Iterable[Interface]) -> list[Document]:
-    """One document for each module: its names with their documentation, as `pydoc` prints it."""
+    """One document for each module: its interfaces with their documentation, as `pydoc` prints
+    it.
+    """
     pages: dict[str, list[str]] = {}
     for interface in interfaces:
         body = interface.documentation.replace("\n", "\n    ")
@@ -114,9 +118,11 @@ def _interface(module: ModuleType, name: str, thing: object) -> Iterator[Interfa
 
 
 def _signature(thing: object) -> str:
-    """The signature as text. Empty if it contains an address or a path of this machine."""
+    """The signature as text, without memory addresses. It is empty if it contains a path of this
+    machine or is too long.
+    """
     try:
         text = ADDRESS.sub("", str(inspect.signature(thing)))  # type: ignore[arg-type]
-    except (ValueError, TypeError, AttributeError, NameError):  # as C code is free to declare
+    except (ValueError, TypeError, AttributeError, NameError):  # C code may have no signature
         return ""
     return "" if sys.prefix in text or len(text) > 200 else text

@@ -20,8 +20,9 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 
-# GPT-2's split, but for line breaks, which it joins with the indentation that follows: a prompt
-# that ends with a line break would then be text the model never saw an indented line come after.
+# GPT-2's pattern, except that line breaks are pieces of their own. GPT-2 joins a line break with
+# the indentation after it. If a prompt ended with a line break, the model would then never continue
+# it with an indented line.
 PIECES = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
     r"|[\r\n]+|[^\S\r\n]+(?!\S)|[^\S\r\n]+"
@@ -29,7 +30,7 @@ PIECES = (
 
 
 def train_tokenizer(documents: Iterable[Document], vocabulary: int) -> Tokenizer:
-    """Learns `vocabulary` tokens: the three special ones (ids 0, 1, 2), 256 bytes, then merges."""
+    """Learns `vocabulary` tokens: three special tokens (ids 0, 1, 2), 256 bytes, then merges."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -44,23 +45,24 @@ def train_tokenizer(documents: Iterable[Document], vocabulary: int) -> Tokenizer
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    marks = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))  # not to be learned as text
+    # The texts of special tokens are removed, so that their characters are not merged.
+    marks = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
     tokenizer.train_from_iterator((marks.sub("", doc.text) for doc in documents), trainer)
     return tokenizer
 
 
 def encode(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[list[int]]:
-    """The ids of each document, `<|endoftext|>` at its end."""
+    """The token ids of each document, with `<|endoftext|>` as the last token."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     encodings = tokenizer.encode_batch([document.text for document in documents])
     return [[*encoding.ids, end] for encoding in encodings]
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
-    """Writes the three files `AutoTokenizer` reads; the chat template is in the second.
+    """Writes the files that `AutoTokenizer` reads, including the chat template.
 
-    A chat turn ends with `<|im_end|>`, a document with `<|endoftext|>`; as in Qwen's models the
-    first is the tokenizer's end of sequence, and `generation_config.json` names both.
+    A chat turn ends with `<|im_end|>`, and a document with `<|endoftext|>`. As in Qwen's models,
+    `<|im_end|>` is the tokenizer's end of sequence, and `generation_config.json` names both tokens.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     named = {"eos_token": TURN_END, "pad_token": END_OF_TEXT}
@@ -95,5 +97,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, context: int) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """`value` as readable JSON, with the line break at its end that a text file has."""
+    """Writes `value` as indented JSON, with a line break at the end."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The benchmark of simulations: a real run of services that have a simulated device."""
+"""The benchmark that compares simulations with real runs, with services on a simulated device."""
 
 from pathlib import Path
 
@@ -24,7 +24,9 @@ seconds = 0.01
 async def test_a_real_run_is_measured_replayed_and_simulated(
     random_model: Path, tmp_path: Path
 ) -> None:
-    """The device takes the times of the profile, so only the services' own times differ."""
+    """The simulated device computes steps in the profile's times. Therefore run and simulation
+    differ only by the times of the services.
+    """
     path, step_log = tmp_path / "steps.toml", tmp_path / "steps.jsonl"
     path.write_text(PROFILE)
     profile = read_profile(str(path))

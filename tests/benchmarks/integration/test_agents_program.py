@@ -41,7 +41,7 @@ def test_a_ratio_is_the_geometric_mean_over_the_seeds() -> None:
         "unlimited memory": [figures(20.0, 100_000), figures(30.0, 300_000)],
     }
     one = Comparison(LOADS[0], rows)
-    assert one.ratio("program") == pytest.approx(1.0)  # of 2 and 1 / 2
+    assert one.ratio("program") == pytest.approx(1.0)  # the geometric mean of 2 and 1 / 2
     assert one.pressure == pytest.approx(200_000 / one.load.kv_tokens)
 
 

@@ -15,7 +15,7 @@ from tests.structured_forms import CHOOSE, PERSON, TREE
 def test_a_short_endurance_run_sends_every_kind_and_finds_all_blocks_free(
     servable_model: Path,
 ) -> None:
-    # In so short a time the memory of every process still grows.
+    # At the beginning of a run the memory of every process grows.
     flags = ("--minutes", 0.05, "--model", servable_model, "--growth-mb-per-hour", 100_000)
     report = run_program("soak", "endurance", *flags).stdout
     for process in ("gateway", "scheduler", "kvpool", "worker"):
@@ -50,7 +50,7 @@ def test_a_short_overload_is_served_and_refused(servable_model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_short_flood_of_one_tenant_is_measured_from_both_sides(servable_model: Path) -> None:
-    """In so short a time on a busy machine figures may be too high: status 1."""
+    """In a short run on a busy machine, figures may miss their goals. The exit status is then 1."""
     load = ("--tenants", 2, "--concurrency", 8, "--factor", 10, "--output-tokens", 32)
     times = ("--seconds", 1, "--deadline-seconds", 2, "--recovery-seconds", 0.2)
     program = (*load, *times, "--model", servable_model)

@@ -1,4 +1,6 @@
-"""The benchmark of simulations: its conversations, and the fit of what services add to steps."""
+"""The benchmark that compares simulations with real runs: its conversations, and the fit of serving
+costs.
+"""
 
 import json
 
@@ -37,7 +39,6 @@ def test_conversations_at_once_have_the_same_tokens_and_no_pause() -> None:
 
 
 def test_short_conversations_have_the_higher_priority() -> None:
-    """A smaller number is a higher priority."""
     ranked = sorted(with_priorities(CONVERSATIONS), key=lambda program: program.priority)
     assert len(ranked[0].turns) < len(ranked[-1].turns)
     assert ranked[0].priority > 0

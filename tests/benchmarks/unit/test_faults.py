@@ -1,4 +1,4 @@
-"""Fault campaigns: the faults that are drawn, and the checks of answers."""
+"""The soak benchmark's random faults, and its checks of answers."""
 
 import signal
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Figures of a benchmark, worked out by hand."""
+"""Figures of a benchmark, compared with figures that are computed by hand."""
 
 import math
 from fractions import Fraction
@@ -23,7 +23,7 @@ MS = 1_000_000
 
 
 def request(sent: int, *arrivals: tuple[int, int]) -> RequestTimes:
-    """Times in milliseconds."""
+    """A request whose times are given in milliseconds."""
     return RequestTimes(sent * MS, [(at * MS, count) for at, count in arrivals])
 
 
@@ -44,7 +44,7 @@ def test_a_percentile_is_one_of_the_values() -> None:
 def test_an_interval_of_the_median_is_that_of_the_sign_test(
     num_values: int, ranks: tuple[int, int]
 ) -> None:
-    """Ranks as tables of the sign test have them."""
+    """The ranks are published in tables of the sign test."""
     assert percentile_interval(range(1, num_values + 1), 50) == ranks
 
 
@@ -56,7 +56,9 @@ def test_an_interval_has_no_end_where_too_few_values_bound_it() -> None:
 
 
 def test_an_interval_is_the_narrowest_that_is_exact() -> None:
-    """By sums of fractions: an end one rank further in would fail too often."""
+    """The probabilities are computed exactly, as fractions. With a bound that is one rank closer to
+    the percentile, the interval would miss the percentile too often.
+    """
     num_values, part = 500, Fraction(99, 100)
 
     def at_most(num_below: int) -> Fraction:

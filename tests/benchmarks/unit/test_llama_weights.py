@@ -42,7 +42,9 @@ def test_every_tensor_of_a_checkpoint_has_a_name() -> None:
 
 
 def test_halves_of_a_head_become_neighbours() -> None:
-    """Two heads of four rows: row 0 turned with row 2, and 1 with 3."""
+    """The weight has two heads of four rows. Hugging Face rotates row 0 with row 2, and 1 with
+    3.
+    """
     rows = np.arange(8).reshape(8, 1)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert llama_order(name, rows, CONFIG).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

@@ -53,8 +53,8 @@ def line_of(wanted: str, lines: list[Line]) -> Line:
 
 
 def test_a_tail_is_compared_with_both_of_the_quiet_tenant_alone() -> None:
-    """30 ms in the flood: 3 times what an idle machine has, 1.5 times what this one has beside a
-    load generator.
+    """30 ms in the flood are 3 times the time on an idle machine, and 1.5 times the time while the
+    flood is sent to another server.
     """
     lines = lines_of(
         options(), result(unloaded=quiet(5, 10), beside_flood=quiet(5, 20), flooded=quiet(15, 30))
@@ -67,7 +67,7 @@ def test_a_tail_is_compared_with_both_of_the_quiet_tenant_alone() -> None:
 
 
 def test_a_quotient_has_the_interval_of_its_two_tails() -> None:
-    """Of 1000 evenly spaced values, p99 is the 990th. Its bounds are the neighbouring values."""
+    """The values are evenly spaced, so the bounds of their p99 are near it."""
     millis = [1 + index / 1000 for index in range(1000)]
     twice = [2 * one for one in millis]
     lines = lines_of(
@@ -85,7 +85,7 @@ def test_a_quotient_has_the_interval_of_its_two_tails() -> None:
 def test_goodput_is_of_both_tenants_and_judged_by_the_peak_beside_the_flood(
     num_quiet: int, passed: bool
 ) -> None:
-    """800 in 10 s are the peak, of which 0.9 are 1440 in 20 s."""
+    """The peak is 800 requests in 10 s. The goal is 0.9 of the peak: 1440 requests in 20 s."""
     flooded = quiet(*[10.0] * num_quiet)
     lines = lines_of(options(), result(unloaded=quiet(10), beside_flood=quiet(10), flooded=flooded))
     assert line_of(GOODPUT, lines).passed is passed
@@ -93,7 +93,7 @@ def test_goodput_is_of_both_tenants_and_judged_by_the_peak_beside_the_flood(
 
 
 def test_rounds_are_summed_part_by_part() -> None:
-    """Two rounds: 2 times 800 in 10 s are the peak, and 2 times 1440 in 20 s are 0.9 of it."""
+    """In each round the goodput is 0.9 of the peak: 1440 requests in 20 s, and 800 in 10 s."""
     one = result(unloaded=quiet(10), beside_flood=quiet(10), flooded=quiet(*[10.0] * 40))
     other = result(unloaded=quiet(11), beside_flood=quiet(12), flooded=quiet(*[33.0] * 40))
     lines = lines_of(options(rounds=2), sum_rounds([one, other]))
@@ -118,5 +118,5 @@ def test_waits_for_a_processor_are_summed_over_threads(tmp_path: Path) -> None:
     for thread, waited in (("7", 1_500_000_000), ("8", 250_000_000)):
         (tmp_path / "7" / "task" / thread).mkdir(parents=True)
         (tmp_path / "7" / "task" / thread / "schedstat").write_text(f"900 {waited} 33\n")
-    (tmp_path / "7" / "task" / "9").mkdir()  # it has just ended
+    (tmp_path / "7" / "task" / "9").mkdir()  # a thread that has just ended
     assert processor_wait_seconds(7, tmp_path) == 1.75

@@ -20,7 +20,9 @@ WORKLOAD = Workload(
 
 
 def turns(at_once: int, count: int) -> Iterator[tuple[int, ...]]:
-    """The prompts of a closed loop, in which answers end in the order of their requests."""
+    """Yields the prompts of a closed loop in which requests end in the order in which they
+    began.
+    """
     conversations = OpenConversations(WORKLOAD, at_once)
     running = [conversations.take() for _ in range(at_once)]
     for _ in range(count):
@@ -53,5 +55,5 @@ def test_a_conversation_rests_while_others_run() -> None:
 
 
 def test_the_working_set_is_what_open_conversations_have_on_average() -> None:
-    # 40 conversations of 8 * 3 tokens on average, and 4 system prompts of 8, in blocks of 8.
+    # 40 conversations have 8 * 3 tokens on average, and 4 system prompts have 8 tokens.
     assert WORKLOAD.num_blocks(8) == 40 * 3 + 4

@@ -1,13 +1,13 @@
-"""Tests what the benchmark of simulations counts."""
+"""Tests the counts of the benchmark of `stepwell simulate`."""
 
 from benchmarks.simulation.__main__ import measure, table
 from tests.simulation.laboratory.small import UNIT
 
 
 def test_requests_after_the_first_quarter_of_the_programs_are_measured() -> None:
-    cost = measure(2, 80, UNIT)  # 40 programs, of 1 to 4 turns each
+    cost = measure(2, 80, UNIT)  # 40 programs of 1 to 4 turns
     assert 30 <= cost.num_requests <= 120
-    # Planned for each request are at least its prompt and its last token; it is routed once.
+    # At least two steps are planned for each request, and each request is routed once.
     assert cost.num_decisions >= 3 * cost.num_requests
     assert cost.processor_seconds > 0 < cost.other_seconds
     assert table([cost]).splitlines()[2].startswith("| 2 |")

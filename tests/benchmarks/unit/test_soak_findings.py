@@ -16,7 +16,7 @@ BOUND_MB_PER_HOUR = 24.0
 
 
 def samples(usages: list[Usage]) -> list[Sample]:
-    """One process, seen every five seconds."""
+    """Samples of one process, five seconds apart."""
     return [Sample(5.0 * number, {"worker": usage}) for number, usage in enumerate(usages)]
 
 
@@ -26,7 +26,7 @@ def complaint(usages: list[Usage], warm_up_seconds: float = 0) -> str:
 
 
 def noisy(slope_mb_per_hour: float, noise_mb: float = 2.0) -> list[Usage]:
-    """20 minutes of memory that goes up and down, and on the whole with a slope."""
+    """The memory of a process over 20 minutes: a linear slope with random noise."""
     draw = Random(7)
     return [
         replace(

@@ -26,7 +26,7 @@ VOCAB_SIZE = 5000
 
 
 class Clockwork:
-    """An engine by whose clock every token takes a second, from now on."""
+    """An engine whose results state that every token took a second."""
 
     def __init__(self, missing: int = 0) -> None:
         self.asked: list[tuple[int, int, int]] = []
@@ -67,7 +67,7 @@ def test_prompts_share_what_they_should_and_nothing_else() -> None:
 
 
 def test_decoding_counts_from_where_all_have_their_first_token() -> None:
-    """The second request begins at 2 s, by when the first has three tokens; three more follow."""
+    """The second request has its first token at 2 s. Three more tokens arrive in the next 2 s."""
     assert decode_rate([[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]) == pytest.approx(3 / 2)
 
 
@@ -86,7 +86,7 @@ def test_a_load_that_takes_less_than_its_share_is_repeated_with_prompts_of_its_o
 
 
 def test_the_median_of_repetitions_counts() -> None:
-    """Runs take 1, 1 and 9 seconds a token, and so on, until a tenth of a second has passed."""
+    """Tokens take 1, 1 and 9 seconds in three consecutive runs, and so on."""
 
     class Stumbling(Clockwork):
         def generate(self, prompts: Prompts, num_tokens: int) -> Times:
@@ -116,7 +116,9 @@ def test_warming_up_takes_little_and_foretells_no_prompt() -> None:
 
 
 def test_limits_of_a_model_small_enough_to_count() -> None:
-    """Layers of 2 x (4 of norms, 16 of attention, 48 of the MLP) weights, a tied head of 40."""
+    """Each layer has 4 weights of norms, 16 of attention and 24 of the MLP. The tied head has
+    40.
+    """
     shape = Shape(2, 2, 1, 1, 4, 20, tied_embeddings=True)
     layer = 2 * 2 + 4 * (2 * 2) + 3 * (2 * 4)
     figures = Limits(flops=1e6, bytes_per_second=1e6).figures(shape)

@@ -1,9 +1,9 @@
 """Pipeline stages continue every kind of native model as transformers does, token for token in
-float32, and equal one process bit for bit.
+float32. Their logits have the same bits as in a single process.
 
 Some tests run plans of the real scheduler, with a step in flight in each stage: with chunks, with
-prefix hits, and with a pool so small that requests are preempted again and again. Other tests run
-the steps of a driver: after prefix hits, with embeddings as prompts, and with log-probabilities of
+prefix hits, and with so few blocks that requests are preempted repeatedly. Other tests run the
+steps of a driver: after prefix hits, with embeddings as prompts, and with log-probabilities of
 prompts and outputs.
 """
 
@@ -66,8 +66,8 @@ async def run_stages(
 
 @pytest.mark.parametrize("kind", NATIVE)
 async def test_two_stages_continue_as_transformers_does(kind: str, tmp_path: Path) -> None:
-    """Kinds that cache the same differ only in the model. One of them is served in every situation,
-    and the others in the one with chunks, prefix hits and preemptions.
+    """Kinds in CACHES are served in every situation. Other kinds have the same caches as one of
+    them, and are served only in the situation with chunks, prefix hits and preemptions.
     """
     model = save_tiny_model(tmp_path, kind)
     options = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
@@ -90,8 +90,8 @@ async def test_two_stages_continue_as_transformers_does(kind: str, tmp_path: Pat
 async def test_more_stages_and_ranks_in_each(
     kind: str, num_stages: int, ranks_per_stage: int, num_layers: int, tmp_path: Path
 ) -> None:
-    """The number of layers is not a multiple of the stages, or a stage has no layer of a KV-cache
-    group.
+    """The number of layers is not a multiple of the number of stages, or a stage has no layer of
+    some KV-cache group.
     """
     save_tiny_model(tmp_path, kind, num_hidden_layers=num_layers)
     greedy, sampled = common_pb2.SamplingParams(**GREEDY), common_pb2.SamplingParams(**SAMPLED)
@@ -102,7 +102,7 @@ async def test_more_stages_and_ranks_in_each(
             run = await run_stages(stages, num_stages, situation, GREEDY)
             alone = await generate(whole, situation, greedy, async_scheduling=False)
             assert run.outputs == alone.outputs
-            if ranks_per_stage == 1:  # with several ranks, sums round differently
+            if ranks_per_stage == 1:  # with several ranks, sums are rounded differently
                 run = await run_stages(stages, num_stages, situation, SAMPLED)
                 alone = await generate(whole, situation, sampled, async_scheduling=False)
                 assert run.outputs == alone.outputs
@@ -136,9 +136,7 @@ def test_logits_are_the_same_bits_as_in_one_process(
 
 
 def test_steps_run_in_all_stages_at_once(tmp_path: Path) -> None:
-    """The first stage has run the next step while the second stage waits to run the previous
-    one.
-    """
+    """The first stage runs a step while the second stage still waits to run the previous step."""
     save_tiny_model(tmp_path, "llama")
     with StagedRunner(tmp_path, 2, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS) as stages:
         first, second = (prompt_step(number, row=number) for number in range(2))

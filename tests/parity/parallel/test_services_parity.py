@@ -1,7 +1,6 @@
-"""Served tokens are the same however requests are scheduled: with one step in flight or two, in
-chunks, with prefix hits, and with a pool so small that requests are preempted again and again.
-Pool, worker and scheduler serve at separate ports, and exchange the same messages as separate
-processes.
+"""Tokens do not depend on the schedule: with one step in flight or two, in chunks, with prefix
+hits, and with so few blocks that requests are preempted repeatedly. Pool, worker and scheduler
+serve at separate ports, and exchange the same messages as separate processes.
 """
 
 import asyncio
@@ -35,8 +34,8 @@ Outputs = list[list[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """A worker with a model, the greedy answers of transformers to all prompts, and sampled answers
-    to prompts that were sent together.
+    """A worker, transformers' greedy answers to all prompts, and sampled answers to prompts that
+    were sent together.
     """
 
     loaded: Worker
@@ -46,8 +45,8 @@ class Served:
 
 @pytest.fixture(scope="module", params=CACHES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A kind of each cache. Kinds with the same cache differ only in the model, and all kinds are
-    tested without the services by tests/parity/test_greedy_parity.py.
+    """One kind of model for each kind of cache. tests/parity/test_greedy_parity.py tests all kinds
+    of models without the services.
     """
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)
@@ -63,7 +62,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def serving(
     loaded: Worker, situation: Situation, *, async_scheduling: bool, **settings: Any
 ) -> AsyncIterator[tuple[Replica, Gateway]]:
-    """A replica whose worker describes the limits of a situation, and a session with it."""
+    """Runs a replica whose worker has the limits of a situation, and opens a session with it."""
     groups, most = len(loaded.description.groups), loaded.description.num_blocks
     description = replace(
         loaded.description,
@@ -105,7 +104,7 @@ def answers_together(worker: Worker, params: dict[str, Any]) -> Outputs:
 
 @pytest.mark.parametrize("name", ["sixteen together", "chunks of 11", "preempted again and again"])
 async def test_asynchronous_scheduling_changes_no_token(served: Served, name: str) -> None:
-    """One step in flight is tested where it differs most: while requests are preempted."""
+    """One step in flight is tested only with preemptions, where the schedules differ most."""
     situation = SITUATIONS[name]
     for async_scheduling in (False, True) if situation.num_blocks == SMALL_POOL else (True,):
         async with serving(served.loaded, situation, async_scheduling=async_scheduling) as (
@@ -149,5 +148,5 @@ async def test_alone_to_the_last_token_and_to_a_stop_token(served: Served) -> No
             stats = await replica.stats()
         assert stats.num_cached_tokens > 0
         num_steps[async_scheduling] = stats.num_steps
-    # With another step in flight, the end of a request is known one step later.
+    # With two steps in flight, the scheduler knows the end of a request one step later.
     assert num_steps[True] > num_steps[False]

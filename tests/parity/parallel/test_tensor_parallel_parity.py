@@ -25,9 +25,7 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 
 def make_requests() -> list[Request]:
-    """Requests with prompts of 1 to 61 tokens. The windows of models that have one are 16 to 24 and
-    200 tokens.
-    """
+    """Requests with prompts of 1 to 61 tokens. Windows have 16 to 24 or 200 tokens."""
     random = np.random.default_rng(5)
     return [
         Request(random.integers(3, VOCAB_SIZE, 1 + 12 * number).tolist(), MAX_TOKENS)
@@ -36,7 +34,7 @@ def make_requests() -> list[Request]:
 
 
 def embedded_requests(hidden_size: int) -> list[Request]:
-    """A request whose prompt is only embeddings, and one whose prompt continues with tokens."""
+    """A request whose prompt is embeddings, and a request with tokens after its embeddings."""
     rows = torch.randn((30, hidden_size), generator=torch.Generator().manual_seed(1))
     embeds = embedded_prompt(rows)
     return [

@@ -1,8 +1,8 @@
 """In bfloat16 every kind of model is as close to float32 as the documentation says, and about as
 close as transformers is in bfloat16.
 
-All three compute with the same weights, which were rounded before. The error at a position is the
-root mean square difference of the log-probabilities of all tokens, in units of their spread.
+All runs use the same weights, which are rounded to bfloat16. The error at a position is the root
+mean square difference of the log-probabilities of all tokens, in units of their standard deviation.
 Rounding may change a router's choice of experts, after which results are completely different.
 Therefore the median over all positions is compared. For models without experts, the 90th percentile
 is compared too.
@@ -59,8 +59,8 @@ def of_transformers(directory: Path, dtype: torch.dtype) -> torch.Tensor:
 
 
 def of_runner(directory: Path, setting: KernelsSetting) -> torch.Tensor:
-    """The same log-probabilities from a runner. It computes the beginnings of all prompts in one
-    step, then chunks, then single tokens.
+    """The log-probabilities as in `of_transformers`, from a model runner. The runner computes the
+    beginnings of all prompts in one step, then chunks, then single tokens.
     """
     runner = build_runner(
         directory, num_blocks=NUM_BLOCKS, dtype=torch.bfloat16, kernels_setting=setting
@@ -79,5 +79,5 @@ def of_runner(directory: Path, setting: KernelsSetting) -> torch.Tensor:
 
 
 def errors(distributions: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """The error at each position, in units of the spread of log-probabilities."""
+    """The error at each position, in units of the log-probabilities' standard deviation."""
     return ((distributions - exact).square().mean(-1).sqrt() / exact.std()).flatten()

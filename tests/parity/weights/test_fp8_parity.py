@@ -30,7 +30,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-    """The weight has one scale. The scale of inputs is ignored."""
+    """Quantizes a weight with one scale. The checkpoint also has a scale of inputs, which is
+    ignored.
+    """
     scale = weight.abs().max() / MOST
     return scale, {"weight_scale": scale, "input_scale": torch.ones(1)}
 
@@ -41,7 +43,7 @@ def by_channel(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
 
 
 def by_block(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-    """The weight has a scale for each block. The last block of output features may be
+    """Quantizes a weight with a scale for each block. The last block of output features may be
     incomplete.
     """
     rows, columns = weight.shape
@@ -64,8 +66,8 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def save_floats(directory: Path, to: Path, scaled: Any, config: dict[str, Any]) -> Path:
-    """Saves a copy with weights of 8 bits, and a copy with the same weights in float32. Returns the
-    directory of the latter.
+    """Saves a copy with weights in 8 bits, and a copy with the same weights in float32. Returns the
+    directory of the float32 copy.
     """
     floats = to.with_suffix(".float")
     for copy in (to, floats):

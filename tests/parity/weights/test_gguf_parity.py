@@ -35,7 +35,7 @@ _ALL = (
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Types]]] = {
     "q8_0": ("llama", NARROW, dict.fromkeys(_ALL, Types.Q8_0)),
     "q4_0": ("qwen2", NARROW, dict.fromkeys(_ALL[1:], Types.Q4_0)),
-    # Files that are called Q4_K_M mix types within a fused projection.
+    # Files of type Q4_K_M have several types within a fused projection.
     "q4_k_m": ("llama", WIDE, dict.fromkeys(_ALL, Types.Q4_K) | {"v_proj": Types.Q6_K}),
     "q6_k": ("qwen3", {**WIDE, "head_dim": 32}, dict.fromkeys(_ALL, Types.Q6_K)),
 }
@@ -66,7 +66,7 @@ def test_a_file_by_itself_is_the_model_it_was_made_of(
     model = save_tiny_model(plain, kind, **NARROW)
     write_tokenizer(plain)
     save_alone(plain, file, kind, pre="gpt-2")
-    with monkeypatch.context() as own:  # the compiled kernels stay in the cache of the machine
+    with monkeypatch.context() as own:  # later tests find compiled kernels in the usual cache
         own.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         directory = find_model(str(file))
     assert_is_what_transformers_computes((directory, model), kernels_setting=KernelsSetting.NATIVE)

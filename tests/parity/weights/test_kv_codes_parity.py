@@ -1,5 +1,5 @@
 """With keys and values in 8 bits, a request's logits and tokens still depend only on the request.
-They are close to those with unrounded keys and values.
+The logits are close to the logits with unrounded keys and values.
 """
 
 from collections.abc import Sequence
@@ -104,8 +104,8 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(case: Case, tmp_path
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_off_by_little(kind: str, tmp_path: Path) -> None:
-    """The root mean square error is above 0 and below 6 % of the spread of logits. The difference
-    between the logits of both kinds of kernels is less than a third of this error.
+    """The root mean square error is above 0 and below 6 % of the logits' standard deviation. The
+    logits of torch's and of native kernels differ by less than a third of this error.
     """
 
     def logits(kernels: KernelsSetting, kept: KVCacheDtype) -> list[torch.Tensor]:
@@ -153,7 +153,7 @@ async def test_tokens_are_the_same_in_every_situation(
 
 
 def served(runner: ModelRunner | StagedRunner) -> list[Request]:
-    """Continues all prompts. Each position has its two most probable tokens."""
+    """Continues all prompts. Answers include the two most probable tokens at each position."""
     made = [Request(prompt, 12, sampling=WITH_RUNNER_UP) for prompt in prompts()]
     Driver(runner, block_size=16, num_blocks=400).run(made, chunk=9)
     return made
@@ -161,9 +161,8 @@ def served(runner: ModelRunner | StagedRunner) -> list[Request]:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path) -> None:
-    """Stages have the same results as the whole model. Ranks add in another order, which may round
-    an element to the next code. Their tokens are the same until two tokens are almost equally
-    probable.
+    """Stages have the same results as the whole model. Ranks add in another order, which may change
+    a number's code by one. Their tokens are the same until two tokens are almost equally probable.
     """
     save_tiny_model(tmp_path, kind)
     torch.set_num_threads(1)
@@ -190,7 +189,7 @@ def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 async def test_blocks_come_back_from_the_tier(kind: str, tmp_path: Path) -> None:
-    """Prompts are preempted again and again, with and without a tier of offloaded blocks."""
+    """Requests are preempted repeatedly, with and without a tier of offloaded blocks."""
     save_tiny_model(tmp_path, kind, dtype=torch.bfloat16)
     torch.set_num_threads(1)
     answers: list[Sequence[Sequence[int]]] = []

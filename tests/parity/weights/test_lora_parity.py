@@ -55,7 +55,7 @@ class Adapted:
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    """A model with its adapters. The second kind of model has biases, and sizes for tiles."""
+    """A model with its adapters. The second model has biases and the sizes TILED."""
     directory = tmp_path_factory.mktemp("model")
     save_tiny_model(directory, request.param, **(TILED if request.param == "qwen2" else {}))
     adapters = [
@@ -112,7 +112,7 @@ def test_a_mixed_batch_is_each_request_alone(
 
 
 def test_two_ranks_share_each_layer(adapted: Adapted) -> None:
-    """Ranks exchange only the same data as without adapters."""
+    """Adapters do not add exchanges between ranks."""
 
     def serve(rank: RankThread) -> list[Request]:
         torch.set_num_threads(1)

@@ -49,7 +49,7 @@ def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
 def test_logits_in_bfloat16_do_not_depend_on_what_is_computed_with_them(
     tmp_path: Path, name: str
 ) -> None:
-    """Groups of codes are as deep as tiles."""
+    """A group of codes has as many inputs as a tile."""
     save_tiny_model(tmp_path / "plain", "llama", **TILED)
     of = FORMATS[name]
     of = replace(of, group=32, config=of.config | {"group_size": 32})
@@ -70,8 +70,8 @@ def test_ranks_that_would_divide_a_group_are_refused(tmp_path: Path) -> None:
 
 
 def test_codes_fill_their_range(tmp_path: Path) -> None:
-    """With small numbers, a wrong zero of the codes or a wrong order of bits would not be
-    noticed.
+    """If the weights used only a few codes, the other tests would not detect a wrong zero point or
+    a wrong order of bits.
     """
     save_tiny_model(tmp_path / "plain", "llama")
     save_quantized(tmp_path / "plain", tmp_path / "quantized", FORMATS["pack_int4"])

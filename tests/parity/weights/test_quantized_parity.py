@@ -31,8 +31,8 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A model, and the dequantized model in transformers, each with an adapter and without. The key
-    None means without.
+    """A model, and the dequantized model in transformers for each adapter. The key None has the
+    model without an adapter.
     """
 
     directory: Path
@@ -72,9 +72,7 @@ class Quantized:
 def quantized(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Quantized:
-    """Quantized models: one with biases and an adapter, one with a tied head, and one with
-    experts.
-    """
+    """A model with biases and an adapter, a model with a tied head, and a model with experts."""
     directory = tmp_path_factory.mktemp("model") / "stored"
     save_tiny_model(directory, request.param)
     dequantized = save_dequantized(directory, directory.with_name("dequantized"))

@@ -1,9 +1,11 @@
 """A checkpoint of weights and inputs in 8 bits (W8A8) continues as transformers does in float32
-with rounded inputs of projections. This holds alone and with an adapter, with every kind of
-kernels, and on two ranks, each of which rounds its own part of an input. If float32 adds in another
-order, a number halfway between two codes may get either code, which changes later numbers of the
-request by a code. Therefore most log-probabilities agree, but not all. Hardly any would agree if
-inputs were rounded in another way or not at all.
+with rounded inputs of projections.
+
+The tests run with and without an adapter, with every kind of kernels, and on two ranks, each of
+which rounds its own part of an input. Stepwell may add in another order than transformers. A number
+halfway between two codes may then get the other code, which affects later numbers of the request.
+Therefore most log-probabilities agree, but not all. Hardly any would agree if inputs were rounded
+in another way or not at all.
 """
 
 from collections.abc import Sequence
@@ -46,8 +48,8 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_inputs(model: PreTrainedModel, num_ranks: int) -> PreTrainedModel:
-    """Makes projections round their inputs. If ranks divide the inputs, each part is rounded
-    separately. Inputs of adapters are not rounded.
+    """Makes projections round their inputs. If inputs are divided among ranks, each rank's part is
+    rounded separately. Inputs of adapters are not rounded.
     """
     for name, module in model.named_modules():
         module_name = name.removesuffix(".base_layer")
@@ -104,8 +106,8 @@ class Model:
 
 @pytest.fixture(scope="module", params=[QuantizationSetting.AUTO, QuantizationSetting.W8A8])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A model from a quantized checkpoint, or one that is quantized at load. The latter's head is
-    quantized too, but the head's inputs are not rounded.
+    """A model from a quantized checkpoint, or a model that is quantized at load. Loading also
+    quantizes the head, but the head's inputs are not rounded.
     """
     directory = tmp_path_factory.mktemp("model")
     plain, quantized = directory / "plain", directory / "quantized"
@@ -117,8 +119,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def agreement(served: Sequence[Request], oracles: dict[Path | None, PreTrainedModel]) -> float:
-    """The share of served log-probabilities that equal the oracle's. They are those of each token
-    and of the most probable tokens.
+    """The fraction of served log-probabilities that equal the oracle's, over all tokens and their
+    most probable alternatives.
     """
     found = []
     for request in served:
