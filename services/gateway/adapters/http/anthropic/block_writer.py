@@ -26,8 +26,8 @@ _TEXT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 class BlockWriter:
     """Writes the blocks of one request's answer. Each block ends before the next begins.
 
-    The signature of a thinking block is the SHA-256 of its text, since clients send back only
-    blocks that have a signature. The server does not verify it.
+    Clients send back only thinking blocks that have a signature. The signature is the SHA-256 of
+    the block's text. The server does not verify it.
     """
 
     def __init__(self, request: ClientRequest, created: int, *, shows_thinking: bool) -> None:

@@ -45,8 +45,8 @@ class RedactedThinkingBlock(HistoryBody):
 
 
 class ToolReferenceBlock(HistoryBody):
-    """A tool that a tool search found. Its name is rendered as text. It needs no schema, because
-    the prompt shows all tools.
+    """A tool that a tool search found. The tool's name is rendered as text. No schema is needed,
+    because the prompt shows all tools.
     """
 
     type: Literal["tool_reference"]
@@ -57,7 +57,7 @@ _TEXT_TAGS = frozenset(f"<{name}>" for name in get_args(TextType))
 
 
 def _kind(value: Any) -> str | None:
-    """The tag of a block. All text types share one tag."""
+    """Returns the union tag of a block. All text types share one tag."""
     tag = by_type(value)
     return "<text>" if tag in _TEXT_TAGS else tag
 
@@ -93,7 +93,7 @@ class ToolResultBlock(MarkedBody):
     ) = None
 
     def to_template(self) -> dict[str, Any]:
-        """The result as a turn for chat templates."""
+        """Returns the result as a turn for chat templates."""
         blocks = self.content or ""
         texts = [blocks] if isinstance(blocks, str) else [_result_text(one) for one in blocks]
         return {"role": "tool", "tool_call_id": self.tool_use_id, "content": texts}
@@ -138,9 +138,9 @@ class AnthropicMessage(HistoryBody):
     ) = None
 
     def to_template(self, where: str) -> Iterator[dict[str, Any]]:
-        """The turn as chat templates expect it. Each tool result is a separate turn. Raises
-        InvalidArgument for blocks that this role cannot have. `where` locates the message in the
-        error.
+        """Yields the turns as chat templates expect them. Each tool result is a separate turn.
+        Raises InvalidArgument for blocks that this role cannot have. `where` locates the message in
+        the error.
         """
         if not self.content or isinstance(self.content, str):
             yield {"role": self.role, "content": [self.content or ""]}

@@ -104,7 +104,7 @@ class CountTokensBody(Body):
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    # vLLM's.
+    # Extensions of vLLM.
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: CacheControl | None = None
     # Fields without effect.

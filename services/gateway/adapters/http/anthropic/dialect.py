@@ -110,7 +110,7 @@ class MessagesDialect(StreamingDialect):
 
 
 def _usage_body(usage: Usage) -> dict[str, Any]:
-    """The token counts. As at Anthropic, `input_tokens` excludes cached prompt tokens."""
+    """The token counts. As in Anthropic's API, `input_tokens` excludes cached prompt tokens."""
     body: dict[str, Any] = {
         "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
         "cache_creation_input_tokens": 0,

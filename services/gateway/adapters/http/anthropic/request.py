@@ -25,7 +25,7 @@ async def messages_request(
     """Converts a body to a request. Raises InvalidArgument if fields contradict each other, such as
     a required tool call without tools, or if a field is invalid or unsupported.
 
-    As at Anthropic, `max_tokens` may exceed the context length. The answer then ends when the
+    As in Anthropic's API, `max_tokens` may exceed the context length. The answer then ends when the
     context is full.
     """
     if body.thread is not None:

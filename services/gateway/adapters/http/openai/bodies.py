@@ -1,6 +1,4 @@
-"""The bodies of requests, field by field. Types are checked by these classes, ranges by
-the core.
-"""
+"""The bodies of requests, field by field. These classes check types, and the core checks ranges."""
 
 from typing import Annotated, Any, Literal
 
@@ -34,7 +32,7 @@ _NO_PREFIX = "an answer is continued with continue_final_message"
 
 
 class StreamOptions(Body):
-    """Options for what a stream contains besides its pieces."""
+    """Options for the content of a stream besides the pieces of the answer."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -53,10 +51,10 @@ class SamplingBody(
 ):
     """The fields that completions and chat completions share."""
 
-    # OpenAI's.
+    # Fields of OpenAI's API.
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
-    # vLLM's.
+    # Extensions of vLLM.
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Annotated[Any, Only(True, why="it cannot be turned off")] = None
     add_special_tokens: bool | None = None
@@ -93,7 +91,7 @@ class CompletionBody(SamplingBody):
     )
 
     prompt: Prompts | None = None
-    # vLLM's. Each text is a safetensors file in base64.
+    # An extension of vLLM. Each text is a safetensors file in base64.
     prompt_embeds: TextOrTexts | None = None
     echo: bool | None = None
     logprobs: Int | None = None
@@ -121,7 +119,7 @@ class ChatMessage(HistoryBody):
     role: ChatRole
     content: TextOrParts | None = None
     name: str | None = None
-    # The assistant's refusal. It is sent instead of a content.
+    # The assistant's refusal, which is sent instead of content.
     refusal: str | None = None
     audio: Annotated[Any, Only(why="audio is not supported")] = None
     function_call: Annotated[Any, Only(why=_NO_FUNCTIONS)] = None
@@ -131,8 +129,8 @@ class ChatMessage(HistoryBody):
     images: Annotated[Any, Only([], why="images are not supported")] = None
     prefix: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
     partial: Annotated[Any, Only(False, why=_NO_PREFIX)] = None
-    # The assistant's reasoning, as vLLM, DeepSeek, OpenRouter and Ollama name it. The chat template
-    # decides whether the model reads it again.
+    # The assistant's reasoning, under the names that vLLM, DeepSeek, OpenRouter and Ollama use. The
+    # chat template decides whether the model reads it again.
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
@@ -217,7 +215,7 @@ class PooledBody(AskingBody, vllm_fields.UnservedPoolingFields, TruncationFields
     """The fields that embeddings and scores share."""
 
     user: str | None = None
-    # vLLM's.
+    # Extensions of vLLM.
     use_activation: bool | None = None
 
 

@@ -41,7 +41,7 @@ HEADERS = (
     RequestHeader("tracestate", "W3C trace context.", {"type": "string"}),
     RequestHeader("baggage", "W3C baggage, which the spans show.", {"type": "string"}),
 )
-"""Headers of every request that a model computes."""
+"""Headers that clients may send with every request that runs the model."""
 
 _ID = {"type": "string", "maxLength": MAX_PROGRAM_ID_BYTES}
 _PROGRAM_HEADERS = (
@@ -56,7 +56,7 @@ _PROGRAM_HEADERS = (
         program_fields.FINAL_HEADER, "`true` in the program's last turn.", {"type": "string"}
     ),
 )
-"""Headers of every request that generates text."""
+"""Headers that clients may send with every request that generates text."""
 
 
 def client_routes(
@@ -69,8 +69,8 @@ def client_routes(
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
-    """Returns all routes for clients. `further` are the routes of options. Each of them
-    replaces a route with the same path. `headers` are those of requests that generate tokens.
+    """Returns all routes for clients. `further` are the routes of options. Each of them replaces a
+    route with the same path. `headers` are the headers of requests that generate text.
     """
     metrics = Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False, is_polled=True)
     info = Route(

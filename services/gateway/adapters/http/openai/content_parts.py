@@ -1,5 +1,5 @@
-"""The text parts of messages and the arguments of tool calls, as clients of all APIs send them in
-later requests.
+"""The text parts of messages and the arguments of tool calls, as clients of all APIs send them back
+in later requests.
 """
 
 import json

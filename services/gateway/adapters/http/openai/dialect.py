@@ -38,7 +38,7 @@ B_contra = TypeVar("B_contra", bound=AskingBody, contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRequest(Generic[B_co]):
-    """What a dialect is made from: a body, and the request to which it was converted."""
+    """The argument of a dialect: a body, and the request to which it was converted."""
 
     body: B_co
     request: ClientRequest
@@ -133,8 +133,9 @@ class Dialect(StreamingDialect):
         tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
         self._text_frames: dict[int, TextFrame | None] = {}
-        """Maps the index of an answer to its TextFrame, which is made for the answer's second text.
-        After the first text the value is None, because the first chunk may have further fields.
+        """Maps the index of an answer to its TextFrame, which is made when the answer's second text
+        is sent. After the first text the value is None, because the first chunk may have further
+        fields.
         """
 
     def opening(self, _usage: Usage) -> list[dict[str, Any]]:
@@ -257,12 +258,12 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def clipped_wish(usage: Usage) -> dict[str, str]:
-    """What a client that wished to keep the context for longer finds in the usage."""
+    """Returns the reduced time if the client wished to keep the prompt cached for longer."""
     return {"prompt_cache_ttl": "1h"} if usage.is_wish_clipped else {}
 
 
 class TextFrame:
-    """An encoded event without its text and token ids, for events that differ only in these."""
+    """An encoded event with gaps for its text and token ids."""
 
     __slots__ = ("_after", "_before", "_between", "_has_ids")
 

@@ -82,7 +82,7 @@ class GenerationRoutes:
         bodies: BodyReader,
         keep_alive: float,
     ) -> None:
-        """A stream gets a keep-alive after `keep_alive` seconds without an event. 0 disables
+        """A stream sends a keep-alive after `keep_alive` seconds without an event. 0 disables
         keep-alives.
         """
         self._inference = inference
@@ -174,8 +174,8 @@ class GenerationRoutes:
 
 
 def _request_id(prefix: str, body: AskingBody, record: RequestRecord) -> str:
-    """Returns the prefix and the request's id. The request's id is the client's id from the body or
-    a header. Without one, it is a new id.
+    """Returns the prefix with the request's id: the client's id from the body or a header, or a new
+    id.
     """
     if body.request_id is not None:
         check_request_id(body.request_id)

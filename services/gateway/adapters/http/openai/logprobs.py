@@ -22,7 +22,7 @@ TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     """Returns the token's text. A token that is only part of a character becomes a text such as
-    `bytes:\\xe2\\x80`, as at OpenAI.
+    `bytes:\\xe2\\x80`, as in OpenAI's API.
     """
     raw = tokenizer.token_bytes(token_id)
     try:
@@ -32,7 +32,7 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_number(_tokenizer: Tokenizer, token_id: int) -> str:
-    """Returns the token's id as a text. vLLM writes it so for clients that request token ids."""
+    """Returns the token's id in the format that vLLM uses for clients that request token ids."""
     return f"token_id:{token_id}"
 
 

@@ -86,7 +86,7 @@ class ToolUse:
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
     """The constraint on the answers, and the format by which they are parsed. `marks` are the texts
-    that delimit the parts of that format. Marks may be special tokens.
+    that delimit the parts of an answer in that format. Marks may be special tokens.
     """
 
     structured_outputs: StructuredOutputs | None

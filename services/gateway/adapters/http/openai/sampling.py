@@ -24,7 +24,7 @@ from services.gateway.core.request.request import ClientRequest, Prompt
 
 _MASK, _SIGN = 2**64 - 1, 2**63
 _EVERY_TOKEN = -1
-"""The value of top_k with which vLLM's clients disable it."""
+"""The value with which vLLM's clients disable top_k."""
 
 
 def client_request(
@@ -196,6 +196,6 @@ WRITTEN_NAMES = (
     *_SAME_NAMES,
     *("max_tokens", "logprobs", "prompt_logprobs", "structured_outputs", "logit_bias"),
 )
-"""The fields of a body that sampling parameters determine. Texts of `bad_words` and the budget of
-reasoning are lost in them.
+"""The body fields that `written_parameters` returns. `bad_words` and the reasoning budget are
+omitted.
 """

@@ -9,7 +9,7 @@ class CommonSamplingFields(Body):
 
     temperature: float | None = None
     top_p: float | None = None
-    # vLLM's.
+    # Extensions of vLLM.
     top_k: Int | None = None
     seed: Int | None = None
 
@@ -25,14 +25,14 @@ class RepetitionDetectionBody(Body):
 class SamplingFields(CommonSamplingFields):
     """The sampling parameters of completions, chat completions and /inference/v1/generate."""
 
-    # OpenAI's.
+    # Fields of OpenAI's API.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     max_tokens: Int | None = None
     n: Int | None = None
     stop: TextOrTexts | None = None
-    # vLLM's.
+    # Extensions of vLLM.
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Int | None = None

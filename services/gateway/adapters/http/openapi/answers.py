@@ -58,7 +58,7 @@ class Usage(Answer):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | None = None
     prompt_cache_ttl: Literal["1h"] | None = None
-    """Present only if the client requested to keep the prompt cached for longer."""
+    """Present only if the client requested to keep the prompt cached for more than an hour."""
 
 
 class RequestMetrics(Answer):

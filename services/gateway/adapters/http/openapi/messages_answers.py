@@ -77,7 +77,7 @@ class AnthropicUsage(Answer):
     output_tokens: int
     output_tokens_details: OutputTokensDetails | None = None
     prompt_cache_ttl: Literal["1h"] | None = None
-    """Present only if the client requested to keep the prompt cached for longer."""
+    """Present only if the client requested to keep the prompt cached for more than an hour."""
 
 
 class AnthropicResponse(Answer):

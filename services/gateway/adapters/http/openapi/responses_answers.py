@@ -90,7 +90,7 @@ class ResponseUsage(Answer):
     output_tokens_details: "ReasoningTokensDetails"
     total_tokens: int
     prompt_cache_ttl: Literal["1h"] | None = None
-    """Present only if the client requested to keep the prompt cached for longer."""
+    """Present only if the client requested to keep the prompt cached for more than an hour."""
 
 
 class ReasoningTokensDetails(Answer):

@@ -119,7 +119,7 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
     text: ResponsesText | None = None
     tool_choice: ResponsesToolChoice | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    # vLLM's.
+    # Extensions of vLLM.
     chat_template_kwargs: dict[str, Any] | None = None
     # Fields without effect.
     metadata: dict[str, str] | None = None
