@@ -16,7 +16,9 @@ class ReplicaAdmin(Protocol):
     address: str
 
     async def pause(self, mode: PauseMode, timeout_seconds: float) -> None:
-        """Returns once no step runs. After DeadlineExceeded the pause stays in effect."""
+        """Pauses the scheduler, and returns when no step runs. If it raises DeadlineExceeded, the
+        pause stays in effect.
+        """
 
     async def resume(self) -> None: ...
 
@@ -25,12 +27,10 @@ class ReplicaAdmin(Protocol):
     async def reset_prefix_cache(
         self, *, preempt_running: bool, reset_connector: bool = False
     ) -> None:
-        """Raises FailedPrecondition if requests have blocks and `preempt_running` is false."""
+        """Raises FailedPrecondition if requests have KV blocks and `preempt_running` is false."""
 
     async def drain(self) -> int:
-        """Makes the scheduler refuse new requests. Returns the number of requests that still run or
-        wait there.
-        """
+        """Makes the scheduler refuse new requests. Returns the number of unfinished requests."""
 
     async def undrain(self) -> None: ...
 
@@ -43,7 +43,7 @@ Said = Mapping[str, bool | int]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a call to one replica: the answer `said` or an `error`."""
+    """The result of a call to one replica: the values `said` that it returned, or an `error`."""
 
     address: str
     said: Said = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Administration:
     """Calls several replicas concurrently. A failure at one replica does not affect the others."""
 
     def __init__(self, replicas: Callable[[], Sequence[ReplicaAdmin]]) -> None:
-        """`replicas` returns the replicas at the time of a call."""
+        """`replicas` returns the current replicas."""
         self._replicas = replicas
 
     async def pause(
@@ -65,7 +65,7 @@ class Administration:
         clear_cache: bool,
         timeout_seconds: float,
     ) -> list[Outcome]:
-        """Pauses the engines. If `clear_cache` is true, then resets their prefix caches."""
+        """Pauses the replicas. If `clear_cache` is true, resets their prefix caches afterwards."""
 
         async def pause(replica: ReplicaAdmin) -> Said:
             await replica.pause(mode, timeout_seconds)
@@ -113,8 +113,6 @@ class Administration:
         return await self._ask(addresses, undrain)
 
     async def load_adapter(self, adapter: Adapter) -> list[Outcome]:
-        """Loads an adapter on every replica."""
-
         async def load(replica: ReplicaAdmin) -> Said:
             await replica.load_adapter(adapter)
             return {}

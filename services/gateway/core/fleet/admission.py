@@ -1,4 +1,4 @@
-"""Decides when sequences are sent to a replica for the first time."""
+"""Decides when the gateway sends new sequences to a replica."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from services.gateway.core.request.inflight import Inflight
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A sequence that waits at this gateway, with the reason and, if known, the seconds waited so
-    far.
+    """A sequence that waits at this gateway, with the reason of the wait and, if known, its length
+    in seconds so far.
     """
 
     inflight: Inflight
@@ -21,15 +21,16 @@ class Queued:
 
 
 class Admission:
-    """Sends every sequence at once. An option may replace it by a subclass that queues sequences.
-    The fleet calls the methods below `queues` for all sequences, queued or not.
+    """Lets every sequence be sent at once. An option (a folder of gateway/options) may use a
+    subclass that queues sequences. The fleet calls the methods after `queues` for all sequences,
+    whether they were queued or not.
     """
 
     def __len__(self) -> int:
         return 0
 
     def __iter__(self) -> Iterator[Inflight]:
-        """A copy of the queued sequences."""
+        """Iterates over a copy of the queued sequences."""
         return iter(())
 
     def queued(self) -> Iterable[Queued]:
@@ -37,8 +38,8 @@ class Admission:
         return ()
 
     def check_room(self, caller: Caller, deadline: float | None) -> None:
-        """Raises ResourceExhausted if a request would be refused now, and DeadlineExceeded if it
-        would not end by `deadline`, a time in seconds on the event loop's clock.
+        """Raises ResourceExhausted if a request of the caller would be refused now, and
+        DeadlineExceeded if it would not end by `deadline`, in seconds on the event loop's clock.
         """
 
     def add(self, inflight: Inflight) -> None:
@@ -50,10 +51,10 @@ class Admission:
         return False
 
     def discard(self, inflight: Inflight) -> None:
-        """Removes a sequence from its queue. Does nothing if it is not queued."""
+        """Removes a sequence from its queue. Does nothing if the sequence is not queued."""
 
     def candidates(self, _inflight: Inflight, replicas: Sequence[Replica]) -> Sequence[Replica]:
-        """Returns those of the replicas to which the sequence may be sent, at least one."""
+        """Returns the replicas to which the sequence may be sent. There is at least one."""
         return replicas
 
     def sent(self, inflight: Inflight, route: RoutingDecision) -> None:

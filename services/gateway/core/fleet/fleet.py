@@ -1,4 +1,4 @@
-"""Combines all replicas of a model to one engine. No token is lost if a replica dies or hangs."""
+"""Combines all replicas of a model into one engine. No token is lost if a replica dies or hangs."""
 
 import itertools
 import logging
@@ -37,22 +37,21 @@ NO_REPLICA = "no_replica"
 
 
 class Fleet:
-    """Sends each sequence to the replica that the policy chooses. If that replica is lost, hangs,
-    refuses the sequence, or cannot run steps, the sequence is sent to another one.
+    """Sends each sequence to the replica that the routing policy chooses. If the replica is lost,
+    hangs, refuses the sequence, or cannot run steps, the sequence is sent to another replica.
 
-    1. A sequence without a replica waits, in order of arrival, for at most
-       `resubmit_timeout_seconds`.
-    2. When a replica becomes ready, waiting sequences are sent to it. When a replica's session
-       ends, its sequences are taken back. When a connected replica has been unable to run steps for
-       `migrate_after_seconds` and another replica is ready, its sequences are taken back, too.
-    3. A sequence that was taken back is sent to another replica, together with all tokens that it
-       has generated. A sequence fails if several replicas in succession are lost while they have
-       it, and it has no new token in between. The sequence may be the cause of these losses.
-    4. Before it is first sent, a sequence may be queued by `admission`.
+    1. `admission` may queue a sequence before it is first sent.
+    2. A sequence that no replica accepts waits in order of arrival for at most
+       `resubmit_timeout_seconds`. It is sent when a replica becomes ready.
+    3. When a replica's session ends, the fleet takes back the replica's sequences. It also takes
+       them back when the replica has been unable to run steps for `migrate_after_seconds`, if
+       another replica is ready.
+    4. A sequence that was taken back is sent to another replica together with all its generated
+       tokens. If several replicas in succession are lost while they have the sequence, and it gets
+       no new token in between, the sequence may be the cause of the losses, and it fails.
 
-    Migration by token replay is from NVIDIA Dynamo. Here the continued sequence is the same as
-    without migration, since the draw of a token depends only on the seed, the position and the
-    logits.
+    Migration by token replay is from NVIDIA Dynamo. The output of a sequence does not depend on
+    migrations, since the draw of a token depends only on the seed, the position and the logits.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Fleet:
         max_num_queued_tokens: int | None = None,
     ) -> None:
         """`nanos` returns the time in nanoseconds on a steady clock. `max_num_queued_tokens` is the
-        limit on the number of prompt tokens of sequences without output. None means no limit.
+        limit on the total number of prompt tokens of sequences without output. None means no limit.
         """
         self.membership = Membership(
             links,
@@ -85,20 +84,21 @@ class Fleet:
         self._max_num_queued_tokens = max_num_queued_tokens
         self._numbers = itertools.count()
         self.num_resubmissions = 0
-        """Number of times that a sequence was sent again, after its replica was lost, could not run
-        steps or refused the sequence.
+        """Number of times that any sequence was sent again, because its replica was lost, could not
+        run steps or refused the sequence.
         """
         self._waiting = WaitingQueue(
             resubmit_timeout_seconds, clock, on_retry=self._try_again, on_expired=self._expired
         )
         self.arrivals = Arrivals()
         self.admission = Admission()
-        """Decides which sequences are queued before they are sent. By default none is queued. An
-        option (a folder of gateway/options) may replace this object before the first request.
+        """Decides which sequences are queued before they are sent. By default no sequence is
+        queued. An option (a folder of gateway/options) may replace this object before the first
+        request.
         """
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
-        """Updates the scheduler addresses known to `source` (see Membership)."""
+        """Stores all scheduler addresses that `source` currently lists (see Membership)."""
         if self.membership.set_addresses(source, addresses):
             self._update()
 
@@ -106,11 +106,11 @@ class Fleet:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences without a replica."""
+        """Number of sequences that wait at this gateway."""
         return len(self._waiting) + len(self.admission)
 
     def queued(self, most: int) -> list[Queued]:
-        """Returns at most `most` sequences without a replica, with the reasons of their waits."""
+        """Returns at most `most` sequences that wait at this gateway, with the reasons."""
         unplaced = [Queued(inflight, NO_REPLICA) for inflight in self._waiting]
         return [*self.admission.queued(), *unplaced][:most]
 
@@ -118,8 +118,8 @@ class Fleet:
         return self.membership.limits()
 
     def _num_queued_tokens(self) -> int:
-        """Returns the number of prompt tokens of all sequences without output. Tokens that are
-        already computed are included.
+        """Returns the total number of prompt tokens, computed or not, of sequences without
+        output.
         """
         running = [one for replica in self.membership.replicas for one in replica.running.values()]
         sequences = (*running, *self._waiting, *self.admission)
@@ -152,8 +152,8 @@ class Fleet:
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> Mailbox:
-        """Sends sequences. Sequences with the same prompt are sent to one replica, so that they
-        share the prompt's blocks.
+        """Sends sequences. Sequences with the same prompt are sent to the same replica, so that
+        they share the prompt's KV blocks.
         """
         mailbox = Mailbox(requests, self._numbers, self._drop, self._nanos)
         replica, prompt = None, None
@@ -208,12 +208,11 @@ class Fleet:
         self._update()
 
     def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
-        """Sends the sequence to another replica. If all replicas refuse the sequence:
+        """Sends the sequence to another replica. If all replicas refuse a sequence that no replica
+        has accepted before, it fails if the queues are full, and waits if the schedulers drain. If
+        all replicas refuse any other sequence, it waits.
 
-        * a new request fails if the queues are full, and waits if the schedulers drain;
-        * a request that was accepted before waits.
-
-        A request that is refused as invalid is sent once more. It had passed the gateway's checks,
+        A sequence that is refused as invalid is sent once more. It has passed the gateway's checks,
         so its message may have been damaged in transit.
         """
         if isinstance(error, InvalidArgument) and not inflight.was_called_invalid:
@@ -248,7 +247,9 @@ class Fleet:
     # Choice of the replica.
 
     def _send(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a ready replica that has not refused it."""
+        """Sends a sequence to a ready replica that has not refused it. Returns the replica, or None
+        if there is no such replica.
+        """
         placed = self._placement.place(inflight, self.admission)
         if placed is None:
             return None
@@ -259,7 +260,9 @@ class Fleet:
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
-        """Sends a turn to the replica that keeps the sequence of the last turn."""
+        """Sends a session's turn to the replica that keeps the previous turn's sequence. Returns
+        whether there is such a replica.
+        """
         turn = inflight.request.turn
         held = None if turn is None else turn.take_held(inflight.request)
         if held is None:
@@ -273,8 +276,8 @@ class Fleet:
         return False
 
     def send(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a replica and returns the replica. If no replica accepts the
-        sequence, queues it and returns None.
+        """Sends a sequence to a replica and returns the replica. If no replica is ready to accept
+        the sequence, lets it wait and returns None.
         """
         replica = self._send(inflight)
         if replica is None:
@@ -317,16 +320,14 @@ class Fleet:
         inflight.failed(no_replica_ready(f"this request found no scheduler in time: {why}"))
 
     def _drop(self, inflight: Inflight) -> None:
-        """Ends a sequence, whether it waits or is at a replica."""
+        """Ends a sequence at its replica or in its queue."""
         inflight.aborted()
         self._waiting.discard(inflight)
         self.admission.discard(inflight)
 
     def _update(self) -> None:
-        """Sends waiting sequences to the ready replicas.
-
-        If the model was replaced, a waiting sequence fails if it has output, or if the limits have
-        changed.
+        """Updates the membership, and sends waiting sequences to the ready replicas. If the model
+        was replaced, a waiting sequence fails if it has output or if the limits have changed.
         """
         limits = self.membership.known_limits
         if self.membership.update():

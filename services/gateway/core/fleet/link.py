@@ -1,4 +1,4 @@
-"""The interfaces that a Replica uses: its connection to the scheduler, and its listener."""
+"""The interfaces that a Replica uses: the connection to its scheduler, and its listener."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,28 +11,26 @@ if TYPE_CHECKING:
 
 
 class Link(Protocol):
-    """The connection to one scheduler. It calls the methods of its Replica with received
-    results.
-    """
+    """The connection to one scheduler. It passes received results to the methods of its Replica."""
 
     def add(self, handle: int, inflight: Inflight) -> None:
-        """Sends a sequence with the tokens that it has generated. `handle` identifies the sequence
-        in later calls. Sequences are sent soon, in the order of calls. If the session ends first,
-        the sequence is not sent.
+        """Sends a sequence with its generated tokens, soon and in the order of the calls. `handle`
+        identifies the sequence in later calls. If the session ends before, the sequence is not
+        sent.
         """
 
     def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
-        """Sends the tokens that a turn adds to the first `num_tokens` tokens of a sequence that the
-        scheduler keeps under `handle`.
+        """Sends the next turn of a client's session. `inflight` continues the sequence that the
+        scheduler keeps under `handle`. Only the tokens after the first `num_tokens` are sent.
         """
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
-        """Ends a sequence at the scheduler. No more results follow. `was_stopped` is true if a stop
-        string ended the sequence.
+        """Ends a sequence at the scheduler. The replica receives no more results of the sequence.
+        `was_stopped` is true if a stop string ended the sequence.
         """
 
     def end_turn(self, handle: int, tool: str) -> None:
-        """Sends the name of the tool that the client runs after a sequence that has ended."""
+        """Sends the name of the tool that the client runs after the ended sequence."""
 
 
 class ReplicaListener(Protocol):
@@ -42,7 +40,9 @@ class ReplicaListener(Protocol):
         """A session opened, or the replica became able or unable to run steps."""
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """The session with the scheduler ended for this cause."""
+        """The session with the scheduler ended for this cause, so these sequences need another
+        replica.
+        """
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"

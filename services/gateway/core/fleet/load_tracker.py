@@ -13,30 +13,31 @@ from services.gateway.core.request.inflight import Inflight
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
 """The assumed mean output length at a replica before any sequence has ended there."""
 OWN_TOKENS_COUNT = 2
-"""In the cost of a sequence, its own uncomputed tokens are multiplied by this factor. The factor is
-2 because the sequence and the requests behind it wait for these tokens.
+"""In the cost of a sequence, the number of the sequence's own uncomputed tokens is multiplied by
+this factor. The factor is 2, because both the sequence and the requests behind it wait until these
+tokens are computed.
 """
 EVICTED_TOKENS_COUNT = 4
-"""At a replica with mean eviction pressure, OWN_TOKENS_COUNT is increased by this number. At other
-replicas, the increase is proportional to the pressure. In a full pool, the blocks of a sequence's
-own tokens evict as many other blocks, which would have been hits. The pressure grows with the
-number of tokens computed at the replica (Preble's eviction cost).
+"""This number times a replica's eviction pressure is added to OWN_TOKENS_COUNT. In a full pool, the
+blocks of a sequence's own tokens evict as many cached blocks, which later requests might have hit.
+The eviction pressure grows with the number of tokens recently computed at the replica, and its mean
+over all replicas is 1 (Preble's eviction cost).
 
 Without this number, small differences in measured speeds would send most new conversations to the
-same pools. In simulations (tests/gateway/simulated_fleet.py), OWN_TOKENS_COUNT and
-EVICTED_TOKENS_COUNT have the values with the best hit rates and times to first token.
+same replicas. In simulations (tests/gateway/simulated_fleet.py), the values of OWN_TOKENS_COUNT and
+EVICTED_TOKENS_COUNT had the best hit rates and times to first token.
 """
 RECENT_SECONDS = 30.0
 """Half-life of the number of recently computed tokens, in seconds."""
 _HALF_LIVES = 256
-"""Number of half-lives in an era (`Era`)."""
+"""Length of an era (see `Era`) in half-lives."""
 _SHARE = 0.1
 """Weight of the newest value in moving means."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """The seconds by which one prompt token and one decoding request lengthen a step."""
+    """The seconds by which each prompt token and each decoding request lengthen a step."""
 
     seconds_per_prompt_token: float
     seconds_per_decode: float
@@ -47,15 +48,19 @@ class Speeds:
 
 
 DEFAULT_SPEEDS = Speeds(1e-4, 1e-4)
-"""Speeds that are used until a replica has measured its own. Only their ratio matters."""
+"""Speeds that are assumed until a replica has reported measured speeds. Only their ratio
+matters.
+"""
 
 
 class Era(NamedTuple):
-    """A moment, as the number of an era and the weight that a token of this moment has in the era.
+    """A moment, given by the number of its era, and by the weight of a token that is computed at
+    this moment.
 
-    Weights double every RECENT_SECONDS. Therefore numbers of recently computed tokens, which halve
-    in this time, are compared without updating any of them (forward decay: Cormode et al., ICDE
-    2009). An era ends before weights become too large.
+    Recently computed tokens are counted with exponential decay: their number halves every
+    RECENT_SECONDS. Instead of updating all numbers as time passes, new tokens get weights that
+    double every RECENT_SECONDS (forward decay: Cormode et al., ICDE 2009). A new era starts before
+    weights become too large.
     """
 
     number: int
@@ -68,7 +73,7 @@ def era_of(now_seconds: float) -> Era:
 
 
 def mean_speeds(known: Sequence[Speeds]) -> Speeds:
-    """Returns the mean of speeds, or the default if there are none."""
+    """Returns the mean of the speeds, or DEFAULT_SPEEDS if `known` is empty."""
     if not known:
         return DEFAULT_SPEEDS
     return Speeds(
@@ -79,7 +84,7 @@ def mean_speeds(known: Sequence[Speeds]) -> Speeds:
 
 @dataclass(slots=True)
 class _Sent:
-    """A sequence that this gateway sent, and the estimates that were made when it was sent."""
+    """A sequence at the replica that this gateway sent, with estimates of its tokens."""
 
     inflight: Inflight
     num_output_tokens: int
@@ -87,29 +92,28 @@ class _Sent:
     num_uncomputed_tokens: int
     """Estimated number of tokens that are not computed yet."""
     num_cached_tokens: int
-    """Number of tokens that were expected to be cached."""
+    """Number of tokens that were expected to be cached when the sequence was sent."""
     cached_key: int | None
-    """The key of the last block that was expected to be cached."""
+    """Key of the last block that was expected to be cached when the sequence was sent."""
 
 
 class LoadTracker:
-    """Counts sequences as soon as they are sent, and corrects the counts with each report.
+    """Counts sequences at one replica as soon as they are sent, and corrects the counts with each
+    load report of the replica's scheduler.
 
-    Reports arrive with each step in which requests arrive or end, or prompts are computed. A
-    gateway that relied on reports alone would send all requests between two reports to the same
-    replica.
+    The scheduler sends a load report after each step in which requests arrive or end, or prompts
+    are computed. If the gateway relied on reports alone, it would send all requests between two
+    reports to the same replica.
     """
 
     def __init__(self) -> None:
         self.trust = 1.0
-        """Moving mean of the fraction of tokens that were really cached, among the tokens that were
-        expected to be cached.
-        """
+        """Moving mean of the fraction of expected cached tokens that were really cached."""
         self.on_changed: Callable[[], object] = lambda: None
-        """Called after each change, except changes by `refresh`."""
+        """Called after each change, except a change by `refresh`."""
         self._sent: dict[int, _Sent] = {}
         self._uncomputed: dict[int, _Sent] = {}
-        """The sequences whose uncomputed tokens are counted."""
+        """The sequences without new output, whose uncomputed tokens are counted."""
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
         self._num_sessions = 0
@@ -118,7 +122,7 @@ class LoadTracker:
         self.clear()
 
     def clear(self) -> None:
-        """Resets the load and the speeds, after the session with the scheduler ended."""
+        """Resets the load and the speeds. Called when the session with the scheduler has ended."""
         self._sent.clear()
         self._uncomputed.clear()
         self._num_sharing.clear()
@@ -127,14 +131,14 @@ class LoadTracker:
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
-        """Speeds that the scheduler measured. They are None until the scheduler reports them."""
+        """The speeds that the scheduler measured, or None before it has reported any."""
         self._recent_weight = 0.0
         self.on_changed()
 
     @property
     def num_sessions(self) -> int:
-        """Number of this gateway's sessions that the replica keeps between two turns. Each occupies
-        a slot of a running sequence.
+        """Number of clients' sessions of this gateway that the replica keeps between two turns.
+        Each session occupies a slot of a running sequence.
         """
         return self._num_sessions
 
@@ -145,9 +149,7 @@ class LoadTracker:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests of all gateways at the replica, plus the number of sessions between
-        two turns.
-        """
+        """Number of requests of all gateways at the replica, plus `num_sessions`."""
         return len(self._sent) + self._num_sessions + self._num_other_requests
 
     @property
@@ -156,14 +158,14 @@ class LoadTracker:
         return self._num_uncomputed + self._num_other_tokens
 
     def num_sharing(self, cached_key: int) -> int:
-        """Returns the number of this gateway's sequences at the replica that share a cached prefix.
-        `cached_key` is the key of the prefix's last block.
+        """Returns the number of this gateway's sequences at the replica that share a cached prefix,
+        given by the key of the prefix's last block.
         """
         return self._num_sharing[cached_key]
 
     def recent_weight(self, era_number: int) -> float:
-        """Number of tokens of this gateway's prompts that were recently computed at the replica,
-        multiplied by the weight of a token of the present moment (`Era`).
+        """Returns the sum of the weights, in an era (see `Era`), of the tokens of this gateway's
+        sequences that the replica has prefilled.
         """
         if era_number != self._era:
             self._recent_weight *= 2.0 ** (_HALF_LIVES * (self._era - era_number))
@@ -171,7 +173,7 @@ class LoadTracker:
         return self._recent_weight
 
     def refresh(self) -> None:
-        """Stops counting the prompt tokens of sequences that have new output."""
+        """Stops counting the uncomputed tokens of sequences that have new output."""
         if not self._uncomputed:
             return
         for handle, sent in list(self._uncomputed.items()):
@@ -183,18 +185,19 @@ class LoadTracker:
     def cost_seconds(
         self, num_tokens: int, max_output_tokens: int | None, fleet_speeds: Speeds, pressure: float
     ) -> float:
-        """The cost in seconds of a sequence with `num_tokens` uncomputed tokens at this replica.
+        """Returns the cost in seconds of a sequence with `num_tokens` uncomputed tokens at this
+        replica. The cost is the sum of three times:
 
-        The cost is the sum of three times. The first is the time for the tokens before the
-        sequence. The second is several times the time for the sequence's own tokens. The third is
-        the time by which the sequence and the other requests slow each other down while the
-        sequence decodes. The sequence is assumed to generate the mean number of output tokens, but
-        at most `max_output_tokens`. None means no limit.
+        1. the time to compute the uncomputed tokens that already wait at the replica;
+        2. the time to compute the sequence's own tokens, multiplied by a factor;
+        3. the time by which the sequence and the other requests slow each other down while the
+           sequence decodes. The sequence is assumed to generate the mean number of output tokens,
+           but at most `max_output_tokens`. None means no limit.
 
-        `fleet_speeds` are the mean speeds of all replicas. The cost uses the average of these and
-        the replica's own speeds. With its own speeds only, most new conversations would be sent to
-        the same pools, because at low load equal replicas measure different speeds by chance.
-        `pressure` is the replica's eviction pressure divided by the mean of all replicas.
+        `fleet_speeds` are the mean speeds of all replicas. The cost uses the average of these
+        speeds and the replica's own speeds. At low load, equal replicas measure different speeds by
+        chance. If only the replica's own speeds counted, most new conversations would be sent to
+        the same replicas. `pressure` is the replica's eviction pressure, whose mean is 1.
         """
         num_output_tokens = self.mean_output_tokens
         if max_output_tokens is not None:
@@ -224,8 +227,9 @@ class LoadTracker:
     def admitted(
         self, handle: int, num_cached_tokens: int, block_size: int, now_seconds: float
     ) -> None:
-        """Corrects the estimates for a scheduled sequence with `num_cached_tokens` cached tokens.
-        If a whole prompt is cached, its last block is computed again.
+        """Corrects the estimates for a sequence that was scheduled with `num_cached_tokens` cached
+        tokens. This number may be one block less than expected: if the whole prompt is cached, its
+        last block is computed again.
         """
         sent = self._sent.get(handle)
         if sent is None:
@@ -244,7 +248,7 @@ class LoadTracker:
         self.on_changed()
 
     def ended(self, handle: int) -> None:
-        """Removes a sequence that ended, or was aborted or refused."""
+        """Removes a sequence that has ended, or was aborted or refused."""
         sent = self._sent.pop(handle, None)
         if sent is None:
             return
@@ -260,8 +264,8 @@ class LoadTracker:
         self.on_changed()
 
     def reported(self, load: ReplicaLoad) -> None:
-        """Applies a load report of the scheduler. Tokens that this gateway did not send belong to
-        other gateways.
+        """Applies a load report of the scheduler. Reported tokens in excess of this gateway's are
+        other gateways' tokens.
         """
         self.refresh()
         self._num_other_requests = load.num_other_requests
@@ -279,7 +283,9 @@ def cost_seconds(
     pressure: float,
     num_decoded_tokens: float,
 ) -> float:
-    """The cost that `LoadTracker.cost_seconds` describes. It does not fall if an argument grows."""
+    """Returns the cost that `LoadTracker.cost_seconds` describes. It never falls if an argument
+    grows.
+    """
     own_tokens_count = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT * pressure
     num_computed = num_waiting_tokens + own_tokens_count * num_own_tokens
     per_prompt_token = speeds.seconds_per_prompt_token + fleet_speeds.seconds_per_prompt_token

@@ -1,6 +1,4 @@
-"""The set of replicas. It determines which replicas accept requests, and the limits that requests
-must meet.
-"""
+"""The set of replicas, which determines the ready replicas and the limits for requests."""
 
 import asyncio
 import logging
@@ -17,8 +15,8 @@ from services.gateway.core.request.model_limits import ModelLimits, tightest_lim
 logger = logging.getLogger(__name__)
 
 LEAVE_AFTER_SECONDS = 3.0
-"""Seconds without a session after which a replica is removed if no source lists its address. A
-drained replica is removed as soon as its session has ended.
+"""Seconds without a session after which a replica is removed, if no source lists its address. A
+draining replica without a session is removed at once.
 """
 
 
@@ -26,23 +24,21 @@ class Links(Protocol):
     """The connections to all schedulers."""
 
     def make(self, address: str) -> Link:
-        """Makes the link to the scheduler at an address. The link is not used before `open`."""
+        """Makes the link to the scheduler at an address. The link may be used after `open`."""
 
     def open(self, replica: Replica) -> None:
-        """Opens a session with the replica's scheduler over its link, and reopens it whenever it
-        ends.
-        """
+        """Opens a session with the replica's scheduler. When the session ends, opens a new one."""
 
     def close(self, replica: Replica) -> None:
-        """Ends the session, and opens no new one."""
+        """Ends the replica's session without opening a new one."""
 
 
 class Membership:
     """The replicas of one model. A replica whose model has a different fingerprint is not ready.
 
-    Sources, such as a setting or a registry, list addresses of schedulers. A new address becomes a
-    replica at once. A replica whose address is no longer listed is kept while it has a session,
-    since an open session proves that the scheduler exists. So no request is affected if a registry
+    Sources, such as a setting or a registry, list addresses of schedulers. For a new address, a
+    replica is added at once. A replica whose address is no longer listed is kept while it has an
+    open session, which proves that the scheduler exists. So no request is affected if a registry
     loses its data.
 
     The class `Fleet` calls `update` after each change of a replica's state.
@@ -59,16 +55,16 @@ class Membership:
         on_model_absent: Callable[[], None],
     ) -> None:
         """`on_model_absent` is called when no replica has served the model in use for
-        `patience_seconds`. `update` may then replace the model.
+        `patience_seconds`. The next `update` may replace the model.
         """
         self.replicas: list[Replica] = []
-        """The replicas in order of joining. The list is replaced, not modified, by each change."""
+        """The replicas in order of joining. A change replaces the list and does not modify it."""
         self.known_limits: ModelLimits | None = None
-        """The tightest limits of all ready replicas. If none is ready, the last known limits. They
-        are None before the first replica was ready.
+        """The tightest limits of all ready replicas, or the last known limits if no replica is
+        ready. It is None before the first replica was ready.
         """
         self.changed = asyncio.Event()
-        """Set whenever a replica joins, leaves or changes. The reader clears it."""
+        """Set whenever a replica joins, leaves or changes. The waiting task clears it."""
         self._ready: Sequence[Replica] | None = None
         self._by_address: dict[str, Replica] = {}
         self._links = links
@@ -79,7 +75,8 @@ class Membership:
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> bool:
         """Stores all addresses that a source currently lists. Returns whether a replica was
-        removed. Must be called repeatedly, since a replica may be removed later than its address.
+        removed. Must be called repeatedly, since a replica may be removed some time after its
+        address.
         """
         self._addresses[source] = tuple(addresses)
         for address in self._addresses[source]:
@@ -89,22 +86,24 @@ class Membership:
         return self._remove_leaving()
 
     def ready(self) -> Sequence[Replica]:
-        """The ready replicas. The same object is returned until `readiness_changed`."""
+        """Returns the ready replicas. The result is the same object until `readiness_changed` is
+        called.
+        """
         if self._ready is None:
             self._ready = [replica for replica in self.replicas if replica.is_ready]
         return self._ready
 
     def at(self, address: str) -> Replica:
-        """The replica with an address."""
+        """Returns the replica at an address."""
         return self._by_address[address]
 
     def readiness_changed(self) -> None:
-        """Must be called after a replica became ready or unready, before the next `ready`."""
+        """Must be called after a replica became ready or unready and before `ready` is called."""
         self._ready = None
 
     @property
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use. It is empty until a replica has connected."""
+        """The fingerprint of the model in use, or empty before a replica has connected."""
         return self._model.fingerprint
 
     @property
@@ -130,12 +129,12 @@ class Membership:
         return self.known_limits
 
     def max_model_len(self) -> int | None:
-        """The model's context length. It is None while no replica is ready."""
+        """The model's context length, or None while no replica is ready."""
         return self.limits().max_model_len if self.num_ready else None
 
     def update(self) -> bool:
-        """Compares the replicas' models. Returns whether the model in use was replaced. The limits
-        of a new model apply at once. Other changes of limits apply when a replica is ready.
+        """Compares the replicas' models, and updates `known_limits`. Returns whether the model in
+        use was replaced. The limits of a new model apply even before a replica is ready.
         """
         was_replaced = self._model.compare(self.replicas)
         self.readiness_changed()
@@ -159,7 +158,9 @@ class Membership:
         self.changed.set()
 
     def _remove_leaving(self) -> bool:
-        """Removes the replicas that have ended and are not listed."""
+        """Removes the replicas that have ended and whose addresses no source lists. Returns whether
+        there were any.
+        """
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]
         for replica in leaving:
@@ -173,11 +174,11 @@ class Membership:
 
 
 def _has_ended(replica: Replica) -> bool:
-    """Whether the replica is expected never to open a session again."""
+    """Whether the replica's last session is assumed to have been its last."""
     seconds = replica.seconds_disconnected()
     return seconds is not None and (replica.is_draining or seconds >= LEAVE_AFTER_SECONDS)
 
 
 def no_replica_ready(why: str) -> Unavailable:
-    """Returns the error of a request that no replica accepts."""
+    """Returns the error of a request while no replica is ready."""
     return Unavailable(why, reason="NO_REPLICA_READY", retry_after_seconds=1.0)

@@ -1,5 +1,5 @@
-"""Chooses a ready replica for a sequence, by the routing policy. Replicas with room are
-preferred.
+"""Chooses a ready replica for a sequence by the routing policy. Prefers replicas whose queues have
+room.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from services.gateway.core.traces.timeline import Part
 
 
 class Placement:
-    """Chooses among the replicas of a membership. It does not send the sequences."""
+    """Chooses among the replicas of a membership, and does not send anything."""
 
     def __init__(self, membership: Membership, policy: RoutingPolicy, clock: Clock) -> None:
         self._membership = membership
@@ -32,8 +32,8 @@ class Placement:
 
     def check_queues(self, deadline: float | None, num_arriving: int) -> None:
         """Raises ResourceExhausted if the queues of all ready replicas would refuse another
-        request. `num_arriving` is the number of requests that are being read. They are assumed to
-        be queued first.
+        request. The `num_arriving` requests that the gateway still prepares are assumed to be
+        queued before this request.
         """
         timeout, ready = self._timeout(deadline), self._membership.ready()
         share = num_arriving / max(1, len(ready))
@@ -42,16 +42,15 @@ class Placement:
             try:
                 raise cast(ResourceExhausted, refusals[0])
             finally:
-                # The error's traceback refers to this frame. Clearing the list breaks the reference
-                # cycle, since refusals can be frequent.
+                # The error's traceback refers to this frame, so clearing the list breaks a
+                # reference cycle.
                 refusals.clear()
 
     def place(
         self, inflight: Inflight, admission: Admission
     ) -> tuple[Replica, RoutingDecision] | None:
-        """Returns a ready replica that has not refused the sequence, and the route to it. Replicas
-        with room in their queue are preferred. `admission` may exclude further ones. Returns None
-        if there is no such replica.
+        """Returns a ready replica that has not refused the sequence, and the routing decision, or
+        None if there is no such replica. `admission` may exclude replicas.
         """
         ready = self._membership.ready()
         if refused_by := inflight.refused_by:

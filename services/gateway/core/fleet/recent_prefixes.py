@@ -1,21 +1,21 @@
-"""The blocks of sequences that were recently sent to a replica. The replica's pool may not have
-reported these blocks as cached yet.
+"""The KV blocks of sequences that were recently sent to a replica. These blocks will soon be
+cached, although the replica's pool may not have reported them yet.
 """
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
 MIN_SECONDS = 2.0
-"""Sent blocks are expected to be cached for at least this number of seconds, and at most twice as
-long.
+"""The blocks of a sent sequence are assumed to be cached for at least this number of seconds, and
+for at most twice this number.
 """
 
 
 class RecentPrefixes:
     """The keys of the blocks of sequences that were recently sent to one replica. Keys are added to
-    a newer set. At each multiple of MIN_SECONDS the newer set becomes the older one, and the older
-    set is dropped, so that no key needs a timer. The idea of expecting blocks for two seconds is
-    from llm-d.
+    a newer set. At each multiple of MIN_SECONDS, the older set is dropped, and the newer set
+    becomes the older set. So no key needs a timer. The idea of assuming that blocks are cached for
+    two seconds is from llm-d.
     """
 
     def __init__(self) -> None:
@@ -24,18 +24,18 @@ class RecentPrefixes:
         self._turns_at = MIN_SECONDS
 
     def add(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> None:
-        """Adds the blocks of a sequence that was sent. The first `known_depth` blocks are known to
-        be cached. They are not stored, since storing them costs more than looking them up.
+        """Adds the keys of a sent sequence's blocks, without the first `known_depth` blocks, which
+        are known to be cached.
         """
         if now_seconds >= self._turns_at:
             self._turn(now_seconds)
         self._newer.update(keys[known_depth:])
 
     def depth(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> int:
-        """Returns the number of leading blocks of a chain that are cached or were sent recently.
-        The first `known_depth` blocks are known to be cached. If a block of a chain was sent, all
-        blocks before it were sent, too. So the end can be found by bisection, and mostly a lookup
-        of the first unknown block suffices.
+        """Returns the number of leading blocks of a prompt that are cached or were sent recently.
+        The first `known_depth` blocks are known to be cached. If a block was sent, all blocks
+        before it were sent, too, so bisection finds the last one. Often a lookup of the block after
+        the known blocks suffices.
         """
         if now_seconds >= self._turns_at:
             self._turn(now_seconds)
@@ -52,7 +52,7 @@ class RecentPrefixes:
         return low
 
     def clear(self) -> None:
-        """Drops all keys, after the replica lost its cache."""
+        """Drops all keys. Called when the session with the replica has ended."""
         self._newer, self._older = set(), set()
 
     def _turn(self, now_seconds: float) -> None:
@@ -62,8 +62,8 @@ class RecentPrefixes:
 
 
 class RecentReplicas:
-    """The replicas to which sequences were recently sent, by the key of their first block. Keys are
-    dropped at the times at which `RecentPrefixes` drops them.
+    """Maps the keys of first blocks to the replicas to which sequences with this first block were
+    recently sent. Keys are dropped at the same times as in `RecentPrefixes`.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,9 @@ class RecentReplicas:
         self._newer.setdefault(key, set()).add(address)
 
     def addresses(self, key: int, now_seconds: float) -> Iterable[str]:
-        """The replicas to which sequences with this key were recently sent, some of them twice."""
+        """Returns the replicas to which sequences with this first block were recently sent. A
+        replica may occur twice.
+        """
         self._turn(now_seconds)
         return chain(self._newer.get(key, ()), self._older.get(key, ()))
 
@@ -88,5 +90,5 @@ class RecentReplicas:
 
 
 def next_turn(now_seconds: float) -> float:
-    """The next multiple of MIN_SECONDS."""
+    """Returns the next multiple of MIN_SECONDS."""
     return (now_seconds // MIN_SECONDS + 1) * MIN_SECONDS

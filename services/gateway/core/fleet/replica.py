@@ -1,4 +1,4 @@
-"""One scheduler as this gateway knows it: its description, its state, and its sequences."""
+"""One scheduler as this gateway knows it: the scheduler's description, state and sequences."""
 
 import itertools
 import logging
@@ -28,15 +28,16 @@ from services.gateway.core.text.no_token import (
 logger = logging.getLogger(__name__)
 
 ENDED_HERE = "this gateway ended the session"
-"""The close reason of a session that this gateway ended without an error."""
+"""The reason passed to `Replica.closed` if this gateway ended the session without an error."""
 
 _MAX_HANDLE = 2**32
 _UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it can run steps")
 
 
 class Replica:
-    """A scheduler and this gateway's sequences there. Sequences are sent over its link. The link
-    calls the methods from `opened` on when the scheduler's messages arrive.
+    """A scheduler, and the sequences that this gateway has sent to it. Sequences are sent over the
+    replica's link. When the scheduler's messages arrive, the link calls the methods from `opened`
+    to `closed`, and `turn_ended`.
 
     An integer, called a handle, identifies a sequence. Handles are unique within one session
     between gateway and scheduler.
@@ -47,13 +48,13 @@ class Replica:
         self.is_connected = False
         """Whether a session is open."""
         self.description: ReplicaDescription | None = None
-        """The scheduler's description at the start of the last session."""
+        """The description that the scheduler sent at the start of the last session."""
         self.refusal = ""
-        """Why no requests are sent to the replica although it is ready. It is empty if requests may
-        be sent. Set by ServedModel.
+        """Why no requests are sent to the replica even if it can run steps, for example because it
+        serves another model. Empty if requests may be sent. Set by ServedModel.
         """
         self.is_draining = False
-        """Whether the scheduler announced that it accepts no more requests."""
+        """Whether the scheduler has announced that it accepts no more requests."""
         self.running: dict[int, Inflight] = {}
         """Maps handles to the sequences at the replica."""
         self.load = LoadTracker()
@@ -67,17 +68,15 @@ class Replica:
         self._disconnected_since = clock.time()
         self._handles = itertools.count(1)
         self._unadmitted: set[int] = set()
-        """Handles of sequences that were not scheduled yet."""
+        """Handles of the sequences that the scheduler has not scheduled yet."""
         self._held: dict[int, Turn] = {}
-        """Maps handles of sequences that the replica keeps to the turns that have ended there."""
+        """Maps handles to ended turns of clients' sessions whose sequences the replica keeps."""
         self.queue: QueueState | None = None
-        """The last state of its queue that the scheduler announced. It is None before the first
-        announcement.
-        """
+        """The last queue state that the scheduler announced, or None before the first."""
         self._num_others_waiting = 0
-        """Number of other gateways' waiting requests in the scheduler's last announcement."""
+        """Number of other gateways' waiting requests when `queue` was announced."""
         self._is_blocked = False
-        """Whether the queue was blocked in both of the scheduler's last two announcements."""
+        """Whether the queue was blocked in the scheduler's last two announcements."""
 
     @property
     def is_ready(self) -> bool:
@@ -93,7 +92,7 @@ class Replica:
 
     @property
     def limits(self) -> ModelLimits | None:
-        """The replica's limits on requests. They are None if no session is open."""
+        """The replica's limits on requests, or None if no session is open."""
         if self.description is None or not self.is_connected:
             return None
         return self.description.limits
@@ -104,21 +103,21 @@ class Replica:
         return len(self.running)
 
     def seconds_stalled(self) -> float | None:
-        """Seconds since the connected replica became unable to run steps."""
+        """Seconds since the replica became unable to run steps, or None if it can run them."""
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
     def seconds_disconnected(self) -> float | None:
-        """Seconds since the last session ended. It is None while a session is open."""
+        """Seconds since the last session ended, or None while a session is open."""
         return None if self.is_connected else self._clock.time() - self._disconnected_since
 
     @property
     def num_places(self) -> int | None:
-        """Limit on the number of sequences at this replica. It is None if the scheduler did not
-        report `max_num_seqs`.
+        """Limit on the number of sequences at this replica, or None if the scheduler did not report
+        `max_num_seqs`.
 
-        Normally the limit is `max_num_seqs`. The queue is blocked if blocks or token budget are
-        lacking. The limit is then the number of running sequences plus half of the waiting ones, so
-        that few sequences wait at the replica.
+        Normally the limit is `max_num_seqs`. If the queue is blocked, because KV blocks or token
+        budget are lacking, the limit is the number of running sequences plus half the number of
+        waiting sequences, so that fewer sequences wait at the replica.
         """
         if self.description is None or not self.description.max_num_seqs:
             return None
@@ -128,8 +127,8 @@ class Replica:
 
     @property
     def num_free_places(self) -> int:
-        """Number of free places, which are slots for running sequences. It is negative while
-        sequences wait at the replica.
+        """Number of free slots for running sequences. It is negative while sequences wait at the
+        replica.
         """
         return (self.num_places or 0) - self.load.num_requests
 
@@ -139,10 +138,10 @@ class Replica:
         """Returns the error with which the scheduler would refuse a request with this timeout, or
         None if the scheduler may accept the request.
 
-        The estimated length of the queue is a sum of three numbers: other gateways' requests in the
-        last announcement, this gateway's own requests, and `num_arriving`. The last one is the
-        number of requests that will be sent first. If no request waits at the replica, requests
-        that fit into the free places are not counted.
+        The length of the replica's queue is estimated as the sum of three numbers: waiting requests
+        of other gateways in the last announcement, unscheduled requests of this gateway, and
+        `num_arriving`, the number of requests that will be sent earlier. If no request waits at the
+        replica, requests that fit into the free slots are not counted.
         """
         if self.queue is None:
             return None
@@ -153,7 +152,7 @@ class Replica:
         return self.queue.refusal(timeout_seconds, has_output=has_output, num_waiting=num_waiting)
 
     def send(self, inflight: Inflight, route: RoutingDecision) -> None:
-        """Sends a sequence to the replica by this route. The replica must be ready."""
+        """Sends a sequence to the replica, which must be ready."""
         handle = self._free_handle()
         self.running[handle] = inflight
         self._unadmitted.add(handle)
@@ -162,7 +161,9 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_held(self, held: HeldSequence, inflight: Inflight) -> RoutingDecision:
-        """Sends the next turn of a sequence that the replica keeps. The replica must be ready."""
+        """Sends a session's next turn, which continues the kept sequence `held`. The replica must
+        be ready.
+        """
         handle = held.handle
         del self._held[handle]
         self.load.num_sessions -= 1
@@ -180,7 +181,9 @@ class Replica:
             self._link.abort(handle)
 
     def turn_ended(self, handle: int, finish: Finish) -> None:
-        """A turn ended. The replica keeps its sequence under this handle."""
+        """Called when a session's turn has ended. The replica keeps the turn's sequence under this
+        handle.
+        """
         inflight = self._forget(handle)
         turn = None if inflight is None else inflight.request.turn
         if inflight is None or turn is None:
@@ -194,7 +197,7 @@ class Replica:
         inflight.finished(finish)
 
     def _drop_held(self, handle: int) -> bool:
-        """Removes a sequence that the replica kept. Returns whether the sequence was known."""
+        """Removes a kept sequence. Returns whether there was a kept sequence with this handle."""
         turn = self._held.pop(handle, None)
         if turn is None:
             return False
@@ -236,9 +239,9 @@ class Replica:
         self._listener.replica_changed(self)
 
     def queue_changed(self, queue: QueueState) -> None:
-        """The scheduler announced its queue's state. The queue counts as blocked only if it was
-        blocked in two consecutive announcements, since the prompts of a burst may use the whole
-        budget of one step.
+        """Called when the scheduler announces the state of its queue. The queue counts as blocked
+        only if it was blocked in two consecutive announcements, since the prompts of a burst may
+        use the whole token budget of one step.
         """
         before, self.queue = self.queue, queue
         self._is_blocked = before is not None and before.is_blocked and queue.is_blocked
@@ -250,7 +253,7 @@ class Replica:
         self._listener.load_reported(self)
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
-        """A sequence was scheduled for the first time."""
+        """Called when the scheduler has scheduled a sequence for the first time."""
         self._unadmitted.discard(handle)
         block_size = 0 if self.description is None else self.description.block_size
         self.load.admitted(handle, num_cached_tokens, block_size, self._clock.time())
@@ -279,7 +282,9 @@ class Replica:
             self._listener.request_rejected(inflight, error, self)
 
     def closed(self, reason: str) -> None:
-        """The session ended or could not be opened. The sequences at the replica are lost."""
+        """Called when the session has ended or could not be opened. The replica's sequences are
+        lost.
+        """
         if self.is_connected:
             level = logging.INFO if reason is ENDED_HERE else logging.WARNING
             logger.log(

@@ -1,4 +1,4 @@
-"""A scheduler's description and state, as sent in its session."""
+"""The description and state that a scheduler sends in its session with a gateway."""
 
 from dataclasses import dataclass
 
@@ -7,27 +7,27 @@ from services.gateway.core.request.model_limits import ModelLimits
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDescription:
-    """The model and cache layout of a scheduler, announced when a session opens."""
+    """The model and KV-cache layout of a scheduler, sent when the session opens."""
 
     model_name: str
     limits: ModelLimits
     fingerprint: bytes
-    """Fingerprint of the model and its cache layout, 32 bytes. It is the root of block hashes."""
-    tokenizer_fingerprint: bytes
-    """The fingerprint of the tokenizer files, 32 bytes. It is empty if the worker has no such
-    files.
+    """Fingerprint of the model and its KV-cache layout, 32 bytes. It is the parent of a prompt's
+    first block hash.
     """
+    tokenizer_fingerprint: bytes
+    """Fingerprint of the worker's tokenizer files, 32 bytes, or empty if it has no such files."""
     block_size: int
     cache_node: str = ""
-    """The pool's name in the directory of cached prefixes."""
+    """The name of the scheduler's KV-cache pool in the directory of cached prefixes."""
     kvpool_address: str = ""
-    """The address by which the scheduler reaches the pool. The pool publishes its events there."""
+    """The address of the pool's service, which also publishes the pool's events."""
     pool_id: str = ""
     """The pool's id at `kvpool_address`."""
     max_num_seqs: int = 0
-    """The limit on the number of running sequences. It is 0 if it was not reported."""
+    """The limit on the number of running sequences, or 0 if it was not reported."""
     retains_contexts: bool = False
-    """Whether the scheduler retains contexts of programs, so that it uses the names of tools."""
+    """Whether the scheduler retains contexts of agent programs. It then uses the names of tools."""
     hash_block_size: int | None = None
     """Number of tokens that one block hash covers, if it is smaller than the block size."""
 
@@ -38,13 +38,13 @@ class ReplicaState:
 
     ready: bool
     reason: str = ""
-    """Why the scheduler cannot run a step, in one sentence."""
+    """Why the scheduler cannot run a step, as a sentence."""
     draining: bool = False
-    """Whether the scheduler accepts no more requests and finishes its present ones."""
+    """Whether the scheduler accepts no more requests, and only finishes the requests it has."""
     stalled: bool = False
     """Whether a draining scheduler cannot run steps."""
 
     @property
     def is_stalled(self) -> bool:
-        """Whether no request gets tokens."""
+        """Whether no request gets tokens, because no step can run."""
         return self.stalled or not (self.ready or self.draining)

@@ -10,9 +10,9 @@ class RoutingReason(enum.Enum):
     ONLY = "only"
     """No other replica could accept the sequence."""
     SAME_PROMPT = "same_prompt"
-    """Another sequence of the request, with the same prompt, was sent there."""
+    """Another sequence of the same request with the same prompt was sent to the replica."""
     SESSION = "session"
-    """The sequence is a turn of a client's session that the replica keeps."""
+    """The replica keeps the previous turn of the sequence's session."""
     LEAST_LOADED = "least_loaded"
     TURN = "turn"
     HASH = "hash"
@@ -21,16 +21,16 @@ class RoutingReason(enum.Enum):
     CHEAPEST = "cheapest"
     """The replica has the lowest cost, and has no part of the prompt cached."""
     AFFINITY = "affinity"
-    """The replica served the session before, and its cost is close to the lowest cost."""
+    """The replica served the session's previous request, and its cost is close to the lowest."""
     SPREAD = "spread"
-    """The replica with the lowest cost has cached a prefix of the prompt that many requests share,
-    but this replica has at least twice the load of the chosen replica.
+    """Another replica has the lowest cost, because it has cached a prefix of the prompt that many
+    requests share, but it has at least twice the load of the chosen replica.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    """The replica that a sequence is sent to."""
+    """The replica to which a sequence is sent."""
 
     address: str
     reason: RoutingReason
@@ -39,14 +39,16 @@ class RoutingDecision:
     num_cached_tokens: int = 0
     """Number of the sequence's tokens that are expected to be cached at the replica."""
     cost_seconds: float | None = None
-    """Expected cost of the sequence, in seconds of the replica's time."""
+    """Expected cost of the sequence in seconds of the replica's time. It is None if the routing
+    policy does not estimate costs.
+    """
     cached_key: int | None = None
-    """Key of the last block that is expected to be cached. Sequences with the same key share a
-    cached prefix. The key is None if no block is expected to be cached.
+    """Key of the last block that is expected to be cached, or None if there is no such block.
+    Sequences with the same key share a cached prefix.
     """
 
     def details(self) -> dict[str, str | int | float]:
-        """Returns the choice as attributes of a span."""
+        """Returns the decision as attributes of an OpenTelemetry span."""
         details: dict[str, str | int | float] = {
             names.ATTR_ROUTING_REPLICA: self.address,
             names.ATTR_ROUTING_REASON: self.reason.value,

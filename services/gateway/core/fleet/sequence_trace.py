@@ -13,22 +13,24 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.traces.timeline import Part, Timeline
 
 _SPANS = 64
-"""Number of stays of a sequence that have their own span ids. Later stays share the last id."""
+"""Number of stays of a sequence that have their own span numbers. Later stays share the last
+number.
+"""
 
 
 class ResubmitCause(enum.Enum):
-    """Why a sequence is sent again. If a replica refused the sequence, the error's reason is used
-    instead.
+    """Why a sequence is sent again. If a replica refused the sequence, the trace has the reason of
+    the replica's error instead.
     """
 
     SCHEDULER_LOST = "scheduler_lost"
     """The session with the scheduler ended, since the scheduler died or hung."""
     SCHEDULER_DRAINED = "scheduler_drained"
-    """The session of a draining scheduler ended before the sequence did."""
+    """The session of a draining scheduler ended before the sequence ended."""
     CANNOT_RUN_STEPS = "cannot_run_steps"
-    """The replica's pool or workers were unavailable for too long."""
+    """The replica's KV-cache pool or workers were unavailable for too long."""
     PREEMPTED = "preempted"
-    """The sequence was preempted for a caller below its share."""
+    """The gateway preempted the sequence in favor of a caller with less than its fair share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,11 @@ class EngineTimes:
     prefill: float
     decode: float
     interrupted: float
-    """Seconds of prefill and decode in which the sequence did not run."""
+    """Seconds within `prefill` and `decode` in which the sequence did not run."""
     queued_unix_nanos: int | None = None
-    """Time when the sequence arrived at the replica, in nanoseconds since 1970 by the replica's
-    clock.
-    """
+    """Time when the sequence arrived at the replica, in Unix nanoseconds on the replica's clock."""
     parts: tuple[TimePart, ...] = ()
-    """The sequence's whole time at the replica, divided into parts."""
+    """The sequence's whole time at the replica, divided into parts with different causes."""
 
     @property
     def inference(self) -> float:
@@ -72,7 +72,7 @@ class SequenceTrace:
     first_token: int | None = None
     """Time when the first token from the current replica arrived, on the clock `nanos`."""
     stays: dict[str, int] = field(default_factory=dict)
-    """Maps a replica's address to the span number of the last stay there."""
+    """Maps a replica's address to the span number of the sequence's last stay at the replica."""
     timeline: Timeline = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,9 +80,7 @@ class SequenceTrace:
 
     @property
     def span_number(self) -> int:
-        """The span number of the sequence's last stay. Span numbers start at 1, and are unique
-        within the request.
-        """
+        """The span number of the sequence's last stay, which is unique within the request."""
         return engine_span_number(self.index, self.num_sent)
 
     def sent(self, route: RoutingDecision) -> None:
@@ -94,7 +92,7 @@ class SequenceTrace:
         self.timeline.enter(Part.ENGINE, {names.ATTR_ROUTING_REPLICA: route.address})
 
     def left(self, cause: ResubmitCause) -> None:
-        """Records that the sequence was removed from its replica and must be sent again."""
+        """Records that the sequence has left its replica and must be sent again."""
         self._resubmitted(cause.value, cause.value)
 
     def refused(self, error: StepwellError) -> None:
@@ -112,6 +110,6 @@ class SequenceTrace:
 
 def engine_span_number(index: int, num_sent: int) -> int:
     """Returns the span number of a sequence's last stay. Span numbers start at 1. `index` is the
-    sequence's index in its request, and `num_sent` the number of its stays.
+    sequence's index in its request, and `num_sent` is the number of the sequence's stays.
     """
     return 1 + index * _SPANS + min(num_sent, _SPANS) - 1

@@ -1,5 +1,5 @@
-"""Determines which model the replicas serve. Models are compared by fingerprint. Two models are
-never mixed.
+"""Determines which model the gateway serves. Models are compared by fingerprint, and requests are
+never sent to replicas with different models.
 """
 
 import logging
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """The fingerprint of the model in use. Replicas with a different fingerprint are refused.
+    """The fingerprint of the model in use. Replicas with another fingerprint get no requests.
 
-    The first connected replica sets the fingerprint. The fingerprint is replaced only when no
-    connected replica has it, and either all replicas are connected or `patience_seconds` have
-    passed. This has two effects. After a crash of the last good replica, its streams are not
-    continued by a misconfigured model. And the model can be replaced on all replicas without a
-    restart of the gateway. A replica that left without draining counts as not connected.
+    The first connected replica sets the fingerprint. It is replaced only when no connected replica
+    has it, and either all replicas are connected or `patience_seconds` have passed. A replica that
+    left without draining counts as not connected. So if the last replica with the right model
+    crashes, no replica with a wrong model continues its streams. Still, the model can be replaced
+    on all replicas without a restart of the gateway.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class ServedModel:
         on_absent: Callable[[], object],
     ) -> None:
         """`tokenizer_fingerprint` is the fingerprint of the gateway's tokenizer, or empty if it is
-        not known. `on_absent` is called `patience_seconds` after the model in use became absent,
-        even if the model has returned meanwhile.
+        not known. `on_absent` is called `patience_seconds` after the last replica with the model in
+        use left, even if another such replica has connected since.
         """
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._patience = patience_seconds
@@ -50,7 +50,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """The fingerprint in use. It is empty until a replica has connected."""
+        """The fingerprint of the model in use, or empty before a replica has connected."""
         return self._fingerprint or b""
 
     def compare(self, replicas: Sequence[Replica]) -> bool:

@@ -1,4 +1,4 @@
-"""Sequences without a replica, in order of arrival."""
+"""The sequences that wait because no replica accepts them, in order of arrival."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,10 +10,10 @@ from services.gateway.core.request.inflight import Inflight
 class WaitingQueue:
     """Keeps sequences until they are sent to a replica, for at most `timeout_seconds`.
 
-    The timeout of a sequence starts with its first `add`, and again with its first `add` after it
-    was lost or taken back. A refusal by a replica does not restart the timeout. `on_retry` is
-    called at a sequence's retry time, and `on_expired` at the end of its timeout. Before either
-    call, the sequence is removed from the queue.
+    The timeout of a sequence starts with the first `add`, and restarts with the first `add` after
+    the sequence was lost or taken back. A refusal by a replica does not restart the timeout. When a
+    sequence's retry time or timeout has passed, the sequence is removed from the queue, and
+    `on_retry` or `on_expired` is called.
     """
 
     def __init__(
@@ -34,11 +34,13 @@ class WaitingQueue:
         return len(self._timers)
 
     def __iter__(self) -> Iterator[Inflight]:
-        """Iterates over a copy, in order of arrival. The queue may change meanwhile."""
+        """Iterates over a copy in order of arrival, so the queue may change during the
+        iteration.
+        """
         return iter(sorted(self._timers, key=lambda inflight: inflight.number))
 
     def add(self, inflight: Inflight, retry_seconds: float | None = None) -> None:
-        """Adds a sequence. If `retry_seconds` is given, `on_retry` is called after that time."""
+        """Adds a sequence. If `retry_seconds` is given, `on_retry` is called after this time."""
         self.discard(inflight)
         now = self._clock.time()
         if inflight.wait_until is None:

@@ -1,6 +1,4 @@
-"""The view of one node (a replica's pool) in the index of cached prefixes, and the outcome of
-applying a batch of keys to it.
-"""
+"""One node's part of the index of cached prefixes. A node is the KV-cache pool of one replica."""
 
 import enum
 from collections.abc import Iterable
@@ -18,42 +16,42 @@ class DirectoryState(enum.Enum):
     """The state of the whole index, or of one node."""
 
     EXACT = "exact"
-    """The view equals the pool's cache at the last entry that was read."""
+    """The index equals the pool's cache as of the last log entry that was read."""
     DEGRADED = "degraded"
-    """Entries are missing or wrong, and are being loaded again. Matches may be wrong."""
+    """Keys are missing or wrong, and are being loaded again. Matches may be wrong."""
     FALLBACK = "fallback"
-    """Nothing is known. There are no matches, and requests are routed by load."""
+    """The cached blocks are not known. The index returns no matches, so load decides the route."""
     UNUSED = "unused"
     """There are fewer than two pools. Routing needs no matches, so the index returns none."""
 
     @property
     def has_matches(self) -> bool:
-        """Whether the index can have matches in this state."""
+        """Whether the index returns matches in this state."""
         return self is DirectoryState.EXACT or self is DirectoryState.DEGRADED
 
 
 class Applied(enum.Enum):
-    """The outcome of applying a batch of keys to a view."""
+    """The outcome of applying a batch of added and removed keys to the view of a node."""
 
     DONE = "done"
     KNOWN = "known"
     """The view already contains the batch."""
     GAP = "gap"
-    """Batches before this one are missing in the view. The node is degraded."""
+    """The view lacks batches before this batch. The node is degraded."""
     DRIFTED = "drifted"
-    """The batch was applied, but afterwards the view's digest differed from the digest in the
-    batch. The node is degraded.
+    """The batch was applied, but then the digest of the view's keys differed from the batch's
+    digest. The node is degraded.
     """
     AWAITS_SNAPSHOT = "awaits_snapshot"
-    """The node is degraded, and needs a snapshot."""
+    """The node was degraded before, and must be loaded from a snapshot first."""
     OTHER_EPOCH = "other_epoch"
-    """The batch belongs to an unknown epoch."""
+    """The batch belongs to an epoch that the index does not know."""
 
 
 @dataclass(slots=True)
 class NodeView:
-    """The state of the index for one epoch of a node: the last applied entry, and the digest of the
-    keys. An epoch is the time between two resets of the pool.
+    """The state of the index for one epoch of a node: the number `sequence` of the last applied log
+    entry, and the digest of the keys. An epoch is the time between two resets of the pool.
     """
 
     node: str
@@ -65,7 +63,9 @@ class NodeView:
     count: int = 0
     xor: int = 0
     has_full_prefixes: bool = field(init=False)
-    """Whether lookups may skip blocks, because the only KV-cache group has full attention."""
+    """Whether the cached blocks of a prompt always form a prefix, because the only KV-cache group
+    has full attention. Lookups may then skip blocks.
+    """
 
     def __post_init__(self) -> None:
         self.has_full_prefixes = len(self.groups) == 1 and (
@@ -78,8 +78,8 @@ class NodeView:
 
 
 class Loading:
-    """A snapshot of a node that is loaded in parts. When it is complete, it replaces the node's
-    view.
+    """A snapshot of a node's keys that is loaded in parts. When the snapshot is complete, it
+    replaces the node's view.
     """
 
     def __init__(self, index: "PrefixIndex", view: NodeView) -> None:
@@ -87,11 +87,10 @@ class Loading:
         self._view = view
 
     def add(self, keys: Iterable[int]) -> None:
-        """Adds a part of the keys."""
         self._index.add_keys(self._view, keys)
 
     def finish(self) -> None:
-        """Replaces the node's view with the loaded one."""
+        """Replaces the node's view by the loaded snapshot."""
         self._index.remove(self._view.node)
         self._index.show(self._view)
 

@@ -1,16 +1,17 @@
-"""An index of the blocks that each replica's pool has cached. It finds how many leading blocks of a
-prompt each pool has.
+"""An index of the KV blocks that each replica's KV-cache pool has cached. It finds how many leading
+blocks of a prompt each pool has cached.
 
-A node is a pool. One table maps a block's key to the set of nodes that have the block. The set is
-an integer with one bit per node. A chain is the sequence of a prompt's blocks. With full attention,
-pools evict the tail of a chain first, so a node always has a prefix of the chain. Then a lookup
-reads only every 128th block, and bisects where a node has no more blocks. The jumps are from NVIDIA
-Dynamo's PositionalIndexer, which jumps over 32 blocks. Each block that is read is a cache miss of
-the processor, and longer jumps with bisection read fewer blocks.
+A node is the pool of one replica. One table maps a block's key to the set of nodes that have the
+block. The set is an integer with one bit per node. A chain is the sequence of a prompt's blocks.
+With full attention, pools evict the tail of a chain first, so a node always has a prefix of the
+chain. Therefore a lookup reads only every 128th block of the chain, and bisects between the last
+block that a node has and the first that it lacks. The jumps are from NVIDIA Dynamo's
+PositionalIndexer, which jumps over 32 blocks. Each read causes a cache miss of the processor, and
+longer jumps with bisection read fewer blocks.
 
-A node gets a new bit when a new epoch starts or when the node is loaded again. The old bit becomes
-invalid at once. It is removed from the table in small steps (`sweep`), so that no call takes long
-even if the table is large.
+A node gets a new bit when a new epoch starts (after a reset of the pool), or when the node is
+loaded again. The old bit is invalid at once. `sweep` removes it from the table in small steps, so
+that no call takes long even if the table is large.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +25,8 @@ from services.gateway.core.prefix_index.node_view import Applied, DirectoryState
 
 JUMP = 128
 NUM_SHARDS = 1024
-"""The table is divided into this number of dictionaries by the low bits of the key. So a step of a
-sweep, or the growth of a dictionary, processes only a small part of the table.
+"""The table is divided into this number of dictionaries (shards) by the low bits of the key. So a
+step of `sweep`, or the growth of a dictionary, processes only a small part of the table.
 """
 MAX_INTERNED_SETS = 65_536
 
@@ -33,7 +34,7 @@ _SHARD = NUM_SHARDS - 1
 
 
 class PrefixIndex:
-    """The views of all nodes. Not thread-safe."""
+    """The index, with a view of each node. Not thread-safe."""
 
     def __init__(self) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(NUM_SHARDS)]
@@ -43,7 +44,7 @@ class PrefixIndex:
         self._live = 0
         """The bits of all nodes that have a view."""
         self._jumping = 0
-        """The bits of nodes that always have prefixes of chains. `_match_by_jumps` matches them."""
+        """The bits of the nodes that always have prefixes of chains, as with full attention."""
         self._retired = 0
         """Invalid bits that are still in the table."""
         self._being_swept = 0
@@ -52,18 +53,16 @@ class PrefixIndex:
         """The shard that the sweep processes next."""
         self._interned: dict[int, int] = {}
         self.contact = DirectoryState.FALLBACK
-        """The state of the connection to the source of the views. The adapter that reads the source
-        sets it.
+        """The state of the connection to the source of the batches and snapshots. Set by the
+        adapter that reads from this source.
         """
 
     # Queries.
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """Returns a map from nodes to the number of leading blocks of a chain that the node need
-        not compute.
-
-        `keys` are the chain's keys in KV-cache group 0, from `block_keys`. Nodes without any of
-        these blocks are omitted. The map is empty while the state is FALLBACK or UNUSED.
+        """Returns how many leading blocks of a chain each node need not compute, omitting nodes
+        that must compute all. `keys` are the keys of the chain's blocks in KV-cache group 0, from
+        `block_keys`. The result is empty while the state is FALLBACK or UNUSED.
         """
         if not self.contact.has_matches or not keys:
             return {}
@@ -76,15 +75,15 @@ class PrefixIndex:
 
     @property
     def state(self) -> DirectoryState:
-        """The state of the whole index. If the connection is EXACT and any node is degraded, the
-        state is DEGRADED. Otherwise it is the state of the connection.
+        """The state of the whole index: DEGRADED if the connection is EXACT and any node is
+        degraded, and otherwise the state of the connection.
         """
         if self.contact is DirectoryState.EXACT and not all(view.is_exact for view in self.views):
             return DirectoryState.DEGRADED
         return self.contact
 
     def node_state(self, node: str) -> DirectoryState:
-        """Returns the state of one node. FALLBACK if the node is not known."""
+        """Returns the state of one node, or FALLBACK if the node is not known."""
         view = self._views.get(node)
         if view is None:
             return DirectoryState.FALLBACK
@@ -94,13 +93,13 @@ class PrefixIndex:
 
     @property
     def views(self) -> Sequence[NodeView]:
-        """The current views of all nodes. A scrape of the metrics reads them in a thread, while the
-        event loop may add and remove nodes.
+        """A copy of the views of all nodes. A thread that scrapes the metrics reads the copy, while
+        the event loop may add and remove nodes.
         """
         return tuple(self._views.values())
 
     def view(self, node: str) -> NodeView | None:
-        """Returns the view of one node. Returns None if the node is not known."""
+        """Returns the view of one node, or None if the node is not known."""
         return self._views.get(node)
 
     @property
@@ -110,8 +109,8 @@ class PrefixIndex:
     # Changes that the source of the views reports.
 
     def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
-        """Makes an empty view for a new epoch of a node. The view is exact as of entry 0. The
-        node's earlier keys become invalid.
+        """Makes an empty, exact view for a new epoch of a node, as of log entry 0. The node's
+        earlier keys become invalid.
         """
         self.remove(node)
         view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)
@@ -126,8 +125,8 @@ class PrefixIndex:
             self.retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """Applies the next batch of an epoch. The result DONE or DRIFTED means that the batch was
-        applied. Any other result means that it was not.
+        """Applies the next batch of an epoch. The batch was applied if the result is DONE or
+        DRIFTED.
         """
         view = self._by_epoch.get(batch.epoch)
         if view is None:
@@ -154,10 +153,8 @@ class PrefixIndex:
             view.is_exact = False
 
     def compare(self, node: str, lease: NodeLease) -> bool:
-        """Compares a node's view with a lease of the same epoch, and degrades the node if they
-        differ. Returns whether the view is exact.
-
-        View and lease are compared only if both are at the same entry.
+        """Degrades a node if the digest in its lease differs from the view's digest as of the same
+        log entry. The lease must be of the view's epoch. Returns whether the view is exact.
         """
         view = self._views[node]
         if lease.sequence == view.sequence and lease.digest != view.digest:
@@ -167,14 +164,14 @@ class PrefixIndex:
     def load(
         self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...], sequence: int
     ) -> Loading:
-        """Starts loading a node from a snapshot. The existing view, if any, stays in use until
-        loading has finished.
+        """Starts loading a node from a snapshot. An existing view stays in use until `finish` of
+        the returned Loading is called.
         """
         view = NodeView(node, epoch, groups, sequence, self._new_bit(), is_exact=True)
         return Loading(self, view)
 
     def sweep(self) -> bool:
-        """Removes invalid bits from a small part of the table. Returns whether any are left."""
+        """Removes invalid bits from one shard. Returns whether any invalid bits are left."""
         if not self._being_swept:
             if not self._retired:
                 return False
@@ -198,8 +195,9 @@ class PrefixIndex:
     # Lookups.
 
     def _match_by_jumps(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """Matches the nodes that always have prefixes of chains. In each iteration, `holders` are
-        the nodes that have all blocks up to and including `position`.
+        """Stores in `depths` the number of leading blocks of each node that always has prefixes of
+        chains. In each iteration, `holders` are the nodes that have all blocks of the chain up to
+        and including `position`.
         """
         shards, last = self._shards, len(keys) - 1
         position = 0
@@ -217,8 +215,8 @@ class PrefixIndex:
     def _bisect(
         self, keys: Sequence[int], lost: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """Stores in `depths` the number of leading blocks of the nodes in `lost`, which have block
-        `low` of the chain but not block `high`.
+        """Stores in `depths` the number of leading blocks of each node in `lost`. These nodes have
+        block `low` of the chain, but not block `high`.
         """
         shards = self._shards
         while lost and high - low > 1:
@@ -236,8 +234,8 @@ class PrefixIndex:
         self._record(lost, high, depths)
 
     def _match_exactly(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """Matches the nodes that have other KV-cache groups than one with full attention. Reads
-        every block of every group.
+        """Stores in `depths` the number of leading blocks of each node that has several KV-cache
+        groups or a group without full attention. Reads every block of every group.
         """
         shards = self._shards
         held_by_group: list[list[int]] = []
@@ -255,7 +253,7 @@ class PrefixIndex:
             if present & view.bit:
                 depth = prefix_depth(view.groups, is_cached, len(keys))
             else:
-                # With chunked attention, a request may need no block at all.
+                # With chunked attention, even a node without blocks may have a depth above 0.
                 depth = depths_of_nothing.get(view.groups, -1)
                 if depth < 0:
                     depth = prefix_depth(view.groups, is_cached, len(keys))
@@ -305,7 +303,7 @@ class PrefixIndex:
                 view.xor ^= key
 
     def _intern(self, held: int) -> int:
-        """Returns the one integer object that is stored for a set of nodes. A million separate
+        """Returns the only integer object that is stored for a set of nodes. A million separate
         objects would take 32 MB.
         """
         return self._interned.setdefault(held, held)

@@ -22,7 +22,7 @@ POLICIES: dict[str, Callable[[RoutingParts], RoutingPolicy]] = {
 }
 
 check_policy = one_of_or_class(POLICIES, "choose")
-"""The check of a setting."""
+"""The check of the setting that names the routing policy."""
 
 
 def make_policy(name: str, parts: RoutingParts) -> RoutingPolicy:

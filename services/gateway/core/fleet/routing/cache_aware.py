@@ -14,38 +14,40 @@ from services.gateway.core.request.inflight import Inflight
 
 _MAX_SESSIONS = 65_536
 NEARLY_EQUAL = 1.05
-"""A replica is chosen at random among those whose cost is at most this factor times the lowest."""
+"""The policy chooses at random among the replicas whose cost is at most this factor times the
+lowest cost.
+"""
 AFFINITY = 0.9
-"""The cost of the replica that served the session last is multiplied by this factor, which favors
-this replica.
+"""The cost of the replica that served the session's previous request is multiplied by this factor,
+which favors this replica.
 """
 SPREAD_LOAD_RATIO = 2
 SPREAD_MIN_SHARING = 8
-"""A prefix is hot if at least this many requests at a replica share it, and the replica has
-SPREAD_LOAD_RATIO times the requests of the least loaded one.
+"""A prefix is hot if at least this many requests at a replica share it, and the replica has at
+least SPREAD_LOAD_RATIO times the requests of the least loaded replica.
 
-A sequence with a hot prefix is sent to the least loaded replica, which computes the prefix and then
-has it cached, too (Preble's rule). Sequences with a prefix that fewer requests share, such as the
-prefix of a conversation, are sent to the cheapest replica as usual.
+A sequence with a hot prefix is sent to the least loaded replica, which then caches the prefix, too
+(Preble's rule). A sequence with a prefix that fewer requests share, such as the prefix of one
+conversation, is sent to the cheapest replica as usual.
 """
 
 
 class CacheAware:
     """Chooses the replica where the sequence costs the least time.
 
-    1. Replicas with at least `max_load_delta` more requests than the least loaded replica are
-       excluded, even if they have a prefix cached. Otherwise a popular prefix could cause a queue
-       that takes longer than computing the prefix.
-    2. The cost at a replica is computed by `LoadTracker`. It has two parts. The first part is the
-       time to compute the tokens that wait there and the sequence's own uncached tokens. Own tokens
-       are counted several times, and even more if the replica has computed many tokens recently.
-       The second part is the time by which the sequence and the replica's requests slow each other
-       down during decoding.
-    3. The number of cached blocks is the larger of two numbers: blocks that the directory reports,
-       and blocks of recently sent sequences. So a burst of requests with one new prefix is sent to
-       one replica, which computes the prefix once.
-    4. If the predictions for a replica were mostly wrong, its cost is computed as if nothing were
-       cached.
+    1. Replicas with more than `max_load_delta` more requests than the least loaded replica are
+       excluded, even if they have cached a prefix of the prompt. Otherwise a popular prefix could
+       cause a queue in which requests wait longer than the prefix takes to compute.
+    2. `LoadTracker` computes the cost at a replica as the sum of two parts. The first part is the
+       time to compute the tokens that wait at the replica and the sequence's own uncached tokens.
+       Own tokens are multiplied by a factor, which is larger if the replica has recently computed
+       many tokens. The second part is the time by which the sequence and the replica's other
+       requests slow each other down during decoding.
+    3. A block is expected to be cached if the prefix directory reports it, or if it belongs to a
+       sequence that was recently sent to the replica. So a burst of requests with the same new
+       prefix is sent to one replica, which computes the prefix once.
+    4. If most of these expectations about a replica were wrong, its cost is computed as if nothing
+       were cached.
     """
 
     def __init__(self, parts: RoutingParts) -> None:
@@ -65,7 +67,7 @@ class CacheAware:
     def choose_for_keys(
         self, inflight: Inflight, candidates: Sequence[Replica], keys: Sequence[int]
     ) -> RoutingDecision:
-        """Chooses a replica for a sequence. `keys` are the keys of its full blocks."""
+        """Chooses a replica for a sequence. `keys` are the keys of the sequence's full blocks."""
         now = self._clock.time()
         session_id = inflight.request.session_id
         offers = Offers(self._order(candidates, now), inflight, keys, now)
@@ -88,7 +90,9 @@ class CacheAware:
         )
 
     def _order(self, candidates: Sequence[Replica], now: float) -> LoadOrder:
-        """The order of the candidates. It is kept if the same candidates are passed twice."""
+        """Returns the candidates in order of load. The order is kept for later calls if the same
+        list of candidates is passed twice in succession.
+        """
         order, number = self._kept_order, era_of(now).number
         if order is not None and order.replicas is candidates and order.era_number == number:
             order.update()
@@ -101,8 +105,8 @@ class CacheAware:
         return order
 
     def _choose(self, offers: Offers, address_before: str | None) -> tuple[Offer, RoutingReason]:
-        """Returns the best offer and the reason for it. `address_before` is the replica that served
-        the session last.
+        """Returns the offer of the chosen replica, and the reason for the choice. `address_before`
+        is the address of the replica that served the session's previous request.
         """
         least = offers.order.least
         near = offers.near(least + self._max_load_delta, NEARLY_EQUAL)
@@ -126,13 +130,13 @@ class CacheAware:
 
 
 def _cached_key(offer: Offer, keys: Sequence[int]) -> int | None:
-    """Returns the key of the last block that is expected to be cached."""
+    """Returns the key of the last block that is expected to be cached at the offer's replica."""
     return keys[offer.depth - 1] if offer.depth else None
 
 
 def _is_hot(offer: Offer, keys: Sequence[int], least: int) -> bool:
-    """Whether many requests at the offer's replica share the cached prefix, and the replica has at
-    least twice the load of the least loaded replica.
+    """Whether the cached prefix is hot (see SPREAD_MIN_SHARING) at the offer's replica. `least` is
+    the number of requests of the least loaded replica.
     """
     load, key = offer.replica.load, _cached_key(offer, keys)
     return (
@@ -143,7 +147,7 @@ def _is_hot(offer: Offer, keys: Sequence[int], least: int) -> bool:
 
 
 class SessionReplicas:
-    """Maps recently used sessions to their last replicas."""
+    """Maps recently used sessions to the replicas that served their last requests."""
 
     def __init__(self, max_sessions: int = _MAX_SESSIONS) -> None:
         self._replicas: OrderedDict[str, str] = OrderedDict()
@@ -159,5 +163,5 @@ class SessionReplicas:
             self._replicas.popitem(last=False)
 
     def replica_of(self, session_id: str) -> str | None:
-        """The address of the session's last replica. It is None if the replica is not known."""
+        """Returns the address of the session's last replica, or None if it is not known."""
         return self._replicas.get(session_id)

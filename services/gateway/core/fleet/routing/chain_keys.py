@@ -1,4 +1,4 @@
-"""Computes the keys by which the directory of cached prefixes identifies a prompt's blocks. Each
+"""Computes the keys by which the directory of cached prefixes identifies a prompt's KV blocks. Each
 part of a conversation is hashed only once.
 """
 
@@ -21,12 +21,11 @@ class _Segment:
 
 
 class ChainKeys:
-    """Computes the keys of prompts, with a cache of segments of 16 blocks.
+    """Computes the keys of prompts' blocks, and caches them by segments of 16 blocks.
 
     Turns of a conversation, and prompts with a common prefix, repeat segments, so only the new tail
-    is hashed. The cache's key of a segment consists of the hash of the block before it and the
-    segment's tokens. Therefore conversations need no ids. 8192 segments of 16-token blocks take
-    about 16 MB.
+    is hashed. A segment is looked up by the hash of the block before it and by its tokens, so
+    conversations need no ids. 8192 segments of 16-token blocks take about 16 MB.
     """
 
     def __init__(self, max_segments: int = MAX_SEGMENTS) -> None:
@@ -55,7 +54,7 @@ class ChainKeys:
     ) -> list[int]:
         """Returns the keys of a prompt's full blocks in order. `root` is the model's fingerprint.
         If `hash_block_size` is smaller than `block_size`, a block has several hashes, and its key
-        is made from the last one.
+        is made from its last hash.
         """
         unit = hash_block_size or block_size
         last = block_size // unit - 1

@@ -17,12 +17,12 @@ MAX_OVER_MEAN = 1.25
 
 
 class ConsistentHash:
-    """Chooses a replica on a hash ring. The search starts at the hash of the session id. If there
-    is no session id, it starts at the hash of the prompt's first tokens. The next replica with at
-    most 1.25 times the mean load is chosen.
+    """Chooses a replica on a hash ring. The search starts at the hash of the session id, or of the
+    prompt's first tokens if there is no session id. The policy chooses the next replica on the ring
+    with at most 1.25 times the mean load.
 
-    When a replica joins or leaves, only its own part of the sessions moves. The load bound is from
-    consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018).
+    When a replica joins or leaves, only the sessions next to its points on the ring move. The load
+    bound is from consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, 2018).
     """
 
     def __init__(self, _parts: RoutingParts) -> None:
@@ -45,7 +45,7 @@ class ConsistentHash:
         return RoutingDecision(replica.address, RoutingReason.HASH, len(candidates))
 
     def _place(self, addresses: frozenset[str]) -> None:
-        """Builds the ring of these replicas, if the addresses have changed."""
+        """Builds the hash ring of these replicas, if the addresses have changed."""
         if addresses == self._addresses:
             return
         ring = sorted(

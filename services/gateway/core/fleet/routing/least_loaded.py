@@ -9,7 +9,7 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class LeastLoaded:
-    """Chooses the replica with the fewest requests. Among equals the choice is random."""
+    """Chooses the replica with the fewest requests, or one of several at random."""
 
     def __init__(self, parts: RoutingParts) -> None:
         self._rng = parts.rng
@@ -20,9 +20,9 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
-    """Chooses the less loaded of two random replicas (Mitzenmacher, 2001). This balances nearly as
-    well as LeastLoaded. Unlike with LeastLoaded, gateways whose knowledge of the loads is outdated
-    do not all choose the same replica.
+    """Chooses the less loaded of two random replicas (Mitzenmacher, 2001). This balances the load
+    nearly as well as LeastLoaded. In addition, several gateways with outdated loads do not all
+    choose the same replica.
     """
 
     def __init__(self, parts: RoutingParts) -> None:

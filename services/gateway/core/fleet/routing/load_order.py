@@ -1,4 +1,4 @@
-"""The replicas in the order of their loads, so that a policy need not examine all of them."""
+"""The replicas in order of their loads, so that a policy need not examine all of them."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,12 @@ from services.gateway.core.fleet.load_tracker import (
 from services.gateway.core.fleet.replica import Replica
 
 Entry = tuple[float, int]
-"""A replica's weight of recent tokens (`LoadTracker.recent_weight`), and its index."""
+"""A replica's `LoadTracker.recent_weight`, and the replica's index in the list of replicas."""
 
 
 class LoadOrder:
-    """Replicas in the order of their numbers of requests, and among equals of their numbers of
-    recently computed tokens. The order is valid in one era.
+    """Replicas in order of their numbers of requests. Replicas with equal numbers are in order of
+    their numbers of recently computed tokens. The order is valid in one era of `LoadTracker`.
     """
 
     def __init__(self, replicas: Sequence[Replica], era_number: int) -> None:
@@ -31,29 +31,31 @@ class LoadOrder:
             if replica.description is not None
         }
         self.fleet_speeds = self.least_speeds = mean_speeds(())
-        """The mean speeds, and speeds that no replica's speeds are below."""
+        """The replicas' mean speeds, and lower bounds of their speeds."""
         self.least_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
-        """A number that no replica's mean number of output tokens is below."""
+        """A lower bound of the replicas' mean numbers of output tokens."""
         self._has_equal_speeds = True
         self._speeds: list[Speeds | None] = [None] * len(replicas)
         self._num_requests = [0] * len(replicas)
         self._weights = [0.0] * len(replicas)
         self._sum_of_weights = Fraction(0)
-        """The exact sum, so that it does not depend on the order of changes."""
+        """The exact sum, so that rounding errors do not accumulate as replicas change."""
         self._with_tokens_only: set[int] = set()
-        """The replicas without requests whose last report has uncomputed tokens."""
+        """Indices of the replicas without requests whose last report has uncomputed tokens."""
         self._levels: dict[int, list[Entry]] = {0: [(0.0, i) for i in range(len(replicas))]}
-        """Maps a number of requests to the replicas that have it, sorted."""
+        """Maps a number of requests to the sorted entries of the replicas with this number."""
         self._changed = set(range(len(replicas)))
         self.update()
 
     def follow(self) -> None:
-        """Notes changes of the replicas from now on, for `update`. Only one order can do so."""
+        """From now on, collects the replicas that change, for `update`. A replica can be followed
+        by only one LoadOrder.
+        """
         for index, replica in enumerate(self.replicas):
             replica.load.on_changed = partial(self._changed.add, index)
 
     def update(self) -> None:
-        """Moves the replicas that changed since the last call."""
+        """Moves the replicas that have changed since the last call to their new positions."""
         has_new_speeds = False
         for index in self._changed:
             load = self.replicas[index].load
@@ -76,26 +78,28 @@ class LoadOrder:
 
     @property
     def least(self) -> int:
-        """The smallest number of requests of a replica."""
+        """The number of requests of the least loaded replica."""
         return min(self._levels)
 
     @property
     def mean_weight(self) -> float:
-        """The replicas' mean weight of recent tokens."""
+        """The replicas' mean `LoadTracker.recent_weight`."""
         return float(self._sum_of_weights) / len(self._weights)
 
     @property
     def idle_speeds(self) -> Speeds | None:
-        """The speeds of every replica, if all have the same and no replica without requests has
-        uncomputed tokens. What a sequence costs at a replica that is idle and has cached nothing
-        then depends only on its weight.
+        """The speeds of every replica, if all replicas have the same speeds, and no replica without
+        requests has uncomputed tokens. Otherwise None. If there are idle speeds, the cost of a
+        sequence at an idle replica that has cached nothing depends only on the replica's weight.
         """
         if self._has_equal_speeds and not self._with_tokens_only:
             return self._speeds[0] or self.fleet_speeds
         return None
 
     def levels(self, max_num_requests: int) -> Iterator[tuple[int, Sequence[Entry]]]:
-        """For each number of requests up to a limit, the replicas that have it, in order."""
+        """Yields each number of requests up to a limit with the entries of the replicas that have
+        this number, both in ascending order.
+        """
         for num_requests in sorted(self._levels):
             if num_requests > max_num_requests:
                 return

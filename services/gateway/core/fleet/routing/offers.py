@@ -1,4 +1,6 @@
-"""What a sequence costs at the replicas, and how to find the cheapest without examining all."""
+"""Computes what a sequence costs at the replicas, and finds the cheapest replica without examining
+all.
+"""
 
 import math
 from bisect import bisect_right
@@ -11,32 +13,32 @@ from services.gateway.core.fleet.routing.load_order import Entry, LoadOrder
 from services.gateway.core.request.inflight import Inflight
 
 MIN_TRUST = 0.5
-"""Predictions for a replica are ignored if less than this fraction of the predicted tokens was
-really cached.
+"""Expected cache hits at a replica are ignored if less than this fraction of the expected cached
+tokens was really cached.
 """
 FEW_TOKENS = 2048
-"""This number is added to each replica's number of recently computed tokens before the replicas are
-compared. Therefore replicas that computed few tokens hardly differ, since few tokens evict few
-blocks.
+"""This number is added to each replica's number of recently computed tokens before the replicas'
+eviction pressures are compared. Few tokens evict few blocks, so replicas that computed few tokens
+should hardly differ.
 """
 
 
 @dataclass(slots=True)
 class Offer:
-    """The cost of a sequence at one replica, and the number of its blocks that are cached there.
-    The class is not frozen, since frozen dataclasses are slower to create.
+    """The cost of a sequence at one replica, and the number of the sequence's blocks that the
+    replica has cached. Not frozen, since frozen dataclasses are slower to create.
     """
 
     replica: Replica
     known_depth: int
-    """Number of leading blocks of the sequence that are cached at the replica according to the
-    directory.
-    """
+    """Number of leading blocks that the prefix directory reports as cached."""
     depth: int
-    """Number of leading blocks of the sequence that are expected to be cached at the replica."""
+    """Number of leading blocks that are expected to be cached. It includes the blocks of sequences
+    that were recently sent to the replica.
+    """
     num_cached_tokens: int
     is_cached: bool
-    """Whether some tokens are expected to be cached and the prediction is trusted."""
+    """Whether tokens are expected to be cached, and the expectation is trusted (MIN_TRUST)."""
     cost_seconds: float
 
 
@@ -45,16 +47,16 @@ class Near:
     """The replicas at which a sequence costs little more than at the cheapest one."""
 
     best: Offer
-    """The lowest cost. Among equals, the first replica."""
+    """The offer with the lowest cost. Among equal offers, the offer of the first replica."""
     indexes: list[int]
-    """The replicas whose costs are near the lowest one, in order."""
+    """Indices of the replicas whose costs are near the lowest cost, in ascending order."""
     examined: list[Offer]
-    """Offers of the replicas that were examined, whatever their costs."""
+    """Offers of the replicas that `Offers.examine` has examined, near or not."""
 
 
 class Offers:
-    """The offers for one sequence. Most replicas are not examined, since a lower bound of the cost
-    at replicas that have cached nothing shows that they will not be chosen.
+    """The replicas' offers for one sequence. Most replicas need not be examined: for replicas that
+    have cached nothing, a lower bound of the cost shows that they will not be chosen.
     """
 
     def __init__(
@@ -76,8 +78,8 @@ class Offers:
         self._examined: dict[int, Offer] = {}
 
     def examine(self, nodes: Mapping[str, int], addresses: Iterable[str]) -> None:
-        """Examines the replicas that may have cached something, and others. `nodes` maps cache
-        nodes to the number of leading blocks that they have cached according to the directory.
+        """Examines the replicas in `nodes` and `addresses`. `nodes` maps each pool in the prefix
+        directory that has cached a prefix to its number of cached leading blocks.
         """
         self._nodes = nodes
         by_node = map(self.order.index_of_node.get, nodes)
@@ -86,8 +88,9 @@ class Offers:
                 self._examined[index] = self._offer(self.order.replicas[index])
 
     def near(self, max_num_requests: int, factor: float = 1.0) -> Near:
-        """The replicas with at most `max_num_requests` whose cost is at most `factor` times the
-        lowest of these costs. Idle replicas are found by bisection, if only their weights differ.
+        """Returns, among the replicas with at most `max_num_requests` requests, those whose cost is
+        at most `factor` times the lowest cost. Idle replicas are found by bisection if they differ
+        only in their weights of recently computed tokens.
         """
         order = self.order
         offers = {
@@ -126,25 +129,29 @@ class Offers:
         return Near(offers[best], sorted(near), examined)
 
     def at(self, index: int) -> Offer:
-        """The offer of one replica."""
+        """Returns the offer of the replica with this index."""
         return self._examined.get(index) or self._offer(self.order.replicas[index])
 
     def _idle_up_to(self, most: float, idle: Sequence[Entry], others: Container[int]) -> list[int]:
-        """The idle replicas, without `others`, whose cost is at most `most`."""
+        """Returns the indices of the idle replicas, except `others`, with a cost of at most
+        `most`.
+        """
         end = bisect_right(idle, most, key=self._idle_cost)
         return [index for _, index in idle[:end] if index not in others]
 
     def _idle_cost(self, entry: Entry) -> float:
-        """The cost at an idle replica that has cached nothing, if `idle_speeds` are known."""
+        """Returns the cost at an idle replica that has cached nothing. Valid if `order.idle_speeds`
+        is not None.
+        """
         return self._cost(self._idle_speeds, entry[0], 0)
 
     def _least_cost(self, num_requests: int, weight: float) -> float:
-        """A lower bound of the cost at replicas with this load that have cached nothing."""
+        """Returns a lower bound of the cost at replicas with this load that have cached nothing."""
         num_decoded_tokens = num_requests * self._num_output_tokens
         return self._cost(self.order.least_speeds, weight, num_decoded_tokens)
 
     def _cost(self, speeds: Speeds, weight: float, num_decoded_tokens: float) -> float:
-        """The cost at a replica where no token waits and nothing is cached."""
+        """Returns the cost at a replica that has no uncomputed tokens and has cached nothing."""
         pressure = (weight + self._few) / self._mean
         fleet_speeds, num_tokens = self.order.fleet_speeds, self._num_tokens
         return cost_seconds(speeds, fleet_speeds, 0, num_tokens, pressure, num_decoded_tokens)

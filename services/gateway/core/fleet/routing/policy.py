@@ -18,14 +18,14 @@ class RoutingPolicy(Protocol):
 
     def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         """Chooses one of at least two `candidates`. All candidates are ready, and either all or
-        none of them have room in their queues. For several sequences with the same prompt, this is
-        called only once.
+        none of them have room in their queues. For several sequences of a request with the same
+        prompt, `choose` is called only once.
         """
         ...
 
 
 class SequenceKeys(Protocol):
-    """Computes the keys by which the directory identifies a sequence's blocks."""
+    """Computes the keys by which the prefix directory identifies a sequence's KV blocks."""
 
     def of_sequence(self, inflight: Inflight, served: ReplicaDescription) -> Sequence[int]:
         """Returns the keys of the sequence's full blocks in order, for replicas with this
@@ -36,17 +36,19 @@ class SequenceKeys(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RoutingParts:
-    """The arguments with which policies are built."""
+    """The arguments with which routing policies are built."""
 
     rng: random.Random
     clock: Clock
     directory: PrefixDirectory
     max_load_delta: int
-    """A replica with at least this many more requests than the least loaded one is not chosen."""
+    """Maximum difference in the number of requests between a chosen and the least loaded
+    replica.
+    """
     sequence_keys: SequenceKeys = field(default_factory=ChainKeys)
 
 
 def least_loaded(candidates: Sequence[Replica], rng: random.Random) -> Replica:
-    """Returns the replica with the fewest requests. Among equals the choice is random."""
+    """Returns the replica with the fewest requests, or one of several at random."""
     least = min(replica.load.num_requests for replica in candidates)
     return rng.choice([one for one in candidates if one.load.num_requests == least])

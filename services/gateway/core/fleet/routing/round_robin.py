@@ -9,7 +9,7 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class RoundRobin:
-    """Chooses each replica in turn, in the order of their addresses."""
+    """Chooses each replica in turn, in order of the replicas' addresses."""
 
     def __init__(self, _parts: RoutingParts) -> None:
         self._last = ""
