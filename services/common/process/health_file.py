@@ -62,8 +62,7 @@ class HealthFile:
             self._try_to_write()
 
     def _try_to_write(self) -> None:
-        """Writes the file. Logs a failure, such as a full disk, if the last write did not have it.
-        """
+        """Writes the file. Logs a failure, such as a full disk, unless it continues."""
         failure = ""
         try:
             self.write()

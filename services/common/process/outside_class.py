@@ -10,8 +10,7 @@ from services.common.process.settings import Check
 
 
 class NotLoadable(ValueError):
-    """A class cannot be loaded. The message completes a sentence that begins with a setting's name.
-    """
+    """A class cannot be loaded. The message continues a sentence that begins with the setting."""
 
 
 def is_outside(name: str) -> bool:

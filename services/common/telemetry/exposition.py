@@ -2,7 +2,7 @@
 
 This module writes both formats itself, because client libraries replace `vllm:` by `vllm_` in
 OpenMetrics and in version 1.0.0 of the text format, unless names may be UTF-8. Processes exchange
-texts in format 0.0.4, with exemplars if requested. `open_metrics` converts such a text to
+texts in format 0.0.4, with exemplars if requested. `open_metrics` converts these texts to
 OpenMetrics.
 """
 
@@ -23,7 +23,7 @@ _HEADER = b"# HELP "
 class Exposition:
     """The metrics of one process. `render` reads them and may be called from any thread. `own` are
     metrics of this service alone. `shared` are metrics that every service has. The shared metrics
-    and the metrics of the process itself get the label `service`.
+    and the metrics of the process, such as its memory, have the added label `service`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Exposition:
         shared: Iterable[Collector] = (),
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """Adds `labels` to all series."""
+        """`labels` are added to all series."""
         self._own = tuple(own)
         self._shared = (ProcessCollector(proc=proc.PROC, registry=CollectorRegistry()), *shared)
         self._labels = dict(labels or {})
@@ -46,9 +46,9 @@ class Exposition:
         *,
         exemplars: bool = False,
     ) -> bytes:
-        """Returns the text, with `labels` added to all series. A series is omitted if it already
-        has one of the added labels with another value. A series with any of `hidden_labels` is
-        omitted, too. Buckets have exemplars if `exemplars` is set.
+        """Returns the metrics in format 0.0.4, with `labels` added to all series. A series is
+        omitted if it already has one of the added labels with another value, or if it has any of
+        `hidden_labels`. Buckets have exemplars if `exemplars` is set.
         """
         added = {**self._labels, **(labels or {})}
         text = [
@@ -64,7 +64,7 @@ def number_text(value: float) -> str:
 
 
 def wants_open_metrics(accept: str) -> bool:
-    """Whether a scraper's header `Accept` ranks OpenMetrics at least as high as text."""
+    """Whether a scraper's header `Accept` ranks OpenMetrics at least as high as the text format."""
     weights = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
     for offer in accept.split(","):
         kind, *parameters = (part.strip() for part in offer.split(";"))
@@ -89,7 +89,7 @@ def open_metrics(text: bytes) -> bytes:
 
 
 def is_exposition(text: bytes) -> bool:
-    """Whether a text may be in format 0.0.4. It must be UTF-8 and begin with a metric's help."""
+    """Whether a text seems to be in format 0.0.4: UTF-8 that begins with the help of a metric."""
     try:
         text.decode()
     except UnicodeDecodeError:
@@ -98,7 +98,7 @@ def is_exposition(text: bytes) -> bool:
 
 
 def merged(texts: Iterable[bytes]) -> bytes:
-    """Merges texts of metrics. A metric of another type than in an earlier text is left out."""
+    """Merges texts in format 0.0.4. Omits metrics whose type differs from an earlier text."""
     families: dict[bytes, tuple[bytes, list[bytes]]] = {}
     for text in texts:
         for family in (b"\n" + text).split(b"\n" + _HEADER)[1:]:
@@ -145,7 +145,7 @@ def _head(metric: Metric) -> str:
 
 
 def _line(sample: Sample, added: Mapping[str, str], *, exemplars: bool) -> str | None:
-    """Formats a sample with added labels, or returns None if one has another value."""
+    """Formats a sample with added labels. Returns None if it has one of them with another value."""
     labels = {**added, **sample.labels}
     if any(labels[name] != value for name, value in added.items()):
         return None

@@ -1,4 +1,4 @@
-"""A histogram in which an observation costs one bisection."""
+"""A Prometheus histogram in which an observation costs one bisection."""
 
 import time
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from services.common.telemetry.metric_specs.spec import MetricSpec
 
 
 class Histogram:
-    """Counts observations by size. One thread may observe while another reads."""
+    """Counts observations by bucket. One thread may observe while another thread reads."""
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "sum")
 
@@ -32,7 +32,7 @@ class Histogram:
         self.sum += value * count
 
     def observe_traced(self, value: float, trace_id: str) -> None:
-        """Adds an observation. If `trace_id` is not empty, it becomes its bucket's exemplar."""
+        """Adds an observation. It becomes the bucket's exemplar if `trace_id` is not empty."""
         self.observe(value)
         if trace_id:
             exemplar = Exemplar({"trace_id": trace_id}, value, time.time())

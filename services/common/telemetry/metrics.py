@@ -1,4 +1,4 @@
-"""Metrics over HTTP, for Prometheus."""
+"""Serves metrics over HTTP, for Prometheus."""
 
 import logging
 import socket
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _CONNECTION_SECONDS = 10.0
 
 Render = Callable[[bool], bytes]
-"""Returns the metrics as text of format 0.0.4. The argument is whether to add exemplars."""
+"""Returns the metrics in text format 0.0.4. The argument is whether to include exemplars."""
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def serving_metrics(render: Render, address: str | None) -> Iterator[str | None]
 
 
 class _MetricsServer(ThreadingHTTPServer):
-    """Answers every GET with the metrics."""
+    """Returns the metrics for every GET."""
 
     daemon_threads = True
 
@@ -67,7 +67,7 @@ class _MetricsServer(ThreadingHTTPServer):
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def handle_error(self, _request: object, _client_address: object) -> None:
-        """Logs why an answer failed, except if the client closed the connection first."""
+        """Logs why a response failed, except if the client closed the connection first."""
         if not isinstance(sys.exception(), ConnectionError):
             logger.exception("metrics cannot be served")
 
@@ -87,4 +87,4 @@ class _MetricsHandler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Does not log scrapes."""
+        """Does nothing, so that scrapes are not logged."""

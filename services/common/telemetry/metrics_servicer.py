@@ -11,16 +11,18 @@ from services.common.rpc.server import GrpcServer
 from services.common.telemetry.exposition import Exposition, is_exposition
 
 COLLECT_TIMEOUT_SECONDS = 1.0
-"""Limit on the time for one process. A slower process is left out of the scrape."""
+"""Limit on the time to collect one process's metrics. A slower process's metrics are omitted."""
 
 Collect = Callable[[Mapping[str, str], bool], Awaitable[bytes]]
-"""Returns the metrics as text, with labels added to each series, perhaps with exemplars."""
+"""Returns metrics as text. The arguments are labels to add to each series, and whether to include
+exemplars.
+"""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
-    """Implements the Metrics contract with a `Collect` function."""
+    """Implements the gRPC service Metrics with a `Collect` function."""
 
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
@@ -44,8 +46,8 @@ def serve_collect(server: GrpcServer, collect: Collect) -> None:
 async def collect_from(
     channel: grpc.aio.Channel, labels: Mapping[str, str] | None = None, *, exemplars: bool
 ) -> bytes | None:
-    """Returns the metrics of another process, with these labels added to each series. Returns None
-    if the process does not answer in time or its answer is not in the text format.
+    """Returns the metrics of another process, with `labels` added to each series. Returns None if
+    the process does not respond in time or its response is not in the text format.
     """
     stub = metrics_pb2_grpc.MetricsStub(channel)
     try:
@@ -60,7 +62,7 @@ async def collect_from(
 
 
 def collect_in_thread(exposition: Exposition) -> Collect:
-    """Renders in a thread, so that the event loop is not blocked."""
+    """Renders this process's metrics in a thread, so that the event loop is not blocked."""
     return lambda labels, exemplars: asyncio.to_thread(
         exposition.render, labels, exemplars=exemplars
     )

@@ -2,9 +2,10 @@
 Spans of the gateway follow the OpenTelemetry GenAI conventions.
 """
 
-# Spans. A request's trace has the gateway's server span and its parts. For each replica that the
-# request was sent to, it has `scheduler.request`, its phases and their parts, and `kvpool.admit`. A
-# step's trace has the spans step, transact and execute. A wait in a phase is a span `wait.REASON`.
+# Spans. A request's trace has the gateway's server span and the parts of that span. For each
+# replica to which the request was sent, the trace has `scheduler.request`, the request's phases
+# with their parts, and `kvpool.admit`. A step's trace has the spans step, transact and execute. A
+# wait in a phase is a span `wait.REASON`.
 SPAN_GATEWAY_ADMIT = "gateway.admit"
 SPAN_GATEWAY_READ = "gateway.read"
 SPAN_GATEWAY_PARSE = "gateway.parse"
@@ -34,7 +35,7 @@ SPAN_STEP_EXECUTE = "scheduler.execute"
 SPAN_POOL_TRANSACT = "kvpool.transact"
 SPAN_WORKER_EXECUTE = "worker.execute"
 
-# Wait reasons that are not members of `WaitReason`.
+# Reasons of waits, besides the members of the scheduler's `WaitReason`.
 WAIT_NEXT_STEP = "next_step"
 WAIT_STEP_AHEAD = "step_ahead"
 WAIT_LOST_STEP = "lost_step"
@@ -88,14 +89,14 @@ ATTR_TOOL = "stepwell.tool"
 ATTR_PAUSE_SECONDS = "stepwell.pause_seconds"
 ATTR_CONTEXT_TOKENS = "stepwell.context_tokens"
 ATTR_RETAINED = "stepwell.retained"
-"""Of a wait: which context is kept, and why."""
+"""An attribute of waits: which context is retained, and why."""
 ATTR_RECOMPUTED_TOKENS = "stepwell.recomputed_tokens"
 ATTR_SESSION_WAIT_SECONDS = "stepwell.session_wait_seconds"
 ATTR_WAIT_SECONDS = "stepwell.wait_seconds"
 ATTR_TIME = "stepwell.time"
-"""The attribute with all parts of a request's time, in one line. The attribute with the suffix
-`.NAME` has the seconds of the part NAME. The suffixes `.NAME.request_id` and `.NAME.step` identify
-the request and the step that caused this part.
+"""The attribute with all parts of a request's time, in one line. Attributes with the suffix `.NAME`
+have the seconds of the part NAME. Attributes with the suffixes `.NAME.request_id` and `.NAME.step`
+identify the request and the step that caused this part.
 """
 ATTR_NUM_AHEAD = "stepwell.num_ahead"
 ATTR_PREEMPTED_FOR = "stepwell.preempted_for"
@@ -125,13 +126,13 @@ ATTR_ROUTING_NUM_CACHED_TOKENS = "stepwell.routing.num_cached_tokens"
 ATTR_ROUTING_COST_SECONDS = "stepwell.routing.cost_seconds"
 ATTR_ROUTING_NUM_SENT = "stepwell.routing.num_sent"
 
-# The gateway's server span, by the OpenTelemetry GenAI conventions. The latencies have vLLM's
-# names, which vLLM's dashboards read.
+# Attributes of the gateway's server span, by the OpenTelemetry GenAI conventions. The latencies
+# have vLLM's names, which vLLM's dashboards read.
 GENAI_OPERATION_CHAT = "chat"
 GENAI_OPERATION_TEXT_COMPLETION = "text_completion"
 GENAI_OPERATION_EMBEDDINGS = "embeddings"
 GENAI_OPERATION_SCORE = "score"
-"""The conventions have no name for scoring."""
+"""The GenAI conventions define no operation for scoring."""
 GENAI_PROVIDER = "stepwell"
 GENAI_OPERATION_NAME = "gen_ai.operation.name"
 GENAI_PROVIDER_NAME = "gen_ai.provider.name"

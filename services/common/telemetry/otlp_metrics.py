@@ -1,4 +1,4 @@
-"""Sends metrics over OTLP if an endpoint is set. Prometheus metrics are served separately."""
+"""Sends metrics over OTLP if an endpoint is set. Prometheus' metrics are served separately."""
 
 import logging
 import os
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def service_meter(service: str, settings: ServiceSettings) -> Iterator[Meter]:
-    """Yields a meter whose instruments are sent to the endpoint of the settings. The interval is
-    one minute, or OTEL_METRIC_EXPORT_INTERVAL in milliseconds. The instruments do nothing without
-    an endpoint, or if OTEL_METRICS_EXPORTER is "none". Remaining values are sent at the end.
+    """Yields a meter whose values are sent to the endpoint of the settings. The interval is one
+    minute, or OTEL_METRIC_EXPORT_INTERVAL in milliseconds. Nothing is sent without an endpoint, or
+    if OTEL_METRICS_EXPORTER is "none". Remaining values are sent when the context ends.
     """
     if not settings.otlp_endpoint or os.environ.get("OTEL_METRICS_EXPORTER") == "none":
         yield NoOpMeter("stepwell")
@@ -47,7 +47,7 @@ def _shut_down(provider: "MeterProvider") -> None:
 
 
 def _otlp_provider(service: str, endpoint: str) -> "MeterProvider":
-    # Imported here, so that processes without an endpoint do not load them.
+    # Imported here, so that processes without an endpoint do not load these modules.
     from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import (  # noqa: PLC0415
         OTLPMetricExporter,
     )

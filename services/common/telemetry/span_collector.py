@@ -1,4 +1,4 @@
-"""Collects spans in memory, for display, instead of exporting them."""
+"""Collects spans in memory for display, instead of sending them to a collector."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from services.common.telemetry.tracing import configure_tracing
 
 
 class SpanCollector(SpanExporter):
-    """Has its own Tracing object. Stores ended spans until `take` is called."""
+    """Creates a Tracing object, and stores its ended spans until `take` is called."""
 
     def __init__(self, service: str) -> None:
         self.tracing = configure_tracing(service, "", 1.0, exporter=self)
@@ -20,6 +20,6 @@ class SpanCollector(SpanExporter):
         return SpanExportResult.SUCCESS
 
     def take(self) -> list[ReadableSpan]:
-        """Returns the spans that ended since the last call, in order of their end."""
+        """Returns the spans that ended since the last call, in the order in which they ended."""
         taken, self._spans = self._spans, []
         return taken

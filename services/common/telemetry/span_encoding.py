@@ -1,6 +1,6 @@
-"""Encodes spans as OTLP messages in a third of the processor time of the SDK's own encoder. Links
-and most attributes repeat, because each step of a request has a link to the request, and each
-request of a step has a link to the step. Their encoded messages are cached and copied.
+"""Encodes spans as OTLP messages in a third of the processor time of the OpenTelemetry SDK's own
+encoder. Links and most attributes repeat, because each step of a request has a link to the request,
+and each request of a step has a link to the step. Encoded links and attributes are cached.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ _MANY = 4096
 _SMALL = 4096
 
 Attributes = Mapping[str, Any]
-"""Attributes as in OpenTelemetry: strings, booleans, numbers, and sequences of these."""
+"""Attributes as in OpenTelemetry. Values are strings, booleans, numbers, and sequences of them."""
 
 
 def encoded_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
@@ -35,7 +35,7 @@ def encoded_spans(spans: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
         groups[id(span.resource), id(span.instrumentation_scope)].append(span)
     request = ExportTraceServiceRequest()
     for group in groups.values():
-        # The SDK encodes the shared parts of the group from an otherwise empty span.
+        # The SDK encodes the resource and the scope of a group, from an otherwise empty span.
         first = group[0]
         shared = ReadableSpan(
             "",
@@ -100,7 +100,7 @@ def _event(event: Event) -> trace_pb2.Span.Event:
 
 @lru_cache(_MANY)
 def _link(link: Link) -> bytes:
-    """The encoded message of a span with only this link. Two links are equal only if identical."""
+    """Encodes a message Span that has only this link. Only the same Link object hits the cache."""
     context = link.context
     message = trace_pb2.Span.Link(
         trace_id=context.trace_id.to_bytes(16),

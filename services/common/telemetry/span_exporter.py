@@ -1,5 +1,5 @@
-"""Exports spans over OTLP. Loading the SDK's exporter takes a tenth of a scheduler's start time, so
-only processes that send spans import this module.
+"""Exports spans over OTLP. Only processes that send spans import this module, because the import of
+OpenTelemetry's exporter takes a tenth of a scheduler's startup time.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from services.common.telemetry.span_sender import NotTaken
 
 
 class OtlpExporter(OTLPSpanExporter):
-    """The SDK's exporter with a faster encoder. A failed export raises the reason."""
+    """OpenTelemetry's exporter with a faster encoder. A failed export raises NotTaken."""
 
     def __init__(self, endpoint: str) -> None:
         """`endpoint` is a URL, http://host:port or https://host:port."""
@@ -26,7 +26,7 @@ class OtlpExporter(OTLPSpanExporter):
         super().__init__(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends spans. Raises NotTaken if the collector does not accept them."""
+        """Sends spans. Raises NotTaken if the collector does not accept the spans."""
         if super().export(spans) is SpanExportResult.SUCCESS:
             return SpanExportResult.SUCCESS
         error = self._error

@@ -22,7 +22,8 @@ class DropReason(Enum):
 
 class SpanOutage:
     """Detects outages from the numbers of dropped spans before and after each export. An outage may
-    span many exports. Its cause is logged at the first drop, its dropped spans at the end.
+    last for many exports. The cause is logged when the outage begins, and the number of dropped
+    spans when it ends.
     """
 
     def __init__(self) -> None:
@@ -34,9 +35,10 @@ class SpanOutage:
     def exported(
         self, num_dropped: Counter[DropReason], failure: str | None, *, is_caught_up: bool
     ) -> None:
-        """Must be called after each export with the total drops and the batch's failure, if any.
-        `is_caught_up` means that the batch was accepted and less than one batch waits. An outage
-        ends when `is_caught_up` is set and no span was dropped since the previous batch.
+        """Must be called after each export of a batch. `num_dropped` counts all spans dropped so
+        far. `failure` explains why this export failed. `is_caught_up` means that the batch was
+        accepted and less than one batch is queued. An outage ends when `is_caught_up` is set and no
+        span was dropped since the previous export.
         """
         before, self._num_dropped = self._num_dropped, num_dropped.copy()
         if self._num_dropped != before:
@@ -48,8 +50,8 @@ class SpanOutage:
             self._before = None
 
     def stopped(self, num_dropped: Counter[DropReason]) -> None:
-        """Must be called when the service ends. Logs the drops since the outage began. If the
-        collector has not answered the current export, drops since its start are logged.
+        """Must be called when the service ends. Logs the number of spans dropped since the outage
+        began. Without an outage, logs the spans dropped since the last completed export, if any.
         """
         if self._before is None:
             self._before = self._num_dropped
@@ -58,7 +60,7 @@ class SpanOutage:
             logger.warning("the service ends while spans are dropped: %s", self._counts())
 
     def _counts(self) -> str:
-        """The drops of the outage, such as "12 were dropped (10 queue_full, 2 not_taken)"."""
+        """The outage's dropped spans, such as "12 were dropped (10 queue_full, 2 not_taken)"."""
         counts = self._num_dropped - (self._before or Counter())
         parts = ", ".join(
             f"{counts[reason]} {reason.value}" for reason in DropReason if reason in counts

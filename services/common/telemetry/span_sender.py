@@ -2,8 +2,8 @@
 
 A collector that is down, slow or full causes only a loss of spans, because the queue is bounded and
 spans that do not fit are dropped at once. Spans that the collector could not accept are sent again
-until it has been unavailable for a minute. During this minute spans are lost only if the queue is
-full.
+until the collector has been unavailable for a minute. During this minute spans are lost only if the
+queue is full.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class NotTaken(Exception):
-    """The collector did not accept an exporter's spans. The message is a part of a sentence."""
+    """The collector did not accept the spans. The message is the reason, a part of a log line."""
 
     def __init__(self, message: str, *, may_retry: bool) -> None:
         """`may_retry` is true if the collector may accept the same spans later."""
@@ -42,7 +42,9 @@ class SpanSender(SpanProcessor):
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """`exporter` raises NotTaken for rejected spans. Raises SettingError."""
+        """`exporter` must raise NotTaken for rejected spans. Raises SettingError for an invalid
+        variable.
+        """
         self.num_sent = 0
         self.num_dropped: Counter[DropReason] = Counter()
         self._exporter = exporter
@@ -56,7 +58,7 @@ class SpanSender(SpanProcessor):
         self._is_stopped = False
         self._is_given_up = False
         self._away_since: float | None = None
-        """The monotonic time since which the collector is unavailable. None if it is available."""
+        """When the collector became unavailable, in monotonic time. None if it is available."""
         self._outage = SpanOutage()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
@@ -75,7 +77,7 @@ class SpanSender(SpanProcessor):
             self._wake.set()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:  # noqa: ARG002
-        """Sends the queued spans. The exporter limits the time."""
+        """Sends the queued spans. Ignores `timeout_millis`, since the exporter limits the time."""
         self._send(1)
         return not self._queue
 
@@ -94,7 +96,7 @@ class SpanSender(SpanProcessor):
                 "the collector did not take the last spans within %g s", LAST_EXPORT_SECONDS
             )
         self._outage.stopped(self.num_dropped)
-        # A thread, since the exporter's shutdown may wait for a running call.
+        # In a thread, since the exporter's shutdown may wait for a running call.
         threading.Thread(target=self._exporter.shutdown, name="last export", daemon=True).start()
 
     def _run(self) -> None:
@@ -105,7 +107,7 @@ class SpanSender(SpanProcessor):
         self._send(1)
 
     def _send(self, at_least: int) -> None:
-        """Exports while `at_least` spans are queued. Stops if the collector is unavailable."""
+        """Exports while `at_least` spans are queued and the collector is available."""
         with self._exporting:
             while len(self._queue) >= at_least and not self._is_given_up:
                 self._export(self._take())
@@ -115,7 +117,7 @@ class SpanSender(SpanProcessor):
     def _take(self) -> list[ReadableSpan]:
         """Removes and returns the queued spans, at most one batch."""
         batch: list[ReadableSpan] = []
-        with contextlib.suppress(IndexError):  # shutdown() may empty the queue, too
+        with contextlib.suppress(IndexError):  # shutdown() may empty the queue at the same time
             while len(batch) < self._max_batch:
                 batch.append(self._queue.popleft())
         return batch
@@ -140,7 +142,7 @@ class SpanSender(SpanProcessor):
             self._outage.exported(self.num_dropped, failure, is_caught_up=is_caught_up)
 
     def _keep_or_drop(self, batch: list[ReadableSpan]) -> None:
-        """Queues rejected spans again if they may be accepted later, or else drops them."""
+        """Queues rejected spans again if the collector may accept them later, or drops them."""
         since = self._away_since
         if self._is_stopped:
             self._drop(len(batch), DropReason.SHUTDOWN)

@@ -1,4 +1,4 @@
-"""Names, explains and formats the parts of a request's total time, whose sum is that time."""
+"""Names, explains and formats the parts of a request's time. The sum of all parts is that time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ _OF_REASONS: Mapping[str, str] = {
     "idempotency_key": "retry",
     "body_budget": GATEWAY,
 }
-"""Maps a wait reason to the name of its part, if the two names differ."""
+"""Maps a wait's reason to the name of the part to which the wait belongs, if the names differ."""
 
 WAITS_FOR: Mapping[str, str] = {
     "budget": "tokens of a step",
@@ -84,7 +84,7 @@ WAITS_FOR: Mapping[str, str] = {
     "preempted": "another place, since it gave back its own",
     "no_replica": "a replica that is ready",
 }
-"""Maps a wait reason to what the request waits for, in displays."""
+"""Maps a wait's reason to a description for displays of what the request waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +92,16 @@ class TimePart:
     name: str
     nanos: int
     request_id: str = ""
-    """Id of the request that blocked this one in the part's longest wait, or empty."""
+    """Id of the request that blocked this request in the part's longest wait, or empty."""
     step: int | None = None
-    """Number of the step in which the part's longest wait began. None if there is none."""
+    """Number of the step in which the part's longest wait began. None if no step is known."""
 
     @property
     def seconds(self) -> float:
         return self.nanos / 1e9
 
     def plus(self, other: "TimePart") -> "TimePart":
-        """The sum of both parts. `request_id` and `step` are taken from the longer part."""
+        """The sum of both parts, with `request_id` and `step` of the longer part."""
         longer = self if self.nanos >= other.nanos else other
         return TimePart(self.name, self.nanos + other.nanos, longer.request_id, longer.step)
 
@@ -112,7 +112,7 @@ def part_of_reason(reason: str) -> str:
 
 
 def added_up(parts: Sequence[TimePart]) -> tuple[TimePart, ...]:
-    """Adds up parts of equal names, in the order of EXPLANATIONS, without empty ones."""
+    """Adds up parts with equal names. Omits empty parts. Sorts parts as in EXPLANATIONS."""
     sums: dict[str, TimePart] = {}
     for part in parts:
         before = sums.get(part.name)
@@ -149,7 +149,7 @@ def time_attributes(parts: Sequence[TimePart]) -> dict[str, str | int | float]:
 
 
 def parts_of_attributes(attributes: Mapping[str, Any]) -> tuple[TimePart, ...]:
-    """The inverse of `time_attributes`. Empty without such attributes."""
+    """The inverse of `time_attributes`. Empty if the attributes have no parts."""
     parts = []
     for name in EXPLANATIONS:
         key = f"{names.ATTR_TIME}.{name}"

@@ -1,4 +1,4 @@
-"""The W3C trace context of messages between services, and the ids of new spans."""
+"""The W3C trace context in messages between services, and the ids of new spans."""
 
 import random
 import re
@@ -9,18 +9,18 @@ _TRACEPARENT = re.compile(
     "(?P<version>[0-9a-f]{2})-(?P<trace_id>[0-9a-f]{32})-(?P<span_id>[0-9a-f]{16})"
     "-(?P<flags>[0-9a-f]{2})(?P<rest>-.*)?"
 )
-"""Versions after 00 may have additional fields at the end."""
+"""Matches a `traceparent`. Versions after 00 may have additional fields at the end."""
 _MAX_TRACESTATE_CHARACTERS = 512
-"""A longer `tracestate` is dropped. W3C does not require longer ones to be kept."""
+"""A longer `tracestate` is dropped, as W3C permits."""
 
 
 def new_trace_id() -> int:
-    """A random trace id of 128 bits, not 0."""
+    """A random trace id of 128 bits, which is not 0."""
     return random.getrandbits(128) or 1
 
 
 def new_span_id() -> int:
-    """A random span id of 64 bits, not 0."""
+    """A random span id of 64 bits, which is not 0."""
     return random.getrandbits(64) or 1
 
 
@@ -30,7 +30,7 @@ def traceparent_text(trace_id: int, span_id: int) -> str:
 
 
 def numbered_span_id(span_id: int, number: int) -> int:
-    """The id of a span's child `number`, from 1, which sender and receiver compute alike."""
+    """The id of a span's child `number`, from 1. Sender and receiver compute the same id."""
     return (span_id + number) % 2**64 or 1
 
 
@@ -43,7 +43,7 @@ def numbered_traceparent(traceparent: str, number: int) -> str:
 
 
 def child_of(parent: SpanContext) -> SpanContext:
-    """Creates the context of a new span under a sampled one, for `Tracing.record`."""
+    """Creates the context of a new child span of the sampled span `parent`."""
     return SpanContext(
         parent.trace_id, new_span_id(), False, parent.trace_flags, parent.trace_state
     )

@@ -1,16 +1,18 @@
-"""The W3C headers that services forward besides `traceparent`, and their span attributes."""
+"""The W3C headers `tracestate` and `baggage`, which services forward besides `traceparent`."""
 
 from dataclasses import dataclass
 from urllib.parse import unquote
 
 MAX_BAGGAGE_CHARACTERS = 8192
-"""A longer baggage header is dropped, as W3C allows."""
+"""A longer baggage header is dropped, as W3C permits."""
 _MAX_ENTRIES, _MAX_SHOWN_CHARACTERS = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHeaders:
-    """A request's trace headers, empty if absent. `traceparent` is also empty if unsampled."""
+    """A request's trace headers. A header is empty if absent. `traceparent` is also empty if the
+    request is not sampled.
+    """
 
     traceparent: str = ""
     tracestate: str = ""
@@ -21,7 +23,7 @@ UNTRACED = TraceHeaders()
 
 
 def passed_on(baggage: str) -> str:
-    """The baggage header for other services. Empty if it is too long."""
+    """The baggage header that is sent to other services, or empty text if it is too long."""
     return baggage if len(baggage) <= MAX_BAGGAGE_CHARACTERS else ""
 
 

@@ -36,7 +36,7 @@ _SCOPE = InstrumentationScope("stepwell")
 _UNSET = Status()
 
 MAX_LINKS = 1024
-"""Limit on the links of a span. Further links are omitted, and an attribute has their number."""
+"""Limit on the links of a span. Further links are omitted, and an attribute counts them."""
 _LIMITS = SpanLimits(
     max_span_attributes=128,
     max_events=128,
@@ -49,7 +49,7 @@ _LIMITS = SpanLimits(
 
 @dataclass(frozen=True, slots=True)
 class TraceOrigin:
-    """The trace of a request, the caller's span, and whether the request was sampled initially."""
+    """The trace of a request, the caller's span, and whether the request is initially sampled."""
 
     trace_id: int
     parent: SpanContext | None
@@ -57,7 +57,7 @@ class TraceOrigin:
 
     @property
     def tracestate(self) -> str:
-        """The caller's `tracestate`, for other services."""
+        """The caller's `tracestate`, which is sent to other services."""
         return "" if self.parent is None else self.parent.trace_state.to_header()
 
     def context(self, span_id: int) -> SpanContext:
@@ -73,21 +73,21 @@ class Tracing:
     tracer: trace.Tracer
     provider: TracerProvider | None
     processor: SynchronousMultiSpanProcessor | None = None
-    """Receives every ended span. More processors may be added to it. None without a provider."""
+    """Receives every ended span. Other processors may be added to it. None without a provider."""
     sample_ratio: float = 0.0
     root_sampler: Sampler | None = None
     """Decides which new traces are sampled. If it is None, `sample_ratio` decides."""
     senders: tuple[SpanSender, ...] = ()
-    """Span senders, one for each collector."""
+    """One sender for each collector."""
     resource: Resource | None = None
-    """The resource of spans made by `record`. If it is None, they have the provider's resource."""
+    """The resource of spans that `record` creates. If None, it is the provider's resource."""
 
     @property
     def enabled(self) -> bool:
         return self.provider is not None
 
     def of(self, service: str) -> "Tracing":
-        """Returns a copy whose recorded spans belong to another service."""
+        """Returns a copy whose method `record` records spans of another service."""
         return replace(self, resource=service_resource(service))
 
     def start(
@@ -99,7 +99,7 @@ class Tracing:
         attributes: Attributes | None = None,
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """Starts a span of `traceparent` or of a new trace. The caller must end it."""
+        """Starts a child of the span in `traceparent`, or a new trace. The caller must end it."""
         if self.provider is None:
             return INVALID_SPAN
         parent = parse_traceparent(traceparent)
@@ -111,7 +111,7 @@ class Tracing:
         )
 
     def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:
-        """Returns the first span's context of a new trace, or None if it is not sampled."""
+        """Returns the context of a new trace's first span, or None if the trace is not sampled."""
         if self.processor is None or not (is_sampled or self._is_drawn()):
             return None
         return SpanContext(new_trace_id(), new_span_id(), False, TraceFlags(TraceFlags.SAMPLED))
@@ -125,9 +125,10 @@ class Tracing:
     def origin(
         self, traceparent: str = "", tracestate: str = "", *, may_be_drawn: bool = True
     ) -> TraceOrigin:
-        """Returns the trace of a request with these headers, or a new trace. The caller's flag
-        decides whether the trace is sampled. Without a caller, the sampler decides. If
-        `may_be_drawn` is False, a new trace is not sampled, and the sampler does not count it.
+        """Returns the trace of a request with these headers, or a new trace if `traceparent` is
+        missing or malformed. The flag in `traceparent` determines whether the trace is sampled. The
+        sampler determines it for a new trace. If `may_be_drawn` is False, a new trace is not
+        sampled, and the sampler is not called.
         """
         parent = parse_traceparent(traceparent, tracestate)
         if parent is not None:
@@ -153,7 +154,7 @@ class Tracing:
         links: Sequence[Link] = (),
         events: Sequence[Event] = (),
     ) -> None:
-        """Records a span that has ended. Its context's flags show whether it is sampled."""
+        """Records a span that has ended. The flags in `context` show whether it is sampled."""
         if self.provider is None or self.processor is None:
             return
         span = ReadableSpan(
@@ -173,7 +174,7 @@ class Tracing:
         self.processor.on_end(span)
 
     def shutdown(self) -> None:
-        """Sends remaining spans within half a second. Spans not accepted by then are lost."""
+        """Sends remaining spans within half a second. Spans that are not accepted then are lost."""
         if self.provider is not None:
             self.provider.shutdown()
 
@@ -213,15 +214,15 @@ def configure_tracing(
 
 @cache
 def service_resource(service: str) -> Resource:
-    """The resource of a service's spans. Its first call starts threads, which read the variables of
-    OpenTelemetry.
+    """The resource of a service's spans. The first call starts threads that read OpenTelemetry's
+    environment variables.
     """
     return Resource.create({"service.name": f"stepwell-{service}", "service.namespace": "stepwell"})
 
 
 @contextmanager
 def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing]:
-    """Yields a Tracing object for the settings. Sends remaining spans at the end."""
+    """Yields a Tracing object for the settings. Sends remaining spans when the context ends."""
     tracing = configure_tracing(service, settings.otlp_endpoint, settings.trace_sample_ratio)
     try:
         yield tracing
@@ -231,7 +232,7 @@ def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing
 
 @contextmanager
 def ended(span: Span) -> Iterator[None]:
-    """Ends a span at the end of the block, and records an exception of the block."""
+    """Ends a span at the end of the `with` block. Records an exception of the block in the span."""
     try:
         yield
     except Exception as error:

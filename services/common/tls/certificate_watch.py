@@ -1,4 +1,4 @@
-"""Watches the files of a certificate, so that a replacement is used without a restart."""
+"""Watches a certificate's files, so that a new certificate is used without a restart."""
 
 import contextlib
 import logging
@@ -19,9 +19,9 @@ _LAST_SHARE = 0.1
 
 
 class CertificateWatch:
-    """The certificate that its files contained when they were last valid. Any thread may read
-    `current`. A new certificate is a new object. Damaged, half-written or expired files change
-    nothing and are logged once.
+    """Reads a certificate from files. `current` is the certificate that the files contained when
+    they were last valid. Any thread may read it. A new certificate is a new object. Damaged,
+    half-written or expired files change nothing and are logged once.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class CertificateWatch:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the certificate expires. Negative afterwards."""
+        """Seconds until the certificate expires. Negative if it has expired."""
         return self.current.not_after - self._unix_seconds()
 
     @contextlib.contextmanager
     def running(self, period_seconds: float = PERIOD_SECONDS) -> Iterator[None]:
-        """Reads the files periodically in a thread, while the context is open."""
+        """Reads the files periodically in a thread until the context ends."""
         thread = threading.Thread(
             target=self._run,
             args=(period_seconds,),
@@ -60,7 +60,7 @@ class CertificateWatch:
             thread.join()
 
     def look(self) -> None:
-        """Reads the files, and uses their certificate if it is new and valid."""
+        """Reads the files. A new and valid certificate becomes `current`."""
         try:
             contents = self.files.read()
             if contents != self.current.pem:

@@ -1,4 +1,4 @@
-"""A certificate, its key and the trusted authorities, read from PEM files (RFC 7468).
+"""Reads a certificate, its key and the trusted authorities from PEM files (RFC 7468).
 `cryptography` is an optional dependency, so this module is imported only if a certificate is set.
 """
 
@@ -14,12 +14,12 @@ from services.common.process.settings import SettingError, flag_name
 
 
 class CertificateError(SettingError):
-    """A file is unusable. The message names the setting and the file, and has the reason."""
+    """A file is unusable. The message names the setting, the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class PemFile:
-    """A file that a setting names."""
+    """A PEM file that a setting names."""
 
     setting: str
     path: Path
@@ -37,20 +37,22 @@ class PemFile:
 
 @dataclass(frozen=True, slots=True)
 class CertificateFiles:
-    """The files of a certificate chain, its key, and perhaps authorities (CA) for peers."""
+    """The files of a certificate chain and its key. `ca` has the authorities that peers need."""
 
     cert: PemFile
     key: PemFile
     ca: PemFile | None = None
 
     def read(self) -> "PemContents":
-        """Reads all files. Raises CertificateError if one cannot be read."""
+        """Reads all files. Raises CertificateError if a file cannot be read."""
         return PemContents(
             self.cert.read(), self.key.read(), None if self.ca is None else self.ca.read()
         )
 
     def check(self, contents: "PemContents") -> "Certificate":
-        """Parses a certificate. Raises CertificateError for damage, expiry or another key."""
+        """Parses a certificate. Raises CertificateError if it is damaged or expired, or if the key
+        belongs to another certificate.
+        """
         own = self._first_certificate(self.cert, contents.chain)
         self._check_key(own, contents.key)
         if self.ca is not None and contents.ca is not None:

@@ -1,5 +1,5 @@
-"""grpc credentials for servers and channels, made from the current certificate. A connection keeps
-the certificates with which it began. New connections use the current ones.
+"""grpc credentials for servers and channels. A new connection uses the service's current
+certificate. An open connection keeps the certificate with which it began.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,9 @@ _NAME_OF_SERVER = "grpc.ssl_target_name_override"
 class Tls:
     """A service's certificate, and the names that peers' certificates must have. A caller's
     certificate must have one of `allowed_names` as subject alternative name (DNS name, address or
-    URI). If `allowed_names` is empty, every certificate of the authority is allowed. `server_name`
-    is the name that servers' certificates must have. None means the host of the server's address.
+    URI). If `allowed_names` is empty, every certificate of the trusted authority is allowed.
+    `server_name` is the name that servers' certificates must have, by default the host of the
+    server's address.
     """
 
     watch: CertificateWatch
@@ -35,7 +36,7 @@ class Tls:
         served = [self.watch.current]
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
-            """Called by grpc before each handshake. None means that nothing has changed."""
+            """grpc calls this before each handshake. None means that nothing has changed."""
             if self.watch.current is served[0]:
                 return None
             served[0] = self.watch.current
@@ -48,7 +49,7 @@ class Tls:
         )
 
     def channel(self, address: str, options: Sequence[tuple[str, Any]]) -> RenewingChannel:
-        """A channel in which each call uses the certificate that is current when it starts."""
+        """A channel whose calls use the certificate that is current when the call starts."""
         if self.server_name is not None:
             options = (*options, (_NAME_OF_SERVER, self.server_name))
         watch = self.watch
@@ -71,7 +72,7 @@ class Tls:
 
 
 def channel_credentials(certificate: Certificate) -> grpc.ChannelCredentials:
-    """Client credentials with this certificate, which trust servers of its authority."""
+    """Client credentials with a certificate, which trust servers with its authority."""
     pem = certificate.pem
     return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.chain)
 

@@ -1,5 +1,5 @@
-"""The specifications of all metrics. Services create metric families from them. The metrics of a
-gateway's options are specified in the options' folders. `docs/metrics.md` lists the same metrics.
+"""The specifications of all metrics, from which services create metric families. Metrics of the
+gateway's options are specified in the options' own folders. `docs/metrics.md` lists all metrics.
 """
 
 from typing import TypeAlias

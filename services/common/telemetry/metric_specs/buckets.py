@@ -12,7 +12,7 @@ REQUEST_SECONDS = (
     0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
     60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-"""vLLM's bounds begin at 0.3. The three smaller ones separate empty queues from short ones."""
+"""vLLM's bounds begin at 0.3. The three smaller bounds separate empty queues from short queues."""
 STEP_SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
     120.0,
@@ -23,8 +23,8 @@ ITERATION_TOKENS = (
 REQUEST_TOKENS = tuple(
     float(mantissa * 10**exponent) for exponent in range(6) for mantissa in (1, 2, 5)
 )
-"""1, 2, 5, 10 up to 500000. vLLM's bounds end at its model's longest sequence. Bounds that do not
-depend on the model make sums over replicas of several models possible.
+"""1, 2, 5, 10 up to 500000. vLLM's bounds end at the model's longest sequence. These bounds do not
+depend on the model, so the histograms of several models can be added.
 """
 PAUSE_SECONDS = (
     0.03, 0.1, 0.3, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,

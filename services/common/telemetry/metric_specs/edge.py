@@ -175,5 +175,5 @@ INDEX_FAILURES = _index.counter(
 )
 
 INDEX_SPECS = _index.all
-"""Metrics of the index of cached prefixes."""
+"""Metrics of the gateway's index of cached prefixes."""
 SPECS = _specs.all

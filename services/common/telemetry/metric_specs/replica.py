@@ -1,4 +1,4 @@
-"""Metrics of a replica's scheduler, pool and workers that have no vLLM name."""
+"""Metrics of a replica's scheduler, pool and workers that vLLM does not have."""
 
 from services.common.telemetry.metric_specs import buckets
 from services.common.telemetry.metric_specs.spec import Source, Specs

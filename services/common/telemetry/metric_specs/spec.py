@@ -16,7 +16,7 @@ class Kind(enum.Enum):
 
 class Source(enum.Enum):
     """The service that measures a metric. The scheduler also serves the metrics of its pool and
-    workers. The gateway serves them for all replicas, with the labels of `added_labels`.
+    workers. The gateway serves the metrics of all replicas, with the labels of `added_labels`.
     """
 
     SCHEDULER = "scheduler"
@@ -27,8 +27,8 @@ class Source(enum.Enum):
 
     @property
     def added_labels(self) -> tuple[str, ...]:
-        """Labels that are added to the metric's own labels. Metrics of source EVERY also have the
-        labels of a replica if they describe a process of this replica.
+        """Labels that are added to the metric's own labels. Metrics of source EVERY also have a
+        replica's labels if they describe a process of this replica.
         """
         return _ADDED_LABELS[self]
 
@@ -44,7 +44,7 @@ _ADDED_LABELS = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MetricSpec:
-    """One metric. `name` lacks the suffix `_total` that a counter has in the text format."""
+    """One metric. A counter's `name` lacks the suffix `_total` that it has in the text format."""
 
     name: str
     kind: Kind
@@ -54,16 +54,16 @@ class MetricSpec:
     """Labels whose values the service supplies, in the order in which it supplies them."""
     source: Source
     buckets: tuple[float, ...] = ()
-    """Upper bounds of a histogram's buckets, without infinity."""
+    """Upper bounds of a histogram's buckets, except infinity."""
 
     @property
     def served_name(self) -> str:
-        """The name in the text format. Series of histograms and summaries add suffixes."""
+        """The name in the text format. The series of a histogram or summary have added suffixes."""
         return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
 
 
 class Specs:
-    """Specifies metrics of one source. `all` has them in the order of their definition."""
+    """Specifies metrics of one source. `all` has the metrics in the order of their definition."""
 
     def __init__(self, source: Source) -> None:
         self.all: list[MetricSpec] = []

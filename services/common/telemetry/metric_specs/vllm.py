@@ -1,4 +1,4 @@
-"""Metrics of a replica under vLLM's names, with its labels and meaning."""
+"""Metrics of a replica with vLLM's names, labels and meanings."""
 
 from services.common.telemetry.metric_specs import buckets
 from services.common.telemetry.metric_specs.spec import Source, Specs
