@@ -1,4 +1,4 @@
-"""The connector of a scenario, with its settings and its data about each request."""
+"""The KV connector of a scenario: its settings, and which tokens it has stored of each request."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from tests.scenarios.stand_in_connector import StandInConnector
 
 HAS_TRANSFERS = find_spec("services.scheduler.options.transfers") is not None
-"""Whether the scheduler has the option of transfers, which may be removed."""
+"""Whether the scheduler's option `transfers` is installed. Tests also run without it."""
 
 
 def connected(connector: "KVConnector | None") -> Connect | None:
-    """What makes the transfers through a connector. None without a connector."""
+    """The argument `connect` of Scheduler, which creates the KVTransfers of a connector. None
+    without a connector.
+    """
     if connector is None:
         return None
     from services.scheduler.options.transfers.core.kv_transfers import (  # noqa: PLC0415
@@ -32,36 +34,34 @@ def connected(connector: "KVConnector | None") -> Connect | None:
 
 @dataclass(frozen=True, slots=True)
 class ExternalTokens:
-    """The externally stored tokens of one request, and the behaviour of loads."""
+    """The tokens of one request in external storage, and the behaviour of their loads."""
 
     num_tokens: int
     is_async: bool = False
     num_steps: int = 1
     """The duration of an asynchronous load, in steps."""
     num_undecided: int = 0
-    """The first `num_undecided` queries are answered with None, which means "not known yet"."""
+    """For the first `num_undecided` queries, the connector returns None: not known yet."""
     max_loads: int | None = None
     """The number of loads after which no stored tokens are left. None means no limit."""
     failing_blocks: tuple[int, ...] = ()
-    """The indices of blocks that a load reports as not loaded, among the blocks that it fills."""
+    """The blocks that a failing load reports as not loaded, as indices into the load's blocks."""
     fails_whole: bool = False
-    """Whether a failed load is reported without naming blocks."""
+    """Whether a failing load is reported as a whole, without block IDs."""
     num_failing_loads: int = 1
-    """The first `num_failing_loads` loads fail."""
+    """The number of loads that fail, from the first load on."""
 
 
 @dataclass(slots=True)
 class ConnectorScript:
-    """The settings from which the connector of a run is built."""
+    """The settings of a scenario from which the StandInConnector of a run is built."""
 
     frees_are_awaited: bool
     sources: dict[RequestKey, ExternalTokens] = field(default_factory=dict)
     send_steps: dict[RequestKey, int] = field(default_factory=dict)
 
     def make(self, block_size: int) -> "StandInConnector":
-        """Builds a connector in its state before the first step. Skips the test if the option of
-        transfers was removed.
-        """
+        """Builds a new connector. Skips the test if the option `transfers` is not installed."""
         if not HAS_TRANSFERS:
             pytest.skip("the scheduler has no transfers")
         from tests.scenarios.stand_in_connector import StandInConnector  # noqa: PLC0415
@@ -69,8 +69,8 @@ class ConnectorScript:
         return StandInConnector(block_size, self.sources, self.send_steps, self.frees_are_awaited)
 
     def read_request(self, add: dict[str, Any], key: RequestKey) -> None:
-        """Reads the externally stored tokens of an added request, and the time to send its blocks,
-        in steps.
+        """Reads the externally stored tokens of an added request, and the number of steps in which
+        its blocks are sent.
         """
         if "external" in add:
             self.sources[key] = _external(add["external"])

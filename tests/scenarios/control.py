@@ -6,22 +6,20 @@ from tests.scenarios.scenario import Pause, ResetPrefixCache
 
 
 class ScenarioControl:
-    """The engine's state outside its scheduler, which consists of pauses that are not complete
-    yet.
-    """
+    """Executes the pauses and resets of a scenario, and keeps the pauses that are not complete."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._incomplete: list[Pause] = []
 
     async def begin(self, pause: Pause, record: Record) -> None:
-        """Begins a pause. For mode ABORT, the caller has aborted the requests before."""
+        """Begins a pause. With mode ABORT, the caller must have aborted all requests."""
         self._scheduler.pause(pause.mode)
         record["paused"] = pause.mode.value
         self._incomplete.append(pause)
 
     async def idle(self, record: Record) -> None:
-        """Completes all pauses. The caller has checked that no step is left to run."""
+        """Completes all pauses. The caller has checked that no more steps will run."""
         incomplete, self._incomplete = self._incomplete, []
         for pause in incomplete:
             record["pause_complete"] = True
@@ -30,12 +28,12 @@ class ScenarioControl:
                 self._scheduler.reset_encoder_cache()
 
     def resume(self, record: Record) -> None:
-        """Resumes the scheduler, whether the pause is complete or not."""
+        """Resumes the scheduler, even if a pause is not complete."""
         self._scheduler.resume()
         record["unpaused"] = True
 
     async def reset(self, reset: ResetPrefixCache, record: Record) -> None:
-        """Resets the prefix cache. The scheduler refuses this while requests use blocks."""
+        """Resets the prefix cache. The scheduler refuses the reset while requests have blocks."""
         if reset.preempts:
             preempted = [request.request_id for request in self._scheduler.preempt_all()]
             record.setdefault("reset_preempted", []).extend(preempted)

@@ -1,4 +1,4 @@
-"""Records several KV-cache groups, and the order in which blocks are freed."""
+"""Records the block tables of each KV-cache group, and the order in which blocks are freed."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ _Tables = tuple[tuple[BlockId, ...], ...]
 
 
 class ObservedFreeQueue(FreeQueue):
-    """A queue that calls an observer with added blocks, in the order in which they are freed."""
+    """A free queue that passes all freed blocks to an observer, in the order of freeing."""
 
     __slots__ = ("_observer",)
 
     def __init__(self, queue: FreeQueue, observer: Callable[[Sequence[BlockId]], None]) -> None:
-        """Takes over the blocks of another queue."""
+        """Shares the lists of blocks of `queue`, which must not be used any more."""
         self._blank, self._cached = queue._blank, queue._cached
         self._observer = observer
 
@@ -40,7 +40,7 @@ class ObservedFreeQueue(FreeQueue):
 
 
 class ObservedGroup:
-    """A group of a pool that adds its number to a list for each block that must be zeroed."""
+    """Wraps a GroupManager. Appends the group's index to `noted` for each block to zero."""
 
     def __init__(self, manager: GroupManager, group: int, noted: list[int]) -> None:
         self._manager, self._group, self._noted = manager, group, noted
@@ -55,8 +55,8 @@ class ObservedGroup:
 
 
 class GroupRecord:
-    """Compares the block tables of running requests before and after each plan. Block ids are lists
-    for each group, as in records of scenarios that name their groups.
+    """Records the changes of the block tables of running requests in each plan, by KV-cache group.
+    Used for scenarios that name their groups.
     """
 
     def __init__(self, core: KVPool) -> None:
@@ -64,7 +64,7 @@ class GroupRecord:
         self._freed: list[BlockId] = []
         self._before: dict[Request, _Tables] = {}
         self._groups_to_zero: list[int] = []
-        """The group of each block that the next plan zeroes, in the plan's order."""
+        """The group of each block in the next plan's `block_ids_to_zero`, in the same order."""
         blocks = core._blocks
         blocks._free = ObservedFreeQueue(blocks._free, self._freed.extend)
         core._groups = [
@@ -80,7 +80,7 @@ class GroupRecord:
     def record_plan(
         self, plan: SchedulerOutput, running: Iterable[Request], record: dict[str, Any]
     ) -> None:
-        """Adds the changes made by the plan of a step."""
+        """Adds the changes by a plan to the record of its step."""
         after = self._tables(running)
         record["nulled"] = {
             request.request_id: nulled
@@ -104,15 +104,15 @@ class GroupRecord:
         self._freed.clear()
 
     def record_update(self, record: dict[str, Any]) -> None:
-        """Adds the blocks freed by the output of a step."""
+        """Adds the blocks that were freed while the output of a step was processed."""
         record["freed"] = self._take_freed()
 
     def _tables(self, requests: Iterable[Request]) -> dict[Request, _Tables]:
         return {request: self._core.block_tables(request.key) for request in requests}
 
     def _by_group(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
-        """The blocks that a step zeroes, sorted by group as in vLLM. In the pool's reports they are
-        ordered by transaction.
+        """The blocks that a step zeroes, sorted by group as in vLLM. The plan has them in the order
+        of transactions.
         """
         pairs = zip(self._groups_to_zero, block_ids, strict=True)
         ordered = [block_id for _, block_id in sorted(pairs, key=lambda pair: pair[0])]

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from tests.scenarios.stand_in_connector import StandInConnector
 
 _CHANGES = ("scheduled", "preempted", "outputs", "finished_recving", "finished_sending")
-"""Fields of a step's record. If one of them is not empty, a waiting request may have become
-schedulable.
-"""
+"""Fields of a step's record. While all are empty, no waiting request becomes schedulable."""
 
 
 async def run_scenario(scenario: Scenario) -> Record:
@@ -55,8 +53,8 @@ async def run_scenario(scenario: Scenario) -> Record:
 
 
 class ScenarioRun:
-    """One run. `core` is the scheduler's pool, which the record reads. The pool may be in this
-    process or behind a connection.
+    """One run of a scenario. `core` is the scheduler's pool, from which the free blocks are
+    recorded. The scheduler may call the pool in this process or over gRPC.
     """
 
     def __init__(
@@ -130,8 +128,8 @@ class ScenarioRun:
 
     @property
     def _has_transfers(self) -> bool:
-        """Whether further steps are needed to report the end of transfers. In a pause with mode
-        KEEP, loads of waiting requests need no further steps.
+        """Whether further steps must run so that the ends of transfers are reported. Loads of
+        waiting requests need no further steps in a pause with mode KEEP.
         """
         transfers = self.scheduler.transfers
         if transfers is not None and self.scheduler.pause_mode is PauseMode.KEEP:
@@ -139,8 +137,8 @@ class ScenarioRun:
         return self.scheduler.has_transfers
 
     def _is_stuck(self, record: Record) -> bool:
-        """Whether requests wait for ever. That is so if no step, transfer or end is pending, and
-        nothing has changed in as many steps as can be in flight.
+        """Whether requests wait for ever: no step, transfer or end of a request is pending, and
+        none of `_CHANGES` occurred in as many steps as can be in flight.
         """
         runs = any(plan.requests for _, plan in self._in_flight)
         transfers = self._connector is not None and self._connector.has_transfers
@@ -152,9 +150,7 @@ class ScenarioRun:
         return self._num_quiet_steps >= self._depth
 
     def _compile(self, step: int, record: Record) -> None:
-        """Reports to the scheduler, before a step, the grammars that are compiled or failed to
-        compile.
-        """
+        """Reports the grammars whose compilation has ended to the scheduler, before a step."""
         grammars = self._scenario.grammars
         done = [
             request for request in self._compiling if grammars[request.request_id].ready <= step
@@ -215,8 +211,8 @@ class ScenarioRun:
             own.finish_step = step
 
     def _add_chunk(self, event: NextChunk, step: int, record: Record) -> None:
-        """Adds further input of a session. Input is dropped if the session has ended, as vLLM's
-        front end does.
+        """Adds further input to a session. Input of an ended session is dropped, as in vLLM's front
+        end.
         """
         session = self._requests[event.request_id].request
         record.setdefault("added", []).append(event.request_id)
@@ -235,7 +231,7 @@ class ScenarioRun:
             self._note_end(own.request, step)
 
     async def _abort_mid_step(self, step: int, record: Record) -> None:
-        """Makes the aborts that occur after the plan of a step, or in a step without a plan."""
+        """Makes the scenario's aborts that occur between the plan and the output of a step."""
         for event in self._scenario.events.get(step, ()):
             if isinstance(event, Abort) and event.is_mid_step:
                 self._abort(step, event.request_id, record)
@@ -261,7 +257,7 @@ class ScenarioRun:
             for request in plan.new:
                 self._requests[request.request_id].planned(step)
             self._in_flight.append((step, plan))
-            # While its batch queue has room, vLLM plans further steps before it waits for an
+            # vLLM plans further steps while its batch queue is not full, and only then waits for an
             # output.
             may_wait = bool(plan.requests) or self._has_requests
         await self._abort_mid_step(step, record)
@@ -279,8 +275,8 @@ class ScenarioRun:
             record |= transfers_after_step(scheduler, self._connector)
 
     def _sampling_by_grammar(self) -> set[Request]:
-        """Running requests with a grammar whose sampled tokens of a step in flight are not known
-        yet. Until they are known, the drafts of the next step cannot be checked.
+        """Running requests with a grammar, for which a step in flight samples tokens. Their drafts
+        for the next step can be checked only when these tokens are known.
         """
         return {
             request
@@ -322,7 +318,7 @@ class ScenarioRun:
         record["update_of"], record["outputs"] = planned_in, outputs
 
     def _reading(self, plan: SchedulerOutput, blocks: Collection[BlockId]) -> set[Request]:
-        """Running requests of a step whose block tables contain one of these blocks."""
+        """The running requests of a step whose block tables contain one of `blocks`."""
         transfers = self.scheduler.transfers
         if transfers is None or not blocks:
             return set()

@@ -1,4 +1,4 @@
-"""A scenario. It consists of a configuration in vLLM's names, and of the events of each step."""
+"""Scenarios. A scenario has a scheduler configuration with vLLM's names, and events by step."""
 
 import hashlib
 from collections import defaultdict
@@ -74,7 +74,7 @@ _GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Aborts a request, before a step or between a step's plan and its output (`mid`)."""
+    """Aborts a request before a step, or mid-step: between a step's plan and its output."""
 
     request_id: str
     is_mid_step: bool
@@ -82,15 +82,14 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NextChunk:
-    """Further input of a session. None ends the session."""
+    """Further input of a session. The chunk None ends the session."""
 
     request_id: str
     chunk: InputChunk | None
 
 
 @dataclass(frozen=True, slots=True)
-class ResetEncoderCache:
-    """Clears the encoder cache."""
+class ResetEncoderCache: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +112,11 @@ class Signal(Enum):
 
     RESUME = "resume"
     THROTTLE = "throttle"
-    """The next planned step throttles prefills."""
+    """The plan of this step throttles prefills."""
 
 
 Event = Request | NextChunk | Abort | ResetEncoderCache | Pause | ResetPrefixCache | Signal
-"""An event before or within a step."""
+"""An event before a step or, for Abort and Signal.THROTTLE, within a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +125,17 @@ class Scenario:
 
     name: str
     named_config: dict[str, Any]
-    """The whole configuration, in the scenario's own names."""
+    """The whole configuration, with the names of the scenario's document."""
     config: SchedulerConfig
     grammars: dict[str, StandInGrammar]
     """Maps request ids to grammars."""
     events: dict[int, list[Event]]
-    """Maps step numbers to events, in the order of the file."""
+    """Maps step numbers to events, in the order of the document."""
     max_steps: int
     connector: ConnectorScript | None = None
 
     def make_connector(self) -> "StandInConnector | None":
-        """The connector for one run. None if the scenario has no connector."""
+        """A KV connector for one run. None if the scenario has no connector."""
         if self.connector is None:
             return None
         return self.connector.make(self.config.block_size)
@@ -203,7 +202,7 @@ def _group(group: dict[str, Any], block_size: int) -> KVCacheGroup:
 def _request(
     add: dict[str, Any], key: RequestKey, step: int, eos: int, *, pooling: bool
 ) -> Request:
-    """Reads an added request. `min_tokens` is ignored, since it concerns the sampler."""
+    """Reads an added request. `min_tokens` is ignored, because only the sampler uses it."""
     prompt = add["prompt_token_ids"]
     adapter = f"lora{add['lora']}" if "lora" in add else ""
     return Request(
@@ -246,9 +245,7 @@ def _set_grammar(request: Request, grammar: StandInGrammar, step: int) -> None:
 
 
 def _next_chunk(added: Request) -> NextChunk:
-    """Converts a request that was added with the id of an existing session to the session's next
-    input.
-    """
+    """Converts an added request with the id of an existing session to the session's next input."""
     if not added.resumable:
         return NextChunk(added.request_id, None)
     chunk = InputChunk(tuple(added.token_ids), added.sampling, added.arrival_time)
@@ -256,7 +253,7 @@ def _next_chunk(added: Request) -> NextChunk:
 
 
 def _control(event: dict[str, Any]) -> Event:
-    """Reads a pause, the end of a pause, a reset, or a throttled step."""
+    """Reads an event without a request: a pause, the end of a pause, a reset, a throttled step."""
     if "pause" in event:
         return Pause(PauseMode(event["pause"]), event.get("clear_cache", True))
     if "reset_prefix_cache" in event:

@@ -14,7 +14,7 @@ from tests.scenarios.connector import ExternalTokens
 
 @dataclass(slots=True)
 class _Source:
-    """The stored tokens of one request, with the number of queries and loads so far."""
+    """The externally stored tokens of one request, and the number of queries and loads so far."""
 
     tokens: ExternalTokens
     num_questions: int = 0
@@ -24,8 +24,8 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load under way. A synchronous load ends with the output of its step. An asynchronous load
-    ends at `end_step`.
+    """A load that has not ended. An asynchronous load ends at `end_step`. A synchronous load ends
+    with the output of the step `end_step`.
     """
 
     request: RequestKey
@@ -37,26 +37,28 @@ class _Load:
 
 @dataclass(slots=True)
 class StandInConnector(KVConnector):
-    """The scheduler's and the workers' side of a connector. The scenario says what is stored, what
-    fails, and how long transfers take. The run sets `step`.
+    """The scheduler's and the workers' side of a KV connector. The scenario defines which tokens
+    are stored, which loads fail, and how long transfers take. The run sets `step`.
     """
 
     block_size: int
     sources: Mapping[RequestKey, ExternalTokens]
     send_steps: Mapping[RequestKey, int]
-    """Maps a request that ended by itself to the number of steps in which its blocks are sent."""
+    """Maps a request to the number of steps in which its blocks are sent after its end. Blocks of
+    aborted requests are not sent.
+    """
     frees_are_awaited: bool = False
     """Whether requests that lack blocks wait while blocks are being sent."""
     step: int = 0
     sent: list[tuple[Request, BlockTables]] = field(default_factory=list)
-    """Requests whose sending has begun since the last step. The run empties this list."""
+    """Requests whose sending has begun since the last step. `transfers_after_step` empties it."""
     _sources: dict[RequestKey, _Source] = field(default_factory=dict)
     _loads: list[_Load] = field(default_factory=list)
     _sends: dict[RequestKey, int] = field(default_factory=dict)
 
     @property
     def has_transfers(self) -> bool:
-        """Whether a load or a send has not been reported as finished."""
+        """Whether the end of a load or a send has not been reported yet."""
         return bool(self._loads or self._sends)
 
     def get_num_new_matched_tokens(
@@ -115,7 +117,7 @@ class StandInConnector(KVConnector):
         self._sends.clear()
 
     def results(self, planned_in: int) -> KVTransferResults:
-        """The transfer results that are reported now, with the output of the step `planned_in`."""
+        """The results of ended transfers, to be reported with the output of step `planned_in`."""
         ended = [
             load
             for load in self._loads

@@ -1,5 +1,5 @@
-"""A simulated grammar for scenarios. As in the recorded decisions, whether a token is allowed is a
-function of the token and its position.
+"""A simulated grammar for scenarios. As in the recordings of vLLM, a function of a token and its
+position determines whether the token is allowed.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,7 @@ class StandInGrammar:
     error: bool = False
     """Whether the compilation fails."""
     break_at: int | None = None
-    """An output position at which the sampler returns a token that the grammar refuses. None means
-    that this never happens.
-    """
+    """An output position at which the sampler returns a token that the grammar refuses, or None."""
 
     def allows(self, token_id: int, position: int) -> bool:
         """Whether `token_id` is allowed at an output position, counted from 0."""
@@ -33,8 +31,8 @@ class StandInGrammar:
         return token_id != self.eos_token_id and (token_id + position) % 3 != 0
 
     def sample(self, token_id: int, position: int) -> int:
-        """The token that is sampled if the model prefers `token_id`. It is the first allowed token
-        from `token_id` upwards.
+        """The token that is sampled if the model prefers `token_id`: the first allowed token from
+        `token_id` upwards, or the first refused token at `break_at`.
         """
         breaks = position == self.break_at
         if not breaks and self.length is not None and position >= self.length:
@@ -44,9 +42,7 @@ class StandInGrammar:
         return token_id
 
     def num_allowed(self, token_ids: Sequence[int], position: int) -> int:
-        """The number of tokens, starting at this position, that are allowed before the first
-        refused one.
-        """
+        """The number of leading `token_ids` that are allowed if the first is at `position`."""
         for index, token_id in enumerate(token_ids):
             if not self.allows(token_id, position + index):
                 return index

@@ -1,4 +1,4 @@
-"""A simulated model for scenarios. As in the recorded decisions, tokens and drafts are functions of
+"""A simulated model for scenarios. As in the recordings of vLLM, tokens and drafts are functions of
 the previous tokens.
 """
 
@@ -13,9 +13,9 @@ from tests.scenarios.stand_in_grammar import StandInGrammar
 class StandInModel:
     """The simulated workers of one run. They store the tokens of each request.
 
-    `num_drafts` is the number of draft tokens proposed for each request in a step that samples. If
-    `pooling` is set, prompts are pooled and no tokens are sampled. `grammars` maps request ids to
-    grammars.
+    `num_drafts` is the number of draft tokens that a step proposes for each request that it
+    samples. With `pooling`, prompts are pooled and no tokens are sampled. `grammars` maps request
+    ids to grammars.
     """
 
     def __init__(
@@ -30,12 +30,12 @@ class StandInModel:
         self._grammars = grammars or {}
         self._tokens: dict[Request, list[int]] = {}
         self._checked: dict[Request, list[int]] = {}
-        """Drafts of the next step after the grammar check. Refused drafts are -1."""
+        """The drafts of the next step, after the check by the grammars. Refused drafts are -1."""
 
     def execute(self, plan: SchedulerOutput, void: Collection[Request] = ()) -> ModelRunnerOutput:
-        """The output of a worker that has run all steps before this one. The sampled tokens of
-        requests in `void` will be dropped, so their drafts are proposed from the tokens before this
-        step.
+        """The output of a step, to be called in the order of steps. The sampled tokens of requests
+        in `void` will be dropped, so the next drafts of these requests continue the tokens before
+        this step.
         """
         if self._pooling:
             return pooled_output(plan)
@@ -60,9 +60,9 @@ class StandInModel:
         )
 
     def check_drafts(self, plan: SchedulerOutput) -> dict[Request, list[int]]:
-        """The drafts of the next step, for which the scheduler has only placeholders. The first
-        draft that a grammar refuses and all drafts after it are -1. The drafts of a request that
-        has ended remain placeholders.
+        """The drafts of the next step `plan`, which has only placeholders for them. The first draft
+        that a grammar refuses and all later drafts are -1. The drafts of a request that has ended,
+        or that `plan` admits, remain placeholders.
         """
         self._checked = {
             request: self._checked_drafts(request, placeholders, plan)
@@ -92,13 +92,13 @@ class StandInModel:
         return grammar.num_allowed(following, len(held) - request.num_prompt_tokens)
 
     def take_back(self, requests: Iterable[Request]) -> None:
-        """Resets the tokens of requests whose last sampled tokens the scheduler dropped."""
+        """Removes sampled tokens that the scheduler dropped from the stored tokens of requests."""
         for request in requests:
             self._tokens[request] = list(request.token_ids)
 
     def _sampled(self, plan: SchedulerOutput, index: int, held: list[int]) -> list[int]:
-        """The accepted drafts and one more token. Empty if the step does not reach the end of the
-        prompt.
+        """The accepted drafts and one more token. Empty if the step does not compute the last known
+        token of the request.
         """
         request = plan.requests[index]
         drafts = plan.draft_token_ids.get(request, [])
@@ -127,8 +127,8 @@ class StandInModel:
         return longer[len(tokens) :]
 
     def _proposals(self, request: Request, tokens: list[int], count: int) -> list[int]:
-        """Proposes drafts after `tokens`. About seven in ten are right. The others are off by
-        one.
+        """Proposes `count` drafts after `tokens`. About seven in ten are right. The others are too
+        large by one.
         """
         return [
             token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
@@ -137,9 +137,7 @@ class StandInModel:
 
 
 def next_token(tokens: list[int]) -> int:
-    """The next token, which is a function of the previous tokens. This function is the simulated
-    model.
-    """
+    """The token that the simulated model samples after `tokens`."""
     return (sum(tokens[-4:]) * 31 + len(tokens) * 7) % 997 + 3
 
 

@@ -15,7 +15,7 @@ from tests.scenarios.transfer_record import begun_loads
 
 
 class StepRecorder:
-    """Records the steps of one scheduler and of its pool, `core`."""
+    """Records the steps of one scheduler and the state of its pool `core`."""
 
     def __init__(self, scheduler: Scheduler, core: KVPool, config: SchedulerConfig) -> None:
         self._scheduler = scheduler
@@ -24,14 +24,14 @@ class StepRecorder:
         self._groups = GroupRecord(core) if config.groups else None
 
     def before_step(self, record: Record) -> None:
-        """Adds the queues before a step."""
+        """Records the queues before a step."""
         scheduler = self._scheduler
         record["kv_waiting"] = request_ids(scheduler.queues.kv_waiting)
         record["waiting"] = request_ids(scheduler.queues.waiting)
         record["running"] = request_ids(scheduler.running)
 
     def before_plan(self, record: Record) -> None:
-        """Adds the number of computed tokens of each running request."""
+        """Records the number of computed tokens of each running request."""
         running = self._scheduler.running
         record["computed_before"] = {
             request.request_id: request.num_computed_tokens for request in running
@@ -40,7 +40,7 @@ class StepRecorder:
             self._groups.before_plan(running)
 
     def planned(self, plan: SchedulerOutput, record: Record) -> None:
-        """Adds the plan of a step, and the pool's state after planning."""
+        """Records the plan of a step, and the pool's state after it."""
         ids = request_ids(plan.requests)
         start = dict(zip(ids, plan.num_computed_tokens, strict=True))
         record["scheduled"] = [
@@ -73,7 +73,7 @@ class StepRecorder:
             self._groups.before_update()
 
     def after_step(self, record: Record) -> None:
-        """Adds the pool, the caches and the queues after a step."""
+        """Records the pool, the encoder cache and the queues after a step."""
         scheduler = self._scheduler
         if self._groups is not None:
             self._groups.record_update(record)

@@ -1,4 +1,4 @@
-"""The record of a connector's transfers, in the format of vLLM's recorded decisions."""
+"""Records the transfers of a KV connector, in the format of vLLM's recorded decisions."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def begun_loads(plan: SchedulerOutput, config: SchedulerConfig) -> list[Any]:
-    """The loads that a plan starts. For each load this is the request, the number of tokens,
-    whether the load runs between steps, and the full block table.
+    """The loads that a plan starts, each as a list: request id, number of tokens, whether the load
+    is asynchronous, and the whole block table of the request.
     """
     return [
         [load.request.request_id, load.num_tokens, load.is_async, _listed(load.blocks, config)]
@@ -37,8 +37,8 @@ def reported_transfers(results: KVTransferResults, requests: Iterable[Request]) 
 
 
 def transfers_after_step(scheduler: Scheduler, connector: "StandInConnector") -> Record:
-    """The state after a step: requests that load, requests whose blocks are being sent, and blocks
-    whose release waits for a step in flight.
+    """The requests that load after a step, the requests whose sending began in the step, and the
+    blocks that are freed only after a step in flight.
     """
     sends, connector.sent = connector.sent, []
     transfers = scheduler.transfers
@@ -55,5 +55,5 @@ def transfers_after_step(scheduler: Scheduler, connector: "StandInConnector") ->
 
 
 def _listed(blocks: BlockTables, config: SchedulerConfig) -> list[Any]:
-    """One block table for each group. If the configuration names no groups, the single table."""
+    """The block table of each group, or the only block table if the scenario names no groups."""
     return [list(group) for group in blocks] if config.groups else list(blocks[0])
