@@ -1,5 +1,5 @@
-"""Runs the worlds of a range of numbers: `python -m tests.worlds 0 2000`. Prints the numbers of
-failed worlds with their first error, and the counts of events in all worlds.
+"""`python -m tests.worlds 0 2000` runs the random worlds with these numbers. Prints the number and
+the error of each failed world, and how often each kind of event happened in all worlds.
 """
 
 import logging

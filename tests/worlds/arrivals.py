@@ -27,8 +27,8 @@ _STEMS = (tuple(range(100, 125)), tuple(range(500, 525)))
 def make_arrival(
     random: Random, config: SchedulerConfig, families: set[str], earlier: Sequence[Arrival]
 ) -> Arrival:
-    """A random request for a replica with these features. If the policy retains contexts, it may
-    continue one of the earlier requests.
+    """A random request for a replica with the features `families`. If the scheduling policy retains
+    contexts, the request may continue one of the earlier requests.
     """
     tick = random.randrange(LAST_ARRIVAL)
     prompt = _prompt(random)
@@ -82,12 +82,10 @@ def _program(random: Random) -> DeclaredProgram | None:
 
 
 def _prompt(random: Random) -> tuple[int, ...]:
-    """A random prompt. Prompts have few different beginnings, so that they share prefixes. Few
-    prompts are unique.
-    """
+    """A random prompt. Prompts have few different beginnings, so that they often share prefixes."""
     stem = random.choice(_STEMS)[: random.choice((0, 4, 9, 16, 25))]
     tokens = [*stem, *[3 + random.randrange(3)] * random.randint(1, 4)]
-    if random.random() < 0.3:  # like another turn of a conversation
+    if random.random() < 0.3:  # like a later turn of a conversation
         tokens += next_tokens(tokens, random.randrange(8))
     return tuple(tokens[:MAX_PROMPT])
 
@@ -106,8 +104,8 @@ def _sampling(random: Random) -> SamplingParams:
 
 
 def _resubmitted(random: Random, arrival: Arrival) -> Arrival:
-    """A request that a gateway sends again after its replica was lost, with the delivered
-    tokens.
+    """Turns a request into one that a gateway sends again after the loss of its replica, with the
+    output tokens that were already delivered.
     """
     most = (arrival.sampling.max_tokens or 1) - 1
     num_output = min(most, random.randrange(4))
@@ -129,7 +127,7 @@ def _with_items(random: Random, arrival: Arrival) -> Arrival:
         if offset + length > arrival.num_prompt_tokens:
             break
         embeds = (0, length - 1) if kind == 4 else None
-        if random.random() < 0.03:  # the same identifier with another size
+        if random.random() < 0.03:  # an identifier whose items usually have another size
             kind = (kind + 1) % 5
         items.append(EncoderInput(f"item{kind}", offset, length, embeds))
         end = offset + length
@@ -138,7 +136,7 @@ def _with_items(random: Random, arrival: Arrival) -> Arrival:
 
 def _with_transfers(random: Random, config: SchedulerConfig, arrival: Arrival) -> Arrival:
     if random.random() < 0.6:
-        # A connector that only sends does not order loads with the steps in flight.
+        # Asynchronous loads of a connector with the role PRODUCER do not wait for steps in flight.
         is_async = config.kv_role is not KVRole.PRODUCER and random.random() < 0.6
         fails = random.random() < 0.3
         names_blocks = config.only_grows and len(config.all_groups) == 1
@@ -165,7 +163,7 @@ def _with_transfers(random: Random, config: SchedulerConfig, arrival: Arrival) -
 
 
 def _as_session(random: Random, config: SchedulerConfig, arrival: Arrival) -> Arrival:
-    """Turns a request into a session whose turns together fit in the model's length."""
+    """Turns a request into a session whose turns together fit in `max_model_len`."""
     left = config.max_model_len - 1 - len(arrival.token_ids)
     first = replace(arrival.sampling, max_tokens=random.randint(1, 5), repetition_detection=None)
     left -= first.max_tokens or 0

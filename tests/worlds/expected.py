@@ -1,5 +1,5 @@
-"""The expected answers to requests. An answer depends on its request alone, and not on events that
-concern other requests.
+"""The expected answers to requests. The tokens of an answer depend on its request alone, and not on
+other requests or events.
 """
 
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from tests.worlds.world import Arrival, Incident, World
 
 
 def next_tokens(token_ids: Sequence[int], num_tokens: int) -> list[int]:
-    """The model's continuation of these tokens if no stop condition applies."""
+    """The model's next `num_tokens` tokens after `token_ids`, without any stop condition."""
     return continuation(token_ids, num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTurn:
-    """The output of one turn, and its finish reason."""
+    """The output tokens of one turn of a session, and the turn's finish reason."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
@@ -33,7 +33,7 @@ def expected_turns(arrival: Arrival, max_model_len: int) -> list[ExpectedTurn]:
     num_prompt, sampling = arrival.num_prompt_tokens, arrival.sampling
     turns = [_turn(known, num_prompt, sampling, arrival.grammar, max_model_len)]
     for turn in arrival.turns:
-        # The last token of an answer is not computed, and is not part of the next turn's input.
+        # The last output token of a turn is not computed and not part of the next turn's input.
         known += [*turns[-1].token_ids[:-1], *turn.token_ids]
         turns.append(_turn(known, len(known), turn.sampling, None, max_model_len))
     return turns
@@ -80,7 +80,9 @@ def _end(
 def check_answer(
     world: World, arrival: Arrival, request: Request, delivered: Sequence[int]
 ) -> None:
-    """Asserts that an ended request was delivered its own tokens, up to an allowed end."""
+    """Asserts that the delivered tokens of an ended request are the expected ones up to its end,
+    and that its finish reason is possible.
+    """
     turns = expected_turns(arrival, world.config.max_model_len)
     ends, whole = [0], list[int]()
     for turn in turns:
@@ -108,8 +110,7 @@ def check_answer(
             assert arrival.grammar.error
             assert not delivered
         case FinishReason.ERROR if arrival.items and len(delivered) not in ends[1:]:
-            # This also occurs after a preemption, if the item was meanwhile computed in another
-            # size.
+            # A preempted request may end so: another request has the same item in another size.
             assert "has another size" in request.error
         case _:
             assert len(delivered) in ends[1:], arrival.name

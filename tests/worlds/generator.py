@@ -1,4 +1,4 @@
-"""Generates worlds from numbers. A number always yields the same world."""
+"""Generates random worlds from numbers. A number always yields the same world."""
 
 from dataclasses import replace
 from random import Random
@@ -46,7 +46,7 @@ def make_world(number: int) -> World:
         if not HAS_TRANSFERS:
             families -= {"connector", "tier"}
         if "tier" in families and random.random() < 0.7:
-            families.add("resets")  # prefixes that remain in the cache are not loaded
+            families.add("resets")  # makes loads likely, as cached prefixes are not loaded
         config = _config(random, families)
         if config is not None:
             break
@@ -76,9 +76,9 @@ def make_world(number: int) -> World:
 
 
 def _conflicting(families: set[str]) -> set[str]:
-    """Features that exclude others. A pooled prompt has no output. Workers of several stages do not
-    feed tokens forward, which drafts and asynchronous scheduling require. There is only one
-    connector.
+    """The features that other features of the world exclude. A pooled prompt has no output. Workers
+    of several pipeline stages do not feed sampled tokens to the next step, which drafts and
+    asynchronous scheduling require. There is only one KV connector.
     """
     conflicts: set[str] = set()
     if "pooling" in families:
@@ -94,8 +94,8 @@ def _conflicting(families: set[str]) -> set[str]:
 
 
 def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
-    """A configuration whose pool can store the longest sequence, but not many such sequences. None
-    if the drawn configuration cannot serve any request.
+    """A configuration whose pool fits the longest sequence, but not many of them. None if the drawn
+    configuration is invalid.
     """
     num_drafts = random.randint(1, 3) if "drafts" in families else 0
     max_model_len = MAX_PROMPT + MAX_OUTPUT + random.randrange(30)
@@ -148,16 +148,14 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
             "encoder_cache_size": random.randint(MAX_ITEM, 4 * MAX_ITEM),
             "disable_chunked_mm_input": random.random() < 0.3,
         }
-        if named[
-            "disable_chunked_mm_input"
-        ]:  # a request's part of the budget may be smaller than an item
+        if named["disable_chunked_mm_input"]:  # an adaptive threshold may be smaller than an item
             named["long_prefill_token_threshold_adaptive"] = False
     if "connector" in families:
         named |= {
             "kv_role": random.choice((KVRole.BOTH, KVRole.CONSUMER, KVRole.PRODUCER)),
             "kv_load_failure_policy": random.choice(tuple(KVLoadFailurePolicy)),
             "requires_kv_delivery": random.random() < 0.3,
-            # Loads contain states, and not the windows before them.
+            # Loads contain the states of state-space layers, but not the blocks of a window.
             "supports_divergent_local_hybrid_hits": kinds
             <= {AttentionType.FULL, AttentionType.STATE_SPACE}
             and random.random() < 0.3,
@@ -173,8 +171,8 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
 
 
 def _threshold(random: Random, families: set[str]) -> int:
-    """The threshold for long prefills. If items must not be chunked there is no threshold, because
-    it could be smaller than an item.
+    """The threshold for long prefills. It is 0 (none) if requests have multimodal items, because it
+    could be smaller than an item that must not be chunked.
     """
     if "encoder" in families:
         return 0

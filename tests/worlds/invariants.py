@@ -1,4 +1,4 @@
-"""Invariants of every step in any world, recomputed from tables, tokens and limits."""
+"""Invariants of every step in any world, computed from block tables, tokens and limits."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The queue in scheduling order, and the pause mode, before a step."""
+    """The waiting queue in scheduling order, and the pause mode, before a step."""
 
     queue: list[Request]
     holding: frozenset[Request]
@@ -36,7 +36,6 @@ class Before:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Before":
-        """Returns the current state."""
         if scheduler.retention is not None:
             scheduler.queues.put_in_order()
         queue = list(scheduler.queues.queued)
@@ -51,7 +50,7 @@ def check_plan(
     plan: SchedulerOutput,
     sent: Iterable[SchedulerOutput],
 ) -> None:
-    """Checks all invariants of a planned step. `sent` are the earlier steps in flight."""
+    """Checks all invariants of a planned step. `sent` are the earlier steps that are in flight."""
     check_limits(scheduler, plan)
     check_states(scheduler)
     check_known_tokens(scheduler.config, plan, sent)
@@ -62,8 +61,8 @@ def check_plan(
 
 
 def check_limits(scheduler: Scheduler, plan: SchedulerOutput) -> None:
-    """A step schedules at most its budget, for at most the allowed number of requests, each of them
-    once.
+    """A step does not exceed the limits of tokens, requests, adapters and encoder inputs. It
+    schedules each request once.
     """
     config, running = scheduler.config, list(scheduler.running)
     assert plan.num_tokens == sum(plan.num_scheduled_tokens) <= config.token_budget
@@ -112,11 +111,13 @@ def check_known_tokens(
 
 
 def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> None:
-    """Each block that a step writes is written for one request only, and requests outside the step
-    do not have the block. Requests that start a load are an exception, because their prefix hit may
-    be computed in this step. So are blocks of a failed load: the first request that shares them
-    computes them again for all others, as in vLLM. Positions of states after drafts are not
-    checked, because only the workers know them.
+    """A step writes each block for one request only, and no request outside the step has this block
+    in its table.
+
+    There are two exceptions. A request that starts a load may have a prefix hit that this step
+    computes. The blocks of a failed load are computed again by the first request that shares them,
+    for all requests, as in vLLM. With drafts, the blocks of states are not checked, because only
+    the workers know which of them a step writes.
     """
     written: Counter[int] = Counter()
     again: set[int] = set()
@@ -146,8 +147,8 @@ def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> N
 
 
 def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
-    """Requests are admitted in queue order. Only a skipped request, which waits for a reason that
-    concerns no other request, may be overtaken. A step that preempts admits no request.
+    """Requests are admitted in queue order. Only the requests in `plan.passed_over` may be
+    overtaken, which wait for a reason of their own. A step that preempts admits no request.
     """
     admitted = {*plan.new, *plan.resumed}
     assert len(admitted) == len(plan.new) + len(plan.resumed) == len(plan.block_tables)
@@ -160,7 +161,7 @@ def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
 
 
 def check_victims(scheduler: Scheduler, plan: SchedulerOutput) -> None:
-    """Victims are the last running requests in the policy's order."""
+    """The victims of preemptions are the last running requests in the policy's order."""
     rank = VICTIM_ORDERS.get(scheduler.config.policy)
     left = [] if rank is None else [rank(request) for request in scheduler.running]
     for preemption in plan.preemptions:
@@ -172,8 +173,8 @@ def check_victims(scheduler: Scheduler, plan: SchedulerOutput) -> None:
 
 
 def check_pause(scheduler: Scheduler, before: Before, plan: SchedulerOutput) -> None:
-    """A pause computes nothing. In mode WAIT running requests continue to their ends, and only
-    requests that already have blocks are resumed.
+    """In a pause nothing is computed. With mode WAIT, running requests continue to their ends, and
+    only requests that already have blocks are resumed.
     """
     if before.pause_mode is None or scheduler.pause_mode is not before.pause_mode:
         return
@@ -186,23 +187,24 @@ def check_pause(scheduler: Scheduler, before: Before, plan: SchedulerOutput) -> 
 
 
 class PublishedContents:
-    """Checks that the contents of each cached block match its hash."""
+    """Checks that each cached block has the contents of which it has the hash."""
 
     def __init__(self, config: SchedulerConfig, *, follows_states: bool) -> None:
         self._config = config
         self._follows_states = follows_states
         self._digests: dict[BlockHash, dict[int, list[int]]] = defaultdict(dict)
-        """For each hash, maps the last value of its block to the values of the sequence's
-        positions. A hash has two entries if an item's identifier was used with two sizes.
+        """Maps each hash to sequences with this hash: the digest at the end of the hash's block,
+        and the digests at all positions of the sequence. A hash has two sequences if one identifier
+        has items of two sizes.
         """
         self._num_tokens: dict[BlockHash, int] = {}
-        """Maps a hash to the number of tokens from the start of the sequence to the end of its
-        block.
+        """Maps each hash to the number of tokens from the start of the sequence to the end of the
+        hash's block.
         """
         self._seen: dict[Request, tuple[int, int]] = {}
 
     def learn(self, requests: Iterable[Request]) -> None:
-        """Stores the hashes of requests."""
+        """Stores the hashes of requests, and the digests at the positions of their sequences."""
         size = self._config.hash_block_size
         for request in requests:
             seen = len(request.block_hashes), len(request.token_ids)
@@ -226,8 +228,8 @@ class PublishedContents:
     def check_tier(
         self, connector: "OffloadingConnector", tier: WorldTier, cache: PagedCache
     ) -> None:
-        """Checks that every block that is certainly stored in the tier has the contents
-        of its key.
+        """Checks that each block in the tier of offloaded blocks has the contents of its key. Skips
+        blocks that are perhaps not stored yet.
         """
         connector.index.check()
         stores = chain(connector._stores.values(), *(sent.blocks for sent in connector._uncertain))
@@ -245,7 +247,9 @@ class PublishedContents:
     def _check(
         self, block_hash: BlockHash, group: int, is_held: Callable[[int, int], bool]
     ) -> None:
-        """`is_held` returns whether a block has a given digest at a position."""
+        """Checks one block. `is_held(position, digest)` tells whether the block has the digest at
+        the position.
+        """
         end, size = self._num_tokens[block_hash], self._config.all_groups[group].block_size
         begin = end - 1 if self._is_state(group) else (end - 1) // size * size
         assert any(

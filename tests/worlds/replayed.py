@@ -1,4 +1,4 @@
-"""Replays a world's step log. The decisions must be equal bit for bit."""
+"""Replays the step log of a world."""
 
 import json
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from services.scheduler.core.step_log.log_entry import Entry
 
 
 async def replay_differences(config: SchedulerConfig, entries: Iterable[Entry]) -> list[Difference]:
-    """The differing fields of the first entry that differs. Empty if all entries are equal."""
+    """The differing fields of the first log entry whose replay differs. Empty if none differs."""
     replay = LogReplay(Header("world", config))
     for entry in entries:
         if differences := await replay.replay_entry(Field(json.loads(json.dumps(entry)))):

@@ -1,4 +1,4 @@
-"""Runs one world and replays its log."""
+"""Runs one random world and replays its step log."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from tests.worlds.replayed import replay_differences
 
 
 def live_world(number: int, happened: Counter[str]) -> None:
-    """Runs a world. Raises AssertionError, or the engine's error, if a check fails."""
+    """Runs the world `number`. Raises AssertionError if a check fails, or the engine's error."""
     world = make_world(number)
     happened.update(world.families)
 

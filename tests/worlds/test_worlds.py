@@ -1,5 +1,5 @@
-"""Random worlds with all features. Each world is run to its end, with invariants checked at every
-step. Then its log is replayed, bit for bit. `python -m tests.worlds` runs more worlds
+"""Runs random worlds with all features of a replica. The invariants are checked at every step, and
+a replay of the step log must make the same decisions. `python -m tests.worlds` runs more worlds
 (docs/contributing.md).
 """
 
@@ -12,9 +12,11 @@ from tests.worlds.world import Incident
 
 NUM_WORLDS = 192
 FURTHER_WORLDS = (934, 1405, 1672)
-"""Worlds with rare events. 934: a request with drafts ends with NaN, while a step in flight writes
-to a block of its window that a load would get. 1405: a step was to zero a block of a request that
-it preempted, and that a load has filled. 1672: a step without requests evicts an item.
+"""Worlds with rare events.
+
+934: a request with drafts ends because of NaN, while a step in flight still writes to a block of
+the request's window, which a load could get. 1405: a load fills a block of a request that the step
+has preempted, and the step must not zero this block. 1672: a step without requests evicts an item.
 """
 RARE = (
     *("preemptions", "hits", "drafts", "copies", "STOP", "ABORT", "ERROR"),
@@ -24,7 +26,7 @@ OF_TRANSFERS = (
     *("connector", "tier", "loads"),
     *(f"blocks {done} tiers" for done in ("stored in", "loaded from", "damaged in", "replaced in")),
 )
-"""Names that only a scheduler with the option of transfers can have."""
+"""Names of events that only occur if the scheduler's option `transfers` is installed."""
 
 
 def test_worlds_keep_what_must_hold_and_their_logs_replay() -> None:

@@ -1,5 +1,5 @@
-"""The tier of a world's workers, over their paged cache. It stores blocks of steps and loads them
-again, by the rules of `services.worker.options.tier.kv_tier.KVTier`.
+"""The tier of host memory of a world's workers, to which KV blocks are offloaded. It follows the
+rules of `services.worker.options.tier.kv_tier.KVTier`.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.scheduler.paged_cache import Contents, PagedCache
 
 @dataclass(slots=True)
 class TierBlock:
-    """The contents of a tier block and their key. A block that `is_damaged` has wrong contents."""
+    """A block of the tier: its key and contents. The contents count as wrong if `is_damaged`."""
 
     key: bytes
     contents: Contents
@@ -26,7 +26,7 @@ class TierBlock:
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way. It ends with the output of a later step."""
+    """A load that has not ended. It ends with the output of the step after `num_steps` more."""
 
     load: ConnectorLoad
     num_steps: int
@@ -35,9 +35,9 @@ class _Load:
 
 
 class WorldTier:
-    """Stores are complete before their step writes. Loads begin with their step, and end with the
-    output of that or a later step. Some loads copy blocks at their beginning, and others at their
-    end. A block that is damaged, or whose key differs from the requested key, is not copied.
+    """A tier that stores blocks before their step writes to the cache. A load begins with its step
+    and ends with the output of that step or a later one. Some loads copy their blocks when they
+    begin, others when they end. A block that is damaged or has another key is not copied.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -45,7 +45,7 @@ class WorldTier:
         self._loads: list[_Load] = []
 
     def block(self, number: int) -> TierBlock | None:
-        """The last stored contents of a block."""
+        """The last stored block with this number, or None."""
         return self._blocks[number]
 
     def store(self, stores: Sequence[BlockTransfer], cache: PagedCache) -> None:
@@ -62,9 +62,7 @@ class WorldTier:
                 self._copy(load, cache)
 
     def end_step(self, cache: PagedCache) -> KVTransferResults:
-        """The loads that ended, as the transfer results that are reported with the output of a
-        completed step.
-        """
+        """Ends a step. Returns the results of the loads that end with it."""
         ended = [load for load in self._loads if not load.num_steps]
         self._loads = [load for load in self._loads if load.num_steps]
         for load in self._loads:
@@ -80,16 +78,16 @@ class WorldTier:
         )
 
     def damage(self, number: int) -> None:
-        """Replaces the contents of every other block."""
+        """Damages every second block."""
         for block in filter(None, self._blocks[number % 2 :: 2]):
             block.is_damaged = True
 
     def reset(self) -> None:
-        """Begins a new generation, in which no load is in progress."""
+        """Drops all loads, as at the begin of a new generation of the workers."""
         self._loads.clear()
 
     def clear(self) -> None:
-        """Begins with new processes, whose tier is empty."""
+        """Drops all loads and blocks, as at the start of new worker processes."""
         self._loads.clear()
         self._blocks = [None] * len(self._blocks)
 

@@ -1,4 +1,4 @@
-"""The workers of a world, over the paged model. The world decides when each step is answered."""
+"""The workers of a world, with a PagedModel. The world decides when each step is answered."""
 
 import asyncio
 from collections import deque
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 _Answer = asyncio.Future[ModelRunnerOutput]
 _LEAST_SECONDS, _MOST_SECONDS = 0.01, 10.0
 _SLACK_SECONDS = 0.005
-"""In every other world, workers report this slack for each step. Steps are then delayed, at most
-until the next tick, in which the previous step ends.
+"""In every second world, the workers report this slack for each step, so that the engine delays
+steps: at most until the next tick, in which the previous step ends.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SentLoad:
-    """The contents of a load. They are the positions from `begin` up to `end` of a sequence, and
-    the state from which the sequence continues. If all tokens are loaded, it is the state before
-    the last token.
+    """A load of the positions from `begin` up to `end` of a sequence, and of the state from which
+    the sequence continues. If all tokens are loaded, it is the state before the last token.
     """
 
     request: RequestKey
@@ -45,24 +44,24 @@ class SentLoad:
 
 @dataclass(slots=True)
 class SentStep:
-    """A step that was sent and is not answered yet."""
+    """A step that the engine has sent and the workers have not answered yet."""
 
     plan: SchedulerOutput
     work: StepWork
     loads: list[SentLoad]
     number: int
-    """The number of the plan, as the connector counts."""
+    """The connector's number of the step."""
     answer: _Answer
     void: set[str] = field(default_factory=set)
-    """Requests that the step computes from data that was not loaded."""
+    """Ids of requests that the step computes from data that was not loaded."""
 
 
 class WorldWorkers:
     """An `Executor`. Steps run one after another. A step runs at the time when it is answered.
 
-    Loads between steps are not ordered with steps. Their contents are available either as soon as
-    they are sent, before steps in flight have run, or only at their end. Loads from the `tier`
-    begin when their step runs.
+    Asynchronous loads are not ordered with steps. Some store their contents as soon as they are
+    sent, before the steps in flight run, and others when they end. Loads from the `tier` begin when
+    their step runs.
     """
 
     def __init__(
@@ -78,33 +77,32 @@ class WorldWorkers:
         self._sent: deque[SentStep] = deque()
         self._deadlines = Deadlines(_LEAST_SECONDS, _MOST_SECONDS)
         self._void: dict[int, set[str]] = {}
-        """Maps the number of each answered step to requests. Their steps that were planned before
-        the answer was processed compute from data that was not loaded.
+        """Maps an answered step to the ids of requests with blocks that were not loaded. Until the
+        scheduler has processed the answer, it plans steps of these requests with wrong data.
         """
         self._dropped: dict[int, set[str]] = {}
-        """Maps the number of each answered step to requests whose tokens must be dropped, because
-        they were computed from blocks that had not been computed again after a failed load.
+        """Maps an answered step to the ids of requests whose tokens must be dropped, because their
+        blocks had not been computed again after a failed load.
         """
         self._late_loads: dict[RequestKey, SentLoad] = {}
-        """Maps a request to its load, whose contents become available at its end."""
+        """Asynchronous loads that store their contents when they end, by request."""
         self._items: dict[str, int] = {}
         """Maps the identifier of an item to the number of its stored embeddings."""
         self._is_lost = False
         self.have_ended = False
-        """Whether the workers restart as new processes."""
+        """Whether the lost workers have ended, so that new processes replace them."""
         self._last_plan: SchedulerOutput | None = None
         self._stale: set[Request] = set()
-        """Requests whose rows may have tokens that the scheduler has not accepted."""
+        """Requests for which the workers may store tokens that the scheduler has dropped."""
         self.model = self._new_model()
 
     @property
     def num_in_flight(self) -> int:
-        """The number of steps that were sent and not answered."""
         return len(self._sent)
 
     @property
     def sent(self) -> list[SchedulerOutput]:
-        """Plans whose steps are not answered."""
+        """The plans of the steps in flight."""
         return [step.plan for step in self._sent]
 
     async def submit(self, plan: SchedulerOutput, traceparent: str = "") -> _Answer:  # noqa: ARG002
@@ -123,7 +121,7 @@ class WorldWorkers:
         return answer
 
     def answer_next(self) -> None:
-        """Runs the oldest step in flight and answers it, if there is one."""
+        """Runs and answers the oldest step in flight, if there is one."""
         while self._sent and self._sent[0].answer.cancelled():
             self._sent.popleft()
         if not self._sent:
@@ -151,8 +149,8 @@ class WorldWorkers:
                 step.answer.set_exception(WorkersLost("the workers are away"))
 
     def renew(self) -> None:
-        """Begins a new generation with an empty batch and an empty cache. If the processes have
-        ended, data that they keep across generations is lost too.
+        """Begins a new generation with an empty batch and an empty cache. The tier's blocks survive
+        unless the worker processes have ended.
         """
         self._give_up()
         if self._tier is not None:
@@ -170,7 +168,9 @@ class WorldWorkers:
         self.model = self._new_model()
 
     def _give_up(self) -> list[SentStep]:
-        """Removes the steps in flight. The oldest one may already have stored blocks."""
+        """Removes and returns the steps in flight. The oldest may still store its blocks in the
+        tier.
+        """
         steps, self._sent = list(self._sent), deque()
         if steps and self._tier is not None and steps[0].plan.step % 2:
             offloaded = steps[0].plan.kv_connector_metadata
@@ -194,7 +194,7 @@ class WorldWorkers:
         offloaded = plan.kv_connector_metadata
         if self._tier is not None and offloaded is not None:
             self._tier.store(offloaded.stores, self.model.cache)
-        self.model.cache.zero(step.work.zeroed)  # before the loads of this step
+        self.model.cache.zero(step.work.zeroed)  # must precede the loads of this step
         if self._tier is not None and offloaded is not None:
             self._tier.begin_loads(offloaded.loads, self.model.cache)
         for load in step.loads:
@@ -228,9 +228,7 @@ class WorldWorkers:
         return replace(output, kv_transfers=results)
 
     def _take_back(self, plan: SchedulerOutput) -> None:
-        """Drops tokens that the scheduler has not accepted, before a step that continues without
-        them.
-        """
+        """Removes dropped tokens of requests before a step that continues without these tokens."""
         if self._last_plan is not None:
             self._stale |= self._last_plan.dropped
         for request in self._stale.intersection(plan.requests) - plan.dropped:
@@ -239,7 +237,7 @@ class WorldWorkers:
         self._last_plan = plan
 
     def _begin_load(self, load: SentLoad) -> None:
-        """Begins a load. Every other load stores its contents at once."""
+        """Begins an asynchronous load. Every second request's load stores its contents at once."""
         if load.request % 2:
             self._store(load)
         else:
@@ -250,8 +248,8 @@ class WorldWorkers:
         self.model.cache.load(load.blocks, load.stored.digests, load.begin, load.end, state_end)
 
     def _encode(self, plan: SchedulerOutput) -> None:
-        """Computes items, and checks that the embeddings of all items in the step's tokens are
-        stored.
+        """Computes the encoder inputs of a step, and checks that the embeddings of all items at the
+        step's positions are stored.
         """
         for identifier in plan.evicted_encoder_inputs:
             self._items.pop(identifier, None)
@@ -278,7 +276,7 @@ class WorldWorkers:
 
 
 def _loads(plan: SchedulerOutput) -> list[SentLoad]:
-    """The loads of a new plan. Loads within the step take place before its tokens are computed."""
+    """The loads of a plan. A synchronous load ends before the tokens of its step are computed."""
     starts = dict(zip(plan.requests, plan.num_computed_tokens, strict=True))
     loads = []
     for load in plan.loads:
@@ -291,7 +289,7 @@ def _loads(plan: SchedulerOutput) -> list[SentLoad]:
 
 
 def stored_tokens(request: Request) -> StoredTokens:
-    """The values that a request's positions store."""
+    """The values that the KV cache stores for the positions of a request."""
     root = request.cache_salt, request.adapter_digest
     return StoredTokens(request.token_ids, root, request.encoder_inputs)
 

@@ -1,4 +1,4 @@
-"""A random world: a replica, the requests that it receives, and other events."""
+"""The description of a random world: a replica, the requests that arrive, and other events."""
 
 import enum
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from tests.scenarios.stand_in_grammar import StandInGrammar
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The next input of a session, which arrives at a tick, and the end of the turn."""
+    """A further turn of a session: the tick at which its input arrives, and the input."""
 
     tick: int
     token_ids: tuple[int, ...]
@@ -22,13 +22,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that arrives at a tick, with its special properties."""
+    """A request that arrives at a tick, and the events that happen to it."""
 
     tick: int
     name: str
     token_ids: tuple[int, ...]
     num_output: int
-    """How many of the last `token_ids` are output that was already delivered."""
+    """The number of last `token_ids` that are output tokens and were already delivered."""
     sampling: SamplingParams
     priority: int = 0
     salt: str = ""
@@ -37,29 +37,28 @@ class Arrival:
     items: tuple[EncoderInput, ...] = ()
     grammar: StandInGrammar | None = None
     turns: tuple[Turn, ...] = ()
-    """The turns of a session, in order."""
+    """The turns of a session after the first, in order."""
     close_at: int | None = None
-    """The tick at which a session is ended. None if the request is not a session."""
+    """The tick at which the client ends the session. None if the request is not a session."""
     external: ExternalTokens | None = None
     send_steps: int | None = None
     abort_at: int | None = None
     must_start_within: int | None = None
-    """The number of ticks after which the request is aborted if it was not scheduled."""
+    """The number of ticks after which the request is aborted if it has not been scheduled."""
     program: DeclaredProgram | None = None
     tenant: bytes = b""
     nan_after: int | None = None
     """The number of output tokens after which the request's logits contain NaN."""
     breaks_workers_at: int | None = None
-    """A position whose computation makes the workers fail."""
+    """The position in the sequence at which a step makes the workers fail."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The number of prompt tokens."""
         return len(self.token_ids) - self.num_output
 
 
 class Incident(enum.Enum):
-    """Incidents caused by an operator or an accident."""
+    """An event that an operator or a failure causes."""
 
     PAUSE_KEEP = "keep"
     PAUSE_WAIT = "wait"
@@ -74,7 +73,7 @@ class Incident(enum.Enum):
     LOSE_POOL = "lose_pool"
     """The pool is lost after some more transactions."""
     REPORT_LOSS = "report_loss"
-    """The workers are lost at a moment when no step reveals the loss."""
+    """The loss of the workers is reported to the engine, and not found by a step."""
     BAD_TRANSACTION = "bad_transaction"
     """The pool receives a transaction that it must refuse."""
     DAMAGE_TIER = "damage_tier"
@@ -83,8 +82,8 @@ class Incident(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An incident at a tick. With `mid_plan` it occurs at the next transaction of a step after the
-    tick. The meaning of `count` depends on the incident.
+    """An incident at a tick. With `mid_plan` it occurs at the next transaction of the pool after
+    the tick. The incident determines the meaning of `count`.
     """
 
     tick: int
@@ -95,7 +94,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """All random properties of one run of a replica."""
+    """All random choices of one run of a replica."""
 
     number: int
     config: SchedulerConfig
@@ -103,9 +102,9 @@ class World:
     arrivals: tuple[Arrival, ...]
     events: tuple[Event, ...]
     num_tier_blocks: int = 0
-    """The number of blocks in the workers' offloading tier. 0 if there is no tier."""
+    """The number of blocks in the tier of host memory for offloaded KV blocks. 0 means no tier."""
     families: frozenset[str] = field(default_factory=frozenset)
-    """The names of the world's features."""
+    """The names of the world's features, from `FAMILIES`."""
 
     @property
     def last_tick(self) -> int:
