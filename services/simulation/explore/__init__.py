@@ -1,1 +1,1 @@
-"""Searches for faults: all services in one process, in virtual time, under a seeded load."""
+"""Searches for defects: all services in one process, in virtual time, under a random load."""

@@ -8,26 +8,26 @@ from zlib import crc32
 
 @dataclass(slots=True)
 class Answer:
-    """The answer that a client has received so far. Choices are keyed by their indices, and turns
-    of a session by their numbers.
+    """What a client has received so far of an answer. The mappings' keys are indices of choices, or
+    numbers of turns in a session.
     """
 
     texts: dict[int, str] = field(default_factory=dict)
     token_ids: dict[int, list[int]] = field(default_factory=dict)
-    """Empty over HTTP."""
+    """Empty if the request was sent over HTTP."""
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     """Log-probabilities of the prompt and the answer, in their order."""
     finished: dict[int, str] = field(default_factory=dict)
     num_cached_tokens: int = 0
-    """Not a part of the answer."""
+    """Not compared between answers."""
     seconds: float = 0.0
-    """The time until its end, without a session's pauses."""
+    """The time until the end of the answer, without a session's pauses."""
     left_at: float | None = None
-    """When its client left before the end, so that nobody waited for the answer any more."""
+    """When the client left before the answer's end, unless another one may wait for it."""
     error: str | None = None
 
     def clear(self) -> None:
-        """Forgets what has arrived, since the request is sent again."""
+        """Drops what has arrived, because the request is sent again."""
         for part in (self.texts, self.token_ids, self.logprobs, self.finished):
             part.clear()
         self.num_cached_tokens, self.error = 0, None
@@ -43,7 +43,7 @@ class Answer:
         self.finished[index] = "vector"
 
     def equals(self, whole: "Answer") -> bool:
-        """Whether this is the whole answer. `whole` came over gRPC, this one perhaps over HTTP."""
+        """Whether this is the same complete answer as `whole`, which arrived over gRPC."""
         is_equal = (self.texts, self.finished, self.logprobs) == (
             whole.texts,
             whole.finished,
@@ -52,7 +52,7 @@ class Answer:
         return is_equal and self.error is None and self.token_ids in ({}, whole.token_ids)
 
     def begins(self, whole: "Answer") -> bool:
-        """Whether this is the beginning of an answer."""
+        """Whether this is a beginning of the answer `whole`."""
         return all(
             whole.texts.get(index, "").startswith(text) for index, text in self.texts.items()
         ) and all(

@@ -1,4 +1,4 @@
-"""The faults of a run, drawn from its seed."""
+"""Draws the faults of a run from its seed, and causes them."""
 
 import asyncio
 import random
@@ -15,12 +15,12 @@ _SLOW_STOP_SECONDS, _SLOW_RUN_SECONDS = 0.1, 0.01
 _BUSY_STOP_SECONDS, _BUSY_RUN_SECONDS, _BUSY_SECONDS = 0.02, 0.01, 2.0
 _RESET_SECONDS, _LONGEST_RESET_SECONDS = 0.1, 1.0
 _FOCUS = 0.4
-"""The chance that most faults of a run are of one kind."""
+"""The probability that most faults of a run are of one kind."""
 _SOON_SECONDS = 0.15
 _ANSWER_SECONDS = 0.0003
-"""About the time that an answer to a message is on its way."""
+"""About the time that the reply to a message travels."""
 _AHEAD = 20
-"""How much farther a clock is ahead than the fault lasts."""
+"""A wrong clock is ahead by this many times the duration of the fault."""
 
 
 class Kind(Enum):
@@ -43,8 +43,8 @@ _END_GATEWAYS = Kind.CRASH, Kind.TERMINATE, Kind.STOP
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of a service, from a time on and for some seconds. With `peer`, it is a fault of the
-    network between both. `rule` says when and how a worker's device fails.
+    """A fault of a service. It begins at `at_seconds` and lasts `seconds`. With `peer`, it affects
+    the network between both services. `rule` describes when and how a worker's device fails.
     """
 
     at_seconds: float
@@ -55,12 +55,12 @@ class Fault:
     rule: str = ""
 
     def ends_calls_of(self, gateway: str) -> bool:
-        """Whether clients of a gateway may get errors."""
+        """Whether clients of `gateway` may receive errors."""
         return self.service == gateway and self.kind in _END_GATEWAYS
 
     @property
     def hang_seconds(self) -> float:
-        """How long a device hangs at most, in steps that nobody waits for any more."""
+        """Limit on the time for which the device hangs in steps that were given up."""
         return _HANG_SECONDS * self.rule.count(_HANG)
 
     def __str__(self) -> str:
@@ -79,8 +79,8 @@ def draw_faults(
     seconds: float,
     moments: list[float],
 ) -> list[Fault]:
-    """Faults of services, and of the network between pairs of services. Many begin soon after one
-    of `moments`, when services are at work. A run may have much of one kind of fault.
+    """Draws faults of services, and of the network between `pairs` of services. Many of them begin
+    soon after one of `moments`, when services are busy. Most faults of a run may be of one kind.
     """
     faults, kinds = [], [*Kind, Kind.DEVICE]
     if rng.random() < _FOCUS:
@@ -106,7 +106,7 @@ def draw_faults(
 
 
 def _draw_crashes_after(rng: random.Random, fault: Fault, services: list[str]) -> Iterator[Fault]:
-    """One or two crashes, while and after a clock is ahead, or while a service starts again."""
+    """Yields one or two crashes: during and after a wrong clock, or while a service restarts."""
     begins = [fault.at_seconds + fault.seconds + rng.choice((0.01, 0.3)) * rng.random()]
     if fault.kind is Kind.AHEAD:
         begins.append(fault.at_seconds + fault.seconds * rng.random())
@@ -115,7 +115,7 @@ def _draw_crashes_after(rng: random.Random, fault: Fault, services: list[str]) -
 
 
 def _draw_device_fault(rng: random.Random, services: list[str], seconds: float) -> Fault:
-    """One fault of a device, or several that follow each other, often of the same kind."""
+    """Draws one or several successive faults of a device, often of the same kind."""
     worker = rng.choice([name for name in services if name.startswith("worker")])
     step, what = rng.randrange(1, 60), rng.choice(_DEVICE_FAULTS)
     rules = {f"at step {step}": what}
@@ -130,8 +130,8 @@ def _draw_device_fault(rng: random.Random, services: list[str], seconds: float) 
 
 
 async def inject(fault: Fault, fleet: Fleet, network: Network, *, must_end: bool) -> None:
-    """Waits for the time of a fault, causes it, and ends it. Leaves a dead service alone.
-    `must_end`: a service must end in time after SIGTERM. Otherwise raises AssertionError.
+    """Waits until a fault is due, causes it, and ends it. Does nothing to a dead service. If
+    `must_end`, raises AssertionError if the service does not end in time after SIGTERM.
     """
     await asyncio.sleep(fault.at_seconds)
     process = fleet.services[fault.service].process
@@ -169,8 +169,8 @@ async def inject(fault: Fault, fleet: Fleet, network: Network, *, must_end: bool
 
 
 async def keep_busy(name: str, fleet: Fleet, network: Network) -> None:
-    """Interrupts a service for a few milliseconds again and again, as on a busy machine. It then
-    handles several messages at once.
+    """Repeatedly interrupts a service for a few milliseconds, as on a busy machine. The service
+    then handles several messages at once.
     """
     chance, until = network.loop.rng_of("busy", name), network.loop.time() + _BUSY_SECONDS
     while network.loop.time() < until:
@@ -199,7 +199,7 @@ async def _cut(fault: Fault, one: Process, other: Process, network: Network) -> 
 
 
 async def _reset(fault: Fault, fleet: Fleet, network: Network) -> None:
-    """Ends connections of a service with others, often while a message is answered."""
+    """Repeatedly ends connections between services, often while a reply is on its way."""
     chance, now = network.loop.rng_of("reset", fault.service), network.loop.time
     pairs = [pair for pair in fleet.links if fault.service in pair]
     until = now() + min(fault.seconds, _LONGEST_RESET_SECONDS)

@@ -1,4 +1,4 @@
-"""The services of a run, each as a process on its own machine."""
+"""The services of a run. Each one is a process on its own machine."""
 
 import asyncio
 from collections.abc import Iterable
@@ -19,26 +19,25 @@ _RESTART_SECONDS = 0.5
 
 @dataclass
 class Service:
-    """A service, and the process in which it runs now."""
+    """A service, and the process that runs it now."""
 
     name: str
     serve: Serve
     process: Process
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     is_told_to_stop: bool = False
-    """Whether `stop` was set. The service may clear it."""
+    """Whether the service was told to stop. (The service itself may clear `stop`.)"""
     task: "asyncio.Task[None] | None" = None
 
     def tell_to_stop(self) -> None:
-        """Ends it as SIGTERM does."""
+        """Tells the service to stop, as SIGTERM does."""
         self.is_told_to_stop = True
         self.stop.set()
 
 
 class Fleet:
-    """Replicas and gateways. Each service has a host name, and the port of its kind.
-
-    `device_faults`: pairs of a worker's name and a fault of its device.
+    """Replicas and gateways. Each service has its own host name, and the usual port of its kind.
+    `device_faults` has pairs of a worker's name and a rule for faults of its device.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Fleet:
         service.task.add_done_callback(partial(self._ended, service))
 
     def _ended(self, service: Service, task: "asyncio.Task[None]") -> None:
-        """Starts a service again that has ended by itself, as its supervisor does."""
+        """Restarts a service that has ended by itself, as a supervisor does."""
         if task is service.task and not service.is_told_to_stop and not task.cancelled():
             self._exited(service, repr(task.exception()))
 
@@ -83,7 +82,7 @@ class Fleet:
             self.start(service.name)
 
     async def crash(self, name: str, seconds: float) -> None:
-        """Kills a service, and starts it again after some seconds."""
+        """Kills a service, and starts it again after `seconds`."""
         process = self.services[name].process
         if process.is_dead:
             return
@@ -92,8 +91,8 @@ class Fleet:
         self._replace(self.services[name], process)
 
     async def restart(self, name: str) -> bool:
-        """Ends a service as SIGTERM does, and starts it again. Kills it if it takes too long.
-        Returns whether it did not.
+        """Stops a service as SIGTERM does, or kills it if that takes too long. Then starts it
+        again. Returns whether it did not have to be killed.
         """
         service = self.services[name]
         process, task = service.process, service.task
@@ -111,8 +110,8 @@ class Fleet:
             self.start(name)
 
     async def stop_all(self, seconds: float) -> None:
-        """Stops all services as SIGTERM does, gateways first, and Redis at the end. Raises
-        TimeoutError.
+        """Stops gateways, then replicas, and Redis last, as SIGTERM does. Raises TimeoutError if a
+        service takes longer than `seconds`.
         """
         redis = [one for one in self.services.values() if one.name == REDIS]
         others = [one for one in reversed(self.services.values()) if one.name != REDIS]
@@ -125,13 +124,13 @@ class Fleet:
                     await service.task
 
     def mend_devices(self) -> None:
-        """Ends the faults of devices, also those that have not happened."""
+        """Cancels the faults of all devices, including future ones."""
         for service in self.services.values():
             if (faults := getattr(service.process.inside, "faults", None)) is not None:
                 faults.rules = ()
 
     async def until_ready(self) -> None:
-        """Waits until all replicas are ready for each gateway."""
+        """Waits until each gateway counts all replicas as ready."""
         gateways = [one for name, one in self.services.items() if name.startswith("gateway")]
         while any(_num_ready(one) < self._num_replicas for one in gateways):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Looks for what is left in the services after all requests have ended."""
+"""Finds what is left over in the services after all requests have ended."""
 
 import json
 from collections import Counter
@@ -17,11 +17,11 @@ from services.simulation.runtime.process import PROCESS, State
 
 _LATE_SECONDS = 10.0
 _MAY_BE_LEFT = {"KeyedRequests._expire", "Fleet._update"}
-"""Timers that are left by design: answers with a key are kept, and a model is waited for."""
+"""Timers that may remain: for answers with an idempotency key, and for missing models."""
 
 
 def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
-    """Requests, sessions, blocks and rows that are left, as sentences. Nothing may run."""
+    """Returns sentences about requests, sessions, blocks and rows that were not released."""
     found = []
     insides = [service.process.inside for service in fleet.services.values()]
     hosted = [
@@ -43,13 +43,13 @@ def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
 
 
 def _contexts_of(fleet: Fleet, scheduler: str) -> set[ContextId]:
-    """The contexts in the pool of a scheduler."""
+    """The retained contexts in the pool of a scheduler."""
     pool = fleet.services[scheduler.replace("scheduler", "pool")].process.inside
     return {one for hosted in pool.host.pools() for one in hosted.pool.context_ids}
 
 
 Left = Iterator[tuple[str, int]]
-"""What is left, and how many of it."""
+"""Yields pairs of what is left over, and how much."""
 
 
 def _in_gateway(gateway: Gateway, num_cached: int) -> Left:
@@ -107,8 +107,8 @@ def _in_pool(service: PoolService) -> Left:
 
 
 def left_on_disks(fleet: Fleet) -> list[str]:
-    """What is wrong after all services have stopped, as sentences: keys in Redis that never expire,
-    and step logs that are incomplete although the disk was never full.
+    """Returns sentences about defects on disks after all services have stopped: keys in Redis that
+    never expire, and step logs that are incomplete although the disk was never full.
     """
     redis = fleet.services.get(REDIS)
     keys = [] if redis is None else redis.process.inside.lasting_keys
@@ -122,8 +122,8 @@ def left_on_disks(fleet: Fleet) -> list[str]:
 
 
 def late_timers(loop: VirtualLoop) -> Counter[str]:
-    """The timers of living services that are due after ten seconds or later: their numbers by
-    service and function.
+    """Counts the timers of living services that are due in ten seconds or later, by service and
+    function.
     """
     found: Counter[str] = Counter()
     timers: list[tuple[float, int, Any]] = loop._timers

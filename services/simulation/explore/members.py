@@ -1,4 +1,4 @@
-"""Builds the services of a fleet, with the settings and the replacements that a run needs."""
+"""Builds the services of a fleet, with the settings and the replaced parts that a run needs."""
 
 import asyncio
 import json
@@ -39,42 +39,42 @@ from services.worker.settings import WorkerSettings
 REDIS = "redis"
 DEVICE = files("services.simulation.explore") / "device.toml"
 _RESUBMIT_SECONDS = 300.0
-"""Longer than all faults of a run, so that each request waits until they are over."""
+"""It is longer than all faults of a run, so that every request waits until they are over."""
 _STEP_SECONDS = 3.0
-"""The time after which a worker counts as hung."""
+"""The time after which a worker that does not reply counts as hung."""
 _IDLE_SECONDS = 8.0
-"""The time after which an idle session of a client ends."""
+"""The time after which a client's idle session ends."""
 
 Serve = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers of services, and what all workers do."""
+    """The numbers of services, and options of the workers and schedulers."""
 
     num_replicas: int = 1
     num_gateways: int = 1
     num_ranks: int = 1
-    """The ranks of each worker group."""
+    """The number of ranks in each worker group."""
     pools: bool = False
-    """The model computes embeddings."""
+    """Whether the model computes embeddings."""
     drafts: str = ""
-    """The method of speculation, or none."""
+    """The method of speculative decoding. Empty if there is none."""
     tier_gib: float = 0.0
-    """Memory of a tier. 0.001 is enough for about twenty blocks."""
+    """Memory for offloaded blocks, in GiB. 0.001 is enough for about twenty blocks."""
     has_redis: bool = False
-    """Redis has the registry of schedulers and the directory of cached prefixes."""
+    """Whether schedulers register in Redis, and pools write their cached prefixes to it."""
     has_step_log: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
-    """Further settings of the schedulers, as pairs of a name and a value."""
+    """Further settings of the schedulers: pairs of a name and a value."""
 
     def setting(self, name: str) -> Any:
-        """A further setting of the schedulers. None if it has its default."""
+        """Returns a scheduler setting of `settings`, or None if the setting has its default."""
         return dict(self.settings).get(name)
 
 
 def service_names(shape: Shape) -> list[str]:
-    """The names of the services, in the order of their starts."""
+    """The names of the services, in the order in which they are started."""
     redis, replicas = [REDIS] if shape.has_redis else [], range(shape.num_replicas)
     of_replicas = [
         name
@@ -85,7 +85,7 @@ def service_names(shape: Shape) -> list[str]:
 
 
 def worker_names(number: int, shape: Shape) -> list[str]:
-    """The names of a replica's workers, in the order of their ranks."""
+    """The names of a replica's workers, in order of rank."""
     return [f"worker-{number}", *(f"worker-{number}-{rank}" for rank in range(1, shape.num_ranks))]
 
 
@@ -107,7 +107,7 @@ def links(shape: Shape) -> list[tuple[str, str]]:
 
 
 class Members:
-    """Makes the coroutine functions that run the services, each as a process of its own."""
+    """Creates the coroutine functions that run the services."""
 
     def __init__(self, model: Path, shape: Shape, loop: asyncio.AbstractEventLoop) -> None:
         self._model = model
@@ -118,8 +118,8 @@ class Members:
         self._redis_url = f"redis://{REDIS}:6379" if shape.has_redis else None
 
     def serve(self, name: str, device_faults: list[str]) -> Serve:
-        """The function that runs a service. The first process of a worker has the faults of its
-        device, and takes them from the list.
+        """Returns the function that runs a service. The first process of a worker removes
+        `device_faults` from the list and has these faults.
         """
         kind, number, rank = [*name.split("-"), "0", "0"][:3]
         match kind:
@@ -239,7 +239,7 @@ class Members:
 
 
 def _look_into(module: Any, name: str) -> None:
-    """Makes each object of a class of services known to its process."""
+    """Makes each instance of a class the main object (`inside`) of the process that creates it."""
 
     class Seen(getattr(module, name)):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:

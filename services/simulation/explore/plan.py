@@ -1,4 +1,4 @@
-"""Draws a run from its seed."""
+"""Draws the plan of a run from its seed."""
 
 import random
 import re
@@ -11,7 +11,7 @@ from services.simulation.explore.members import REDIS, Shape, links, service_nam
 from services.simulation.explore.requests import FOCI, Arrival, draw_arrivals
 
 _LOAD_SECONDS = 0.3, 1.0, 1.0, 20.0
-"""The time in which requests arrive and faults begin. A long time has pauses."""
+"""The durations of the load and its faults, one of which is drawn. A long one has pauses."""
 _SETTINGS: tuple[tuple[str, Any], ...] = (
     ("async_scheduling", False),
     ("long_prefill_token_threshold", 16),
@@ -23,33 +23,33 @@ _SETTINGS: tuple[tuple[str, Any], ...] = (
     ("watermark", 0.2),
     ("watermark", 0.8),
 )
-"""Settings of schedulers that may replace the defaults."""
+"""Scheduler settings that may replace the defaults."""
 _CHANGED = 0.1
-"""The chance of each of them."""
+"""The probability that a setting is replaced."""
 _FAILURES_OF_ONE = 3
-"""The number of failed steps in a row after which a request is given up."""
+"""The number of successive failed steps after which the scheduler gives up a request."""
 _FOCUS = 0.75
-"""The chance that a run has much of one thing."""
+"""The probability that a run has many requests of one kind."""
 _BUSY = 0.2
-"""The chance that all services are busy."""
+"""The probability that all services are busy."""
 _REPLICA_0 = re.compile(r"(pool|worker|scheduler)-0")
 _SHARED = ("gateway", REDIS)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything about a run that is not drawn while it runs."""
+    """Everything that is drawn before a run begins."""
 
     seed: int
     shape: Shape
     arrivals: tuple[Arrival, ...]
     faults: tuple[Fault, ...] = ()
     is_busy: bool = False
-    """Whether all services are interrupted again and again, which is no fault."""
+    """Whether all services are interrupted again and again. This is not a fault."""
 
     def excuses(self, arrival: Arrival) -> bool:
-        """Whether a client may get only the beginning of its answer: it leaves, or its gateway has
-        ended. A client with an idempotency key asks again.
+        """Whether a client may receive only the beginning of its answer, because it leaves or its
+        gateway ends. A client with an idempotency key sends its request again.
         """
         request = arrival.request
         if arrival.leaves_after_seconds is not None or request.breaks_after_seconds is not None:
@@ -59,13 +59,13 @@ class Plan:
 
     @property
     def may_give_up(self) -> bool:
-        """Whether so many steps may fail that a request is given up as their cause."""
+        """Whether so many steps may fail that the scheduler blames and gives up a request."""
         is_reset = any(fault.kind is Kind.RESET for fault in self.faults)
         return is_reset or sum(one.rule.count(":") for one in self.faults) >= _FAILURES_OF_ONE
 
     @property
     def spares_a_replica(self) -> bool:
-        """Whether the faults leave all of a replica alone, and the gateways and Redis."""
+        """Whether at least one replica, all gateways and Redis have no faults."""
         hit = set()
         for fault in self.faults:
             names = [name for name in (fault.service, fault.peer) if name is not None]
@@ -85,7 +85,7 @@ def make_plan(seed: int) -> Plan:
         rng, count, seconds, shape.num_gateways, pools=shape.pools, focus=focus
     )
     services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 1, 2, 3, 5))
-    if shape.num_replicas > 1 and rng.random() < 0.6:  # the other replica takes over
+    if shape.num_replicas > 1 and rng.random() < 0.6:  # The other replica takes over.
         services = [name for name in services if _REPLICA_0.match(name)]
         pairs = [pair for pair in pairs if any(map(_REPLICA_0.match, pair))]
         num_faults = rng.choice((1, 2, 3, 5))
@@ -107,7 +107,7 @@ def _draw_shape(rng: random.Random) -> Shape:
     drafts = rng.choice(("", "", "ngram", "draft_model"))
     tier_gib = rng.choice((0.001, 0.003)) if rng.random() < 0.3 else 0.0
     settings = dict(setting for setting in _SETTINGS if rng.random() < _CHANGED)
-    if not tier_gib and rng.random() < _CHANGED:  # a tier is found as cached prefixes are
+    if not tier_gib and rng.random() < _CHANGED:  # The tier is searched by prefix hashes.
         settings["enable_prefix_caching"] = False
     if rng.random() < 0.4:
         policies = [name for name in POLICIES if retains_contexts(name)]

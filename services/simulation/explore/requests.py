@@ -1,7 +1,7 @@
-"""The requests of a run, drawn from a seed.
+"""Draws the requests of a run from a seed.
 
-Prompts are the beginnings of a few documents, so that requests share prefixes. There are not many
-different requests, so that their answers alone are computed once for many seeds.
+Prompts are beginnings of a few documents, so that requests share prefixes. There are few different
+requests, so that their undisturbed answers are computed once for many seeds.
 """
 
 import random
@@ -18,14 +18,14 @@ _NUM_DOCUMENTS = 4
 _DOCUMENT_TOKENS = 350
 _LONG_PROMPT = 345
 _LONG_ANSWER = 60
-"""Tokens of an answer that goes on for a while if nobody ends it."""
+"""The number of tokens of an answer that takes a while."""
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
 _TOKEN_SECONDS = 0.0045
 """About the time that the device takes for a token."""
 _FOCUSED = 0.6
-"""The share of a run's requests that are of the kind in its focus."""
+"""The fraction of a run's requests that are of the kind in focus."""
 _LEAVES, _FOCUSED_LEAVES = 0.15, 0.5
-"""The share of clients that leave before their answers end."""
+"""The fraction of clients that leave before their answers end."""
 _WEIGHTS = {
     "several": 15,
     "random": 15,
@@ -39,16 +39,16 @@ _WEIGHTS = {
     "wrong": 2.5,
     "plain": 6.5,
 }
-"""The kinds of requests that are drawn, and how often."""
+"""The kinds of requests and the weights with which they are drawn."""
 LEAVING = "leaving"
 FOCI = *_WEIGHTS, LEAVING
-"""What a run may have much of: one kind of requests, or clients that leave."""
+"""What many requests of a run may have in common: their kind, or that their clients leave."""
 WRONGS = "cut", "json", "model", "length", "temperature"
-"""What is wrong with a request: half of it is missing, it is no JSON, or a field is wrong."""
+"""Ways in which a request is wrong: half of it is missing, it is not JSON, or a field is wrong."""
 
 
 class Edge(Enum):
-    """How a request enters the gateway."""
+    """The protocol over which a request reaches the gateway."""
 
     GRPC = "gRPC"
     COMPLETION = "HTTP"
@@ -56,7 +56,7 @@ class Edge(Enum):
 
 
 class Kind(Enum):
-    """What a request asks for."""
+    """What a client asks for."""
 
     TEXT = "text"
     TURNS = "the turns of a session"
@@ -68,12 +68,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of a client. Its answer depends on nothing else."""
+    """A client's request. Its answer depends only on these fields."""
 
     edge: Edge
     prompt: tuple[int, ...]
     max_tokens: int
-    """0: as many as the blocks hold."""
+    """0 means that as many tokens are generated as fit in the blocks."""
     kind: Kind = Kind.TEXT
     model: str = MODEL
     n: int = 1
@@ -81,30 +81,30 @@ class Request:
     seed: int = 0
     stop: tuple[str, ...] = ()
     ignores_end: bool = False
-    """Only `max_tokens` or a stop string ends its answer."""
+    """Whether only `max_tokens` or a stop string ends the answer, and no end-of-sequence token."""
     num_logprobs: int = 0
-    """Log-probabilities of its prompt and its answer, with this many probable tokens."""
+    """The number of likely tokens with log-probabilities, for the prompt and the answer."""
     salt: str = ""
-    """Its cached prefixes are its own. The answer does not depend on it."""
+    """The cache salt, with which the request only hits its own blocks. Not part of the answer."""
     regex: str = ""
     more_prompts: tuple[tuple[int, ...], ...] = ()
-    """Further prompts, each with an answer of its own."""
+    """Further prompts of the same request. Each one has its own answer."""
     later_prompts: tuple[tuple[int, ...], ...] = ()
-    """The prompts of the turns after the first."""
+    """The prompts of the turns after the first turn."""
     pause_seconds: float = 0.0
-    """The time between two turns. The answer does not depend on it."""
+    """The time between two turns. It does not change the answer."""
     breaks_after_seconds: float | None = None
-    """The time after which the client breaks off the last turn of an HTTP session. It then sends
-    the turn again. The answer does not depend on it.
+    """The time after which the client leaves during the last turn of its HTTP session. It then
+    sends this turn again, so that the answer does not change.
     """
     ends_in_turn: bool = False
-    """Whether the client ends its HTTP session during the last turn, whose answer goes on."""
+    """Whether the client ends its HTTP session in the last turn, whose answer still completes."""
     key: str = ""
-    """Its idempotency key. The answer does not depend on it."""
+    """The idempotency key. It does not change the answer."""
     wrong: str = ""
-    """What is wrong with it."""
+    """What is wrong with the request (one of WRONGS). Empty if it is valid."""
     program: DeclaredProgram | None = None
-    """The program that it is a turn of. The answer does not depend on it."""
+    """The program to which this request belongs. It does not change the answer."""
 
     def sampling(self) -> dict[str, Any]:
         sampling = {"temperature": self.temperature, "seed": self.seed}
@@ -119,7 +119,7 @@ class Request:
         return self.kind is Kind.VECTOR
 
     def usual(self) -> "Request":
-        """The request with the same answer whose answer alone is computed."""
+        """Returns the plainest request that has the same answer."""
         is_http = self.kind in (Kind.CALL, Kind.WRONG) or self.more_prompts
         return replace(
             self,
@@ -135,7 +135,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request at a time, from a client that may go away before the answer ends."""
+    """A request at a point in time, and whether its client leaves before the answer ends."""
 
     number: int
     at_seconds: float
@@ -153,7 +153,7 @@ def draw_arrivals(
     pools: bool,
     focus: str | None = None,
 ) -> list[Arrival]:
-    """Requests that arrive within some seconds, some of them in bursts. `pools`: the model computes
+    """Draws requests that arrive within `seconds`, some of them in bursts. If `pools`, they ask for
     embeddings. `focus` is one of FOCI.
     """
     arrivals: list[Arrival] = []
@@ -281,13 +281,13 @@ PROBE = Request(
     later_prompts=(_document(1)[:9], _document(2)[:16]),
     pause_seconds=0.05,
 )
-"""The conversation that finds out whether a fleet serves. The first turn ends where a block ends,
-so that the last token of this block is not computed. The second turn ends a token after a block,
-which is then complete.
+"""A conversation that checks whether a fleet serves. The first turn ends where a block ends, so
+that the last token of this block is not computed. The second turn ends one token after the end of a
+block, so that this block is complete.
 """
 PROBE_HITS = 96, 160
-"""The tokens that the conversation finds in its blocks: those of its earlier turns, and those of
-the same conversation before.
+"""The numbers of tokens that the conversation hits in the cache: first from its own earlier turns,
+then also from an earlier run of the same conversation.
 """
 PROBE_VECTOR = Request(Edge.GRPC, _document(3)[:40], 1, Kind.VECTOR)
-"""The request that finds out whether a fleet serves, if it computes embeddings."""
+"""The request that checks whether a fleet of embedding models serves."""

@@ -1,4 +1,4 @@
-"""Runs one seed: the fleet, its load, and the checks afterwards."""
+"""Runs the plan of one seed: the fleet, its load, and the checks afterwards."""
 
 import asyncio
 from asyncio import create_task
@@ -34,27 +34,27 @@ from services.simulation.runtime.streams import MemoryStreams
 _START_SECONDS = 20.0
 _SETTLE_SECONDS = 3.0
 _CALM_SETTLE_SECONDS = 0.15
-"""Enough for what is under way without faults. An answer that nobody wants may take longer."""
+"""Enough to complete what is in progress without faults, except for abandoned answers."""
 _REDIS_SECONDS = 1.2
-"""Gateways look for new pools in Redis once a second."""
+"""Gateways look for new pools in Redis once per second."""
 _ANSWER_SECONDS = 120.0
 _TAKEOVER_SECONDS = 15.0
-"""Enough to notice that a replica hangs, and to answer at another one."""
+"""Enough to notice that a replica hangs, and to compute the answer on another replica."""
 _CALM_ANSWER_SECONDS = 5.0
-"""Enough for any answer without faults."""
+"""Enough for any answer when there are no faults."""
 _QUIET_SECONDS = 10.0
-"""More than two timeouts of the streams between gateways and schedulers, and more than an idle
-session of a client lasts.
+"""More than two timeouts of the streams between gateways and schedulers, and more than the time
+after which a client's idle session ends.
 """
 _PROBE_SECONDS = 2.0
 _GIVEN_UP = "in every step of this request"
-"""Part of the error of a request whose steps always fail."""
+"""A part of the error message for a request whose steps always fail."""
 _LONGEST_FAULT_SECONDS = 100.0
 _STOP_SECONDS = 30.0
 
 
 class Failed(AssertionError):
-    """An oracle's complaint."""
+    """A check of the run has failed."""
 
 
 @dataclass(slots=True)
@@ -67,11 +67,11 @@ class Report:
 
 
 CheckLog = Callable[[bytes], Sequence[str]]
-"""Returns what is wrong with a step log, as sentences."""
+"""Returns sentences about what is wrong with the bytes of a step log."""
 
 
 class Explorer:
-    """Runs plans with one model. Keeps the answers of requests alone."""
+    """Runs plans with one model. Stores the answer that each request has when it runs alone."""
 
     def __init__(self, model: Path, check_log: CheckLog) -> None:
         self._model = model
@@ -79,7 +79,7 @@ class Explorer:
         self._alone: dict[Request, Answer] = {}
 
     def run(self, plan: Plan) -> Report:
-        """Runs one plan. `prepare` computes answers of many plans faster."""
+        """Runs one plan. Calling `prepare` for many plans before is faster."""
         self.prepare([plan])
         network = _network(plan.seed)
         device = [(fault.service, fault.rule) for fault in plan.faults if fault.kind is Kind.DEVICE]
@@ -99,8 +99,8 @@ class Explorer:
         return report
 
     def prepare(self, plans: Iterable[Plan]) -> None:
-        """Computes the answers of all requests of some plans alone: one after the other, in fleets
-        without faults.
+        """Computes the answers that the requests of some plans have alone: one after the other, in
+        fleets without faults.
         """
         arrivals = (arrival for plan in plans for arrival in plan.arrivals)
         asked = (PROBE, PROBE_VECTOR, LONG, *(arrival.request for arrival in arrivals))
@@ -148,7 +148,7 @@ class Explorer:
 
 
 def _complaints(plan: Plan, arrival: Arrival, answer: Answer) -> Iterator[str]:
-    """What is wrong with an answer, apart from its text."""
+    """Yields what is wrong with an answer, apart from its text."""
     if arrival.request.salt and answer.num_cached_tokens and not plan.faults:
         yield f"request {arrival.number} has cached tokens of another salt"
     if answer.seconds > _TAKEOVER_SECONDS and plan.spares_a_replica:
@@ -159,7 +159,7 @@ def _complaints(plan: Plan, arrival: Arrival, answer: Answer) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Run:
-    """A run of a plan."""
+    """One run of a plan."""
 
     plan: Plan
     fleet: Fleet
@@ -195,7 +195,7 @@ class _Run:
         await self._stop()
 
     async def _serve(self) -> None:
-        """Serves the load, with its faults."""
+        """Runs the load together with the faults."""
         plan, network = self.plan, self.network
         must_end = len(plan.faults) == 1
         injecting = [
@@ -235,8 +235,8 @@ class _Run:
             raise Failed("; ".join(left))
 
     async def _probe(self) -> None:
-        """Each gateway answers soon. A conversation finds all its full blocks in the cache, and no
-        blocks of another salt.
+        """Checks that each gateway replies soon, and that a conversation hits all its full blocks
+        in the cache but no blocks with another salt.
         """
         shape = self.plan.shape
         caches = not shape.pools and shape.setting("enable_prefix_caching") is None
@@ -248,7 +248,7 @@ class _Run:
                 raise Failed("a probe has cached tokens of another salt")
 
     async def _ask_probe(self, gateway: int, salt: str = "") -> int:
-        """Sends the probe to a gateway. Returns the number of cached tokens."""
+        """Sends the probe to a gateway. Returns the number of its cached tokens."""
         request = PROBE_VECTOR if self.plan.shape.pools else replace(PROBE, salt=salt)
         client, answer = Process(self.network.loop, "probe"), Answer()
         async with asyncio.timeout(_PROBE_SECONDS):
@@ -272,7 +272,7 @@ class _Run:
 
 
 def _runs(task: "asyncio.Task[object]") -> bool:
-    """Whether a task is left in a process that was not killed."""
+    """Whether a task still runs in a process that was not killed."""
     process = getattr(task, "process", None)
     is_dead = isinstance(process, Process) and process.state is State.DEAD
     return task is not asyncio.current_task() and not is_dead
@@ -288,7 +288,7 @@ async def _client(arrival: Arrival, answer: Answer, network: Network, *, retries
             await asking
     except TimeoutError:
         answer.error = "left"
-        if not arrival.request.key:  # another client may wait for the answer of a key
+        if not arrival.request.key:  # With a key, another client may wait for this answer.
             answer.left_at = network.loop.time()
     pauses = arrival.request.pause_seconds * (1 + len(arrival.request.later_prompts))
     answer.seconds = network.loop.time() - begin - pauses

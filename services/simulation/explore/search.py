@@ -1,4 +1,4 @@
-"""Runs many seeds, and reports the failing ones."""
+"""Runs many seeds, and reports those that fail."""
 
 import gc
 import sys
@@ -14,7 +14,7 @@ _PREPARED_AT_ONCE = 10
 
 
 def search(model: Path, seeds: Sequence[int], check_log: CheckLog) -> int:
-    """Runs seeds. Prints failures, and a digest of all logs. Returns the exit status."""
+    """Runs seeds. Prints the failures, and a digest of all logs. Returns the exit status."""
     explorer, digest, num_failed = Explorer(model, check_log), sha256(), 0
     gc.collect()
     gc.freeze()
@@ -32,8 +32,8 @@ def search(model: Path, seeds: Sequence[int], check_log: CheckLog) -> int:
 
 
 def replay(model: Path, seed: int, check_log: CheckLog) -> int:
-    """Runs one seed, and prints its log. If it fails, prints the log of a smaller run that fails,
-    too. Returns the exit status.
+    """Runs one seed and prints its log. If the run fails, prints the log of a smaller run that also
+    fails. Returns the exit status.
     """
     explorer = Explorer(model, check_log)
     report = explorer.run(make_plan(seed))
@@ -48,7 +48,7 @@ def replay(model: Path, seed: int, check_log: CheckLog) -> int:
 
 
 def shrink(explorer: Explorer, report: Report) -> Report:
-    """Leaves out faults, then requests, as long as the run still fails."""
+    """Removes faults, then requests, as long as the run still fails."""
     is_smaller = True
     while is_smaller:
         is_smaller = False

@@ -1,4 +1,4 @@
-"""What all runs of a process share, since it never changes: tokenizer, adapters and grammars."""
+"""Objects that all runs in a process share, because they never change."""
 
 import json
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ def tokenizer(model: Path) -> HfTokenizer:
 
 @cache
 def adapters(model: Path) -> dict[Adapter, Path]:
-    """Small LoRA adapters, each with its directory. Messages have other paths, which are the same
-    in every run.
+    """Returns small LoRA adapters and their directories. The paths in the Adapter objects, which
+    messages contain, are the same in every run.
     """
     config = json.loads((model / "config.json").read_text())
     width = config["num_attention_heads"] * config["head_dim"]
@@ -50,7 +50,7 @@ def adapters(model: Path) -> dict[Adapter, Path]:
 
 
 class SharedCompiler(GrammarCompiler):
-    """Compiles each grammar once."""
+    """Compiles each grammar only once."""
 
     def compile(self, wanted: StructuredOutputs) -> "LLMatcher":
         return _compiled(self, wanted).deep_copy()

@@ -1,4 +1,4 @@
-"""Watches the services while they run."""
+"""Checks the services while they run."""
 
 import asyncio
 import re
@@ -15,18 +15,18 @@ from services.simulation.explore.fleet import Fleet
 _LOOK_SECONDS = 0.02
 _LONGEST_LOOK_SECONDS = 0.5
 _NOTICE_SECONDS, _BUSY_NOTICE_SECONDS = 0.12, 0.5
-"""Enough to notice that a client is gone."""
+"""Enough for the services to notice that a client has left."""
 _STALL_SECONDS, _CALM_STALL_SECONDS = 12.0, 3.0
-"""Enough to compute a step for some request, or to notice that none can be computed."""
+"""Enough to compute a step for some request, or to notice that no step can be computed."""
 _ANSWER_SECONDS, _CALM_ANSWER_SECONDS = 7.0, 0.4
-"""Enough for a scheduler to accept or refuse a sequence, or to report its end. Includes the time
-after which a gateway ends a session with a scheduler that does not answer.
+"""Enough for a scheduler to accept or refuse a sequence, or to report its end. It includes the time
+after which a gateway ends the session with a scheduler that does not reply.
 """
 _NAME = re.compile(r"(?:\w+-)?request-(\d+)(?:-(\d+))?")
 
 
 Waits = dict[Hashable, tuple[float, str]]
-"""What services wait for, with the longest time in seconds and the complaint if it takes longer."""
+"""Maps what is awaited to the longest time in seconds, and the complaint after that time."""
 
 
 def request_name(number: int) -> str:
@@ -35,9 +35,9 @@ def request_name(number: int) -> str:
 
 @dataclass(slots=True)
 class Watch:
-    """Looks at the services again and again. `answers` are what clients have received, by the
-    numbers of their requests. The services of `disturbed` may be late. In a calm run nothing is
-    disturbed.
+    """Checks the services again and again. `answers` maps requests' numbers to what their clients
+    have received. The services in `disturbed` have faults and may be late. `is_calm` means that the
+    run has no faults and no busy services.
     """
 
     fleet: Fleet
@@ -46,12 +46,12 @@ class Watch:
     is_calm: bool
     is_busy: bool
     _since: dict[Hashable, float] = field(default_factory=dict)
-    """Maps each wait to the time at which it was first seen."""
+    """Maps each wait to the time at which it was first observed."""
 
     async def run(self) -> None:
-        """Raises AssertionError if something is wrong that must hold at any time: a pool counts its
-        blocks rightly, a scheduler computes steps, and a gateway has no sequence whose client has
-        its whole answer or is gone, and none that its scheduler does not have.
+        """Raises AssertionError if an invariant is violated: each pool counts its blocks correctly,
+        each scheduler computes steps, and each gateway has only sequences that their schedulers
+        know and whose clients still wait for the answer.
         """
         seconds = _LOOK_SECONDS
         while True:
@@ -80,7 +80,7 @@ class Watch:
                 raise AssertionError(f"{sentence} for {longest:g} s")
 
     def _stall(self, name: str, service: SchedulerService) -> Waits:
-        """The step that a scheduler should compute next. It may wait for pool and workers."""
+        """Returns the wait for a scheduler's next step, which needs the pool and the workers."""
         engine = service.parts.engine
         num_between_turns = len(engine.scheduler.queues.between_turns)
         if engine.state is EngineState.RECOVERING or len(engine.unfinished) <= num_between_turns:
@@ -91,7 +91,7 @@ class Watch:
         }
 
     def _unknown(self, name: str, gateway: Gateway) -> Waits:
-        """The sequences of a gateway that their schedulers do not have."""
+        """Returns waits for the sequences of a gateway that their schedulers do not have yet."""
         longest = _CALM_ANSWER_SECONDS if self.is_calm else _ANSWER_SECONDS
         waits: Waits = {}
         for replica in gateway.fleet.membership.replicas:
