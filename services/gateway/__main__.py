@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    # The gateway builds no model. This keeps transformers from importing an installed torch, which
-    # costs seconds and memory.
+    # The gateway builds no model. Without this entry, transformers would import an installed torch,
+    # which costs seconds and memory.
     sys.modules["torch"] = None  # type: ignore[assignment]
     # transformers imports numpy, which would start one thread for each processor.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -104,9 +104,9 @@ class Addresses:
     http: str
     grpc: str
     admin: str | None
-    """The address for operators' calls. It is None if they are not served."""
+    """The address for operators' calls, or None if they are not served."""
     metrics: str | None
-    """The address of Prometheus' metrics, which is separate from the clients' API."""
+    """The separate address of Prometheus' metrics, or None if clients read them at /metrics."""
 
 
 class Gateway:

@@ -16,7 +16,7 @@ _MAX_SHOWN_CHARACTERS = 300
 
 
 def read_adapter(name: str, directory: Path) -> Adapter:
-    """Returns the adapter in a directory. Its digest is computed from all its files. Raises
+    """Returns the adapter in a directory. The adapter's digest is computed from its files. Raises
     NotFound if a file cannot be read.
     """
     try:

@@ -31,8 +31,8 @@ class ReaderCounts:
 
 
 class IndexCollector(Collector):
-    """The state of the index and the counts of its reader, read at each scrape. Each state is a
-    series. The current state's series is 1, the others are 0.
+    """The state of the index and the counts of its reader, read at each scrape. Each possible state
+    has a series, which is 1 for the current state and 0 for the others.
     """
 
     def __init__(self, index: PrefixIndex, counts: ReaderCounts) -> None:

@@ -62,7 +62,7 @@ class PoolWatchers:
         tasks: dict[PoolAddress, asyncio.Task[None]] = {}
         try:
             while True:
-                wanted = dict.fromkeys(pools())  # keeps their order, for reproducible runs
+                wanted = dict.fromkeys(pools())  # in their order, so that runs are reproducible
                 self._index.contact = DirectoryState.EXACT if wanted else DirectoryState.UNUSED
                 for pool in [pool for pool in tasks if pool not in wanted]:
                     tasks[pool].cancel()

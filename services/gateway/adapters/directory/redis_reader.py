@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _BEGINNING = "0-0"
 _ENTRIES_PER_READ = 256
 _KEYS_PER_TURN = 2048
-"""Number of keys that are applied before other tasks may run. This takes about two milliseconds."""
+"""Number of keys that are applied, in about two milliseconds, before other tasks may run."""
 _SNAPSHOT_SECONDS = 5.0
 
 
@@ -62,8 +62,8 @@ class RedisReader:
         tail: RedisConnection,
         times: ReaderTimes | None = None,
     ) -> None:
-        """`tail` is a second connection, which only reads the log. Its calls may block while they
-        wait for new entries.
+        """`tail` is a second connection, which only reads the log. Calls on `tail` may block while
+        they wait for new entries.
         """
         self.counts = ReaderCounts()
         self._index = index

@@ -170,7 +170,7 @@ def reasoning_literals(reasoning: PromptedReasoning | None) -> list[str]:
 
 
 def thought(lark: Lark, reasoning: PromptedReasoning | None) -> str:
-    """Returns a rule for the reasoning before the answer. It is empty if there is no reasoning."""
+    """Returns a rule for the reasoning before the answer, or an empty text if there is none."""
     if reasoning is None or reasoning.state is ReasoningState.OVER:
         return ""
     inside = lark.rule(f"{lark.text_to(reasoning.form.end)} {_SPACE}")

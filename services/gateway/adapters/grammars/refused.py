@@ -75,8 +75,8 @@ def _of_all(error: InvalidArgument, tools: Mapping[str, Any]) -> InvalidArgument
 
 
 def _reason(error: InvalidArgument) -> str:
-    """Returns the reason of an error, without positions in the grammar, which the client did not
-    write.
+    """Returns the reason of an error. Positions in the grammar are removed, since the client did
+    not write the grammar.
     """
     why = error.message.removeprefix(f"{FIELD}: ")
     return _LINES.sub("", _PLACE.sub("", why)).removeprefix("failed to compile JSON schema: ")

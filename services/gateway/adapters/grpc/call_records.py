@@ -36,8 +36,8 @@ class CallRecords:
     ) -> Iterator[RequestRecord]:
         """A context that records a gRPC call, or one turn of a GenerateSession call. Sets the
         context variable CALL_RECORD to the record. If `in_trailer` is true, the request id and
-        trace id are sent in the trailing metadata. It is false for GenerateSession calls, since
-        they have several records.
+        trace id are sent in the trailing metadata. A GenerateSession call has several records, so
+        its ids are not sent.
         """
         call = Call("grpc", "POST", method, client_of(context))
         record = self._recorder.begin(call, operation, metadata_of(context))

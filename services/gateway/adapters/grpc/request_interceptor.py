@@ -51,10 +51,10 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         single request to the type of the request. `stream_types` maps methods with a request stream
         to the type of its messages.
 
-        The functions in `arriving` are called before the message is read. They raise an error to
-        refuse the call. The Arrival that a function returns is the value of CALL_ARRIVAL during the
-        call, and ends with the call. `operations` maps methods that run the model to the names of
-        their operations in traces and metrics.
+        The functions in `arriving` are called before the message is read. A function raises an
+        error to refuse the call. The Arrival that it returns is the value of CALL_ARRIVAL during
+        the call, and ends with the call. `operations` maps methods that run the model to the names
+        of their operations in traces and metrics.
         """
         self._options = options
         self._request_types = request_types
@@ -159,7 +159,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             try:
                 with self._counted():
                     await handler.unary_stream(request, context)
-            except ResourceExhausted as error:  # StepwellErrors must not leave this handler.
+            except ResourceExhausted as error:  # StatusInterceptor skips the health service
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
 
         return watch

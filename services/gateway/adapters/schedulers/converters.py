@@ -206,7 +206,7 @@ def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.Stepwe
 
 
 def turn_end_from_proto(message: scheduler_pb2.Finished) -> Finish:
-    """Converts the end of a session's turn. It is never an error."""
+    """Converts the end of a session's turn. A turn never ends with an error."""
     end = finish_from_proto(message)
     if isinstance(end, errors.StepwellError):
         raise AssertionError(f"a turn ended by an error: {end.message}")

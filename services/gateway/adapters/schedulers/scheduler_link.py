@@ -174,8 +174,9 @@ class SchedulerLink:
 
     def _rest(self, began: float) -> float:
         """Returns the seconds to wait before the next session. `began` is the start of the last
-        session. The wait is 0 if the last session was not ended by a wrong message. It grows with
-        the number of recent wrong messages, so that most requests are sent to other schedulers.
+        session. If the last session was not ended by a wrong message, the wait is 0. Otherwise it
+        grows with the number of recent wrong messages, so that most requests are sent to other
+        schedulers.
         """
         if self._wrong_at < began:
             self._rest_seconds = max(self._rest_seconds / 2, _FIRST_BACKOFF_SECONDS)

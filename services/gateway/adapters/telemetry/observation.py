@@ -221,8 +221,8 @@ class Observer:
 
 
 class CountedRefusals:
-    """The context of Observer.counting_refusals. It is a class and not a generator, since each
-    request enters several of these contexts.
+    """The context of Observer.counting_refusals. It is a class, because a generator would take
+    longer and each request enters several of these contexts.
     """
 
     __slots__ = ("_observer", "_record")

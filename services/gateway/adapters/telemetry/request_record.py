@@ -34,7 +34,7 @@ CALL_RECORD: ContextVar["RequestRecord"] = ContextVar("call_record")
 
 CALL_ARRIVAL: ContextVar[Arrival] = ContextVar("call_arrival")
 """The arrival of the gRPC call in the current task. It counts the call as arriving until the call's
-sequences are queued. For HTTP it is in the request's state.
+sequences are queued. For HTTP the arrival is in the request's state.
 """
 
 

@@ -1,9 +1,9 @@
 """The spans of a request at the gateway, made from its record when it has ended, or while it runs.
 
 The root span, such as `chat tiny` for the model tiny, lasts from the call's arrival to the end of
-its answer. Its child spans are the consecutive parts of the call's time. They have no gaps, so the
-sum of their durations is the call's duration. Each sequence has a quota of spans. If a sequence has
-more parts than its quota, its last span extends to the sequence's end.
+its answer. Its child spans are the consecutive parts of the call's time. There are no gaps between
+parts, so the sum of their durations is the call's duration. Each sequence has a quota of spans. If
+a sequence has more parts than its quota, its last span extends to the sequence's end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 MAX_SPANS = 1152
-"""Limit on the number of spans of one request. It is divided equally among the request's sequences.
-With 256 sequences, the quota of a sequence suffices if it is sent to only one replica.
+"""Limit on the number of spans of one request. The limit is divided equally among the request's
+sequences. With 256 sequences, the quota of a sequence suffices if it is sent to only one replica.
 """
 _MAX_STOPS, _MAX_CHARACTERS = 16, 256
 """Limits on the number of stop strings in a span, and on the characters of each text from a

@@ -29,8 +29,8 @@ _INLINE_CHARACTERS = 2048
 cost more.
 """
 _CHARACTERS_OF_MESSAGE = 128
-"""Each message counts as this number of characters in addition to its text, because the message
-takes about as long to render as this number of characters.
+"""Each message counts as this number of characters in addition to its text, because rendering a
+message takes about as long as rendering this number of characters.
 """
 _COUNTED_CHARACTERS_PER_TOKEN = 8
 """If a text has more characters per allowed token than this, the tokens of its pieces are first
@@ -44,7 +44,7 @@ _SPACE_MARK = "▁"
 
 
 class HfTokenizer:
-    """The core's Tokenizer. Calls the Rust tokenizer directly, which is thread-safe.
+    """Implements the core's Tokenizer. Calls the Rust tokenizer directly, which is thread-safe.
 
     Truncation and padding in tokenizer.json are disabled. They are settings for training, and would
     silently change a client's prompt.
@@ -129,9 +129,9 @@ class HfTokenizer:
         return await self._off_loop(sum(len(text) for texts in prompts for text in texts), work)
 
     def _count(self, text: str, number: int, max_tokens: int) -> None:
-        """Raises TextTooLong if a text has far too many tokens, without encoding it at once, which
-        would take a few hundred bytes per token. The tokens of pieces of the text are counted
-        instead. Their sum is nearly the token count of the whole text, since only tokens at the
+        """Raises TextTooLong if a text has far too many tokens. Encoding the whole text at once
+        would take a few hundred bytes per token, so pieces of the text are encoded and their tokens
+        are counted. The sum is nearly the token count of the whole text, since only tokens at the
         cuts may differ.
         """
         num_tokens = 0
@@ -239,8 +239,8 @@ class HfTokenizer:
 
 def _starts(offsets: Sequence[tuple[int, int]]) -> list[int]:
     """Returns, for each token, the number of characters before it in the text. `offsets` are the
-    start and end of each token. They are equal for a special token that was added. Some tokenizers
-    exclude spaces from the ends of tokens.
+    start and end of each token, which are equal for an added special token. Some tokenizers exclude
+    spaces from the ends of tokens.
     """
     starts, end = [], 0
     for first, last in offsets:
@@ -257,9 +257,9 @@ def _second_text(type_ids: Sequence[int]) -> int:
 
 
 def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
-    """Returns the client's error for an exception in a template. It quotes the message if the
-    template itself raised the exception. Other messages, from jinja, Python or transformers, are
-    not shown to clients.
+    """Returns the client's error for an exception in a template. The error quotes an exception's
+    message only if the template itself raised the exception. Messages from jinja, Python or
+    transformers are not shown to clients.
     """
     if type(error) is TemplateError:
         why = " ".join(str(error).split())[:_MAX_TEMPLATE_MESSAGE]
@@ -285,7 +285,7 @@ def load_tokenizer(
     """
     if not has_tokenizer(directory):
         raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
-    # The tokenizer needs no torch. This stops the warning of transformers about its absence.
+    # The tokenizer needs no torch, so the warning of transformers about its absence is disabled.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # The tokenizer's own threads would compete with the event loop for the cores.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

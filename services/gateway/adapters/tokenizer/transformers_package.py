@@ -32,8 +32,8 @@ class _ListedLater(ModuleType):
 
 
 def _module_of_tokenizer(name: str) -> ModuleType | None:
-    """Returns the module of a tokenizer class that AutoTokenizer looks up in the package. It is the
-    module of the model with the same name. Returns None if there is no such module.
+    """Returns the module of a tokenizer class that AutoTokenizer looks up in the package. The
+    module belongs to the model with the same name. Returns None if there is no such module.
     """
     stem = name.removesuffix("Tokenizer").lower()
     path = "tokenization_python" if stem == "pretrained" else f"models.{stem}"

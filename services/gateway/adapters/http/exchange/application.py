@@ -38,7 +38,7 @@ class Application:
         routes: Sequence[tuple[Route, Sequence[Check]]],
         document: Callable[[], dict[str, Any]],
     ) -> None:
-        """`document` builds the OpenAPI document. It is called in a thread."""
+        """`document` builds the OpenAPI document, and is called in a thread."""
         endpoints = [
             StarletteRoute(route.path, _Endpoint(route.handler, checks), methods=route.methods)
             for route, checks in routes

@@ -112,8 +112,8 @@ class Body(BaseModel):
 
 
 class HistoryBody(Body):
-    """A part of a conversation or of a tool. Its only use is to be rendered into the prompt, so
-    unknown keys, which clients and other servers add, are dropped silently.
+    """A part of a conversation or of a tool. The part is only rendered into the prompt, so unknown
+    keys, which clients and other servers add, are dropped silently.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -169,8 +169,8 @@ class BodyNotes:
 
 
 class Without:
-    """Annotation of a field that is accepted but not served. The answer is still correct: it only
-    lacks a guarantee or takes longer. A value other than null and `values` adds `name` to the
+    """Annotation of a field that is accepted but has no effect. The answer is still correct: it
+    only lacks a guarantee or takes longer. A value other than null and `values` adds `name` to the
     answer's header that lists the ignored fields.
     """
 

@@ -62,7 +62,7 @@ class ProgramFields(ProgramArguments):
     @property
     def keep_seconds(self) -> int:
         """The longest time, in seconds, for which the client requests to keep the prompt cached, or
-        0. It is set for bodies that a BodyReader has read.
+        0. The value is set when a BodyReader reads the body.
         """
         return self._keep_seconds
 

@@ -73,9 +73,9 @@ class GenerationReply:
         observer: Observer,
         keep_alive: float,
     ) -> None:
-        """`read` reads the body. It is called when the gate has counted the request, and may enter
-        contexts on the stack, which are exited when the request ends. A keep-alive is sent after
-        `keep_alive` seconds without an event. 0 disables this.
+        """`read` reads the body. It is called after the gate has counted the request. Contexts that
+        it enters on the stack are exited when the request ends. A keep-alive is sent after
+        `keep_alive` seconds without an event. 0 disables keep-alives.
         """
         self._read = read
         self._inference = inference

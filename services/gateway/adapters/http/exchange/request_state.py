@@ -12,5 +12,5 @@ CLIENT = "client"
 """The Client that sent the request."""
 BODY_WRITER = "body_writer"
 """The BodyWriter of the connection, for chunked answers. It bypasses the middlewares that wrap
-`send`, because they change only the start of an answer.
+`send`, because the middlewares change only the start of an answer.
 """

@@ -64,7 +64,7 @@ class Route:
     """
     headers: tuple[RequestHeader, ...] = ()
     is_polled: bool = False
-    """Whether programs poll the route. Its requests are not counted in metrics, as in vLLM."""
+    """Whether programs poll the route. Polled routes are not counted in metrics, as in vLLM."""
     is_limited: bool = False
     """Whether requests count towards their caller's limits. If true, headers of the answer contain
     the remaining amounts.

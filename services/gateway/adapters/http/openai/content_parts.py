@@ -103,8 +103,8 @@ def called_arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any] |
 
 
 def _can_be_written(text: str, read: dict[str, Any]) -> bool:
-    """Whether an object that was read from `text` can be encoded. It cannot if it contains half of
-    a surrogate pair.
+    """Whether an object that was read from `text` can be encoded. An object with half of a
+    surrogate pair cannot be encoded.
     """
     if "\\ud" not in text.lower():
         return True

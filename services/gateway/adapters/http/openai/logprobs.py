@@ -86,8 +86,8 @@ def echoed_logprobs(
     tokenizer: Tokenizer,
     token_text: TokenText = token_text,
 ) -> dict[str, Iterable[Any]]:
-    """Returns the field `logprobs` of an echoed prompt. The prompt must have offsets. Its first
-    token has no log-probability.
+    """Returns the field `logprobs` of an echoed prompt, which must have offsets. The first token of
+    the prompt has no log-probability.
     """
     offsets = prompt.offsets or []
     first: dict[str, list[Any]] = {

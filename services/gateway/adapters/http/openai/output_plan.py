@@ -1,5 +1,5 @@
-"""Decides how answers are constrained and parsed. This depends on the tools, the required schema,
-and the reasoning format.
+"""Decides how answers are constrained and parsed. The decision depends on the tools, the required
+schema, and the reasoning format.
 """
 
 from collections.abc import Mapping, Sequence

@@ -28,8 +28,8 @@ from services.gateway.core.request.vectors import cosine, numbers
 async def embedding_request(
     body: EmbeddingBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Converts a body to a request. Raises InvalidArgument or OutOfRange. Their field is `prompt`
-    if the body's `input` is wrong.
+    """Converts a body to a request. Raises InvalidArgument or OutOfRange. An error about the body's
+    `input` has the field `prompt`.
     """
     inference.check_pools(PoolingTask.EMBED)
     params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
@@ -142,7 +142,7 @@ class ListDialect(ABC):
         """Generates the items."""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """Returns the body of the answer. Its items are encoded while the body is sent."""
+        """Returns the body of the answer. The items are encoded while the body is sent."""
         data = LongList(self.items(answers), nested=True)
         return {**self._head, "data": data, "usage": usage_body(usage)}
 

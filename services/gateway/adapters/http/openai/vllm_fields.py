@@ -1,5 +1,5 @@
-"""Fields of vLLM's requests that this server does not support. It accepts only values that have no
-effect.
+"""Fields of vLLM's requests that this server does not support. The server accepts only values that
+have no effect.
 
 Clients that serialize vLLM's request classes send these fields with their default values.
 """

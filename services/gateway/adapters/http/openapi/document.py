@@ -71,8 +71,8 @@ def openapi_document(
     asks_for_keys: bool,
     limit_headers: Sequence[str],
 ) -> dict[str, Any]:
-    """Builds the document. If the server requires API keys, the routes that need a key declare
-    so. `limit_headers` are the headers with the remaining amounts of the client's limits.
+    """Builds the document. If the server requires API keys, routes that need a key have a security
+    requirement. `limit_headers` are the headers with the remaining amounts of the client's limits.
     """
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:

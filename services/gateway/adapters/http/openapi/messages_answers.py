@@ -131,8 +131,7 @@ class MessageEnd(Answer):
 
 class AnthropicEvent(Answer):
     """One event of a streamed answer of /v1/messages. The type of the event determines its other
-    fields. These are a message, or an index with a block or a delta, or a delta with usage, or
-    none.
+    fields: a message, an index with a block or a delta, a delta with usage, or none.
     """
 
     type: Literal[

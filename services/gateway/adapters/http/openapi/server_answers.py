@@ -23,7 +23,7 @@ class Text(Answer):
 
 
 class TokenizerInfo(Answer):
-    """An answer of /tokenizer_info. It has all entries of tokenizer_config.json."""
+    """An answer of /tokenizer_info: all entries of tokenizer_config.json."""
 
     model_config = ConfigDict(extra="allow")
 

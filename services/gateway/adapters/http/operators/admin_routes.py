@@ -115,7 +115,7 @@ class AdminRoutes:
         return _answer(outcomes, is_paused=all_paused)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Clears the prefix cache. This fails if requests are running and are not preempted."""
+        """Clears the prefix cache. Fails if requests are running and are not preempted."""
         query = read_query(request, ResetQuery)
         outcomes = await self._administration.reset_prefix_cache(
             query.replica,

@@ -7,9 +7,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 
 class BodyWriter:
-    """Writes the parts of a chunked body to the connection, after the answer's head was sent. It is
-    used for every token, because uvicorn's `send` is slower: for each part, `send` needs a message
-    and a coroutine.
+    """Writes the parts of a chunked body to the connection, after the answer's head was sent. The
+    writer is used for every token, because it is faster than uvicorn's `send`, which needs a
+    message and a coroutine for each part.
     """
 
     __slots__ = ("_cycle", "_flow", "_write")

@@ -1,5 +1,5 @@
-"""An HTTP connection. It extends uvicorn's class by limits on the size of a client's input and on
-the time in which the input must arrive.
+"""An HTTP connection. The class extends uvicorn's class by limits on the size of a client's input
+and on the time in which the input must arrive.
 
 uvicorn itself does not limit the size of headers or the time in which they arrive. It never closes
 connections that send no request. It drops the request of a client that closes its sending side.
@@ -113,8 +113,7 @@ class GuardedConnection(SlicedProtocol):
     @property
     def can_wait(self) -> bool:
         """Whether requests of other connections are read before this connection's next request.
-        This is true if the last request was refused, because the next one will probably be refused,
-        too.
+        True if the last request was refused, because the next one will probably be refused, too.
         """
         return self._was_refused
 

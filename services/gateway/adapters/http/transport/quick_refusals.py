@@ -72,14 +72,14 @@ Header = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class QuickRefusals:
-    """Refuses POST requests to paths that generate while the server has no room for them. Such a
+    """Refuses POST requests to paths that generate while the server has no room for them. A quick
     refusal costs a fraction of a refusal by the application, because no body is read and no task is
     created. A request that is admitted is counted at once, so that a burst of requests cannot
     exceed the limits.
 
-    Some requests are left to the application, which applies the same rules. These are requests that
-    must be refused for another reason, requests with one of `left_headers`, and requests that
-    `access` does not recognize.
+    Some requests are left to the application, which applies the same rules: requests that must be
+    refused for another reason, requests with one of `left_headers`, and requests that `access` does
+    not recognize.
     """
 
     operations: Mapping[str, str]

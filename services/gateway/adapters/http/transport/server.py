@@ -119,8 +119,8 @@ class HttpServer:
 
     def end_idle(self) -> None:
         """Closes each connection whose requests were all answered. Other connections are closed
-        after their next answer. This makes clients reconnect, perhaps to another gateway. New
-        connections are still accepted.
+        after their next answer. Clients then reconnect, perhaps to another gateway. New connections
+        are still accepted.
         """
         self.connections.are_ending = True
         self._server.end_idle()

@@ -1,5 +1,5 @@
-"""The sequence numbers of a session's messages in both directions. They reveal lost and repeated
-messages.
+"""The sequence numbers of a session's messages in both directions. The numbers reveal lost and
+repeated messages.
 """
 
 from collections import deque

@@ -2,7 +2,7 @@
 
 
 class WrongMessage(Exception):
-    """A message from the scheduler contradicts itself or an earlier one. This ends the session."""
+    """A message from the scheduler contradicts itself or an earlier message."""
 
 
 def require(condition: bool, wrong: str) -> None:

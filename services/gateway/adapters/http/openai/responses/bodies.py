@@ -44,7 +44,7 @@ def _includable(names: list[str]) -> list[str]:
 
 
 class ResponsesTool(FunctionBody, FunctionType):
-    """A function that the client runs. Its type is the first field that is checked."""
+    """A function that the client runs. The field `type` is checked first."""
 
     allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
     async_: Annotated[Any, Only(False, why=_NOT_ASYNC)] = Field(default=None, alias="async")
@@ -95,7 +95,7 @@ class ResponsesReasoning(Body):
 
 
 class ResponsesStreamOptions(Body):
-    """Options of a stream. They have no effect."""
+    """Options of a stream, which have no effect."""
 
     include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
 
@@ -153,6 +153,6 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
 
     @property
     def form(self) -> JsonObjectFormat | ResponsesJsonSchema | None:
-        """The format that the answer must conform to. It is None if any text is allowed."""
+        """The format that the answer must conform to, or None if any text is allowed."""
         form = None if self.text is None else self.text.format
         return None if isinstance(form, TextFormat) else form
