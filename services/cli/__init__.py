@@ -1,4 +1,4 @@
 """The `stepwell` command."""
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-"""The address that the gateway's HTTP API has by default."""
+"""The default URL of the gateway's HTTP API."""

@@ -1,4 +1,4 @@
-"""`stepwell admin`: operator calls to the replicas of a gateway."""
+"""`stepwell admin`: calls of the gateway's operator API, which applies them to its replicas."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Durations and counts as text for people."""
+"""Formats durations and counts for people."""
 
 _MINUTE = 60.0
 
@@ -17,7 +17,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def count_text(number: float) -> str:
-    """A number such as 999, 12.3k or 4.56M."""
+    """A count with three significant digits, such as 999, 12.3k or 4.56M."""
     for factor, unit in ((1e6, "M"), (1e3, "k")):
         if number >= factor:
             return f"{_digits(number / factor)}{unit}"

@@ -1,4 +1,4 @@
-"""Flags that the client commands share."""
+"""The common flags of the commands that are clients of a gateway."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
 
 
 class ClientParser(CommandParser):
-    """A parser with the flags for the server's address, key and certificates."""
+    """A parser with the flags for the server's URL, the API key and certificates."""
 
     def __init__(self, command: str, description: str) -> None:
         super().__init__(
@@ -64,7 +64,7 @@ def interval_of(arguments: argparse.Namespace) -> float:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds flags for the model and sampling, without defaults, so that the server's apply."""
+    """Adds flags for the model and sampling. They have no defaults: the server's defaults apply."""
     parser.add_argument("--model", help="which model (default: the first that is served)")
     for name, kind, text in _SAMPLING:
         parser.add_argument(
@@ -76,7 +76,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_body(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The request fields of the flags that were set."""
+    """The request fields for the sampling flags that were set."""
     names = (*(name for name, _, _ in _SAMPLING), "stop")
     given = {name: getattr(arguments, name) for name in names}
     temperature = arguments.temperature

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command, which is imported here: programs that import a part of this package do not
-    need the other parts.
+    """Runs the command. The import is here, because other programs import only parts of this
+    package.
     """
     from services.cli.bench import command  # noqa: PLC0415
 

@@ -30,7 +30,7 @@ def _checked(
 
 
 def _explained(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Turns a parser's ValueError into an ArgumentTypeError with the same sentence."""
+    """Wraps a parser so that its ValueError becomes an ArgumentTypeError with the same sentence."""
 
     def explained(text: str) -> T:
         try:
@@ -53,7 +53,7 @@ objective = _explained(parse_objective)
 
 
 def request_rate(text: str) -> str:
-    """Checks that a rate can be parsed and returns its text."""
+    """Checks that the text of a request rate can be parsed, and returns the text."""
     _explained(RequestRate.parse)(text)
     return text
 

@@ -32,7 +32,7 @@ defines each figure.
 
 
 def parse(argv: Sequence[str]) -> tuple[BenchSettings, argparse.Namespace]:
-    """Returns the settings, and the namespace with the output flags. Raises CommandError."""
+    """Returns the settings, and the namespace that has the output flags. Raises CommandError."""
     flags = _parser().parse_args(argv)
     given = {name for name, value in vars(flags).items() if value is not None}
     num_requests = flags.num_requests

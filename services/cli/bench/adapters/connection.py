@@ -1,10 +1,9 @@
 """A connection to an HTTP server that serves one exchange at a time.
 
 A stream of tokens arrives in many small chunks. The client's work for each chunk limits the tokens
-per second that one process can measure. httptools is a thin binding of llhttp, the parser of
-Node.js. uvicorn and this project's gateway use httptools, too. Together with an asyncio protocol it
-needs no task, queue or timer for each chunk. benchmarks/results/bench.md compares the cost with
-httpx and aiohttp.
+per second that one process can measure. httptools (a thin binding of the parser of Node.js) in an
+asyncio protocol needs no task, queue or timer for each chunk. benchmarks/results/bench.md compares
+the cost with httpx and aiohttp.
 """
 
 import asyncio
@@ -21,11 +20,11 @@ class Reply(Protocol):
     """Receives the response of one exchange."""
 
     def headers(self, status: int) -> None:
-        """Called when the headers have arrived, with the status."""
+        """This method is called with the HTTP status when the headers have arrived."""
         ...
 
     def body(self, data: bytes, now: float) -> None:
-        """Called with each piece of the body and its time of arrival."""
+        """This method is called with each piece of the body and the piece's time of arrival."""
         ...
 
 
@@ -50,8 +49,8 @@ class Connection(asyncio.Protocol):
         return transport is not None and not transport.is_closing() and self._ended is None
 
     async def exchange(self, request: bytes, reply: Reply) -> Failure | None:
-        """Sends a request and waits for the end of its response. Returns None, or the reason why
-        the response is incomplete. If this call is cancelled, the connection is closed, which
+        """Sends a request and waits for the end of its response. Returns the reason if the response
+        is incomplete, otherwise None. If this call is cancelled, the connection is closed, which
         aborts the request at the server.
         """
         if self._transport is None or self._ended is not None:
@@ -126,7 +125,9 @@ _CONNECT_SECONDS = 10.0
 
 
 class Connections:
-    """Each concurrent request has its own connection. The last idle one is reused first."""
+    """A connection for each concurrent request. The idle connection that was used last is reused
+    first.
+    """
 
     def __init__(
         self, host: str, port: int, clock: Callable[[], float], tls: ssl.SSLContext | None = None
@@ -135,12 +136,14 @@ class Connections:
         self._idle: list[Connection] = []
 
     async def open(self, number: int) -> None:
-        """Opens idle connections, so that a load does not measure connecting."""
+        """Opens idle connections, so that measurements do not include the time to connect."""
         while len(self._idle) < number:
             self._idle.append(await self._connect())
 
     async def exchange(self, request: bytes, reply: Reply) -> Failure | None:
-        """Sends a request and waits for its whole response. Returns why it is incomplete."""
+        """Sends a request and waits for the end of its response. Returns the reason if the response
+        is incomplete, otherwise None.
+        """
         connection = self._take_idle()
         if connection is None:
             try:

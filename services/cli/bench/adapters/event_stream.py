@@ -1,9 +1,9 @@
 """Reads OpenAI's server-sent events without parsing the JSON of each event.
 
 For an ordinary event only two facts matter: whether it has output, and its finish reason. Each is a
-JSON key with a string value. A search for the key cannot match text of the model, since every
-quotation mark inside a JSON string is escaped. Only events with token counts or an error are
-parsed, one or two in each answer.
+JSON key with a string value. A search for the key cannot match text of the model, since quotation
+marks inside JSON strings are escaped. Only events with token counts or an error are parsed, one or
+two in each response.
 """
 
 import json
@@ -20,7 +20,7 @@ _DONE = (b"data: [DONE]", b"data:[DONE]")
 
 
 class EventStream:
-    """The stream of one answer. `feed` accepts the bytes of the body in pieces of any size."""
+    """The stream of one response. `feed` accepts the bytes of the body in pieces of any size."""
 
     def __init__(self, *, keep_events: bool = False) -> None:
         self.finish_reason: str | None = None
@@ -33,11 +33,13 @@ class EventStream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer is complete: it has the end mark or a finish reason."""
+        """Whether the response is complete, that is, has the end mark or a finish reason."""
         return self.is_done or self.finish_reason is not None
 
     def feed(self, data: bytes) -> tuple[int, bool]:
-        """Returns the number of completed events with output, and whether the output has ended."""
+        """Returns the number of events with output that `data` completes, and whether the output
+        has ended.
+        """
         data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
@@ -60,7 +62,7 @@ class EventStream:
         return num_outputs, is_end
 
     def text(self) -> str:
-        """The text of the first choice, without reasoning. Needs `keep_events`."""
+        """The text of the first choice, without reasoning. Requires `keep_events`."""
         return "".join(map(_text_of, self._kept or ()))
 
     def _count(self, event: bytes) -> None:
@@ -75,14 +77,14 @@ class EventStream:
 
 
 def error_message(body: Any) -> str:
-    """The message of an error in OpenAI's schema or another body, at most 200 characters."""
+    """The message in an error's body, in OpenAI's schema or any other. At most 200 characters."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:200]
 
 
 def answer_text(choice: dict[str, Any], key: str) -> str:
-    """The text of a choice. In the chat API it is in the choice's object `key`."""
+    """The text of a choice. In the chat API it is in the choice's object named `key`."""
     text = choice.get("text") or (choice.get(key) or {}).get("content")
     return text if isinstance(text, str) else ""
 

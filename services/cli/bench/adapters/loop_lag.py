@@ -14,7 +14,7 @@ MAX_PROCESSOR_SHARE = 0.9
 @dataclass(frozen=True, slots=True)
 class GeneratorUsage:
     """The load generator's resource use in one run. `processor_share` is a fraction of one
-    processor. `loop_lag_ms` is the delay of its event loop's timers, in milliseconds.
+    processor. `loop_lag_ms` is the delay of the event loop's timers, in milliseconds.
     """
 
     processor_share: float
@@ -36,7 +36,7 @@ class GeneratorUsage:
 
 
 class LoopLag:
-    """Measures the load generator's usage inside `async with`."""
+    """Measures the load generator's usage during an `async with` block."""
 
     def __init__(self) -> None:
         self._lags_ms: list[float] = []

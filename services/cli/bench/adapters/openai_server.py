@@ -1,4 +1,4 @@
-"""Sends requests to the server under load, by OpenAI's API over HTTP/1.1."""
+"""Sends requests to the measured server with OpenAI's API over HTTP/1.1."""
 
 import asyncio
 import json
@@ -21,8 +21,8 @@ _PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
 
 @dataclass(frozen=True, slots=True)
 class RequestForm:
-    """The fields that all requests have in common. `ignore_eos` and `min_tokens` make an answer end
-    exactly at its requested length. Both are vLLM's fields. Most servers accept them, but OpenAI's
+    """The fields that all requests have in common. With vLLM's fields `ignore_eos` and `min_tokens`
+    an output ends exactly at the requested length. Most servers accept these fields, but OpenAI's
     own server rejects them.
     """
 
@@ -113,7 +113,9 @@ _SHORT_WORDS, _LONG_WORDS = 32, 160
 
 
 async def fit_form(server: OpenAIServer) -> list[str]:
-    """Returns the optional fields that the server rejects. Raises CommandError."""
+    """Drops optional fields until the server accepts a request. Returns the dropped fields. Raises
+    CommandError.
+    """
     left = [name for name in OPTIONAL_FIELDS if getattr(server.form, name)]
     given_up: list[str] = []
     while True:
@@ -127,7 +129,7 @@ async def fit_form(server: OpenAIServer) -> list[str]:
 
 
 async def vocabulary_by_usage(server: OpenAIServer) -> Vocabulary:
-    """Estimates the tokens per word from the `usage` of two prompts. Raises CommandError."""
+    """Estimates the tokens per word from the `usage` of two requests. Raises CommandError."""
     short = (await _ask(server, _SHORT_WORDS)).num_input_tokens
     long = (await _ask(server, _LONG_WORDS)).num_input_tokens
     if short is None or long is None or long <= short:

@@ -1,4 +1,4 @@
-"""Plots the distributions of TTFT and ITL in a run, and its load and latencies over time."""
+"""Plots a run: the distributions of TTFT and ITL, and the load and latencies over time."""
 
 import math
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def _draw_distribution(
     if values is None:
         axes.set_title(f"{title}: none was measured")
         return
-    # Values above three times p99 are few. Including them would make the other values unreadable.
+    # The few values above three times p99 would make the other values unreadable.
     high = min(values.max, 3 * values.percentiles[99]) or 1.0
     counts, _, _ = axes.hist(millis, bins=_BINS, range=(0, high), color=SKY)
     for percent, colour in ((50, BLUE), (95, ORANGE), (99, RED)):
@@ -83,7 +83,7 @@ def _add_overlap(columns: list[float], width: float, begin: float, end: float) -
 
 
 def _draw_requests(axes: "Axes", records: Sequence[RequestRecord]) -> None:
-    """Draws the TTFT of each request in ms over the time at which it was to be sent. A failed
+    """Draws the TTFT of each request in ms over the request's intended sending time. A failed
     request is a cross at 0.
     """
     highest = 1.0

@@ -1,4 +1,4 @@
-"""Shows the progress of a run, in a terminal as one updated line, elsewhere as separate lines."""
+"""Shows the progress of a run: in a terminal as one updated line, otherwise as separate lines."""
 
 import asyncio
 import sys
@@ -18,7 +18,7 @@ _PLAIN_SECONDS = 5.0
 
 class Progress:
     """Implements the core's `Observer`: counts requests and periodically writes the counts. `total`
-    is the number of requests, warm-up included, or None if it is not known.
+    is the number of requests, warm-up included, or None if unknown.
     """
 
     def __init__(self, total: int | None, stream: TextIO = sys.stderr) -> None:
@@ -44,7 +44,7 @@ class Progress:
         self._before = (self._begun, 0)
         if self._stream.isatty():
             live = Live(console=Console(file=self._stream), auto_refresh=False, transient=True)
-            # The first line takes longest to draw, so it is drawn before the load starts.
+            # Drawing the first line takes longest, so it is drawn before the load starts.
             self._open.enter_context(live).update(Text(self._line()), refresh=True)
             self._task = asyncio.create_task(self._in_terminal(live))
         else:

@@ -1,4 +1,4 @@
-"""Receives the answers of the server, which are streamed events or one JSON body."""
+"""Receives the server's responses, each of which is a stream of events or one JSON body."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ _MAX_ERROR_BYTES = 4096
 
 
 class AnswerReply:
-    """The response to one request. `finish` writes its results into the record."""
+    """The response to one request. `finish` writes the measurements into the request's record."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
@@ -32,12 +32,12 @@ class AnswerReply:
         raise NotImplementedError
 
     def finish(self, failure: Failure | None) -> str | None:
-        """Ends the exchange. Returns the text of the answer, or None if the request failed."""
+        """Ends the exchange. Returns the output text, or None if the request failed."""
         self._record.failure = failure or self._refusal() or self.failure()
         return self.text() if self._record.failure is None else None
 
     def failure(self) -> Failure | None:
-        """Returns the problem of the answer. Without one, records its counts."""
+        """Returns why the response is invalid, or records its token counts and returns None."""
         raise NotImplementedError
 
     def text(self) -> str:
@@ -54,7 +54,7 @@ class AnswerReply:
 
 
 class StreamReply(AnswerReply):
-    """An answer as server-sent events."""
+    """A response with server-sent events."""
 
     def __init__(self, record: RequestRecord, *, keep_answer: bool) -> None:
         super().__init__(record)
@@ -64,7 +64,7 @@ class StreamReply(AnswerReply):
         num_outputs, is_end = self._events.feed(data)
         record = self._record
         if is_end and not num_outputs and not record.token_times:
-            num_outputs = 1  # the answer's tokens are no text
+            num_outputs = 1  # no event had text, because the output's tokens have none
         for _ in range(num_outputs):
             record.token_times.append(now)
         if num_outputs or is_end:
@@ -87,7 +87,7 @@ class StreamReply(AnswerReply):
 
 
 class WholeReply(AnswerReply):
-    """An answer as one JSON body."""
+    """A response with one JSON body."""
 
     def __init__(self, record: RequestRecord) -> None:
         super().__init__(record)
@@ -113,7 +113,7 @@ class WholeReply(AnswerReply):
 
 
 def record_usage(record: RequestRecord, usage: Any) -> None:
-    """Writes the token counts of a `usage` object into the record. Any of them may be missing."""
+    """Writes the token counts of a `usage` object into the record. Any count may be missing."""
     if not isinstance(usage, dict):
         return
     record.num_input_tokens = _count(usage, "prompt_tokens")

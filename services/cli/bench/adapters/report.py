@@ -19,7 +19,8 @@ _NAMES = {
 
 def report(summary: Summary, usage: GeneratorUsage, lengths: str, *, is_open: bool) -> str:
     """Formats counts and throughput, a table of latencies, and the load generator's usage.
-    `lengths` describes how prompt lengths were determined. Only an open loop has a schedule lag.
+    `lengths` describes how prompt lengths were determined. The schedule lag is shown only for an
+    open loop.
     """
     shown = [name for name in _NAMES if is_open or name != "schedule_lag_ms"]
     return "\n".join(

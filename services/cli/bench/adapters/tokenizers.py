@@ -8,12 +8,12 @@ from services.cli.client import Client
 from services.cli.errors import CommandError
 
 CountTokens = Callable[[str], int]
-"""Returns the number of tokens of a text, without special tokens such as a beginning of text."""
+"""Returns the number of tokens of a text, without special tokens such as BOS."""
 
 
 def server_counter(client: Client, model: str) -> CountTokens | None:
     """Returns a counter that calls the server's /tokenize, or None if the server has no such route.
-    It tries the request schema of vLLM, SGLang and this project first, then llama.cpp's.
+    The request schema is vLLM's, which SGLang and this project also use, or else llama.cpp's.
     """
     for form in (_vllm_form, _llamacpp_form):
 
@@ -52,6 +52,6 @@ def local_counter(directory: Path) -> CountTokens:
         raise CommandError(f"--tokenizer {directory} holds no tokenizer.json", exit_status=2)
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library's errors have no class of their own
+    except Exception as error:  # the library raises plain Exceptions
         raise CommandError(f"--tokenizer: {file} cannot be read: {error}") from error
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)

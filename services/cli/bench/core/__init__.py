@@ -1,1 +1,1 @@
-"""The load generator's core, which contains loads, loops and figures, but no network code."""
+"""The load generator's core: loads, loops and metrics, without network code."""

@@ -1,7 +1,7 @@
 """Reads prompts from a file of JSON lines with `prompt` or `messages`, or of a JSON list in
-ShareGPT's schema. A line may have `output_tokens`, the length of its answer, as in vLLM's custom
+ShareGPT's schema. A line may have `output_tokens`, the length of its output, as in vLLM's custom
 datasets. An item of ShareGPT has `conversations`, a list of `{"from": "human" or "gpt", "value":
-text}`. The human texts become the turns. The recorded answers are not used.
+text}`. The human texts become the turns. The recorded outputs are not used.
 """
 
 import itertools
@@ -23,14 +23,14 @@ class DatasetError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A conversation: the messages of each turn, and the length of the answers if it is known."""
+    """A conversation: the messages of each turn, and the length of each output, if known."""
 
     turns: tuple[tuple[Message, ...], ...]
     output_tokens: int | None = None
 
 
 def read_dataset(text: str) -> list[Item]:
-    """Reads the items of a file in either schema. Raises DatasetError."""
+    """Reads the items of a file with JSON lines or a JSON list. Raises DatasetError."""
     if text.lstrip().startswith("["):
         items = [_item(f"item {number}", value) for number, value in enumerate(_parse(text), 1)]
     else:
@@ -92,8 +92,8 @@ def _objects(where: str, name: str, values: Any) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class DatasetLoad:
-    """Yields the items of a dataset in order, and repeats them without end. `turns` limits the
-    turns of conversations. `output_len` is used for answers whose length the file does not set.
+    """Yields the items of a dataset in order, and repeats them endlessly. `turns` limits the turns
+    of conversations. `output_len` is the length of outputs whose length the file does not set.
     """
 
     items: Sequence[Item]

@@ -14,7 +14,7 @@ class Range:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads `N` or `A-B`. Raises ValueError with one sentence."""
+        """Parses `N` or `A-B`. Raises ValueError with one sentence."""
         low, dash, high = text.partition("-")
         try:
             parsed = cls(float(low), float(high if dash else low))

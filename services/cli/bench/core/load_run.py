@@ -15,14 +15,14 @@ its intended time. The result is False if a request failed.
 
 
 class LoadRun:
-    """The loops of one load. A loop ends when no run is left or the budget is used up."""
+    """The loops of one load. A loop ends when all runs have started or the budget is used up."""
 
     def __init__(self, clock: Clock, budget: Budget) -> None:
         self._clock = clock
         self._budget = budget
 
     async def closed_loop(self, runs: Iterable[Run], num_clients: int) -> None:
-        """Runs `num_clients` clients, each of which starts a new run when its last one ends. After
+        """Runs `num_clients` clients, each of which starts a new run when its last run ends. After
         a failure a client waits for 0.1 s, to spare a server that rejects requests.
         """
         source = iter(runs)
@@ -31,7 +31,7 @@ class LoadRun:
                 clients.create_task(self._client(source))
 
     async def open_loop(self, arrivals: Iterable[tuple[float, Run]]) -> None:
-        """Starts each run at its arrival time, independently of how many are in progress."""
+        """Starts each run at its arrival time, independently of how many runs are in progress."""
         async with asyncio.TaskGroup() as under_way:
             for seconds, run in arrivals:
                 number = self._budget.take(seconds)

@@ -1,4 +1,4 @@
-"""Percentiles and moments of a figure over all requests."""
+"""Percentiles, mean and standard deviation of a metric over all requests."""
 
 import math
 import statistics
@@ -10,9 +10,8 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Statistics of one metric over all requests, in the metric's unit. `std` is the standard
-    deviation of the values themselves, not the estimate for a population from which they are a
-    sample. This is numpy's default, as in `vllm bench serve`.
+    """Statistics of one metric over all requests, in the metric's unit. `std` is the population
+    standard deviation, which is numpy's default, as in `vllm bench serve`.
     """
 
     count: int
@@ -40,7 +39,7 @@ def distribution(values: Sequence[float]) -> Distribution | None:
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Interpolates linearly between the two values nearest to the rank (numpy's default)."""
+    """Interpolates linearly between the two values next to the rank, as numpy does by default."""
     rank = (len(ordered) - 1) * percent / 100
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)

@@ -1,4 +1,4 @@
-"""The ports of a load: the server, a clock, and an observer."""
+"""The interfaces that a load uses: the server, a clock, and an observer."""
 
 from typing import Any, Protocol
 
@@ -7,12 +7,13 @@ from services.cli.bench.core.record import RequestRecord
 
 class Server(Protocol):
     def encode(self, fields: dict[str, Any], output_len: int) -> bytes:
-        """Encodes a request from `prompt` or `messages` and the length of the answer."""
+        """Encodes a request from fields, such as `prompt` or `messages`, and the output length."""
         ...
 
     async def send(self, request: bytes, record: RequestRecord, *, keep_answer: bool) -> str | None:
         """Sends a request and waits for its end. Writes times, counts and failure into `record`.
-        Returns the text of the answer if `keep_answer` is set, or None if the request failed.
+        Returns None if the request failed, otherwise the output text, which may be empty without
+        `keep_answer`.
         """
         ...
 
@@ -23,17 +24,17 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
     async def sleep_until(self, seconds: float) -> None:
-        """Returns at that time, or at once if the time has passed."""
+        """Waits until that time. Returns at once if it has passed."""
         ...
 
 
 class Observer(Protocol):
-    """Is notified of requests while the load runs."""
+    """Receives notifications of requests while the load runs."""
 
     def began(self, record: RequestRecord) -> None:
-        """Called just before a request is sent."""
+        """This method is called just before a request is sent."""
         ...
 
     def ended(self, record: RequestRecord) -> None:
-        """Called when a request was answered or has failed."""
+        """This method is called when a request has succeeded or failed."""
         ...

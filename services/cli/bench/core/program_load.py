@@ -1,4 +1,4 @@
-"""A load of agents' programs, from the workloads of the laboratory."""
+"""A load of agents' programs, from a workload of `services.simulation.laboratory`."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -10,9 +10,9 @@ from services.simulation.laboratory import programs
 
 
 class ProgramLoad:
-    """Yields each program as a session. The pauses of tools are its think times. Programs of an
-    application begin with equal text. If `says_names`, each request names its program, the tool
-    that runs after the turn, and whether the turn is the last.
+    """Yields each program as a session, whose think times are the run times of tools. Programs of
+    an application begin with equal text. If `says_names` is set, each request has the id of its
+    program, and the tool that runs after the turn or a flag for the last turn.
     """
 
     def __init__(

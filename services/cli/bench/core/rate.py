@@ -1,7 +1,8 @@
-"""The rate of an open loop over time, and its arrival times. The rate is constant, changes in
-steps, or is a linear ramp. `8` is 8 arrivals a second for the whole load. `2:30,8:30` is 2 a second
-for 30 s, then 8 for 30 s. `2-8:60` rises linearly from 2 to 8 within 60 s. The load ends after the
-last piece. Without a length, the last piece does not end. `inf` sends all requests at once.
+"""The arrival rate of an open loop, and the arrival times. A rate consists of one or more pieces,
+each of which is constant or a linear ramp. `8` is 8 arrivals a second for the whole load.
+`2:30,8:30` is 2 a second for 30 s, then 8 a second for 30 s. `2-8:60` rises linearly from 2 to 8 a
+second within 60 s. The load ends after the last piece. Without a length, the last piece does not
+end. `inf` sends all requests at once.
 """
 
 import itertools
@@ -27,20 +28,20 @@ class Piece:
         return (self.first + self.last) / 2 * self.seconds
 
     def seconds_until(self, num_arrivals: float) -> float:
-        """Seconds from the piece's start to arrival `num_arrivals`: the rate's inverse integral."""
+        """Seconds from the piece's start until the rate's integral is `num_arrivals`."""
         if self.first == math.inf:
             return 0.0
         if self.first == self.last:
             return num_arrivals / self.first
         slope = (self.last - self.first) / self.seconds
-        # Solves slope / 2 t² + first t = num_arrivals in the form without cancellation.
+        # Solves slope / 2 t² + first t = num_arrivals by a formula without cancellation.
         root = math.sqrt(max(self.first**2 + 2 * slope * num_arrivals, 0.0))
         return 2 * num_arrivals / (self.first + root)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRate:
-    """A rate over time, which consists of one or more consecutive pieces."""
+    """An arrival rate over time, which consists of one or more consecutive pieces."""
 
     pieces: tuple[Piece, ...]
 
@@ -59,10 +60,10 @@ class RequestRate:
         return cls(pieces)
 
     def times(self, unit_arrivals: Iterator[float]) -> Iterator[float]:
-        """Converts arrival times at a rate of one a second to arrival times at this rate. Both are
-        in seconds after the start. This is the time change of a renewal process. Arrival n of the
-        load is at the time when the integral of the rate equals `unit_arrivals[n]`. The iterator
-        ends with the last piece.
+        """Converts arrival times at a rate of one a second to arrival times at this rate, both in
+        seconds after the start (the time change of a renewal process). Arrival n is at the time
+        when the integral of this rate equals the n-th unit arrival. The iterator ends with the last
+        piece.
         """
         begun = passed = 0.0
         pieces = iter(self.pieces)
@@ -94,13 +95,13 @@ def _piece(text: str) -> Piece:
 
 
 def unit_arrivals(burstiness: float, draw: random.Random) -> Iterator[float]:
-    """Yields arrival times in seconds without end, at an average rate of one arrival a second. The
-    gaps between arrivals are gamma-distributed (a renewal process).
+    """Yields endless arrival times in seconds, at an average rate of one arrival a second. The gaps
+    between arrivals are gamma-distributed (a renewal process).
 
     `burstiness` is the shape of the gamma distribution, as in `vllm bench serve`. With 1 the gaps
     are exponential, which is a Poisson process. Below 1 arrivals are bursty (the gaps' coefficient
-    of variation is 1/√burstiness). Above 1 they are more regular, and with infinity the gaps are
-    constant. The first arrival is after the first gap. With constant gaps it is at 0.
+    of variation is 1/√burstiness). Above 1 arrivals are more regular, and with infinity the gaps
+    are constant. The first arrival is after the first gap, or at 0 if the gaps are constant.
     """
     if burstiness == math.inf:
         yield from map(float, itertools.count())

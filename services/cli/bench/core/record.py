@@ -7,7 +7,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request has no complete answer. Failures are counted by `kind`. The kinds are
+    """Why a request has no complete response. Failures are counted by `kind`. The kinds are
     `connect`, `timeout`, `http 429` and other statuses, `broken` (the connection ended early),
     `stream` (an error event), `malformed`, `no output` and `interrupted`.
     """
@@ -23,10 +23,10 @@ INTERRUPTED = Failure("interrupted", "the run was ended before the answer")
 class RequestRecord:
     """The measurements of one request. Times are in seconds after the start of the load.
 
-    `intended` is the time at which the load should send the request. In an open loop, `intended` is
-    the request's arrival time. In a conversation, it is the end of the previous answer plus the
-    think time. Latencies start at `intended`, so that delays of the server or the load generator
-    are not hidden (G. Tene's coordinated omission).
+    `intended` is the time at which the request should be sent. In an open loop it is the request's
+    arrival time. In a conversation it is the end of the previous response plus the think time.
+    Latencies start at `intended`, so that delays of the server or the load generator are not hidden
+    (G. Tene's coordinated omission).
     """
 
     number: int
@@ -40,9 +40,11 @@ class RequestRecord:
     token_times: "array[float]" = field(default_factory=lambda: array("d"))
     """The arrival time of each event with output."""
     ended: float | None = None
-    """The arrival of the answer's last event, or of an unstreamed answer's end, or None."""
+    """The arrival time of the response's last event, or of the end of an unstreamed response. None
+    if the response has not ended.
+    """
     num_input_tokens: int | None = None
-    """Number of prompt tokens. All `num_*_tokens` are the server's `usage`, or None."""
+    """Number of prompt tokens. All `num_*_tokens` are the server's `usage`, or None if missing."""
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
     finish_reason: str | None = None
@@ -50,19 +52,19 @@ class RequestRecord:
 
     @property
     def is_ok(self) -> bool:
-        """Whether the complete answer arrived."""
+        """Whether the complete response arrived."""
         return self.failure is None and self.ended is not None
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens of the answer. Without `usage`, the number of events with output."""
+        """Number of output tokens. Without `usage`, the number of events with output."""
         if self.num_output_tokens is not None:
             return self.num_output_tokens
         return len(self.token_times)
 
     @property
     def schedule_lag(self) -> float | None:
-        """Seconds from the intended to the actual sending. None if the request was not sent."""
+        """Seconds from `intended` to `sent`. None if the request was not sent."""
         return None if self.sent is None else self.sent - self.intended
 
     @property
@@ -72,12 +74,12 @@ class RequestRecord:
 
     @property
     def e2el(self) -> float | None:
-        """Seconds from `intended` to the end of the answer. None if the answer has not ended."""
+        """Seconds from `intended` to the end of the response. None if it has not ended."""
         return None if self.ended is None else self.ended - self.intended
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each output token after the first. It is None for fewer than two tokens."""
+        """Seconds for each output token after the first token. None with fewer than two tokens."""
         if not self.token_times or self.ended is None or self.output_tokens < 2:
             return None
         return (self.ended - self.token_times[0]) / (self.output_tokens - 1)

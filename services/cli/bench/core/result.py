@@ -22,7 +22,7 @@ def summary_document(summary: Summary) -> dict[str, Any]:
 
 
 def distribution_document(values: Distribution | None) -> dict[str, float] | None:
-    """`count`, `mean`, `std`, `min`, `max`, and percentiles (`p50` and so on). None for None."""
+    """Returns `count`, `mean`, `std`, `min`, `max`, and percentiles (`p50` and so on), if any."""
     if values is None:
         return None
     document: dict[str, float] = asdict(values)
@@ -33,7 +33,7 @@ def distribution_document(values: Distribution | None) -> dict[str, float] | Non
 
 
 def request_rows(records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
-    """One row for each request, in order. Times are seconds after the start, latencies ms."""
+    """One row for each request, in order. Times are seconds after the start. Latencies are ms."""
     return [_row(record) for record in sorted(records, key=lambda record: record.number)]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message of a conversation, `role` as in the chat API."""
+    """A message of a conversation. `role` is the chat API's role."""
 
     role: str
     content: str
@@ -15,20 +15,20 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request, as the messages that it adds to the conversation, and the length of its answer.
-    The request is sent `think_seconds` after the end of the previous answer.
+    """One request: the messages that it adds to the conversation, and the length of its output. The
+    request is sent `think_seconds` after the end of the previous response.
     """
 
     messages: tuple[Message, ...]
     output_len: int
     think_seconds: float = 0.0
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the request."""
+    """Additional fields of the request's body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A conversation. `arrival_seconds` counts from the load's start. None if not set."""
+    """A conversation. `arrival_seconds` is its arrival time after the load's start, if known."""
 
     number: int
     turns: Sequence[Turn]
@@ -36,9 +36,9 @@ class Session:
 
 
 class Conversation:
-    """The history of a session, from which prompts are built. Each answer of the server becomes
-    part of the next prompt. In the completions API the prompt is the concatenated text. A space
-    precedes each added message, so that words stay separate.
+    """The history of a session, from which prompts are built. Each output of the server becomes
+    part of the next prompt. In the completions API the prompt is the concatenated text, in which a
+    space precedes each message of a turn, so that words stay separate.
     """
 
     def __init__(self, *, is_chat: bool) -> None:
@@ -46,7 +46,7 @@ class Conversation:
         self._messages: list[Message] = []
 
     def ask(self, turn: Turn) -> dict[str, Any]:
-        """Adds a turn. Returns the fields of its request, `messages` or `prompt`."""
+        """Adds a turn. Returns the fields of its request, which include `messages` or `prompt`."""
         self._messages += turn.messages
         if self._is_chat:
             messages = [{"role": one.role, "content": one.content} for one in self._messages]
@@ -54,7 +54,7 @@ class Conversation:
         return {"prompt": self._text(), **turn.fields}
 
     def answered(self, text: str) -> None:
-        """Adds the server's answer to the history."""
+        """Adds the output of the server to the history."""
         self._messages.append(Message("assistant", text))
 
     def _text(self) -> str:

@@ -10,8 +10,9 @@ from services.cli.bench.core.session import Conversation, Session
 
 
 class Budget:
-    """Numbers the requests. The first `num_warmups` are the warm-up and are not measured. After the
-    warm-up, at most `num_requests` requests are sent, for at most `seconds`. None means no limit.
+    """Numbers the requests of a load and limits them. The first `num_warmups` requests are the
+    warm-up and are not measured. After the warm-up, at most `num_requests` requests are sent, for
+    at most `seconds`. None means no limit.
     """
 
     def __init__(self, num_requests: int | None, seconds: float | None, num_warmups: int) -> None:
@@ -22,7 +23,9 @@ class Budget:
         self._num_taken = 0
 
     def take(self, intended: float) -> int | None:
-        """Returns the next request's number, to be sent at `intended` seconds. None at a limit."""
+        """Returns the number of the next request, which is to be sent at `intended` seconds. None
+        if a limit is reached.
+        """
         if self._num_taken == self._num_warmups:
             self._end = intended + self._seconds
         if self._num_taken >= self._limit or intended >= self._end:
@@ -37,10 +40,10 @@ class Budget:
 class SessionRun:
     """A running session. It ends early if a request fails or the budget has no more requests.
 
-    The first request is encoded before the time at which it is sent, and each later request during
-    the think time. Started requests are appended to `records`. `limit` bounds the number of
-    concurrent requests. Latencies include the wait for this limit. If the run is cancelled,
-    unanswered requests are recorded as interrupted.
+    The first request is encoded when the object is created, and each later request before the think
+    time has passed. Started requests are appended to `records`. `limit` bounds the number of
+    concurrent requests. Latencies include the wait for this limit. If the run is cancelled, its
+    unfinished request is recorded as interrupted.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class SessionRun:
         self._request = self._encode(0)
 
     async def run(self, number: int, intended: float) -> bool:
-        """Sends the requests of a session in order, the first at once. Returns False on failure."""
+        """Sends a session's requests in order, the first one at once. Returns False on failure."""
         for index, turn in enumerate(self._session.turns):
             if index:
                 intended += turn.think_seconds

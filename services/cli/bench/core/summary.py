@@ -1,4 +1,4 @@
-"""The figures of a run.
+"""The metrics of a run.
 
 They are defined as in `vllm bench serve`, with two differences. Latencies start at a request's
 intended time. Only an event with output counts as a token (as in guidellm), because some servers
@@ -6,15 +6,15 @@ send an empty first event before they have computed anything.
 
 * TTFT: from the intended time to the first event with output.
 * TPOT: from the first event with output to the end, divided by the number of output tokens after
-  the first. Only requests with at least two tokens have a TPOT (guidellm calls it the inter-token
-  latency).
+  the first token. Only requests with at least two tokens have a TPOT (guidellm calls it the
+  inter-token latency).
 * ITL: the gaps between consecutive events with output, over all requests. Several tokens that
   arrive in one event add only one gap.
-* E2EL: from the intended time to the last event of the answer.
-* Program: from the intended time of a session's first request to the end of its last answer, if
+* E2EL: from the intended time to the last event of the response.
+* Program: from the intended time of a session's first request to the end of its last response, if
   sessions have several turns.
 * Throughput: successful requests, divided by the time from the first measured request's intended
-  time to the end of the last answer.
+  time to the end of the last response.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 def parse_objective(text: str) -> tuple[str, float]:
-    """Parses `ttft:200` into a figure and milliseconds. `e2e` is `e2el`. Raises ValueError."""
+    """Parses `ttft:200` into metric and milliseconds. `e2e` means `e2el`. Raises ValueError."""
     name, _, value = text.partition(":")
     name = "e2el" if name == "e2e" else name
     try:
@@ -44,8 +44,8 @@ def parse_objective(text: str) -> tuple[str, float]:
 
 
 def is_good(record: RequestRecord, objectives: Mapping[str, float]) -> bool:
-    """Whether a request succeeded and met every objective. A figure that does not exist, such as
-    TPOT of an answer with one token, meets its objective.
+    """Whether a request succeeded and met every objective. A metric without a value, such as the
+    TPOT of an output of one token, meets its objective.
     """
     if not record.is_ok:
         return False
@@ -58,7 +58,9 @@ _MILLIS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Throughput per second, and distributions in ms, without warm-up. None: not measured."""
+    """Counts, throughput per second, and distributions in ms, without the warm-up. A distribution
+    without values is None.
+    """
 
     completed: int
     failed: int
@@ -70,30 +72,29 @@ class Summary:
     total_input_tokens: int
     total_output_tokens: int
     total_output_len: int
-    """Number of output tokens that the completed requests asked for."""
+    """Number of output tokens that the completed requests requested."""
     total_cached_tokens: int | None
     """Number of prompt tokens found in a prefix cache. None if the server reports none."""
     request_throughput: float
     output_throughput: float
     total_token_throughput: float
     request_goodput: float | None
-    """Requests per second that met all objectives. The rate is None without objectives."""
+    """Requests per second that met all objectives. None without objectives."""
     max_concurrent_requests: int
     output_tokens_by_usage: bool
-    """Whether output tokens are from the server's `usage`. If not, events are counted."""
+    """Whether the server's `usage` counts output tokens. Otherwise events with output are counted.
+    """
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
     e2el_ms: Distribution | None
     program_ms: Distribution | None
-    """From a session's first intended time to the end of its last answer. None if all sessions have
-    one turn.
-    """
+    """Durations of programs (see the module). None if all sessions have one turn."""
     schedule_lag_ms: Distribution | None
 
 
 def summarize(records: Iterable[RequestRecord], objectives: Mapping[str, float]) -> Summary:
-    """Computes the figures of all requests except the warm-up."""
+    """Computes the metrics of all requests except the warm-up."""
     measured = [record for record in records if not record.is_warmup]
     done = [record for record in measured if record.is_ok]
     failed = [record.failure for record in measured if record.failure is not None]
@@ -152,7 +153,7 @@ def _of(
 
 
 def _most_at_once(done: Sequence[RequestRecord]) -> int:
-    """The greatest number of requests in progress at the same time."""
+    """The largest number of requests in progress at the same time."""
     changes = [(record.sent or record.intended, 1) for record in done]
     changes += [(record.ended, -1) for record in done if record.ended is not None]
     now = most = 0
