@@ -1,10 +1,9 @@
-"""The worker: weights, KV cache, attention and sampling of one rank of one model.
+"""The worker: weights, KV cache, attention and sampling of one rank of a model.
 
-OpenMP and OpenBLAS read these environment variables when they are loaded, so this package is
-imported first. Waiting OpenMP threads spin by default. If a gateway, a scheduler and a pool run on
-the same processors, spinning makes steps up to ten times as long. If the worker runs alone,
-spinning saves nothing. NumPy's OpenBLAS starts a thread for every processor, and none of these is
-used.
+This package is imported first, because OpenMP and OpenBLAS read these environment variables when
+they are loaded. OpenMP threads that wait spin by default. Spinning makes steps up to ten times as
+long if a gateway, a scheduler and a pool run on the same processors, and saves nothing if the
+worker runs alone. NumPy's OpenBLAS would start a thread for each processor, although none is used.
 """
 
 import os

@@ -1,14 +1,14 @@
-"""The worker, `python -m services.worker`: its composition root.
+"""The composition root of the worker, which `python -m services.worker` starts.
 
-Settings and model are checked before torch is imported, since the import takes seconds.
+Settings and model are checked before torch is imported, because the import takes seconds.
 """
 
 import gc
 import signal
 
 if __name__ == "__main__":
-    gc.disable()  # until run_service has frozen what is imported here
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles it
+    gc.disable()  # until run_service has frozen the imported objects
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles SIGINT
 
 import asyncio
 import logging
@@ -33,8 +33,8 @@ def main() -> None:
 
 
 def prepare(settings: WorkerSettings) -> None:
-    """Checks the model, then imports torch and the worker's other modules. Raises ModelError, and
-    SettingError if settings of the group contradict each other.
+    """Checks the model, then imports torch and the worker's other modules. Raises ModelError, or
+    SettingError if settings of the worker's group contradict each other.
     """
     own = find_membership(settings, os.environ)
     check_model(
@@ -46,10 +46,10 @@ def prepare(settings: WorkerSettings) -> None:
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains. Raises SettingError if settings of the group
-    contradict each other.
+    """Serves until `stop` is set, then drains. Raises SettingError if settings of the worker's
+    group contradict each other.
 
-    If the group of this rank breaks, the process ends at once, since the compute thread may be
+    If the group of ranks breaks, the process ends at once, because the compute thread may be
     waiting for a rank that has ended.
     """
     from services.worker.service import WorkerService  # noqa: PLC0415 - imports torch

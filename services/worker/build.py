@@ -1,4 +1,4 @@
-"""Builds a worker from its settings: reads the model, sizes the cache, and runs warm-up steps."""
+"""Builds a worker from its settings: loads the model, sizes the KV cache, runs warm-up steps."""
 
 import gc
 import logging
@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 def load_worker(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Worker:
-    """Builds a worker, as `build_worker` does, and sets the process's number of threads. Binds the
-    calling thread, and the threads that it starts, if threads are bound. Raises SettingError for
-    processors that cannot be used.
+    """Sets the process's number of threads, and builds a worker as `build_worker` does. If threads
+    are bound to processors, binds the calling thread, whose new threads inherit this. Raises
+    SettingError for processors that cannot be used.
     """
     threads = place_threads(
         usable_processors(),
@@ -51,7 +51,7 @@ def load_worker(
     bind_and_set(threads)
     began = time.monotonic()
     worker = build_worker(settings, uuid.uuid4().hex, checkpoint_reached, group)
-    # Loaded objects are never freed, so full collections between two steps need not visit them.
+    # Loaded objects are never freed. Frozen, they do not slow down full garbage collections.
     gc.collect()
     gc.freeze()
     took = time.monotonic() - began
@@ -66,7 +66,7 @@ def build_worker(
     group: Group | None = None,
 ) -> Worker:
     """Loads the model and runs warm-up steps. Must be called in the thread that will compute.
-    `group`: the worker's group, or None for a single worker.
+    `group` is the worker's group of ranks, or None for a single worker.
 
     `checkpoint_reached` is called many times during startup, and may raise to abort it. Raises
     ModelError if the directory cannot be served, KVCacheTooSmall or NotEnoughMemory if memory is
@@ -79,7 +79,7 @@ def build_worker(
     if pooling is None or not takes_whole_prompts(settings.model):
         return _build_cached(setup, checkpoint, pooling, incarnation)
     refuse_for_whole_prompts(setup)
-    # Imported only here, since importing transformers takes seconds and a hundred megabytes.
+    # Imported only if needed, because importing transformers takes seconds and a hundred megabytes.
     from services.worker.parts.whole import build_whole  # noqa: PLC0415
 
     return build_whole(setup, checkpoint, pooling, incarnation)
@@ -112,7 +112,7 @@ def _build_cached(
 
 
 def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
-    """The grammars of a rank, or None if it does not sample. `model`: the tokenizer's directory."""
+    """Returns a rank's grammars, or None if it does not sample. `model` has the tokenizer."""
     if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):
         return None
     loaded = parts.loaded
@@ -120,7 +120,7 @@ def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
 
 
 def warm_runner(setup: RankSetup, parts: RunnerParts) -> StepRunner:
-    """A runner with its KV cache, after the warm-up steps. Raises NotEnoughMemory."""
+    """Creates a runner with its KV cache, and runs its warm-up steps. Raises NotEnoughMemory."""
     with memory_for("the KV cache", "lower num_blocks, kv_cache_memory_bytes or max_num_seqs"):
         runner = setup.platform.runner(parts)
     with memory_for("a step", "lower max_num_batched_tokens, max_num_seqs or the KV cache"):

@@ -1,4 +1,4 @@
-"""Selects the platform that a worker computes on, once at its start."""
+"""Selects the platform (CPU or CUDA) on which a worker computes, once when it starts."""
 
 import logging
 from collections.abc import Callable
@@ -31,8 +31,8 @@ def select_platform(
 ) -> Platform:
     """Selects the platform for the settings.
 
-    By default CUDA is selected if the machine has everything that CUDA needs, and the dtype setting
-    is not float32. If a part is missing, it is logged. Raises UnsuitableDevice if the setting is
+    By default CUDA is selected if the machine and the settings meet all its requirements. If torch
+    finds a GPU that is not used, the reason is logged. Raises UnsuitableDevice if the setting is
     CUDA and something is missing, or if it is SIMULATED. Raises KernelsUnavailable.
     """
     if settings.device is DeviceSetting.SIMULATED:
@@ -67,7 +67,7 @@ def select_platform(
 
 
 def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
-    """For each setting that CUDA does not support, a sentence for the log or the error."""
+    """Returns a sentence for each setting that only the CPU supports."""
     reasons = []
     if settings.pipeline_parallel_size > 1:
         reasons.append(("pipeline stages compute", "--pipeline-parallel-size 1"))
@@ -79,7 +79,7 @@ def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
 
 
 def local_worker(settings: WorkerSettings, group: Group | None) -> LocalWorker:
-    """The number of this worker among the workers of this machine. The ranks of a replica have
+    """Returns this worker's number among the workers of this machine. The ranks of a replica have
     successive numbers. Raises SettingError if the replica's number is too large.
     """
     if settings.local_replica >= settings.num_local_replicas:
@@ -94,7 +94,7 @@ def local_worker(settings: WorkerSettings, group: Group | None) -> LocalWorker:
 
 
 def threads_bind(settings: WorkerSettings) -> str:
-    """How threads are bound. By default they are not if the worker may compute on CUDA."""
+    """Returns how threads are bound. By default they are not bound if the worker may use CUDA."""
     bind = settings.cpu_omp_threads_bind
     may_be_cuda = settings.device is not DeviceSetting.CPU and torch.cuda.is_available()
     return BIND_NONE if bind == BIND_AUTO and may_be_cuda else bind

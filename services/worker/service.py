@@ -1,4 +1,4 @@
-"""A worker as a gRPC service. It listens, loads its model, and serves it."""
+"""A worker as a gRPC service, which listens, loads its model, and serves it."""
 
 import asyncio
 import logging
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 
 class GroupMember:
-    """A rank, or the only worker of its model. Must be constructed in a running loop.
+    """This process as a rank of a group, or as a single worker. Must be constructed in a running
+    loop.
 
     `broken` resolves with the reason if the group breaks.
     """
@@ -83,17 +84,17 @@ SERVICE = "worker"
 GRPC_SERVICE = "stepwell.worker.v1.Worker"
 
 _CLOSE_SECONDS = 0.2
-"""Limit in seconds on two waits after a worker's group broke: until the stream has ended with the
-reason, and until a step that waits for another rank has ended.
+"""Limit in seconds on two waits after a worker's group broke: until the stream of steps has ended
+with the reason, and until a step that waits for another rank has ended.
 """
 _TOLD_SECONDS = 1.0
-"""Limit on a rank's wait for its own stop signal after another rank received one, in seconds."""
+"""Limit in seconds on the wait for this rank's stop signal after another rank's signal."""
 
 logger = logging.getLogger("services.worker")
 
 
 class WorkerService:
-    """The composed service. Must be constructed in a running loop."""
+    """The parts of a worker service, composed. Must be constructed in a running loop."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class WorkerService:
         compute: ComputeThread | None = None,
         load: Callable[..., Worker] = load_worker,
     ) -> None:
-        """`compute` runs `load`, which builds the worker as `load_worker` does, and the steps."""
+        """`compute` runs `load` and the steps. `load` has the arguments of `load_worker`."""
         self._settings = settings
         self._load_worker = load
         timeouts = Timeouts(settings.join_timeout_seconds, settings.collective_timeout_seconds)
@@ -135,8 +136,8 @@ class WorkerService:
     async def close(self, stop: asyncio.Event) -> None:
         """Ends streams, drains, and leaves the group.
 
-        If the group has broken, the process ends at once. But if another rank received a stop
-        signal, and this rank receives one too, the process ends normally.
+        If the group has broken, the process ends at once. It ends normally, however, if the group
+        broke because another rank received a stop signal, and this rank receives one too.
         """
         has_broken = self._member.broken.done() and not stop.is_set()
         reason = self._member.broken.result() if has_broken else None
@@ -152,7 +153,7 @@ class WorkerService:
         self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
 
     async def _load(self, stop: asyncio.Event) -> Worker | None:
-        """The worker, loaded in the compute thread, or None if `stop` or a broken group ends it."""
+        """Loads the worker in the compute thread. None if `stop` or a broken group prevents it."""
         cancelled = threading.Event()
 
         def checkpoint_reached() -> None:

@@ -1,9 +1,9 @@
-"""Runs steps in a compute thread, waits for downloads from a device in another thread, and checks
-that no step hangs.
+"""Runs steps in a compute thread, waits for device outputs in a download thread, and detects steps
+that hang.
 
 The event loop is not blocked while a step runs, so the next step's message is decoded before the
-step ends. Only one thread computes, since each computing thread would have its own team of OpenMP
-threads. Another thread waits for downloads, so that the next step can be queued meanwhile.
+step ends. Only one thread computes, because each would have its own team of OpenMP threads. A
+second thread waits for downloads, so that the compute thread can queue the next step.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ class FunctionQueue(Protocol):
 
     @property
     def put(self) -> Callable[[Callable[[], None] | None], None]:
-        """Queues a function. None ends the queue."""
+        """Queues a function. None ends the queue after the functions before it."""
 
     def join(self, patience_seconds: float | None) -> None:
-        """Waits for the end of the queue, at most for this time."""
+        """Waits until the queue has ended, at most for `patience_seconds`."""
 
 
 class _ThreadQueue:
-    """A FunctionQueue with a thread. Between two functions it takes less time than an executor:
-    40 µs instead of 65 µs while all services are busy.
+    """Runs queued functions in a thread. It needs 40 µs between two functions while all services
+    are busy. An executor needs 65 µs.
     """
 
     def __init__(self, name: str) -> None:
@@ -63,7 +63,7 @@ class ComputeThread:
     """Runs functions one after the other, in the order in which they were submitted."""
 
     def __init__(self, queues: Callable[[str], FunctionQueue] = _ThreadQueue) -> None:
-        """`queues` creates a queue with a name. By default each queue has a thread."""
+        """`queues` creates a queue with a thread name. By default each queue has a thread."""
         self._computing = _Lane(queues("compute"))
         self._waiting = _Lane(queues("download"))
 
@@ -91,9 +91,9 @@ class ComputeThread:
         return self._computing.submit(function, allowed_seconds, ended)
 
     def post(self, function: Callable[[], None], allowed_seconds: float) -> None:
-        """Queues a function that raises no error. Nobody is notified when it has run. It is dropped
-        if the thread is closed before it starts. A function that exceeds `allowed_seconds`
-        continues, and is reported by `overdue`.
+        """Queues a function that raises no error, and returns nothing. The function is dropped if
+        the thread is closed before it starts. A function that exceeds `allowed_seconds` continues,
+        and is reported by `overdue`.
         """
         self._computing.post(function, allowed_seconds)
 
@@ -107,21 +107,21 @@ class ComputeThread:
         return self._waiting.submit(wait, allowed_seconds, ended)
 
     def close(self, patience_seconds: float | None = None) -> None:
-        """Drops queued functions. Waits at most `patience_seconds` for the running function."""
+        """Drops queued functions. Waits at most `patience_seconds` for a running function."""
         self._computing.close(patience_seconds)
         self._waiting.close(patience_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A function that exceeds its time limit. `began`: its start, by `time.monotonic`."""
+    """A function with a time limit. `began` is its start, by `time.monotonic`."""
 
     began: float
     allowed_seconds: float
 
 
 class _Lane:
-    """Runs the functions of a queue, and measures how long they take."""
+    """Runs functions in a queue, and measures how long they take."""
 
     def __init__(self, tasks: FunctionQueue) -> None:
         self._tasks = tasks
@@ -187,13 +187,13 @@ async def follow_liveness(
     period_seconds: float = _LIVENESS_PERIOD_SECONDS,
     read: Callable[[float], Reading] | None = None,
 ) -> None:
-    """Checks every `period_seconds`, until cancelled, whether a step is overdue. Calls `set_live`
-    with the new state at each change. `read` returns readings of the process that computes. By
-    default it reads this process.
+    """Checks every `period_seconds` whether a step is overdue. Calls `set_live` with the new state
+    at each change. Never returns. `read` returns readings of the process that computes, by default
+    of this process.
 
     A step counts as hung if two consecutive checks find it overdue, and if this process was able to
-    run for the allowed time. So after the process was suspended, the step has one more period to
-    end. On a busy machine, the step may use as much processor time as on an idle machine.
+    run for the allowed time. Therefore a step has one more period to end after the process was
+    suspended, and may use as much processor time on a busy machine as on an idle one.
     """
     before, live = None, True
     read = read or watch_self()

@@ -17,7 +17,7 @@ from services.worker.core.worker import WorkerDescription
 
 
 class WorkerMetrics(Collector):
-    """Counters of steps and streams. Before the model is loaded, only streams are reported."""
+    """Counts steps and streams. Before the model is loaded, only streams are reported."""
 
     def __init__(self) -> None:
         self._description: WorkerDescription | None = None
@@ -31,11 +31,11 @@ class WorkerMetrics(Collector):
         self._description = description
 
     def stream_opened(self) -> None:
-        """Counts a stream of steps that a scheduler opened."""
+        """Counts a stream of steps that a scheduler has opened."""
         self._num_streams += 1
 
     def stepped(self, num_tokens: int, queue_nanos: int, execute_nanos: int) -> None:
-        """Counts a step that computed `num_tokens`."""
+        """Counts a step of `num_tokens` tokens, its wait in the queue, and its execution."""
         self._num_tokens += num_tokens
         self._num_waits += 1
         self._wait_nanos += queue_nanos

@@ -1,4 +1,4 @@
-"""The worker's gRPC contract, implemented over a StepRunner."""
+"""Implements the worker's gRPC contract with a StepRunner."""
 
 import asyncio
 import logging
@@ -29,13 +29,13 @@ from services.worker.core.worker import Worker
 logger = logging.getLogger(__name__)
 
 LEASE_GRACE_SECONDS = 2.0
-"""Time after a stream's end in which only the same scheduler may open another."""
+"""The time after a stream's end in which only the same scheduler may open the next stream."""
 
 _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Refuses calls with UNAVAILABLE until `open` is called. Then runs the steps of one stream."""
+    """Refuses calls with UNAVAILABLE until `open` is called. Then runs one stream of steps."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._metrics.loaded(worker.description)
 
     def close(self, reason: StepwellError | None = None) -> None:
-        """Refuses calls, and ends the open stream with `reason`, by default DRAINING."""
+        """Refuses calls, and ends the open stream with `reason`. The default reason is DRAINING."""
         self._worker = None
         if self._stream is not None:
             self._stream.end(reason or Unavailable("the worker is draining", reason="DRAINING"))
@@ -114,8 +114,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Begins a generation, and ends the previous stream. Raises InvalidStep for an invalid
         generation.
 
-        Raises Aborted if a newer generation has begun. This happens if a stream is handled late,
-        for example because this process was suspended while two streams were opened.
+        Raises Aborted if a newer generation has begun. For example, this happens if two streams
+        were opened while this process was suspended.
         """
         if not 0 < generation < MAX_GENERATION:
             raise InvalidStep(f"generation: {generation} is none", field="generation")
@@ -143,7 +143,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             tracer,
             self._metrics,
             context.write,
-            getattr(context, "write_at_once", None),  # of local streams alone
+            getattr(context, "write_at_once", None),  # only of local streams
             has_other_ranks=description.world_size > 1,
         )
         try:

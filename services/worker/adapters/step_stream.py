@@ -1,4 +1,4 @@
-"""One stream of steps: reads steps, has the compute thread run them, and answers them in order."""
+"""A stream of steps: reads steps, lets the compute thread run them, and answers them in order."""
 
 import asyncio
 import time
@@ -33,31 +33,31 @@ class _PendingStep:
     step: StepInput
     arrived_nanos: int
     ready_nanos: int
-    """When the step arrived or, with a device, was queued on the device."""
+    """When the step arrived. If a device computes it, when the step was queued on the device."""
     started_nanos: int = 0
     ended_nanos: int = 0
     output: StepOutput | PendingOutput | None = None
-    """The output once the step was run, or was queued on a device."""
+    """The output. It is None until the step was run, or was queued on a device."""
     error: BaseException | None = None
-    """Why the step was not run, or failed."""
+    """The reason why the step was not run, or failed."""
     answer: worker_pb2.ExecuteResponse | None = None
-    """The answer, if the compute thread made it and could not send it at once."""
+    """The answer, if the compute thread has created it but could not send it at once."""
     downloaded: "asyncio.Future[StepOutput] | None" = None
-    """The step's output, if a device still computed it when the step was queued there."""
+    """The output of a step that is computed by a device, while the download thread waits for it."""
 
 
 @dataclass(eq=False)
 class StepStream:
     """The steps of one stream, over a batch that is initially empty.
 
-    One task reads steps. With `write_at_once`, the compute thread itself answers the oldest step
-    when it has run it, before it runs the next step. So no thread is woken for an answer. This
-    matters because threads share the interpreter's lock: the woken thread would wait for it until
-    the compute thread has prepared the next step.
+    One task reads steps. If there is a `write_at_once`, the compute thread answers the oldest step
+    itself, before it runs the next step. Then no other thread is woken for the answer. A woken
+    thread would have to wait for the interpreter's lock until the compute thread has prepared the
+    next step.
 
-    Other answers are written by the task that runs the stream. These are answers without
-    `write_at_once`, answers for which the scheduler must read earlier ones first, and outputs that
-    a device still computes. The compute thread then wakes the task, which checks the oldest step.
+    All other answers are written by the task that runs the stream: answers without `write_at_once`,
+    answers that must wait because the scheduler has not read earlier ones, and outputs that a
+    device still computes. The compute thread then wakes the task, which checks the oldest step.
     """
 
     runner: StepRunner
@@ -66,7 +66,7 @@ class StepStream:
     metrics: WorkerMetrics
     write: Callable[[worker_pb2.ExecuteResponse], Awaitable[None]]
     write_at_once: Callable[[worker_pb2.ExecuteResponse], bool] | None
-    """Sends an answer from any thread, unless it must wait. Returns whether the answer was sent."""
+    """Sends an answer from any thread, unless it must wait. Returns whether it was sent."""
     has_other_ranks: bool
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class StepStream:
         self._error: StepwellError | None = None
         self._order = StepOrder()
         self._pending: deque[_PendingStep] = deque()
-        """The steps without an answer. The thread that has sent the oldest step's answer removes
+        """The steps without an answer. The thread that sends the oldest step's answer then removes
         the step.
         """
         self._last_ended_nanos: int | None = None
@@ -102,7 +102,7 @@ class StepStream:
         first: worker_pb2.ExecuteRequest,
         others: AsyncIterator[worker_pb2.ExecuteRequest],
     ) -> None:
-        """Runs steps in order, and answers them while further steps are read."""
+        """Runs the steps in order, and answers them while later steps are read."""
         await self._reset
         taking_in = asyncio.ensure_future(self._take_in(first, others))
         taking_in.add_done_callback(self._all_taken_in)
@@ -180,11 +180,11 @@ class StepStream:
     def _oldest(self) -> _PendingStep | None:
         try:
             return self._pending[0]
-        except IndexError:  # the compute thread may remove the last step at any time
+        except IndexError:  # the compute thread may have removed the last step
             return None
 
     def _run_step(self, pending: _PendingStep) -> None:
-        """Runs a step in the compute thread, and sends its answer if it can be sent at once."""
+        """Runs a step in the compute thread. Sends its answer if that is possible at once."""
         try:
             output = self._begin(pending)
             if isinstance(output, StepOutput) and self._can_answer_at_once(pending):
@@ -205,7 +205,7 @@ class StepStream:
         return self.write_at_once is not None and not self._closed and self._pending[0] is pending
 
     def _begin(self, pending: _PendingStep) -> StepOutput | PendingOutput:
-        """Runs a step. If it fails, the stream's other steps are dropped."""
+        """Runs a step, or queues it on a device. A failure drops the stream's other steps."""
         if self._closed:
             raise Aborted("the stream ended before this step began")
         pending.started_nanos = time.perf_counter_ns()
@@ -220,7 +220,7 @@ class StepStream:
         return output
 
     def _wake(self) -> None:
-        """Makes the loop check the oldest step and the number of steps. Called in any thread."""
+        """Makes the loop check the oldest step and the number of steps. For any thread."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._woken)
 
@@ -235,7 +235,7 @@ class StepStream:
         times = epoch + arrived, epoch + started, epoch + ended
         self.tracer.record(pending.message.traceparent, pending.step, times)
         num_tokens = sum(pending.step.num_scheduled_tokens.tolist())
-        if len(pending.step.num_draft_tokens):  # the worker may have proposed fewer drafts
+        if len(pending.step.num_draft_tokens):  # fewer drafts may have been proposed
             num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
         self.metrics.stepped(num_tokens, started - arrived, ended - started)
         last_ended, self._last_ended_nanos = self._last_ended_nanos, ended

@@ -1,1 +1,1 @@
-"""Parts of the worker that not every replica needs. `listed.py` has the list."""
+"""Optional parts of the worker, which not every replica needs. `listed.py` has the list."""

@@ -1,1 +1,1 @@
-"""The simulated device: a worker without a model, whose steps take the time that a profile says."""
+"""The simulated device: a worker without weights. A profile predicts the times of its steps."""

@@ -1,10 +1,10 @@
-"""The cache of the simulated device: one key and one value of 8 bytes for each token.
+"""The KV cache of the simulated device. It has one key and one value of 8 bytes per token.
 
 Attention of layer 0 stores the numbers of a step's tokens as keys, and attention of layer 1 stores
-values. For each token, both return the sum over the numbers that the token sees through each window
-of the shape's layers, times the factors of their positions. All numbers are read through the block
-tables, after the step's own numbers were stored. So a wrong block, a block that was freed too
-early, or a token that was not computed changes the sum.
+them as values. For each token, both return a sum over all windows of the shape's layers. A window
+contributes the numbers that the token sees, times the factors of their positions. All numbers are
+read through the block tables, after the step's own numbers were stored. Therefore a wrong block, a
+block that was freed too early, or a token that was not computed changes the sum.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from services.worker.options.simulated.hashing import PositionFactors
 from services.worker.sampling.arrays import UInt64Array
 
 _LAYER = np.uint64(1 << 56)
-"""The difference between a token's numbers in neighbouring layers of the shape."""
+"""The difference between a token's numbers in two successive layers of the shape."""
 
 
 class SimulatedCache:
     """A PagedAttention with one page, [2, num_blocks, tokens of the largest block]. Groups with
-    smaller blocks leave the end of a block unused.
+    smaller blocks leave the end of each block unused.
 
     A group stores the numbers of its first layer. The numbers of its other layers are computed from
-    them. So a shape with the same layers in one group has the same sums.
+    these. Therefore a shape with the same layers in one group has the same sums.
     """
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -52,7 +52,7 @@ class SimulatedCache:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A LayerAttention with two layers. Only `key` is used, int64 [n]. Returns int64 [n]."""
+    """A LayerAttention with two layers. Uses only `key`, int64 [n], and returns int64 [n]."""
 
     cache: SimulatedCache
     layouts: Sequence[StepLayout]
@@ -85,7 +85,7 @@ class SimulatedStep:
         more: np.uint64,
         sums: UInt64Array,
     ) -> None:
-        """Adds the sums over a layer's numbers, which are the stored ones plus `more`."""
+        """Adds a layer's sums to `sums`. The layer's numbers are the stored numbers plus `more`."""
         factors = self.cache.factors.up_to(int(layout.seq_lens.max()))
         starts, size = layout.query_starts.tolist(), layout.block_size
         for index, (row, length) in enumerate(
@@ -104,7 +104,7 @@ class SimulatedStep:
 
 
 def _sums_of_last(terms: UInt64Array, count: int, window: int | None) -> UInt64Array:
-    """For each of the last `count` terms, the sum of the terms up to it, in its window."""
+    """For each of the last `count` terms, the sum of its window, which ends with the term."""
     totals = np.zeros(len(terms) + 1, np.uint64)
     np.add.accumulate(terms, out=totals[1:])
     sums: UInt64Array = totals[-count:]

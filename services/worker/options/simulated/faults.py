@@ -42,7 +42,7 @@ _AT_START = ("hang", "exit", "fail", "refuse memory")
 
 
 class DeviceFault(InternalError):
-    """A step of the simulated device failed, as its script says."""
+    """A fault of a script made a step of the simulated device fail."""
 
     reason = "DEVICE_FAULT"
 
@@ -57,8 +57,8 @@ class Counter(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kind`: the first word or words of the fault. `factor`: how many times as slow, or the exit
-    status.
+    """A fault. `kind` is its first word or words. `factor` is how many times slower the device is,
+    or the exit status.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Rule:
     fault: Fault
 
     def is_due(self, count: float) -> bool:
-        """Whether the fault happens now. If so, it is due again one period later, if ever."""
+        """Whether the fault happens now. If so, advances `due` by the period."""
         if count < self.due:
             return False
         self.due = inf if self.period is None else (count // self.period + 1) * self.period
@@ -86,18 +86,18 @@ class Rule:
 
 @dataclass(eq=False)
 class Faults:
-    """Injects faults into a device. `end_process` ends the process with an exit status."""
+    """Injects the faults of rules into a device. `end_process` has an exit status."""
 
     rules: Sequence[Rule]
     device: SimulatedDevice
     end_process: Callable[[int], object] = os._exit
     _began: float | None = None
-    """When the first step began."""
+    """The time at which the first step began. None before that."""
     _num_steps: int = 0
     _slow_until: float = field(default=inf)
 
     def at_start(self) -> None:
-        """Injects the faults of a start. Raises DeviceFault and NotEnoughMemory."""
+        """Injects the faults that are due at the start. Raises DeviceFault and NotEnoughMemory."""
         for rule in self.rules:
             if rule.counter is Counter.STARTS:
                 self.device.begin_step()
@@ -105,8 +105,8 @@ class Faults:
                 self.device.wait_until(self.device.ends)
 
     def at_step(self) -> None:
-        """Injects the faults of a step, before its work is queued. Raises DeviceFault and
-        NotEnoughMemory.
+        """Injects the faults that are due in a step, before the step's work is queued. Raises
+        DeviceFault and NotEnoughMemory.
         """
         now = self.device.clock()
         if self._began is None:
@@ -140,8 +140,8 @@ class Faults:
 
 
 def read_rules(script: str, rank: int, replica: int) -> list[Rule]:
-    """The rules of a script, or of the file with this path, for one rank of a local replica. A text
-    without a colon is a path. Raises SettingError.
+    """Reads a script's rules for one rank of a local replica. A text without a colon is the path of
+    a script. Raises SettingError.
     """
     if script and ":" not in script:
         try:
@@ -163,7 +163,7 @@ def _texts(script: str) -> Iterable[str]:
 
 
 def _read_rule(text: str, own: Mapping[str, int]) -> Rule | None:
-    """The rule, or None if it is for another rank or replica."""
+    """Reads a rule. Returns None if it is for another rank or replica."""
     when, colon, what = text.partition(":")
     where = _WHERE.match(when)
     due = _WHEN.fullmatch(when[where.end() if where else 0 :].strip())

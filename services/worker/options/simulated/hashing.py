@@ -19,13 +19,13 @@ def mix(numbers: UInt64Array) -> UInt64Array:
 
 
 def numbers_from(start: int, stop: int) -> UInt64Array:
-    """The pseudorandom numbers with these indexes."""
+    """The pseudorandom numbers with the indexes from `start` to `stop` - 1."""
     return mix(np.arange(start + 1, stop + 1, dtype=np.uint64) * _STEP)
 
 
 class PositionFactors:
-    """An odd factor for each position. Sums of numbers times factors differ if two numbers change
-    places.
+    """An odd factor for each position. With these factors, a sum of numbers changes if two
+    different numbers are exchanged.
     """
 
     def __init__(self) -> None:

@@ -1,19 +1,19 @@
-"""The simulated model: the next token is a hash of the keys and values that are read.
+"""The simulated model, whose next token is a hash of the keys and values that attention reads.
 
-A token's key is its id, with the LoRA adapter of its request. Its value is a hash of the keys that
-it sees. So a value depends on the whole sequence before it, like the keys of a real model's later
-layers, and a block with the right tokens after the wrong prefix is detected. The hash of the keys
-and values that a token sees determines the next token.
+A token's key is the token's id, combined with the LoRA adapter of the request. A token's value is a
+hash of the keys that the token sees. Therefore a value depends on the whole sequence before it, as
+in later layers of a real model, and a block with the right tokens after the wrong prefix is
+detected. The hash of the keys and values that a token sees determines the next token.
 
 The next token has by far the largest logit, so that it is drawn at any usual temperature. All other
 logits are noise, from which a grammar or a logit bias selects.
 
-Every pipeline stage computes the same hashes from its own cache. It sends the keys, and the hashes
-if they are equal to the previous stage's. So the answer does not depend on the number of stages,
-unless the cache of one stage is wrong.
+Every pipeline stage computes the same hashes from its own cache. It sends its keys and hashes to
+the next stage, but alters a hash that differs from the previous stage's. Therefore the answer does
+not depend on the number of stages, unless the cache of one stage is wrong.
 
-A draft model computes the same hashes too, also in its own cache. Some bits of a hash determine
-whether its draft is the target model's next token.
+A draft model also computes the same hashes from its own cache. Some bits of a hash determine
+whether the draft is the target model's next token.
 """
 
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ _PEAK = 40.0
 """The logit of the next token. Other logits are between 0 and 1."""
 _NUM_WINDOWS = 1 << 16
 _ADAPTER = np.uint64(32)
-"""The first bit of the adapter in a key."""
+"""The lowest bit of the adapter's number in a key."""
 _CHANCE = np.uint64(0x5851F42D4C957F2D)
-"""Makes the hash that a draft's chance depends on from the hash that the next token depends on."""
+"""Mixed into the hash of the next token, to decide whether a draft is right."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLora:
-    """A PackedLora. `number`: 16 bits of the hash of the adapter's weights."""
+    """A PackedLora. `number` has 16 bits of the hash of the adapter's weights."""
 
     number: int
     num_bytes: int
@@ -59,13 +59,13 @@ class SimulatedLora:
 
 
 class SimulatedModel:
-    """A Model. Hidden states are hashes, int64 [n, 1]. Logits of `forward` are valid until the next
-    step. If the model pools, hidden states are float32 [n, hidden_size], and logits are class
-    scores.
+    """A Model. Hidden states are hashes, int64 [n, 1]. Logits that `forward` returns are valid
+    until the next step. If the model pools, hidden states are float32 [n, hidden_size], and logits
+    are class scores.
 
-    `end_token_ids` end an answer. One of them follows a token with the probability 1 /
-    `mean_output_tokens`, or never if that is 0. A pipeline stage after the first `receives` hidden
-    states, and one before the last `sends` them, as elements of `dtype`, [n, hidden_size].
+    `end_token_ids` end an answer. The first of them follows a token with the probability 1 /
+    `mean_output_tokens`, or never if that is 0. A pipeline stage `receives` and `sends` hidden
+    states as elements of `dtype`, [n, hidden_size].
     """
 
     def __init__(
@@ -94,17 +94,17 @@ class SimulatedModel:
         words = numbers_from(0, _NUM_WINDOWS + self._width) >> np.uint64(40)
         self._noise: Float32Array = (words / 2.0**24).astype(np.float32)
         self._logits: Float32Array = np.empty((0, self._width), np.float32)
-        """Memory for the logits of a step, since new memory would take ten times as long."""
+        """Memory for a step's logits. Allocating new memory would take ten times as long."""
 
     def draft_model(self, acceptance_rate: float) -> "SimulatedModel":
-        """A draft model, each of whose drafts is this model's next token with this probability."""
+        """Returns a draft model whose drafts are this model's next tokens with this probability."""
         draft = copy(self)
         draft._acceptance_rate = acceptance_rate
         draft._logits = self._logits[:0]
         return draft
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Float32 [n, hidden_size]: the token id, then zeros."""
+        """Returns float32 [n, hidden_size]: the token id, followed by zeros."""
         embedded = torch.zeros(len(token_ids), self.size.hidden_size)
         embedded[:, 0] = token_ids
         return embedded
@@ -168,14 +168,14 @@ class SimulatedModel:
         return torch.from_numpy(logits)
 
     def _pack(self, *parts: UInt64Array) -> torch.Tensor:
-        """The hidden states that begin with these numbers, [n, hidden_size]."""
+        """Returns hidden states that begin with these numbers, as bytes of [n, hidden_size]."""
         hidden = torch.zeros(len(parts[0]), self.size.hidden_size, dtype=self._dtype)
         raw = hidden.view(torch.uint8).numpy()
         raw[:, : 8 * len(parts)] = np.stack(parts, axis=1).view(np.uint8)
         return hidden
 
     def _noise_of(self, hashes: UInt64Array, rows: Float32Array | None = None) -> Float32Array:
-        """A row of noise for each hash, [n, width], in `rows` if it is given."""
+        """Returns a row of noise for each hash, [n, width]. Writes to `rows` if it is given."""
         found = np.empty((len(hashes), self._width), np.float32) if rows is None else rows
         for row, start in zip(found, (hashes >> np.uint64(48)).tolist(), strict=True):
             row[:] = self._noise[start : start + self._width]
@@ -189,15 +189,15 @@ def _attend(attention: LayerAttention, layer: int, numbers: UInt64Array) -> UInt
 
 
 def _unpack(hidden: torch.Tensor) -> tuple[UInt64Array, UInt64Array]:
-    """The keys and the hashes that the previous stage sent."""
+    """Returns the keys and the hashes that the previous stage has sent."""
     raw = hidden.contiguous().view(torch.uint8).numpy()[:, :16]
     numbers: UInt64Array = np.ascontiguousarray(raw).view(np.uint64)
     return numbers[:, 0].copy(), numbers[:, 1]
 
 
 def _read_embedded(embedded: torch.Tensor) -> UInt64Array:
-    """The keys of embeddings: the token ids in rows of `embed`, and 31 bits of a hash for other
-    rows.
+    """Returns the keys of embeddings: the token ids of rows that `embed` returned, and 31 bits of a
+    hash for all other rows.
     """
     bits = embedded.contiguous().numpy().view(np.uint32).astype(np.uint64)
     sums = np.add.reduce(mix(bits) * numbers_from(0, bits.shape[1]), axis=1)

@@ -1,4 +1,4 @@
-"""Computes the size of a model, or of one rank's part of it, from its configuration."""
+"""Computes the size of a model, or of one rank's part of it, from the model's configuration."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,19 @@ from services.worker.models.stage import StageLayers, divide_layers
 from services.worker.profiles.profile import ModelSize
 
 _BITS_AT_LOAD = 8
-"""Bits of a weight that is quantized at load."""
+"""The number of bits of a weight that is quantized at load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Computes the sizes of parts of a model. `config` is the whole model's."""
+    """Computes the sizes of a model's parts. `config` describes the whole model."""
 
     config: ModelConfig
     dtype: torch.dtype
     quantization: QuantizationSetting = QuantizationSetting.AUTO
 
     def stage(self, stage: int, num_stages: int) -> StageLayers:
-        """The layers of a pipeline stage. Stages read about equally many bytes."""
+        """Returns the layers of a pipeline stage. All stages read about equally many bytes."""
         config = self.config
         each = [
             self._bytes(self._weights(config, attention, index, 1)[0])
@@ -36,9 +36,9 @@ class Sizes:
     def model_size(
         self, attention: tuple[AttentionLayer, ...], stage: StageLayers, num_ranks: int
     ) -> ModelSize:
-        """The size of a stage, or of the part of it that one of several ranks has. `attention`: all
-        layers, with the heads of the rank. The inner widths of MLPs and the output projection are
-        divided evenly.
+        """Returns the size of a pipeline stage, or of one rank's part of it. `attention` has all
+        layers of the model, with the heads of the rank. Inner widths of MLPs and the output
+        projection are divided evenly among ranks.
         """
         config, own = self.config, attention[stage.start : stage.stop]
         stored = used = 0
@@ -67,7 +67,7 @@ class Sizes:
     def _weights(
         self, config: ModelConfig, attention: AttentionLayer, index: int, num_ranks: int
     ) -> tuple[int, int]:
-        """The weights of a layer, and the weights that a token is multiplied with."""
+        """Returns the number of a layer's weights, and how many of them a token uses."""
         heads = attention.num_heads + attention.num_kv_heads
         projections = 2 * config.hidden_size * heads * attention.head_dim
         experts = config.layers[index].experts
@@ -89,7 +89,7 @@ class Sizes:
         return num_weights * self.dtype.itemsize
 
     def _head_bytes(self, num_ranks: int) -> int:
-        """Bytes of the output projection. It is quantized at load too."""
+        """Returns the bytes of the output projection, which is also quantized at load."""
         itemsize = self.dtype.itemsize
         if self.quantization is not QuantizationSetting.AUTO:
             itemsize = _BITS_AT_LOAD // 8

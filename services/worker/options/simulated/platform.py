@@ -1,4 +1,4 @@
-"""The Platform of the simulated device."""
+"""The simulated device as a Platform."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,8 +42,8 @@ from services.worker.settings import WorkerSettings
 def select_simulated(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Platform:
-    """A SelectPlatform that also selects the simulated device. Raises SettingError for a missing or
-    unusable profile, and KernelsUnavailable.
+    """Selects the simulated device or, depending on the settings, a real platform (a
+    SelectPlatform). Raises SettingError for a missing or unusable profile, and KernelsUnavailable.
     """
     if settings.device is not DeviceSetting.SIMULATED:
         for name, value in (
@@ -62,8 +62,8 @@ def select_simulated(
 
 
 class SimulatedPlatform:
-    """A Platform without a model. A step computes on the CPU what it reads from the cache, and
-    takes the time that the profile says.
+    """A Platform without weights. A step hashes on the CPU what it reads from the cache, and takes
+    the time that the profile predicts.
     """
 
     torch_device = CPU
@@ -94,8 +94,8 @@ class SimulatedPlatform:
         return self._kernels
 
     def open(self, directory: Path) -> Checkpoint:
-        """A checkpoint without tensors. Raises UnsupportedModel if the architecture is not native,
-        since then only its code knows the shape of the cache.
+        """Returns a checkpoint without tensors. Raises UnsupportedModel if the architecture has no
+        native implementation, because the shape of the cache is then unknown.
         """
         name = read_architecture(directory)
         if not is_native(name, pools=True) or takes_whole_prompts(directory):
@@ -111,9 +111,9 @@ class SimulatedPlatform:
         ranks: Ranks,
         wait_for_ranks: Callable[[], None],
     ) -> LoadedModel:
-        """A SimulatedModel with the shapes that config.json describes. Each rank has the whole
-        model, and its part of the cache's memory. Raises UnsupportedModel if there are more stages
-        than layers.
+        """Returns a SimulatedModel with the shapes that config.json describes. Each rank has the
+        whole model, but only its own part of the cache's memory. Raises UnsupportedModel if there
+        are more stages than layers.
         """
         directory, pooling = checkpoint.directory, options.pooling
         config = read_model_config(directory)
@@ -167,8 +167,8 @@ class SimulatedPlatform:
         return sum(2 * 8 * max(shape.block_sizes) for shape in shapes)
 
     def runner(self, parts: RunnerParts) -> TimedRunner:
-        """A runner whose caches have one layer for each KV-cache group of the whole model, so that
-        the caches of all stages and of the draft model have the same sums.
+        """Creates a runner whose caches have one layer for each KV-cache group of the whole model,
+        so that the caches of all stages and of the draft model return the same sums.
         """
         model, draft, profile = _model(parts.loaded), parts.draft_model, self._profile
         stage, times = parts.stage, profile.step_times(model.size)
@@ -199,7 +199,7 @@ class SimulatedPlatform:
         return TimedRunner(self._host.runner(parts), self._device)
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """None, since nothing is compiled."""
+        """Returns no shapes, because nothing is compiled."""
         return []
 
 

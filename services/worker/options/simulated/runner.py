@@ -1,4 +1,4 @@
-"""Runs steps in the time that a profile says."""
+"""Runs steps that take the time that a profile predicts."""
 
 from dataclasses import dataclass, replace
 
@@ -20,10 +20,10 @@ from services.worker.options.simulated.faults import Faults
 
 @dataclass(frozen=True, slots=True)
 class TimedModel:
-    """A Model whose runs take their time on the device.
+    """A Model whose runs take time on the simulated device.
 
-    `sends`: the model is a pipeline stage before the last. Its hidden states are there when their
-    time is over. Other models return at once. `faults` happen at each run.
+    `sends` means that the model is a pipeline stage before the last one. It returns its hidden
+    states when their time is over. Other models return at once. `faults` are injected in each run.
     """
 
     model: Model
@@ -65,12 +65,12 @@ class TimedModel:
 
 @dataclass(frozen=True, slots=True)
 class TimedOutput:
-    """A PendingOutput that is known, and is there when the step's time is over."""
+    """A PendingOutput with a known output, which is available when the step's time is over."""
 
     output: StepOutput
     device: SimulatedDevice
     ends: float
-    """When the step's work ends, by the device's clock."""
+    """The time at which the step's work ends, by the device's clock."""
 
     def wait(self) -> StepOutput:
         self.device.wait_until(self.ends)
@@ -92,8 +92,8 @@ class TimedRunner:
         self.runner.reset()
 
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        """Runs one step. The first step of a generation waits for all earlier work, so that a
-        device that hangs is found before a request is sent to it again.
+        """Runs a step. The first step of a generation waits for all earlier work, so that a hanging
+        device is detected before new requests are sent to it.
         """
         if not step.step:
             self.device.wait_until(self.device.ends)

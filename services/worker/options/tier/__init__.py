@@ -1,4 +1,4 @@
-"""The tier: memory of the worker for blocks that its KV cache evicts."""
+"""The tier of host memory, to which the worker offloads blocks that its KV cache evicts."""
 
 from services.worker.options.tier.parts import with_tier
 

@@ -1,17 +1,17 @@
-"""A tier of offloaded blocks, of keys and values or of states, in the machine's memory.
+"""A tier of host memory for offloaded KV-cache blocks, which have keys and values or states.
 
 The tier consists of blocks that are as large as blocks of the KV cache. The scheduler decides what
-the tier's blocks contain. A step names the blocks to store in the tier and the blocks to load back.
-The contents of the tier remain valid in later generations, even if the pool is reset.
+they contain. A step names the blocks to store in the tier and the blocks to load back. The tier's
+contents remain valid in later generations, even if the pool is reset.
 
 Stores run before a step writes anything, so that a block that is about to be reused still has the
-results of earlier steps. A LoadThread runs loads while steps run. No step uses the target
-blocks before the load has ended. If the blocks must be cleared, the step that begins the load
+results of earlier steps. A LoadThread runs loads while steps run. No step uses the target blocks
+before the load has ended. If the target blocks must be cleared, the step that begins the load
 clears them.
 
 Each block of the tier has a key that identifies its contents, and a checksum of its bytes. A load
-compares both. If one differs, the block is reported as not loaded, and its tokens are computed
-again.
+compares both. If one of them differs, the block is reported as not loaded, and its tokens are
+computed again.
 """
 
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
-    """Allocates memory for blocks, uint8 [num_blocks, bytes_per_block], and writes to it, so that
-    the operating system allocates it now and not while requests run.
+    """Allocates uint8 [num_blocks, bytes_per_block], and writes to it, so that the operating system
+    provides the memory now and not while requests run.
     """
     memory = np.empty((num_blocks, bytes_per_block), np.uint8)
     memory.fill(0)
@@ -46,9 +46,9 @@ class _Held:
 
 
 class KVTier:
-    """Copies blocks between the cache and the tier.
+    """Copies blocks between the KV cache and the tier.
 
-    `memory` uint8 [num_blocks, bytes_per_block]. `pages`: the pages of a PagesOfKeys.
+    `memory` is uint8 [num_blocks, bytes_per_block]. `pages` are the pages of a PagesOfKeys.
     """
 
     def __init__(self, memory: Bytes, pages: Sequence[torch.Tensor]) -> None:
@@ -56,7 +56,7 @@ class KVTier:
         self._held: list[_Held | None] = [None] * len(memory)
         self._views: list[tuple[Bytes, Bytes]] = []
         """For each page, a view of its bytes in the tier, [num_blocks, parts, bytes], and a view of
-        its bytes in the cache, [parts, num_blocks, bytes].
+        its bytes in the KV cache, [parts, num_blocks, bytes].
         """
         offset = 0
         for page in pages:
@@ -89,7 +89,7 @@ class KVTier:
         self._loads.reset()
 
     def _load(self, blocks: TierBlocks) -> Int32Array:
-        """Copies blocks whose key and checksum match."""
+        """Copies blocks whose key and checksum match. Returns the other blocks of the cache."""
         fits = np.array(
             [
                 self._fits(number, key)
@@ -115,8 +115,8 @@ class KVTier:
 
 
 def _runs(block_ids: Int32Array, tier_block_ids: Int32Array) -> list[tuple[int, int, int]]:
-    """Returns runs of blocks that are consecutive in both the cache and the tier. A run is its
-    first block in the cache, its first block in the tier, and its length.
+    """Returns runs of blocks that are consecutive in both the KV cache and the tier. A run consists
+    of its first block in the cache, its first block in the tier, and its length.
     """
     if not len(block_ids):
         return []

@@ -1,4 +1,4 @@
-"""Builds the tier: allocates the memory for offloaded blocks."""
+"""Allocates the tier of host memory for offloaded KV-cache blocks."""
 
 import logging
 from dataclasses import replace
@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 
 def with_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
-    """`parts` with this rank's part of the memory for offloaded blocks, if the settings enable it.
-    All ranks have the same number of blocks, since each rank stores its part of every block.
+    """Adds this rank's part of the tier to `parts`, if the settings enable a tier. All ranks have
+    the same number of blocks, because each rank stores its own part of every block.
 
     Raises NoTier and NotEnoughMemory.
     """
@@ -49,7 +49,7 @@ def with_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
 
 
 def _check(setup: RankSetup, parts: RunnerParts) -> None:
-    """Raises NoTier if the device or the model does not support offloaded blocks."""
+    """Raises NoTier if the device or the model does not support offloading."""
     if not setup.platform.has_tier:
         raise NoTier("kv_offloading_size: only workers on the CPU keep offloaded blocks")
     overwrites = setup.settings.mamba_cache_mode is MambaCacheMode.NONE
