@@ -2,16 +2,17 @@
 //
 // First every token's key is rotated and stored with its value. Then tasks are computed in
 // parallel. A task is several consecutive queries of one request with all query heads that share a
-// key head, so that its keys and values are read once for all of them. It processes its keys in
-// blocks and keeps the running sums of softmax_sums.h. Scores and sums are float32.
+// key head, so that keys and values are read once for all these queries. It processes keys in
+// blocks, and updates the running sums of softmax_sums.h. Scores and sums are float32.
 // plain_products.h and code_products.h define the layout of keys and values in the cache, and the
 // products.
 //
-// A row's output is a function of its position alone, bit for bit. Blocks and parts begin at
-// multiples of their sizes. A row uses the blocks in which it attends to a key. It adds products in
-// order of depth and values in order of position, and merges its parts in order. Keys that it does
-// not attend to have weight zero. Other rows of the task, the size of the chunk and the number of
-// threads only determine which thread computes the row, and when.
+// A row is one head of one query. Its output is a function of its position alone, bit for bit.
+// Blocks of keys, and parts of a context (attention_plan.h), begin at multiples of their sizes. A
+// row uses the blocks in which it attends to a key. It adds products in order of depth and values
+// in order of position, and merges parts in order. Keys that it does not attend to have weight
+// zero. Other rows of the task, the size of the chunk and the number of threads only determine
+// which thread computes the row, and when.
 //
 // Keys and values beyond a sequence's end, or before its window, are masked, whatever their values.
 
@@ -60,9 +61,9 @@ class Attention {
     }
     const int count = int(plan_.tasks.size());
     for (int i = next.fetch_add(1); i < count;) {
-      // The thread takes its next task before it begins a short one, so that the right keys are
-      // prefetched. If too few tasks remain for the other threads, it prefetches for a guessed
-      // task.
+      // The thread reserves its next task before it begins a task of one query, so that the right
+      // keys are prefetched. If too few tasks remain for the other threads, it prefetches for a
+      // guessed task.
       const bool is_taken = plan_.tasks[i].count == 1 && i + 2 * team.size < count;
       const int following = is_taken ? next.fetch_add(1) : i + team.size;
       run_task(plan_.tasks[i], following < count ? &plan_.tasks[following] : nullptr);
@@ -82,8 +83,8 @@ class Attention {
     products_.store(heads_.rotated(key, token, dim), value, head, plan_.slots[token]);
   }
 
-  // Sets the rows of one key head, from `first` on: for each query the rotated query heads of its
-  // group.
+  // Sets the rows of one key head, from `first` on: for each query, the rotated query heads that
+  // share the key head.
   void set_queries(const AttentionTask& task, int kv_head, int first) {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
@@ -165,7 +166,8 @@ class Attention {
     return {std::max(first, 0), layer_.window > 0 ? std::min(end * group_, rows) : rows};
   }
 
-  // Locates the task's block that begins at `begin`, else the first block of the following task.
+  // Locates the task's block that begins at `begin`, or, after the task's last block, the first
+  // block of the following task.
   void locate_next_block(const AttentionTask& task, int begin, const AttentionTask* following) {
     if (begin < task.key_end) {
       locate(task, begin, next_block_);
@@ -177,8 +179,8 @@ class Attention {
   }
 
   // Converts the scores of a block to weights, adds the weights to their sums, and scales the
-  // earlier sums to the new maximum. `seeing`: the task's rows that attend to the block; `sums` are
-  // of these rows.
+  // earlier sums to the new maximum. `seeing`: the task's rows that attend to the block. `sums`:
+  // the sums of these rows.
   void softmax_block(const AttentionTask& task, Range seeing, const SoftmaxSums& sums) {
     const int begin = block_.begin, count = block_.end;
     float* maxima = sums.maxima;
@@ -229,7 +231,8 @@ class Attention {
     return scores * scale_;
   }
 
-  // Merges the sums of all parts of one context into those of its first part, and writes the rows.
+  // Merges the sums of all parts of one context into the sums of the first part, and writes the
+  // rows.
   void merge_parts(const PartMerge& parts) {
     const int rows = parts.task.count * group_;
     float* memory = plan_.partial_sums.data() + parts.task.partial;
@@ -251,8 +254,8 @@ class Attention {
       const float scale = 1.0f / sum(load(sums.weights + row * LANES));
       for (int d = 0; d < dim; d += LANES) {
         Vector value = load(sums.values + row * padded_dim_ + d) * scale;
-        // -0 becomes +0. Numbers below 2^-126 are zeros, and the sign of a sum of -0 depends on how
-        // many products of weights of zero are added to it.
+        // Converts -0 to +0. The sign of a zero depends on how many products with weights of zero
+        // are added, and numbers below 2^-126 become zeros.
         if constexpr (SUMS_LIKE_TILES<T>) value = value + 0.0f;
         store_partial(target + d, value, dim - d);
       }
@@ -276,9 +279,9 @@ class Attention {
 
 }  // namespace
 
-// Stores the step's rotated keys and its values, then computes attention; output [tokens, num_heads
-// * head_dim]. Every thread of the team calls it. `next` is the shared counter of tasks, initially
-// 0. The team must pass a barrier before it begins another layer.
+// Stores the step's rotated keys and its values, then computes attention. `output`: [tokens,
+// num_heads * head_dim]. Every thread of the team must call this function. `next` is the shared
+// counter of tasks, initially 0. The team must pass a barrier before it begins another layer.
 template <class T>
 [[gnu::noinline]] void attend(AttentionPlan& plan, const Heads<T>& heads, const Pages& pages,
                               T* output, std::atomic<int>& next, Team team) {

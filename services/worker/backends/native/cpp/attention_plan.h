@@ -1,9 +1,10 @@
 // The inputs of attention, and the division of a step's attention into tasks.
 //
 // If many requests decode, a task has all key heads of a request, since the keys of a token are
-// adjacent. A context consists of parts, whose sums are merged in order (Flash-Decoding). Parts
-// begin at multiples of PART_KEYS. With fewer tasks than threads each part is a task; otherwise one
-// task computes all parts. The output is the same in both cases.
+// adjacent in memory. A context consists of parts, whose sums are merged in order (Flash-Decoding).
+// Parts begin at multiples of PART_KEYS. If there are fewer than two tasks for each thread, each
+// part is a task. Otherwise one task computes all parts of a context. The output is the same in
+// both cases.
 
 #pragma once
 
@@ -48,11 +49,11 @@ struct AttentionTask {
   int request;
   int kv_head;
   int heads;
-  int first;  // Its first query, counted from the request's first new token.
+  int first;  // The first query, counted from the request's first new token.
   int count;
   int key_begin;
   int key_end;
-  std::int64_t partial;  // Index of its sums in `partial_sums`; -1 if it has the whole context.
+  std::int64_t partial;  // Index of the sums in `partial_sums`; -1 for a whole context.
 };
 
 // The parts of one context. Their sums are stored consecutively from `task.partial` on.
@@ -82,7 +83,7 @@ struct AttentionPlan {
   std::int64_t sums_size(int rows) const { return std::int64_t{rows} * (padded_dim + LANES + 1); }
 };
 
-constexpr int TASK_ROWS = 96;  // Maximum of a task: queries times query heads per key head.
+constexpr int TASK_ROWS = 96;  // Maximum rows of a task: queries times query heads per key head.
 
 // Adds a task to a plan, or, if `is_split`, a task for each part of its context.
 inline void add_task(AttentionPlan& plan, AttentionTask task, bool is_split) {
@@ -104,7 +105,7 @@ inline void add_task(AttentionPlan& plan, AttentionTask task, bool is_split) {
   }
 }
 
-// Chunks are last in a layout. They become the first tasks, since their tasks are the longest.
+// Chunks are last in a layout. Their tasks are the first tasks, because they are the longest.
 inline AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout,
                                     int block_size, int threads)
     : layer(layer),

@@ -1,9 +1,9 @@
 // A task's products with keys and values in 8 bits, see codes.h. All sums over codes are exact.
 //
 // A query is rounded to 15-bit integers times a scale. The weights of a block's values, times the
-// values' scales, are rounded to 16-bit integers times a scale. Each is stored as two rows of
-// bytes, the high and the low part, which the processor's 8-bit dot products can use. So codes are
-// read unchanged from the cache, at the rate at which pairs of bfloat16 would be multiplied.
+// values' scales, are rounded to 16-bit integers times a scale. The integers are stored as two rows
+// of bytes, the high and the low parts, for the processor's 8-bit dot products. So codes are
+// multiplied as the cache stores them, at the speed of pairs of bfloat16.
 //
 // A row's scales depend only on its query and on the keys of the block that it attends to.
 
@@ -291,7 +291,7 @@ class CodeProducts {
   QueryScale* query_scales_ = nullptr;
   float* weight_scales_ = nullptr;
   float* scores_ =
-      nullptr;  // Integers; for each row those of the high parts, then of the low ones.
+      nullptr;  // Integers: for each row the scores of the high parts, then of the low parts.
   ValueByte* weights_ = nullptr;  // Of each row the high parts, then the low ones.
   KeyByte* packed_keys_ = nullptr;
   ValueByte* packed_values_ = nullptr;
@@ -299,7 +299,7 @@ class CodeProducts {
   int num_panels_ = 0;
   KeyPanels<KeyByte> key_panels_;
   KeyPanels<ValueByte> value_panels_;
-  int seen_first_ = 0;  // The values of the block that see_values was called for; last 0: none.
+  int seen_first_ = 0;  // Arguments of the last see_values for this block; last 0: none.
   int seen_last_ = 0;
   float value_step_ = 0;
   Vector value_steps_[BLOCK_PANELS];

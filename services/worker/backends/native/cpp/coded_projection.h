@@ -36,8 +36,8 @@ void pack_coded(const Projection<T>& p, char* panel, CodeOf&& code_of) {
   }
 }
 
-// The codes of rows, at a distance of an odd number of cache lines (see without_set_conflicts).
-// They are valid until the thread's next call. Each thread computes the codes of the block that it
+// The codes of rows, at a distance of an odd number of cache lines (see without_set_conflicts). The
+// codes are valid until the thread's next call. Each thread computes the codes of the block that it
 // multiplies. This takes about a hundredth of the multiplication's time, and needs no barrier.
 template <class T>
 RowCodes codes_of(const InputRows<T>& rows, std::int64_t depth) {

@@ -18,8 +18,8 @@
 
 namespace stepwell {
 
-// A head whose elements are all below this magnitude is stored as zeros, since 127 divided by it
-// would be infinite.
+// A head whose elements are all below this magnitude is stored as zeros, since 127 divided by a
+// very small number is infinite.
 constexpr float SMALLEST_SCALED = 1e-30f;
 
 // Sizes of the codes of a head of `dim` elements, padded to whole vectors.

@@ -29,7 +29,7 @@ double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t 
   return work;
 }
 
-// The attention plan of each layer. Layers of a KV-cache group with equal parameters share one.
+// The attention plan of each layer. Layers of a KV-cache group with equal parameters share a plan.
 template <class T>
 std::vector<std::shared_ptr<AttentionPlan>> layer_plans(const Decoder<T>& decoder,
                                                         const Layout* layouts, int threads) {
@@ -61,8 +61,8 @@ std::vector<int> positions_of(const Layout& layout) {
 
 // Runs a step's tokens through all layers. Writes hidden states [rows, hidden_size] to `output`,
 // normalized if there is a norm, and logits [num_wanted, vocabulary] of the rows `wanted`, which
-// are ascending, or of all rows if that is null. A token's input is its row of `embedded`, or the
-// embedding of its id if that is null. `lora`: the adapters of the rows, or null.
+// are ascending, or of all rows if `wanted` is null. A token's input is its row of `embedded`, or
+// the embedding of its id if `embedded` is null. `lora`: the adapters of the rows, or null.
 template <class T>
 void run_decoder(const Decoder<T>& decoder, const Layout* layouts, const std::int64_t* token_ids,
                  const T* embedded, T* output, const std::int64_t* wanted, std::int64_t num_wanted,

@@ -1,7 +1,8 @@
 // One thread's part of a step of a decoder.
 //
-// The residual stream alternates between two buffers. With few rows every thread normalizes all of
-// them into its own buffer, while one thread writes the sum. That costs less than another barrier.
+// The residual stream alternates between two buffers. With few rows, every thread normalizes all
+// rows into its own buffer, and only one thread writes the residual stream. This takes less time
+// than another barrier.
 
 #pragma once
 

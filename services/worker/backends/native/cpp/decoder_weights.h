@@ -31,8 +31,8 @@ template <class T>
 struct DecoderLayer : LayerWeights<T> {
   AttentionLayer attention;
   Pages pages;
-  int group;     // Index of its layout.
-  int rotation;  // Index of its rotation.
+  int group;     // Index of the layer's layout.
+  int rotation;  // Index of the layer's rotation.
 };
 
 // Cosines and sines, [positions, half] each.
@@ -52,7 +52,7 @@ struct Decoder {
   const DecoderLayer<T>* layers;
   int num_layers;
   const float* norm;   // Null in pipeline stages before the last.
-  Projection<T> head;  // Without columns in those stages.
+  Projection<T> head;  // Has no columns in these stages.
   std::int64_t hidden_size;
   float epsilon;
   SharedRanks* ranks;       // Ranks that share the layers; null for one rank.

@@ -72,7 +72,7 @@ inline DoubleRegister exact_logarithm(DoubleRegister x) {
   return exponent * 0x1.62e42feep-1 + (exponent * 0x1.a39ef35793c76p-33 + of_mantissa);
 }
 
-// The function `words` of sampling/race.py; `exponentials` follows.
+// The functions `words` and `exponentials` of sampling/race.py.
 inline WordRegister random_words(std::uint64_t state, WordRegister indexes) {
   WordRegister mixed = indexes * std::uint64_t{0x9e3779b97f4a7c15} + state;
   mixed = (mixed ^ mixed >> 30) * std::uint64_t{0xbf58476d1ce4e5b9};

@@ -1,5 +1,5 @@
-// The functions that Python calls. Each is exported for each element type as a pointer whose name
-// has both. The class Functions in library.py declares the arguments.
+// The functions that Python calls. Each function is exported for each element type, as a pointer
+// named after the function and the type. The class Functions in library.py declares the arguments.
 
 #pragma once
 

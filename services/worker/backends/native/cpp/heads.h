@@ -11,8 +11,8 @@
 
 namespace stepwell {
 
-// Queries, keys and values of a step's tokens, in rows `stride` elements apart. `cos` and `sin` are
-// of the tokens' angles, [tokens, half]. If `half` is 0, nothing is rotated.
+// Queries, keys and values of a step's tokens, in rows `stride` elements apart. `cos` and `sin`
+// [tokens, half]: of the tokens' angles. If `half` is 0, nothing is rotated.
 template <class T>
 struct Heads {
   const T* query;

@@ -67,10 +67,10 @@ inline void locate_block(const std::int32_t* table, int page_size, std::int64_t 
   std::fill(block.panels, block.panels + panel, block.panels[panel]);
 }
 
-// The values of one head in a block, or its keys if they are stored like values. While they are
-// read, the rows of `next_block` are prefetched one by one. The processor cannot predict their
-// addresses, since pages are anywhere in memory. More requests at once than it keeps in flight
-// would delay all other reads.
+// The values of one head in a block, or the head's keys if they are stored like values. While rows
+// are read, the rows of `next_block` are prefetched one by one. The processor cannot predict the
+// addresses of these rows, since pages are anywhere in memory. Prefetching all rows at once would
+// delay other reads.
 template <class T>
 struct TokenRows {
   const T* first;
@@ -89,14 +89,14 @@ struct TokenRows {
     for (int d = 0; d < dim; d += int(64 / sizeof(T))) __builtin_prefetch(line + d, 0, 2);
   }
 
-  // Prefetches the rows of the next block from `i` on, if it is longer than this one.
+  // Prefetches the rows of the next block from `i` on, if the next block is longer than this one.
   void prefetch_rest(int i, int dim) const {
     for (; i < next_block.end; ++i) prefetch(i, dim);
   }
 };
 
 // One head's keys of a block as panels of LANES columns. `step`: elements between two steps of
-// depth. `next`: the panels to prefetch meanwhile.
+// depth. `next`: the panels that are prefetched while `current` is read.
 template <class T>
 struct KeyPanels {
   const T* current[BLOCK_PANELS];

@@ -2,10 +2,10 @@
 //
 // Panels of the weight are contiguous. So a small batch, which is bound by memory, reads one
 // sequential stream per thread. Large batches are cut into blocks of rows that stay in the
-// second-level cache while all panels are read. A panel is cut into chunks of depth that stay in a
-// cache while the tiles of a block are multiplied by it. For any number of rows, an element's
-// products are added in order of depth, and totals are float32, also between chunks. The blocking
-// is from Goto and van de Geijn's matrix multiplication.
+// second-level cache while all panels are read. A panel is cut into chunks of depth. A chunk stays
+// in a cache while it is multiplied by the tiles of rows of a block. For any number of rows, an
+// element's products are added in order of depth, and totals are float32, also between chunks. The
+// blocking is from Goto and van de Geijn's matrix multiplication.
 
 #pragma once
 
@@ -39,9 +39,9 @@ void pack_panel(const Projection<T>& p, const T* weight, std::int64_t panel) {
   }
 }
 
-// The memory that a tile prefetches while it is multiplied by a chunk. Each of the last two tiles
-// prefetches half of the next chunk. A single tile would request more lines at a time than memory
-// delivers, and stall.
+// The memory that a tile of rows prefetches while it is multiplied by a chunk. Each of the last two
+// tiles prefetches half of the next chunk. A single tile would request more lines at a time than
+// memory delivers, and stall.
 template <class Element>
 Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_left) {
   constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * PanelOps<Element>::DEPTH * sizeof(Element);
@@ -190,13 +190,13 @@ int panels_at_once(const Projection<T>& p, std::int64_t rows) {
   return p.is_unpacked() && rows <= MAX_PAIR_ROWS && !uses_tiles(p, rows) ? 2 : 1;
 }
 
-// Blocks consist of whole multiples of so many rows, except the last block.
+// All blocks except the last have a multiple of this number of rows.
 template <class T>
 int row_multiple(const Projection<T>& p, std::int64_t rows) {
   return uses_tiles(p, rows) ? PAIR_ROWS : MAX_TILE_ROWS;
 }
 
-// The maximum of rows in a block.
+// Maximum number of rows in a block.
 template <class T>
 std::int64_t most_block_rows(const Projection<T>& p, std::int64_t rows) {
   const std::int64_t multiple = row_multiple(p, rows);
@@ -208,8 +208,8 @@ std::int64_t most_block_rows(const Projection<T>& p, std::int64_t rows) {
   return std::clamp(round_down(fitting, multiple), multiple, most);
 }
 
-// The blocks of rows, which are projected one after the other, and the panels that each is
-// multiplied by. An item is one panel, or two that are read side by side.
+// The blocks of rows, which are projected one after the other, and the panels by which each block
+// is multiplied. An item is one panel, or two panels that are read side by side.
 template <class T>
 struct Blocks {
   Blocks(const Projection<T>& projection, std::int64_t num_rows)
@@ -255,7 +255,7 @@ struct Blocks {
 }  // namespace
 
 // Packs a PLAIN weight [columns, depth]. In a gated weight the first half of the columns are gates
-// and the second half values. Each panel gets gates next to their values.
+// and the second half values. Each panel has gates next to their values.
 template <class T>
 void pack_weight(const Projection<T>& p, const T* weight) {
   in_team(threads_for(double(p.columns) * double(p.depth)), [&](Team team) {
@@ -271,8 +271,8 @@ double projection_work(const Projection<T>& p, std::int64_t rows) {
 }
 
 // Maps input [rows, depth] to output [rows, columns], or [rows, columns / 2] if the projection is
-// gated. Every thread of the team calls it and computes a part. `Out` is T, or float for unrounded
-// results.
+// gated. Every thread of the team must call this function, and computes a part. `Out` is T, or
+// float for unrounded results.
 template <class T, class Out>
 [[gnu::noinline]] void project(const Projection<T>& p, const T* input, Out* output,
                                std::int64_t rows, Team team) {
