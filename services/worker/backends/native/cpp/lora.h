@@ -1,13 +1,13 @@
 // LoRA deltas of projections: B (A x) for a token's input row x, with A and B of the adapter of its
 // request (Hu et al., LoRA).
 //
-// The rows of a step are grouped by adapter once. Before a projection the rows of each adapter are
-// multiplied by its A, into `inside`, in the order of the groups. During the projection the product
-// of `inside` and B is added to each panel's totals, before gating and rounding. So the storage of
-// the weight does not matter. Rows of one adapter are multiplied together, wherever they are in the
-// step, since most of the work is reading A and B. Tiles of rows add the products of an element in
-// order of depth, so that a row's result does not depend on other rows. Grouping is from punica
-// (Chen et al.).
+// The rows of a step are grouped by adapter once. Before a projection, the rows of each adapter are
+// multiplied by the adapter's A. The products are stored in `inside`, in the order of the groups.
+// During the projection the product of `inside` and B is added to each panel's totals, before
+// gating and rounding. So adapters work with all storage formats of the weight. Rows of one adapter
+// are multiplied together, wherever they are in the step, since most of the work is reading A and
+// B. Tiles of rows add the products of an element in order of depth, so that a row's result does
+// not depend on other rows. Grouping is from punica (Chen et al.).
 
 #pragma once
 
@@ -25,8 +25,8 @@ template <class T>
 struct LoraProjection {
   const T* a;  // Panels of LANES rows of A, in the layout of a weight. Null: nothing is added.
   const T* b;  // Panels like the projection's, `rank` deep.
-  // For each vector of a panel's columns, the index in a row of `inside` of its `rank` elements; -1
-  // if B is zero there.
+  // For each vector of a panel's columns, the index in a row of `inside` at which the `rank`
+  // elements for B begin, or -1 if B is zero for the vector.
   const int* begins;
   std::int64_t width;  // Rows of A: a multiple of LANES.
   std::int64_t rank;
@@ -54,7 +54,7 @@ struct StepLora {
   const LoraLayer<T>* const* adapters;  // The layers of each adapter.
   const int* rows;                      // Adapter by adapter; ascending for each.
   const int* starts;                    // [num_adapters + 1], in `rows`.
-  std::int64_t width;                   // Maximum of rows in an A.
+  std::int64_t width;                   // Maximum number of rows of an A.
   int num_adapters;
 };
 
@@ -91,9 +91,9 @@ inline void prefetch_addresses(const StepLora<T>& step, int layer) {
   }
 }
 
-// The A matrices of a projection that a thread will read: those of its part of the adapters. They
-// are prefetched while another projection is computed, a part with each panel. With many rows that
-// projection is bound by arithmetic, while reading A matrices is bound by memory.
+// The A matrices of a projection that a thread will read, for its part of the adapters. They are
+// prefetched while the previous projection is computed, a part of them with each panel. With many
+// rows, the previous projection is bound by arithmetic, but reading A matrices is bound by memory.
 template <class T>
 class LoraReadAhead {
  public:
@@ -133,7 +133,7 @@ class LoraReadAhead {
   LoraDelta<T> delta_;
   std::int64_t depth_;
   Range adapters_;
-  std::int64_t taken_ = 0;     // Elements done of the first remaining adapter.
+  std::int64_t taken_ = 0;     // Prefetched elements of the first remaining adapter.
   std::int64_t left_ = 0;      // Remaining elements of all adapters.
   std::int64_t of_panel_ = 0;  // Elements to prefetch with a panel.
 };

@@ -21,10 +21,10 @@ struct PanelRun {
 template <class T>
 struct ExpandTile {
   const LoraProjection<T>* adapter;
-  const int* at;    // The rows of the totals.
+  const int* at;    // Indexes of the rows in the totals.
   const T* inside;  // The rows in LoraDelta's `inside`, `stride` elements apart.
   std::int64_t stride;
-  // Adds them to the totals of panels.
+  // Adds the rows times B to the totals of panels.
   void (*add)(const ExpandTile&, const PanelRun&);
 };
 
@@ -95,7 +95,7 @@ __attribute__((noinline)) void add_panels(const ExpandTile<T>& tile, const T* ro
   }
 }
 
-// Adds to `count` panels, at most PANELS.
+// Calls add_panels for `count` panels, at most PANELS.
 template <class T, int ROWS, int PANELS, bool PREFETCH>
 inline void add_several(int count, const ExpandTile<T>& tile, const T* rows, std::int64_t apart,
                         const T* panel, float* totals, std::int64_t totals_stride) {
@@ -183,12 +183,13 @@ void add_tile(const ExpandTile<T>& tile, const PanelRun& run) {
 }  // namespace
 
 // The adapters' additions to a block of rows. The rows that are multiplied together are determined
-// once for all panels: with a few rows for each adapter, this takes as long as multiplying them.
+// once for all panels: with a few rows for each adapter, determining them takes as long as
+// multiplying them.
 template <class T>
 class BlockDelta {
  public:
   // The block has `count` rows from `row` on. `prefetches`: each panel of B prefetches the
-  // following ones, since they are not prefetched before.
+  // following panels, since nothing else prefetches them.
   void begin(const LoraDelta<T>& delta, std::int64_t row, int count, bool prefetches) {
     const StepLora<T>& step = *delta.step;
     row_ = row;
@@ -244,8 +245,8 @@ struct LoraPanel {
 };
 
 // Divides the prefetches for adapters among the tiles of rows of a panel. Only tiles that prefetch
-// no weights prefetch for adapters. With two tiles, both do. A single tile does not, since it
-// prefetches weights in every step.
+// no weights prefetch for adapters. With two tiles, both prefetch for adapters. A single tile does
+// not, since it prefetches weights in every step.
 template <class T>
 class LoraTiles {
  public:

@@ -25,9 +25,9 @@ std::int64_t items_of_run(const Blocks<T>& blocks, std::int64_t items_of_thread)
 
 }  // namespace
 
-// Computes `project` with adapters. `delta`: the adapters, whose `inside` is computed. `ahead`: A
-// matrices to prefetch meanwhile, or null. Adapters add to several panels together. It is a
-// separate function, so that `project` does not become slower.
+// Computes `project` with adapters. `delta`: the adapters, with the results of `shrink` in
+// `inside`. `ahead`: A matrices to prefetch during the projection, or null. Adapters add to several
+// panels together. This is a separate function, so that `project` does not become slower.
 template <class T, class Out>
 [[gnu::noinline]] void project_and_add(const Projection<T>& p, const T* input, Out* output,
                                        std::int64_t rows, Team team, const LoraDelta<T>& delta,

@@ -183,8 +183,8 @@ inline bool is_even(const int* at, int count) {
   return true;
 }
 
-// Sets the rows of a tile to the input's rows with the indexes `at`. They are used in place if they
-// are consecutive, or if they are few and at equal distances. Otherwise they are copied.
+// Sets the rows of a tile to the input's rows with the indexes `at`. Consecutive rows, and a few
+// rows at equal distances, are used in place. Other rows are copied.
 template <class T>
 void place_rows(const int* at, int count, const T* input, std::int64_t depth, T* copy,
                 ShrinkTile<T>& tile) {
@@ -201,14 +201,14 @@ void place_rows(const int* at, int count, const T* input, std::int64_t depth, T*
 
 }  // namespace
 
-// The number of rows in a tile: as many as registers allow. If there are few rows it is smaller, so
-// that every thread gets two tiles.
+// The number of rows in a tile: as many as registers allow. If there are few rows, tiles are
+// smaller, so that there are two tiles for every thread.
 inline int lora_tile_rows(int num_rows, Team team) {
   return std::clamp(divide_up(num_rows, 2 * team.size), 1, MAX_TILE_ROWS);
 }
 
 // Multiplies input [rows, depth] by A of each row's adapter, into `inside`. Every thread of the
-// team calls it and computes a part.
+// team must call this function, and computes a part.
 template <class T>
 [[gnu::noinline]] void shrink(const LoraDelta<T>& delta, const T* input, std::int64_t depth,
                               Team team) {

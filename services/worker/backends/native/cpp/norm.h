@@ -11,11 +11,11 @@
 namespace stepwell {
 
 // Normalizes one row: output = norm(input + update); a null update counts as zeros. The sum is
-// stored in `sum_to` unless that is null; it may be `input`. `output` may be `input` if there is no
-// update.
+// stored in `sum_to` if `sum_to` is not null. `sum_to` may be `input`. `output` may be `input` if
+// there is no update.
 //
-// The sum is rounded to T before it is normalized, because later layers read the rounded sum. Until
-// it is normalized it is stored in `output`.
+// The sum is rounded to T before it is normalized, because later layers read the rounded sum.
+// `output` contains the sum until it is normalized.
 template <class T>
 [[gnu::noinline]] void norm_row(const T* input, const T* update, T* sum_to, const float* weight,
                                 T* output, std::int64_t width, float epsilon) {

@@ -11,7 +11,7 @@
 namespace stepwell {
 
 // Packs keys that are stored like values into panels of PANEL_WIDTH columns, [depth / DEPTH,
-// PANEL_WIDTH, DEPTH] each. Zeros follow their `dim` elements.
+// PANEL_WIDTH, DEPTH] each. Zeros follow the `dim` elements of a key.
 template <class T>
 void pack_token_rows(const TokenRows<T>& keys, int dim, int depth, T* packed) {
   using Ops = PanelOps<T>;
@@ -85,7 +85,8 @@ void score_rows(const T* query, int stride, const T* packed, int rows, int dim, 
 }
 
 // Packs values into panels of PANEL_WIDTH elements of a head, [BLOCK_KEYS / DEPTH, PANEL_WIDTH,
-// DEPTH] each. Zeros fill the last panel. Copies of the last value fill SUM_STEPS steps.
+// DEPTH] each. Zeros fill the last panel. Copies of the last value fill the steps up to a multiple
+// of SUM_STEPS.
 template <class T>
 void pack_values(const TokenRows<T>& values, int dim, T* packed) {
   using Ops = PanelOps<T>;

@@ -1,9 +1,9 @@
 // The inner loop of every multiplication: a few rows times a packed panel, with all results in
 // registers.
 //
-// A panel has PANEL_WIDTH columns of a matrix: for each step of depth, the columns side by side. A
-// step of bfloat16 is two elements deep, as in the instruction for dot products of pairs. The
-// layout is from Goto and van de Geijn's matrix multiplication.
+// A panel has PANEL_WIDTH columns of a matrix: for each step of depth, the elements of all columns,
+// side by side. A step of bfloat16 is two elements deep, as in the instruction for dot products of
+// pairs. The layout is from Goto and van de Geijn's matrix multiplication.
 
 #pragma once
 
@@ -24,8 +24,8 @@ constexpr int MAX_TILE_ROWS = 12;
 #else
 constexpr int MAX_TILE_ROWS = 3;
 #endif
-// Whether products of T are added in the order of the processor's products of tiles. It is one
-// order for all numbers of rows, and for all ways to multiply.
+// Whether products of T are added in the order of the processor's products of tiles. This order is
+// the same for all numbers of rows, and for all ways to multiply.
 template <class T>
 constexpr bool SUMS_LIKE_TILES = false;
 #ifdef STEPWELL_TILES
@@ -37,8 +37,7 @@ inline constexpr bool SUMS_LIKE_TILES<BFloat16> = true;
 template <class T>
 using ComputeScope = std::conditional_t<SUMS_LIKE_TILES<T>, TileScope, StandardMode>;
 
-// Steps of depth that belong together in a sum. A sum may be interrupted only at a multiple of
-// them.
+// A sum may be divided only at a multiple of this number of steps of depth.
 template <class T>
 constexpr int SUM_STEPS = SUMS_LIKE_TILES<T> ? TILE_ROWS : 1;
 
@@ -64,8 +63,9 @@ struct DepthSums {
   void finish(Totals&) {}
 };
 
-// The order of tiles (tile_model.h): the first and the second elements of SUM_STEPS pairs are
-// summed apart, each from +0, then added, then added to the total. The last pairs may be fewer.
+// The order of tiles (tile_model.h): over SUM_STEPS pairs, the products of first elements and of
+// second elements are summed separately, each from +0. The two sums are added, and the result is
+// added to the total. At the end of the depth there may be fewer pairs.
 template <class T, int ROWS, int VECTORS>
   requires SUMS_LIKE_TILES<T>
 struct DepthSums<T, ROWS, VECTORS> {

@@ -1,4 +1,4 @@
-// Elements of panels: see panel.h.
+// The element types of panels: see panel.h.
 
 #pragma once
 
@@ -34,8 +34,8 @@ struct PanelOps<float> {
   static void to_element_order(Vector (&)[PANEL_VECTORS]) {}
 };
 
-// Without an instruction for dot products of pairs, two multiplications and additions have its
-// order: the second elements of the pairs first.
+// Without an instruction for dot products of pairs, two multiplications and additions are computed
+// in the order of this instruction: the second elements of the pairs first.
 template <>
 struct PanelOps<BFloat16> {
   static constexpr int DEPTH = 2;
@@ -104,7 +104,7 @@ struct PanelOps<BFloat16> {
 #endif
 
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-  static constexpr bool HAS_DOT_PRODUCTS = true;  // BFDOT, whose sums are rounded otherwise.
+  static constexpr bool HAS_DOT_PRODUCTS = true;  // BFDOT, which rounds sums differently.
 #else
   static constexpr bool HAS_DOT_PRODUCTS = false;
 #endif

@@ -21,8 +21,8 @@
 
 namespace stepwell {
 
-// Maximum of query heads per key head for which one token's values, and its keys unless tiles
-// multiply them, are read unpacked.
+// Maximum number of query heads per key head with which a single query reads values unpacked. It
+// then also reads keys unpacked, unless tiles multiply them.
 template <class T>
 constexpr int MAX_UNPACKED_HEADS = SUMS_LIKE_TILES<T> ? HEADS_PER_PASS : 8;
 
@@ -91,7 +91,8 @@ class PlainProducts {
     block_ = &block;
     next_block_ = &next_block;
     const T* query = query_ + rows.first * padded_dim_;
-    // Tiles read keys of whole tiles of depth from the pages. Other keys get zeros when packed.
+    // Tiles read keys from the pages if head_dim is a multiple of a tile's depth. Otherwise keys
+    // are packed and padded with zeros.
     if constexpr (SUMS_LIKE_TILES<T>) {
       if (dim_ == padded_dim_ || !reads_pages()) {
         const auto keys = dim_ == padded_dim_ ? panels() : packed_keys();
@@ -107,12 +108,12 @@ class PlainProducts {
     }
   }
 
-  // The products of row `row` of these rows with the keys of panel `panel`.
+  // The products of row `row` of the last `score` with the keys of panel `panel`.
   Vector scores(int row, int panel) const {
     return load(scores_ + row * BLOCK_KEYS + panel * LANES);
   }
 
-  // Sets the weights of a row. None is above two to the power of `highest`; weights outside of
+  // Sets the weights of a row. No weight is above two to the power of `highest`. Weights outside of
   // [first, last) are 0.
   void set_weights(int row, const Vector (&weights)[BLOCK_PANELS], [[maybe_unused]] float highest,
                    [[maybe_unused]] int first, [[maybe_unused]] int last) {
@@ -144,8 +145,7 @@ class PlainProducts {
  private:
   bool reads_pages() const { return rows_.is_single && rows_.count <= MAX_UNPACKED_HEADS<T>; }
 
-  // The head's keys of the block as panels: those in the pages, or packed ones if the pages have
-  // none.
+  // The head's keys of the block as panels: in the pages, or packed if the pages have no panels.
   KeyPanels<T> panels() {
     if (has_panels_) {
       return panels_in_pages(keys_ + rows_.head * dim_ * LANES, *block_, *next_block_);
@@ -153,7 +153,7 @@ class PlainProducts {
     return packed_keys();
   }
 
-  // Packs the head's keys of the block, for tiles with whole tiles of depth.
+  // Packs the head's keys of the block. For tiles, fills the last tile of depth with zeros.
   KeyPanels<T> packed_keys() {
     const int depth = SUMS_LIKE_TILES<T> ? padded_dim_ : dim_;
     if (has_panels_) {

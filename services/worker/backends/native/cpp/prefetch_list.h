@@ -1,7 +1,7 @@
 // Pieces of memory that are prefetched one after the other while a tile of rows is multiplied.
 //
-// They are spread over the steps of the multiplication. Memory delivers a limited number of bytes
-// in each step, and the processor drops prefetches beyond those that it keeps in flight.
+// The pieces are spread over the steps of the multiplication. Memory delivers a limited number of
+// bytes in each step, and the processor drops prefetches beyond those that it keeps in flight.
 
 #pragma once
 
@@ -31,7 +31,8 @@ class PrefetchList {
   // The number of steps of depth, of `steps`, after which a piece has been prefetched.
   int end_of(int piece, int steps) const { return int(steps * ends_[piece] / bytes()); }
 
-  // A piece spread over `steps` steps, at most a line for each of their PANEL_VECTORS prefetches.
+  // The prefetches of a piece in `steps` steps. A step has PANEL_VECTORS prefetches of at most a
+  // cache line.
   Prefetch over(int piece, int steps) const {
     const std::int64_t bytes = ends_[piece] - (piece > 0 ? ends_[piece - 1] : 0);
     const std::int64_t of_step = round_up(divide_up(bytes, steps), PANEL_VECTORS);

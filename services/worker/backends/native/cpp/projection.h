@@ -19,7 +19,7 @@ namespace stepwell {
 // The activation that is applied to a projection's columns.
 enum class Epilogue : int { PLAIN, SILU_GATED, GELU_TANH_GATED };
 
-// `packed`: the format depends on the weight. PLAIN: elements of T. Quantized: records as in
+// A packed weight. `packed` depends on `format`. PLAIN: elements of T. Quantized: records as in
 // quantized.h, with groups of `group` depths, a divisor of the depth. W8A8: panels as in
 // coded_projection.h, with one group.
 template <class T>
@@ -79,7 +79,7 @@ constexpr std::int64_t UNPACKED_BLOCK_BYTES = std::numeric_limits<std::int64_t>:
 constexpr int BLOCK_ROWS = 264;
 static_assert(BLOCK_ROWS % MAX_TILE_ROWS == 0);
 
-// Rows for which totals have memory: those of a block, rounded up to whole tiles.
+// Number of rows of totals: the rows of a block, rounded up to whole tiles.
 constexpr int TOTAL_ROWS = BLOCK_ROWS + TILE_ROWS;
 
 // Prefetch distance in a sequential stream, in elements.
@@ -89,7 +89,7 @@ constexpr std::int64_t PREFETCH_AHEAD = 2048;
 // they use a small part of a second-level cache.
 constexpr std::int64_t PREFETCHED_BYTES = 64 * 1024;
 
-// The weight's row for a column of a panel. For padding, a number that is not below its rows.
+// The weight's row for a column of a panel. For padding, the weight's number of rows or more.
 template <class T>
 std::int64_t source_row(const Projection<T>& p, std::int64_t panel, int column) {
   if (!p.is_gated()) return panel * PANEL_WIDTH + column;
@@ -105,7 +105,7 @@ Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
 }
 
 // Writes a panel's totals [rows, PANEL_WIDTH], gated if the projection is, to the output's columns
-// from `first` on. Uses masked stores only if fewer columns than a panel's are left.
+// from `first` on. Uses masked stores only if fewer columns are left than a panel has.
 template <class T, class Out>
 __attribute__((noinline)) void write_rows(const Projection<T>& p, const float* total, int rows,
                                           std::int64_t first, std::int64_t width, Out* output) {
@@ -218,8 +218,8 @@ __attribute__((noinline)) void add_product_of_list(const float* from, std::int64
   store_totals(total, to);
 }
 
-// The output columns of a panel's totals: from `first` on, of `width` in a row; and the bias of
-// each column of the panel.
+// The output columns of a panel's totals, from `first` on. The output has `width` columns. `bias`:
+// the bias of each column of the panel.
 template <class T>
 struct PanelColumns {
   PanelColumns(const Projection<T>& p, std::int64_t panel)

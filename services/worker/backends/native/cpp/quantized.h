@@ -4,8 +4,8 @@
 // group of consecutive depths. A panel is a sequence of groups, each of them a record: the scales
 // of its columns, the offsets, the codes. Before multiplication codes are unpacked to elements of a
 // panel (panel.h), which represent them exactly; bfloat16 has 8 significant bits. Products of codes
-// are added up within a group, and the sum is multiplied by the scale. So a result differs from
-// that of float32 weights only by the rounding of sums.
+// are added up within a group, and the sum is multiplied by the scale. So a result differs from a
+// result with float32 weights only by the rounding of sums.
 
 #pragma once
 
@@ -56,8 +56,8 @@ struct Unpacker<float, WeightFormat::INT4> {
   }
 };
 
-// FP8 numbers in the upper bytes of words are half-precision numbers that are 2^8 times too small:
-// the half-precision exponent has one more bit, and its bias is 8 larger.
+// The bits of an FP8 number, moved to the same fields of a half-precision number, represent a
+// number that is 2^8 times too small, because the bias of the half-precision exponent is 8 larger.
 constexpr float OF_FP8_IN_HALVES = 256;
 
 }  // namespace
@@ -75,7 +75,7 @@ namespace stepwell {
 namespace {
 
 // Codes of PANELS panels that are read side by side: the first panel's codes, the distance of
-// panels, and the end of the first.
+// panels in bytes, and the end of the first panel.
 struct PanelCodes {
   const char* first;
   std::int64_t panel_bytes;
@@ -83,8 +83,8 @@ struct PanelCodes {
 };
 
 // total[ROWS] += rows of `a`, `stride` elements apart, times the codes of `steps` steps of PANELS
-// panels. `multiply` adds in the same order. Prefetches codes; at the end of panels, those of the
-// next PANELS panels.
+// panels. `multiply` adds in the same order. Prefetches codes, at the end of the panels the codes
+// of the next PANELS panels.
 template <class T, WeightFormat FORMAT, int ROWS, int PANELS>
 inline __attribute__((always_inline)) void multiply_codes(
     Vector (&total)[ROWS][PANELS * PANEL_VECTORS], const Unpacker<T, FORMAT>& unpacker, const T* a,

@@ -58,8 +58,8 @@ void for_pieces(const Groups& groups, std::int64_t most, Work&& work) {
   }
 }
 
-// Rows of the totals of all previous groups, which begin as the bias, and rows of the sums of a
-// partly added group: [rows, PANEL_WIDTH] both. With several panels, panel after panel.
+// Totals and sums, [rows, PANEL_WIDTH] each, panel after panel. `totals`: the bias plus all
+// previous groups. `sums`: the parts of the current group that are already added.
 struct PanelTotals {
   float* totals;
   float* sums;
@@ -81,8 +81,8 @@ inline __attribute__((always_inline)) void for_vectors_of_rows(Work&& work) {
 }
 
 // Adds ROWS rows of `a` times PANELS panels to totals, and unpacks codes in registers. `groups`:
-// those of the first panel. It is passed by value: the compiler would reload members of references
-// after each store.
+// the groups of the first panel. They are passed by value, because the compiler would reload
+// members of a reference after each store.
 template <class T, WeightFormat FORMAT, int ROWS, int PANELS>
 __attribute__((noinline)) void add_codes(const Groups groups, float* totals, const T* a,
                                          std::int64_t stride) {
@@ -131,7 +131,7 @@ class UnpackedColumns {
     }
   }
 
-  // Called after `steps` steps, and after those of a group.
+  // `advance` is called after `steps` steps, and `end_group` after all steps of a group.
   __attribute__((always_inline)) void advance(int steps) { panel_ += steps * SIZE; }
   void end_group() {}
 
@@ -176,9 +176,10 @@ class UnpackingColumns {
   T* unpacked_;
 };
 
-// The operands of add_groups: a piece, with `steps` steps of each group. `scales`: of its first
-// group; groups are `group_bytes` apart. `bias`: the initial totals, or null if groups were added
-// before. For a later part of a group, `to.sums` has the sums of the parts before.
+// The operands of add_groups: a piece, with `steps` steps of each group. `scales`: the scales of
+// the first group. Groups are `group_bytes` apart. `bias`: the initial totals, or null if groups
+// were added before. If the piece does not begin a group, `to.sums` has the sums of the group's
+// earlier parts.
 struct PieceGroups {
   template <class T>
   PieceGroups(const Projection<T>& p, const Piece& piece, const Groups& groups, const float* begin,

@@ -43,8 +43,8 @@ struct RowParameters {
   const std::int64_t* positions;
 };
 
-// Copies a row, with minus infinity where a bit of the mask is 0; without a mask unchanged. Returns
-// whether the row has a token to sample without the mask.
+// Copies a row, with minus infinity where a bit of the mask is 0. Without a mask, copies the row
+// unchanged. Returns whether the row has a token to sample without the mask.
 inline bool copy_row(const float* logits, std::int64_t size, const std::uint32_t* mask,
                      float* copy) {
   constexpr int BITS = 32;
@@ -81,7 +81,7 @@ inline bool copy_row(const float* logits, std::int64_t size, const std::uint32_t
   return !any_nan && most - most == 0;
 }
 
-// Samples a token for the row at an index. Returns it, UNUSABLE, or REFUSED.
+// Samples a token for the row at an index. Returns the token, UNUSABLE, or REFUSED.
 inline std::int64_t sample_row(const LogitRows& rows, const RowMasks& masks, std::int64_t index,
                                const RowParameters& parameters) {
   const std::int64_t size = rows.size;

@@ -1,4 +1,4 @@
-// A thread's scratch memory. It is kept between calls, and is as large as the largest needed.
+// A thread's scratch memory. It is kept between calls, and never shrinks.
 
 #pragma once
 
@@ -17,7 +17,8 @@ class Scratch {
     return scratch;
   }
 
-  // Frees all pieces, and makes room for `bytes`, with each piece rounded up to 64.
+  // Frees all pieces, and reserves `bytes` bytes. `bytes` must count each piece rounded up to a
+  // multiple of 64.
   void reserve(std::int64_t bytes) {
     used_ = 0;
     if (std::int64_t(memory_.size()) < bytes + 64) memory_.resize(bytes + 64);

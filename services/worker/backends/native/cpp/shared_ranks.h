@@ -2,9 +2,9 @@
 //
 // A collective is one or more rounds. In a round each rank writes to its slot, arrives, waits until
 // the other ranks have arrived, and reads their slots. Each rank has two slots, used alternately. A
-// rank that arrives at a round has read the slots of the round before, so these can be written
-// again in the round after. So a round has one wait. vLLM has such collectives for its CPU ranks
-// (csrc/cpu/shm.cpp).
+// rank that arrives at a round has read the slots of the previous round, so these slots can be
+// written again in the next round. Therefore a round has only one wait. vLLM has such collectives
+// for its CPU ranks (csrc/cpu/shm.cpp).
 
 #pragma once
 
@@ -26,7 +26,7 @@ struct alignas(64) RankCell {
   std::atomic<std::uint32_t> sleepers;  // Number of waiting ranks that no longer spin.
 };
 
-// One rank's side. `missing`: the rank that did not arrive at a round, or -1. Once a rank is
+// The state of one rank. `missing`: the rank that did not arrive at a round, or -1. Once a rank is
 // missing, collectives return at once, and their results are undefined.
 struct SharedRanks {
   RankCell* cells;
@@ -94,7 +94,8 @@ struct SharedRanks {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Sums `part` of all ranks, `count` elements each, in rank order, in float32, and rounds.
+// Sums `part` of all ranks, `count` elements each, in rank order, in float32, and rounds the sums
+// to T.
 template <class T>
 void sum_over(SharedRanks& ranks, T* part, std::int64_t count, Team team) {
   const std::int64_t most = ranks.slot_bytes / std::int64_t(sizeof(T));

@@ -1,6 +1,6 @@
-// Drafts by suffix trees: one of each request's tokens, and for each key one of responses.
+// Drafts by suffix trees: a tree of each request's tokens, and for each key a tree of responses.
 //
-// Suffix decoding (Oliaro et al., arXiv 2411.04975), with the decisions of vLLM's method "suffix".
+// Suffix decoding (Oliaro et al., arXiv 2411.04975), by the rules of vLLM's method "suffix".
 
 #pragma once
 
@@ -24,8 +24,8 @@ class SuffixDecoding {
   explicit SuffixDecoding(const SuffixSettings& settings)
       : settings_(settings), responses_(settings.depth) {}
 
-  // Adds a request with `num_tokens` known tokens in a free row. Later tokens are its response.
-  // Requests of the same key use its response.
+  // Adds a request with `num_tokens` known tokens in a free row. Later tokens are the request's
+  // response, which requests of the same key use.
   void enter(std::int32_t row, std::string key, std::size_t num_tokens) {
     rows_.insert_or_assign(row, Row{std::move(key), num_tokens, settings_.max_cached > 0});
   }

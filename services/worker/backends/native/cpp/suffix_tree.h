@@ -1,11 +1,11 @@
 // The strings of up to `depth` tokens in growing sequences, and how often each occurs.
 //
-// A string that occurs once is a leaf, which stores its position: its continuation is the
-// sequence's tokens. So text that does not repeat itself needs one node for each token. If the
-// string occurs again, its leaf becomes an inner node, and the string with one more token becomes a
-// leaf.
+// A string that occurs once is a leaf, which stores the position of the string in a sequence. The
+// sequence's tokens continue the string. So text that does not repeat itself needs one node for
+// each token. If the string occurs again, its leaf becomes an inner node, and the string with one
+// more token becomes a leaf.
 //
-// An appended token extends by one node each of the strings that ended before it. The last m tokens
+// An appended token extends each of the strings that ended before it by one node. The last m tokens
 // of a sequence are an inner node for every m up to some length. Longer suffixes occur nowhere
 // else, so their leaf does not change when the sequence grows.
 
@@ -27,7 +27,7 @@ struct Draft {
 // The rules for drafts.
 struct DraftRules {
   double max_spec_factor;  // Maximum of drafts, as a multiple of the matching tokens.
-  double min_token_prob;   // Minimum of the product of frequencies down to a token.
+  double min_token_prob;   // Minimum of the product of frequencies up to a draft.
 };
 
 class SuffixTree {

@@ -1,7 +1,7 @@
 // Teams of threads: the number of threads for a piece of work, the part of each thread, and how
 // threads wait for each other.
 //
-// A team is woken once for a piece of work, which may be a whole step. Inside it threads
+// A team is woken once for a piece of work, which may be a whole step. During the work, threads
 // synchronize at barriers. Waking costs tens of microseconds. On a machine with other busy
 // processes it can cost one of the operating system's time slices. So small work stays in the
 // calling thread. A team is either all threads or one: with a size in between the OpenMP library
@@ -28,8 +28,8 @@
 
 namespace stepwell {
 
-// The number of operations above which waking threads pays. Operations are multiplications, or
-// bytes moved if those are more.
+// The number of operations above which waking threads saves time. Operations are multiplications,
+// or bytes moved if those are more.
 constexpr double PARALLEL_WORK = 4e6;
 
 // PARALLEL_WORK for a whole step, in which the threads wait for each other many times.
@@ -65,7 +65,7 @@ inline void pause() {
 // A waiting thread spins for a few microseconds and then sleeps. If a thread is still missing then,
 // it has lost its processor to another process, and may need the processor of the spinning thread.
 // Yielding instead would give the thread's time slice to that process: every barrier could cost a
-// time slice, and a step a tenth of its speed.
+// time slice, and a step could become a tenth slower.
 class Barrier {
  public:
   void wait(int size) {
@@ -217,8 +217,7 @@ class ProcessorPins {
   }
 
   // Must be called by the first thread when the work is done. This thread, and threads that it
-  // starts, may then use all processors again. The other threads only do such work, and stay
-  // pinned.
+  // starts, may then use all processors again. The other threads do no other work, and stay pinned.
   void unpin() const {
     if (is_needed_) sched_setaffinity(0, sizeof all_, &all_);
   }

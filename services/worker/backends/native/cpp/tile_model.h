@@ -41,8 +41,9 @@ inline __m256 second_of(__m256i pairs) {
   return (__m256)_mm256_and_si256(pairs, _mm256_set1_epi32(-0x10000));
 }
 
-// c += a * b for ROWS rows of a and c, eight columns, and `pairs` pairs of depth. First and second
-// elements of pairs are summed apart, each from +0 in order of depth, then added, then added to c.
+// c += a * b for ROWS rows of a and c, eight columns, and `pairs` pairs of depth. The products of
+// first elements and of second elements are summed separately, each from +0 in order of depth. The
+// two sums are added, and the result is added to c.
 template <int ROWS>
 inline void add_pairs(const char* a, const char* b, int pairs, char* c) {
   __m256 first[ROWS] = {}, second[ROWS] = {};

@@ -1,9 +1,9 @@
 // Products of rows and panels with tiles: see tiles.h.
 //
-// The rows of a block are copied into tiles once. A panel is read as it is stored: side by side it
-// has two tiles of columns, whose rows are PANEL_WIDTH groups of depth apart. Two tiles of rows are
-// multiplied by them at a time, so that each tile is loaded for two products. Chunks of depth stay
-// in the first-level cache while all rows of a block are multiplied by them.
+// The rows of a block are copied into tiles once. A panel is read as it is stored. It has two tiles
+// of columns side by side, whose rows are PANEL_WIDTH groups of depth apart. Two tiles of rows are
+// multiplied by two tiles of columns at a time, so that each tile is loaded for two products. A
+// chunk of depth stays in the first-level cache while all rows of a block are multiplied by it.
 
 #pragma once
 
@@ -23,7 +23,7 @@ constexpr int TILE_DEPTH = TILE_ROW_BYTES / int(sizeof(Element));
 // Rows that are multiplied together.
 constexpr int PAIR_ROWS = 2 * TILE_ROWS;
 
-// Both tiles of columns of a panel.
+// Bytes of the two tiles of columns of a panel.
 constexpr std::int64_t PANEL_TILE_BYTES = 2 * TILE_BYTES;
 
 // Tiles of depth in a chunk.
@@ -36,8 +36,8 @@ constexpr std::int64_t TILE_BLOCK_BYTES = 1152 * 1024;
 constexpr std::int64_t TILES_AHEAD[] = {2048, 8192};
 
 // Whether `rows` rows are multiplied by a weight with tiles. In W8A8, sums are exact in any order.
-// A single row is multiplied by a PLAIN weight without tiles, in their order: memory delivers the
-// weight faster to vectors than to tiles.
+// A single row is multiplied by a PLAIN weight without tiles, but in the order of tiles, because
+// memory delivers the weight faster to vectors than to tiles.
 template <class T>
 bool uses_tiles(const Projection<T>& p, std::int64_t rows) {
   if (!SUMS_LIKE_TILES<T>) return false;

@@ -1,5 +1,5 @@
 // Attention of rows over a block of keys by the processor's products of tiles. The sums have the
-// bits of packed_keys.h and single_query.h.
+// same bits as in packed_keys.h and single_query.h.
 //
 // Panels of keys and of values are tiles already: a row of a tile is one step of depth of LANES
 // columns. The rows of the other operand are queries, or query heads of one query, or their
@@ -36,7 +36,7 @@ struct TiledColumns {
 };
 
 // Computes the products of ROWS tiles of rows and COLUMNS tiles of columns, `depth` tiles deep.
-// With ADD they are added to the totals. Rows of totals are `stride` elements apart. Calls
+// With ADD, the products are added to the totals. Rows of totals are `stride` elements apart. Calls
 // visit(tile of depth) before the products of each tile of depth.
 template <int ROWS, int COLUMNS, bool ADD, class Visit>
 void multiply_in_tiles(const TiledRows& rows, const TiledColumns& columns, int depth, float* total,

@@ -200,9 +200,10 @@ inline void multiply_bytes() {
 }
 #endif
 
-// Tiles 0 to 3 are totals, 4 and 5 rows of A, 6 and 7 columns of B: two tiles of rows, 0, 1 and 4,
-// and 2, 3 and 5, times two tiles of columns. Sets the number of rows of the first tile of rows, 1
-// to TILE_ROWS. All other tiles are whole. Returns at once if the thread's tiles have these shapes.
+// Tiles 0 to 3 are totals, 4 and 5 are rows of A, and 6 and 7 are columns of B. Tiles 0, 1 and 4
+// belong to the first tile of rows, and tiles 2, 3 and 5 to the second. `set_first_rows` sets the
+// number of rows of the first tile of rows, 1 to TILE_ROWS. All other tiles are whole. It returns
+// at once if the thread's tiles already have these shapes.
 inline thread_local int first_rows = 0;
 
 inline void set_first_rows(int rows) {
@@ -225,7 +226,8 @@ inline void end() {
 
 }  // namespace tiles
 
-// The scope of a thread's work with tiles. Other instructions round like products of tiles.
+// The scope of a thread's work with tiles. In this scope, other instructions round like products of
+// tiles.
 class TileScope {
  public:
   ~TileScope() { tiles::end(); }

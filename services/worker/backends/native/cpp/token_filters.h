@@ -29,8 +29,8 @@ struct Filters {
   bool any() const { return top_k > 0 || top_p < 1 || min_p > 0; }
 };
 
-// A place in the order of tokens: a logit, the sum over all greater logits, and the number of
-// tokens with this logit.
+// A place in the order of tokens: a logit, a sum over all greater logits (see place_of), and the
+// number of tokens with this logit.
 struct Place {
   float logit;
   double before;
@@ -216,7 +216,7 @@ class TokenFilters {
     }
   }
 
-  // The tokens up to a limit inside this place.
+  // The first `limit` tokens, of which the last one is at this place.
   KeptTokens first_of(const Place& place, std::int64_t limit) const {
     const std::int64_t count = limit - std::int64_t(place.before);
     if (count == place.count) return {place.logit};

@@ -6,8 +6,8 @@
 
 namespace stepwell {
 
-// The tokens that filters keep: those with logits above `above`, and those with this logit and ids
-// up to `last_tied`.
+// The tokens that filters keep: tokens with a logit above `above`, and tokens with the logit
+// `above` and an id up to `last_tied`.
 struct KeptTokens {
   float above = NO_LOGIT;
   std::int64_t last_tied = std::numeric_limits<std::int64_t>::max();

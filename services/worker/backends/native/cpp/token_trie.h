@@ -84,8 +84,8 @@ class TrieBuckets {
   std::size_t num_split_ = 0;  // Number of split buckets among the first `level_`.
 };
 
-// Tries with counts. If children occur equally often, the one with the lowest token is the
-// favourite.
+// Tries with counts. The favourite of a node is its most frequent child, the one with the lowest
+// token among equals.
 class TokenTrie {
  public:
   // Bytes of a node and its bucket.

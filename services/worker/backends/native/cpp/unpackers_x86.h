@@ -180,7 +180,7 @@ struct Unpacker<BFloat16, WeightFormat::INT4> {
   __m512i table;
 };
 #else
-// Sixteen words of a vector, which place_of_byte and place_of_int4 distribute.
+// Reads the codes of the sixteen words of a register, which place_of_byte distributes.
 struct WordsOfBytes {
   // The codes of register `i` of vector `v`, in the upper bytes of words.
   static __m256i upper(const char* codes, int v, int i) {
@@ -237,7 +237,8 @@ struct Unpacker<BFloat16, WeightFormat::FP8> {
   }
 };
 
-// Looks up the low and the high bytes of numbers. An index with its highest bit set gives 0.
+// Looks up the low and the high bytes of numbers. For an index with its highest bit set, the
+// instruction returns 0.
 template <>
 struct Unpacker<BFloat16, WeightFormat::INT4> {
   static constexpr int BYTES = 64, STEPS = BLOCK_DEPTH / 2;

@@ -21,8 +21,8 @@
 // - to_nearest(register): the nearest integers, ties to even.
 // Functions of the headers in which a vector is a structure:
 // - map_registers(work, vectors...): a vector of the results of work(a register of each vector).
-// - zip_words<HALF>(even, odd): the words 0 of `even` and `odd`, then words 1, and so on. Half 0 of
-//   these, or half 1.
+// - zip_words<HALF>(even, odd): a half of the sequence of word 0 of `even`, word 0 of `odd`, word 1
+//   of `even`, and so on.
 
 #pragma once
 
