@@ -1,1 +1,1 @@
-"""Options are parts of the gateway that not every request needs. Each option is a folder."""
+"""Options: removable parts of the gateway. Each option is a folder."""

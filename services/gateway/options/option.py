@@ -42,14 +42,14 @@ class OptionParts:
     settings: ClientSettings
     inference: Inference
     engine: Fleet
-    """Its `admission` may be replaced."""
+    """An option may replace the attribute `admission`."""
     links: SchedulerLinks
     prefix_index: PrefixIndex
     gate: Gate
     running: Mapping[int, RequestRecord]
-    """The records of calls that have not ended, the oldest first."""
+    """The records of unfinished calls, the oldest first."""
     observer: Observer
-    """Its `listeners` may be extended."""
+    """An option may append to the attribute `listeners`."""
     clock: Clock
     gateway_id: str
     redis_url: str | None
@@ -57,44 +57,44 @@ class OptionParts:
 
 
 class Option:
-    """One option. A subclass overrides the methods and attributes that it uses. The others have no
-    effect. The folder of an option is beside this module, and only `listed.py` imports it.
+    """One option. A subclass overrides the methods and attributes that it uses. By default they
+    have no effect. Each option is a folder beside this module, which only `listed.py` imports.
     """
 
     metric_specs: ClassVar[Sequence[MetricSpec]] = ()
     request_headers: ClassVar[Sequence[RequestHeader]] = ()
-    """Headers of generating requests that this option reads. QuickRefusals leaves requests with
-    such a header to the application. Turns of sessions cannot have one.
+    """Headers that this option reads in requests that generate tokens. QuickRefusals passes a
+    request with such a header on to the application. Turns of sessions cannot have such headers.
     """
     operations: ClassVar[Mapping[str, str]] = {}
-    """Maps each path that a model computes to its operation in traces and metrics."""
+    """Maps each path whose requests run the model to the operation's name in traces and metrics."""
     bodies: ClassVar[Mapping[str, type[BaseModel]]] = {}
-    """Maps each path to its body, if the body is this option's own."""
+    """Maps paths to the classes of their request bodies, if the classes belong to this option."""
     answer_headers: ClassVar[Sequence[str]] = ()
     """Headers that `guarded` may add to answers."""
     access: Access | None = None
-    """Replaces the access of clients."""
+    """Replaces the default check of clients' access. None keeps the default."""
     private_labels: Sequence[str] = ()
-    """Labels of metrics whose series clients may not see."""
+    """Names of metric labels. Clients may not see time series that have such a label."""
 
     def __init__(self, settings: Any, parts: OptionParts) -> None:
-        """`settings` are the gateway's settings, which include this option's settings. Raises
-        SettingError for an invalid setting.
+        """`settings` are all settings of the gateway, including this option's. Raises SettingError
+        for an invalid setting.
         """
 
     @property
     def collectors(self) -> Sequence[Collector]:
-        """Collectors of the metrics of `metric_specs`."""
+        """Prometheus collectors of the metrics in `metric_specs`."""
         return ()
 
     @property
     def max_streams(self) -> int:
-        """Limit on the gRPC streams of this option's calls."""
+        """Limit on the number of concurrent gRPC streams of this option's calls."""
         return 0
 
     def routes(self, parts: "RouteParts", options: "Options") -> Sequence[Route]:  # noqa: ARG002
-        """Routes of the clients' HTTP API. Each of them replaces a route with the same path.
-        `options` are all options of the gateway.
+        """Returns this option's routes of the clients' HTTP API. They replace routes with the same
+        paths. `options` are all options of the gateway.
         """
         return ()
 
@@ -106,23 +106,23 @@ class Option:
         parts: "CallParts",  # noqa: ARG002
         options: "Options",  # noqa: ARG002
     ) -> Mapping[str, "StreamCall"]:
-        """Maps names of methods of the clients' gRPC service to their handlers."""
+        """Returns a map from methods' names of the clients' gRPC service to their handlers."""
         return {}
 
     def guarded(self, app: ASGIApp, paths: Collection[str]) -> ASGIApp:  # noqa: ARG002
-        """Wraps the HTTP application in checks of POST requests to `paths`, the paths that a model
-        computes. The checks run before the body is read.
+        """Wraps the HTTP application in checks of POST requests to `paths`, whose requests run the
+        model. The checks run before the request's body is read.
         """
         return app
 
     def wrap(self, app: ASGIApp, *, for_operators: bool) -> ASGIApp:  # noqa: ARG002
-        """Wraps the HTTP application of clients, or of operators if `for_operators`. The wrapper
-        receives requests before API keys are checked.
+        """Wraps the HTTP application of clients, or of operators if `for_operators` is true. The
+        wrapper receives requests before API keys are checked.
         """
         return app
 
     def traced(self, tracing: Tracing) -> Tracing:
-        """Called once, at the start. Returns the tracing of requests."""
+        """Called once at the gateway's start. Returns the tracing to use for requests."""
         return tracing
 
     def admitted(
@@ -130,15 +130,15 @@ class Option:
         record: RequestRecord,  # noqa: ARG002
         context: CallContext | None,  # noqa: ARG002
     ) -> AbstractAsyncContextManager[None] | None:
-        """A context for each gRPC call that a model computes, entered before the message is read,
-        and for each turn of a session. `context` is None for a turn. The result is None if no
-        context is needed.
+        """Returns a context manager for a gRPC call that runs the model, or for a turn of a
+        session, or None if none is needed. It is entered before the call's message is read.
+        `context` is None for a turn.
         """
         return None
 
     def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool:  # noqa: ARG002
-        """Whether a request needs a free place at an engine. Header names are in lower case. Raises
-        InvalidArgument for an invalid header.
+        """Whether a request needs room at a replica. It does not if its answer already exists.
+        Header names are in lower case. Raises InvalidArgument for an invalid header.
         """
         return True
 
@@ -148,32 +148,36 @@ class Option:
         record: RequestRecord,  # noqa: ARG002
         api: str,  # noqa: ARG002
     ) -> Generation:
-        """Called for a checked request before its sequences are queued. If the request's deadline
-        passes, the call is cancelled. Returns the generation to deliver, which is this one or
-        another one. Either of them may have its own `source`. `api` is the kind of answer, such as
-        a chat completion.
+        """Called for a checked request before its sequences are queued. Returns the generation to
+        deliver, which is `generation` or another one, and whose `source` may be set. `api` is the
+        kind of answer, such as a chat completion. If the request's deadline passes, this call is
+        cancelled.
         """
         return generation
 
     async def require_usable(self) -> None:
-        """Called before the gateway listens. Raises SettingError if a setting is wrong."""
+        """Called before the gateway accepts connections. Raises SettingError if a setting turns out
+        to be wrong.
+        """
 
     async def start(self) -> None:
         """Starts the option's own servers. Raises Unavailable if an address cannot be bound."""
 
     async def run(self) -> None:
-        """Runs until cancelled, from the start of the gateway."""
+        """Runs from the start of the gateway until it is cancelled."""
         await asyncio.Event().wait()
 
     def begin_drain(self, error: StepwellError) -> None:
-        """Called when the gateway begins to drain. `error` is for what ends at once."""
+        """Called when the gateway begins to drain. Calls that the option ends now raise `error`."""
 
     async def close(self, error: StepwellError) -> None:
-        """Ends the option's remaining requests with an error after the gateway has drained."""
+        """Called after the gateway has drained. Ends the option's remaining requests with
+        `error`.
+        """
 
     async def stop(self, second_stop: asyncio.Event | None) -> None:
-        """Stops the option's own servers, after the gateway's servers. They may serve for longer,
-        until `second_stop` is set. None means that they stop at once.
+        """Called after the gateway's servers have stopped. Stops the option's own servers at once
+        if `second_stop` is None. Otherwise they may run for some time, until `second_stop` is set.
         """
 
 

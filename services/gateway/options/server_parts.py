@@ -24,15 +24,15 @@ class RouteParts:
     gate: Gate
     bodies: BodyReader
     model: Path
-    """The model's directory or file."""
+    """Path of the model's directory or file."""
     headers: tuple[RequestHeader, ...]
-    """Headers of every request that a model computes."""
+    """Headers that the gateway reads in requests that run the model."""
     generating_headers: tuple[RequestHeader, ...]
-    """Headers of requests that generate tokens."""
+    """Headers that the gateway reads in requests that generate tokens."""
 
 
 StreamCall = Callable[[AsyncIterator[Any], Context], Awaitable[None]]
-"""Serves a call with a request stream, and writes the answers to the context."""
+"""Handles a gRPC call with a stream of requests, and writes the answers to the call's context."""
 
 
 @dataclass(frozen=True, slots=True)

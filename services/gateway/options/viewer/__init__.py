@@ -1,4 +1,4 @@
-"""Shows what the replicas do: /activity, traces of requests in the gateway's memory, and /ui."""
+"""Shows the activity of the replicas: /activity, traces in the gateway's memory, and /ui."""
 
 from services.gateway.options.viewer.option import Viewer
 from services.gateway.options.viewer.settings import ViewerSettings

@@ -1,6 +1,4 @@
-"""The bodies of answers with traces and the activity of replicas, which displays such as /ui
-read.
-"""
+"""The bodies of the answers of /traces and /activity, which displays such as /ui read."""
 
 from typing import Any
 
@@ -8,8 +6,8 @@ from services.gateway.adapters.http.openapi.answers import Answer
 
 
 class ProgramTurn(Answer):
-    """A turn of a program: its number, and the tool and the pause before it. `recomputed_tokens`
-    is the number of tokens of its context that were not cached any more.
+    """A turn of an agent program: the turn's number, and the tool and the pause before the turn.
+    `recomputed_tokens` is the number of tokens of the turn's context that were no longer cached.
     """
 
     number: int
@@ -20,9 +18,9 @@ class ProgramTurn(Answer):
 
 
 class TraceSummary(Answer):
-    """A request that has ended or is running. For a running request, `seconds` is its time so far,
-    and `num_spans` is 1. `error` is null if nothing failed. `turn` is null unless a program is
-    queried.
+    """A request that has ended or is running. For a running request, `seconds` is the time since
+    its arrival, and `num_spans` is 1. `error` is null if the request has not failed. `turn` is null
+    unless the query names a program.
     """
 
     trace_id: str
@@ -38,8 +36,8 @@ class TraceSummary(Answer):
 
 
 class Traces(Answer):
-    """An answer of /traces: a list of requests, and the number of ended requests whose traces are
-    stored.
+    """An answer of /traces: a list of requests, and the number `num_kept` of ended requests whose
+    traces are stored.
     """
 
     are_kept: bool
@@ -72,9 +70,9 @@ class TraceSpan(Answer):
 
 
 class TracePart(Answer):
-    """A part of a request's time. If the request waited for a resource, `waited_for` is the id of
-    the request that used most of it. `step` is the engine step in which the request's longest wait
-    began. Both may be null.
+    """A part of a request's time. If the request waited for a resource in this part, `waited_for`
+    is the id of the request that used most of the resource, and `step` is the number of the engine
+    step in which the longest wait began. Both may be null.
     """
 
     name: str
@@ -85,7 +83,7 @@ class TracePart(Answer):
 
 
 class TraceTime(Answer):
-    """The durations of a request's parts. Their sum is the total time."""
+    """The parts of a request's time. Their durations add up to `seconds`."""
 
     line: str
     seconds: float
@@ -93,9 +91,9 @@ class TraceTime(Answer):
 
 
 class Trace(Answer):
-    """An answer of /traces/{name}: the spans of a request, parents before children. The trace of a
-    running request contains the spans that have begun. Unfinished spans have the attribute
-    stepwell.is_running.
+    """An answer of /traces/{name}: the spans of a request, in which a parent precedes its children.
+    The trace of a running request contains the spans that have begun. Unfinished spans have the
+    attribute stepwell.is_running.
     """
 
     trace_id: str
@@ -108,8 +106,8 @@ class Trace(Answer):
 
 
 class QueuedSequence(Answer):
-    """A sequence that waits at the gateway, and the reason. The id is empty if the sequence belongs
-    to another tenant.
+    """A sequence that waits at the gateway, with the reason. `request_id` is empty if the sequence
+    belongs to another tenant.
     """
 
     request_id: str
@@ -118,8 +116,8 @@ class QueuedSequence(Answer):
 
 
 class ReplicaRequest(Answer):
-    """A sequence that runs or waits at a replica. `key` identifies it in steps and blocks. The ids
-    are empty if the sequence belongs to another tenant.
+    """A sequence that runs or waits at a replica. `key` identifies the sequence in ReplicaStep and
+    ReplicaBlocks. The ids are empty if the sequence belongs to another tenant.
     """
 
     key: int
@@ -136,8 +134,8 @@ class ReplicaRequest(Answer):
 
 
 class ReplicaStep(Answer):
-    """A finished step. `keys` has the keys of its first requests, and `num_tokens` has the token
-    counts of these requests in the same order.
+    """A finished step. `keys` are the keys of the step's first requests, and `num_tokens` are the
+    numbers of tokens that the step computed for these requests, in the same order.
     """
 
     step: int
@@ -153,9 +151,10 @@ class ReplicaStep(Answer):
 
 
 class ReplicaBlocks(Answer):
-    """The pool's blocks, drawn as cells. Each cell has a digit for its state (1 free without cached
-    content, 2 free and cached, 3 used by one request, 4 shared by several, 5 free and of a paused
-    program), and the key of a request that uses it, or 0.
+    """The KV blocks of a pool, grouped into cells. For each cell, `states` has a digit (1 free
+    without cached content, 2 free and cached, 3 used by one request, 4 shared by several requests,
+    5 free and retained for a paused program), and `owners` has the key of a request that uses the
+    cell, or 0.
     """
 
     blocks_per_cell: int
@@ -169,9 +168,7 @@ class ReplicaBlocks(Answer):
 
 
 class PausedProgram(Answer):
-    """A program of an agent between two turns. `num_blocks` blocks of its context are still
-    cached.
-    """
+    """An agent program between two turns. `num_blocks` blocks of its context are still cached."""
 
     program: str
     tool: str
@@ -182,7 +179,7 @@ class PausedProgram(Answer):
 
 
 class ReplicaActivity(Answer):
-    """The activity of a replica. `stats` is null if the replica's scheduler does not answer."""
+    """The activity of a replica. `stats` is null if the replica's scheduler does not respond."""
 
     address: str
     name: str
@@ -211,8 +208,8 @@ class Activity(Answer):
 
 
 class HistoryEvent(Answer):
-    """An event at a replica. If `replica` is empty, the event happened at the gateway. `count` is
-    the number of equal events that were merged.
+    """An event at a replica, or at the gateway if `replica` is empty. `count` is the number of
+    equal events that were merged into this event.
     """
 
     unix_seconds: float
@@ -223,9 +220,9 @@ class HistoryEvent(Answer):
 
 
 class History(Answer):
-    """An answer of /activity/history: parallel lists with a value for each time bin, the oldest
-    first. A latency is a pair of median and 99th percentile, or null if no request ended in the
-    bin.
+    """An answer of /activity/history: parallel lists with a value for each time bin, the oldest bin
+    first. A latency is a pair of the median and the 99th percentile, or null if no request ended in
+    the bin.
     """
 
     unix_seconds: float

@@ -1,4 +1,4 @@
-"""The option that shows what the replicas do."""
+"""The option that shows the replicas' activity and the traces of requests."""
 
 import asyncio
 import contextlib
@@ -33,18 +33,18 @@ from services.gateway.options.viewer.traces.sampler import AtMostPerMinute
 
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 _MAX_STORED_BYTES = 16 * 2**20
-"""Limit on the total bytes of the spans in the store. The store keeps at most one trace for each 32
-KiB of this limit.
+"""Limit on the total bytes of the stored spans. The number of stored traces is limited to one for
+each 32 KiB of this number.
 """
 _MAX_EXPORTS = 64
-"""Limit on the number of concurrent exports of spans."""
+"""Limit on the number of concurrent calls by which other services export spans to the gateway."""
 _LAST_EXPORTS_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class Viewer(Option):
-    """Serves /activity, /traces and /ui. Stores traces if an address for spans is set."""
+    """Serves /activity, /traces and /ui. Stores traces if the setting trace_address is given."""
 
     def __init__(self, settings: ViewerSettings, parts: OptionParts) -> None:
         self._settings = settings
@@ -59,7 +59,7 @@ class Viewer(Option):
         self.store: TraceStore | None = None
         """The stored traces. It is None if traces are not stored."""
         self.address: str | None = None
-        """The address that receives spans of the other services."""
+        """The bound address that receives the spans of other services."""
         self._server: GrpcServer | None = None
         parts.observer.listeners.append(self)
         if settings.trace_address is not None:
@@ -77,8 +77,8 @@ class Viewer(Option):
         return UiPages(app, UiRole.CLIENT) if self._settings.ui else app
 
     def traced(self, tracing: Tracing) -> Tracing:
-        """Adds the store to the receivers of spans. The limit on traces per minute applies only if
-        there is no collector.
+        """Lets the trace store receive the gateway's spans. The limit on traces per minute applies
+        only if no collector is configured.
         """
         if self.store is None:
             return tracing
@@ -122,7 +122,9 @@ class Viewer(Option):
         await self._keeper.run()
 
     async def stop(self, second_stop: asyncio.Event | None) -> None:
-        """Receives spans of services that stop later for `trace_linger_seconds` at most."""
+        """Stops the OTLP server after at most `trace_linger_seconds`, so that it can receive the
+        spans of services that stop later than the gateway.
+        """
         if self._server is None:
             return
         if second_stop is not None:
@@ -132,7 +134,9 @@ class Viewer(Option):
         await self._server.drain(_LAST_EXPORTS_SECONDS)
 
     def _routes(self, *, sees_all: bool) -> Sequence[Route]:
-        """The routes of data that displays show. With `sees_all`, they show all callers' data."""
+        """Returns the routes /activity and /traces. If `sees_all` is true, they show the data of
+        all callers, and otherwise only the data of the request's own caller.
+        """
         parts = self._parts
         activity = ActivityRoutes(
             self._feed, self._history, parts.inference, parts.engine, parts.gate, sees_all=sees_all

@@ -1,5 +1,5 @@
 """Serves the page /ui and its files from memory. The files contain no data of requests. The page
-fetches such data from the server, with an API key if the server requires one.
+fetches this data from the server, with an API key if the server requires one.
 """
 
 import enum
@@ -25,19 +25,21 @@ _MEDIA_TYPES = {
 }
 
 _HEADERS = {
-    # The page loads nothing from other sites, has no inline scripts, and cannot be framed.
+    # The page loads nothing from other sites, has no inline scripts, and is not shown in frames.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Browsers ask for each file every time. The answer is 304 while the file is unchanged.
+    # Browsers request each file every time. The answer is 304 while the file is unchanged.
     "Cache-Control": "no-cache",
 }
 
 
 class UiRole(enum.Enum):
-    """The users of a page. Operators see operators' calls on the page, clients see the chat."""
+    """The kind of the page's user. Operators can pause, drain and reset replicas on the page, and
+    clients can chat with the model.
+    """
 
     CLIENT = "client"
     OPERATOR = "operator"
@@ -51,8 +53,8 @@ class _File:
 
 
 class UiPages:
-    """Serves the page and its files to GET and HEAD requests, and redirects / to the page. Other
-    requests are forwarded to `app`.
+    """Serves the page and its files to GET and HEAD requests, and redirects / to the page. Forwards
+    all other requests to `app`.
     """
 
     def __init__(self, app: ASGIApp, role: UiRole) -> None:
@@ -69,7 +71,7 @@ class UiPages:
         elif scope["path"] == "/":
             await RedirectResponse(UI.removeprefix("/"))(scope, receive, send)
         elif scope["path"] == f"{UI}/":
-            # Relative links of the page would be wrong under this path.
+            # The page's relative links would be wrong under this path.
             await RedirectResponse(f"..{UI}", status_code=308)(scope, receive, send)
         elif (file := self._files.get(scope["path"])) is not None:
             await _response(file, Headers(scope=scope))(scope, receive, send)

@@ -1,1 +1,1 @@
-"""Queries the replicas' current activity from schedulers, and formats it as JSON for displays."""
+"""Queries schedulers for the replicas' activity, and formats it as JSON for displays."""

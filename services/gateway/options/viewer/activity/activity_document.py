@@ -1,4 +1,4 @@
-"""Formats the activity of a replica as JSON. Names of enums are in lower case, and times in
+"""Formats the activity of a replica as JSON. Enum values are names in lower case, and times are in
 seconds.
 """
 
@@ -16,9 +16,7 @@ _UNSPECIFIED = "unspecified"
 
 
 def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) -> Document:
-    """Describes a running or waiting request. `unix_nanos` is the current time in nanoseconds since
-    1970.
-    """
+    """Describes a running or waiting request. `unix_nanos` is the current Unix time."""
     state = scheduler_pb2.RequestState.Name(request.state).removeprefix(_REQUEST_STATE).lower()
     return {
         "key": request.key,
@@ -38,8 +36,8 @@ def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) ->
 def step_documents(
     steps: Iterable[scheduler_pb2.StepActivity], done_before_nanos: int
 ) -> Iterable[Document]:
-    """Describes steps in order. The duration of a step is measured from the end of the previous
-    step.
+    """Describes consecutive steps. The duration of a step is measured from the end of the previous
+    step, since steps overlap. The step before the first one ended at `done_before_nanos`.
     """
     for step in steps:
         began = max(step.begun_unix_nanos, done_before_nanos)
@@ -59,8 +57,8 @@ def step_documents(
 
 
 def blocks_document(blocks: common_pb2.BlockMap) -> Document:
-    """Describes a map of blocks. `states` has one digit for the state of each cell, as in the
-    .proto.
+    """Describes a map of KV blocks. `states` has one digit per cell, the number of its state in the
+    protobuf.
     """
     return {
         "blocks_per_cell": blocks.blocks_per_cell,
@@ -75,7 +73,7 @@ def blocks_document(blocks: common_pb2.BlockMap) -> Document:
 
 
 def program_document(program: scheduler_pb2.PausedProgram) -> Document:
-    """Describes a program in a pause."""
+    """Describes an agent program between two turns."""
     return {
         "program": program.program,
         "tool": program.tool,
@@ -87,7 +85,7 @@ def program_document(program: scheduler_pb2.PausedProgram) -> Document:
 
 
 def _reason(number: int) -> str | None:
-    """Returns the name of the wait reason with this number."""
+    """Returns the name of the wait reason with this number, or None if there is no such reason."""
     if number not in scheduler_pb2.WaitReason.values():
         return None
     name = scheduler_pb2.WaitReason.Name(scheduler_pb2.WaitReason.ValueType(number))

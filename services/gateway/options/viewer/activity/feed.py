@@ -1,5 +1,5 @@
-"""Samples of the replicas' activity. They are taken only while clients request them. The rate of
-queries to a scheduler does not depend on the number of clients.
+"""Takes samples of the replicas' activity while clients request them. Clients share the samples, so
+the rate of queries to a scheduler does not depend on the number of clients.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from services.gateway.options.viewer.activity.history import name_of
 SAMPLE_SECONDS = 0.2
 """Minimum number of seconds between two samples."""
 LARGE_POOL_SECONDS = 1.0
-"""Minimum number of seconds between two block maps of a pool with more than `MAX_CELLS` blocks."""
+"""Minimum number of seconds between two block maps of a pool with more than MAX_CELLS blocks."""
 MAX_CELLS = 4096
 MAX_STEPS = 256
 _TIMEOUT_SECONDS = 1.0
@@ -46,17 +46,18 @@ class ReplicaSample:
     num_unfinished_here: int = 0
     cached_tokens: int | None = None
     """Number of tokens in the pool's cached blocks, according to the gateway's prefix index. If the
-    pool is not in the index, only free cached blocks are counted, because the block map has only
-    their number.
+    index does not contain the pool, only the free cached blocks of the block map are counted.
     """
     directory: str = ""
-    """State of this pool in the gateway's prefix index, a value of DirectoryState."""
+    """State of this pool in the gateway's prefix index, as a value of DirectoryState. Empty if the
+    index does not contain the pool.
+    """
     stats: Document | None = None
     requests: list[Document] = field(default_factory=list)
     steps: deque[Document] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     blocks: Document | None = None
     programs: list[tuple[bytes, Document]] = field(default_factory=list)
-    """Programs in a pause, each with the digest of its tenant."""
+    """Paused agent programs, each with the digest of its tenant."""
 
 
 @dataclass(slots=True)
@@ -82,7 +83,7 @@ class ActivityFeed:
         self._sampled_at = 0.0
 
     async def samples(self) -> list[ReplicaSample]:
-        """Returns samples of all replicas. They are at most `SAMPLE_SECONDS` old."""
+        """Returns samples of all replicas, which are at most SAMPLE_SECONDS old."""
         async with self._lock:
             if time.monotonic() >= self._sampled_at + SAMPLE_SECONDS:
                 replicas = self._membership.replicas
@@ -122,7 +123,7 @@ class ActivityFeed:
         return sample
 
     def _look_up(self, replica: Replica, sample: ReplicaSample) -> None:
-        """Sets the number of tokens that a replica's pool has cached."""
+        """Sets `cached_tokens` and `directory` of a sample."""
         served = replica.description
         view = None if served is None else self._index.view(served.cache_node)
         if served is not None and view is not None:
@@ -149,7 +150,7 @@ class ActivityFeed:
             cursor.blocks_at = now
             found = answer.HasField("blocks")
             sample.blocks = blocks_document(answer.blocks) if found else None
-        if cursor.step > answer.stats.num_steps:  # The step was of an earlier process.
+        if cursor.step > answer.stats.num_steps:  # An earlier scheduler process ran this step.
             cursor.step = 0
         if answer.steps:
             sample.steps.extend(step_documents(answer.steps, cursor.done_unix_nanos))

@@ -66,9 +66,7 @@ def name_of(replica: Replica) -> str:
 
 
 def history_document(history: History, now: float) -> dict[str, Any]:
-    """Returns the events, and the bins as parallel lists. Each latency is a pair of median and 99th
-    percentile.
-    """
+    """Returns the events, and the time bins as parallel lists."""
     bins = history.bins(now)
     return {
         "unix_seconds": now,

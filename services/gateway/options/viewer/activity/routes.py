@@ -27,8 +27,8 @@ _MAX_QUEUED = 256
 
 class ActivityQuery(Query):
     """The query of /activity. `replica` is the address of the replica whose requests, steps and
-    blocks are returned. Empty means all replicas. `after` lists the last steps that the caller
-    knows, as STEP@ADDRESS.
+    blocks are returned, or empty for all replicas. `after` has the number of the last step that the
+    client knows of a replica, as STEP@ADDRESS. Only later steps are returned.
     """
 
     replica: str = ""
@@ -36,8 +36,8 @@ class ActivityQuery(Query):
 
 
 class ActivityRoutes:
-    """The handlers of the routes. By default a caller sees only the ids of its own requests. With
-    `sees_all`, it sees all ids.
+    """The handlers of the routes. If `sees_all` is true, a caller sees the ids of all requests, and
+    otherwise only the ids of its own requests.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ActivityRoutes:
         return JSONResponse(document, headers={"Cache-Control": "no-store"})
 
     async def activity(self, request: Request) -> Response:
-        """Shows the activity of the replicas: queues, steps since the last call, and blocks. It
+        """Shows the activity of the replicas: queues, the latest steps, and KV blocks. The answer
         contains neither text nor tokens.
         """
         query = read_query(request, ActivityQuery)
@@ -125,7 +125,7 @@ class ActivityRoutes:
 
 
 def _cursors(after: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields pairs of a replica's address and the last step that the caller knows."""
+    """Yields, for each STEP@ADDRESS, the address of the replica and the number of the step."""
     for text in after:
         step, _, address = text.partition("@")
         yield address, int(step)
@@ -154,7 +154,7 @@ def _replica(
     sample: ReplicaSample, after: int, own: Collection[str] | None, tenant: bytes | None
 ) -> Document:
     steps = list(sample.steps)
-    if steps and after <= steps[-1]["step"]:  # a higher `after` is from an earlier process
+    if steps and after <= steps[-1]["step"]:  # A higher `after` is of an earlier process.
         steps = [step for step in steps if step["step"] > after]
     return _in_short(sample) | {
         "requests": [_masked(request, own) for request in sample.requests],

@@ -1,7 +1,7 @@
-"""Records the last minutes: latencies, rates, queues and pools over time, and events.
+"""Records the statistics of the last minutes: latencies, rates, queues, KV-cache pools and events.
 
-The size of a History is bounded by MAX_BINS bins of BIN_SECONDS seconds, MAX_VALUES latencies of
-each kind per bin, and MAX_EVENTS events. Times are in seconds since 1970.
+A History has at most MAX_BINS bins of BIN_SECONDS seconds, MAX_VALUES latencies of each kind per
+bin, and MAX_EVENTS events. Times are in seconds since 1970.
 """
 
 from collections import deque
@@ -17,7 +17,9 @@ MAX_EVENTS = 100
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """A replica's status at one time. `incarnation` is empty if the scheduler did not respond."""
+    """A replica's status at one time. `incarnation` identifies the scheduler's process. It is empty
+    if the scheduler did not respond.
+    """
 
     name: str
     is_ready: bool
@@ -57,7 +59,7 @@ class Bin:
     num_running: int = 0
     num_waiting: int = 0
     held_share: float = 0.0
-    """Fraction of blocks in use, over all pools."""
+    """Fraction of the KV blocks of all pools that are in use."""
 
 
 class History:
@@ -71,7 +73,7 @@ class History:
         """Addresses of replicas that have been ready."""
 
     def bins(self, now: float) -> list[Bin]:
-        """Returns all bins, up to the current one."""
+        """Returns all bins up to the current bin."""
         self._bin(now)
         return list(self._bins)
 
@@ -81,7 +83,9 @@ class History:
     def answered(
         self, now: float, whole: float, first_token: float | None, num_tokens: int, *, failed: bool
     ) -> None:
-        """Records the end of a request that an engine had scheduled. Times are in seconds."""
+        """Records the end of a request that a replica had scheduled. `whole` and `first_token` are
+        the seconds from the request's arrival to its end and to its first token.
+        """
         one = self._bin(now)
         one.num_ended += 1
         one.num_tokens += num_tokens
@@ -100,8 +104,8 @@ class History:
         self._note(now, "refused", "", reason.replace("_", " "))
 
     def sampled(self, now: float, statuses: Mapping[str, ReplicaStatus], num_queued: int) -> None:
-        """Records a sample. `statuses` maps the addresses of replicas to their status. `num_queued`
-        is the number of sequences that wait at the gateway.
+        """Records a sample of the replicas. `statuses` maps addresses to statuses. `num_queued` is
+        the number of sequences that wait at the gateway.
         """
         one = self._bin(now)
         one.num_running = sum(status.num_running for status in statuses.values())
@@ -122,8 +126,8 @@ class History:
         self._statuses = dict(statuses)
 
     def _bin(self, now: float) -> Bin:
-        """Returns the current bin. Adds this bin and missing bins before it. Until the next sample,
-        new bins have the last numbers of queues and pools.
+        """Returns the current bin. If it does not exist, adds it and the missing bins before it.
+        New bins start with the previous bin's queues and pools, which the next sample replaces.
         """
         began = int(now // BIN_SECONDS) * BIN_SECONDS
         if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:
@@ -146,8 +150,8 @@ class History:
 
 
 def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, str]]:
-    """Yields the changes of a replica's status, each as a kind of event and a sentence. If a
-    scheduler does not respond, its state is unknown and counts as unchanged.
+    """Yields the changes of a replica's status, each as a kind of event and a text. The state of a
+    scheduler that does not respond is unknown, and counts as unchanged.
     """
     if before.is_ready and not after.is_ready:
         yield "lost", after.reason or "it cannot run steps"
@@ -164,7 +168,7 @@ def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, 
 
 
 def median_and_p99(values: list[float]) -> tuple[float, float] | None:
-    """Returns the median and the 99th percentile. Returns None if there are no values."""
+    """Returns the median and the 99th percentile, or None if there are no values."""
     if len(values) < 2:
         return (values[0], values[0]) if values else None
     hundredths = quantiles(values, n=100, method="inclusive")

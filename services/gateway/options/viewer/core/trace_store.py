@@ -1,4 +1,4 @@
-"""Stores the newest traces in memory, within limits, if no collector is configured."""
+"""Stores the newest traces in memory, within limits."""
 
 import enum
 from collections.abc import Iterator
@@ -7,19 +7,17 @@ from dataclasses import dataclass, field
 
 class SpanRole(enum.Enum):
     REQUEST = "request"
-    """The span of a client's whole request at this gateway. Its trace can be listed."""
+    """The span of a client's whole request at this gateway, the root of a trace that is listed."""
     STEP = "step"
-    """A span that has no parent and is not a client's request. Its trace is the trace of an engine
-    step.
-    """
+    """The root span of the trace of an engine step."""
     PART = "part"
     """Any other span."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSpan:
-    """A span in OTLP encoding, with the service that made it. A request's span also has the
-    request's id and caller, which are empty in other spans.
+    """A span in OTLP encoding, with the name of the service that made it. `request_id` and
+    `caller_id` are empty unless the span's role is REQUEST.
     """
 
     service: str
@@ -28,7 +26,7 @@ class StoredSpan:
     request_id: str = ""
     caller_id: str = ""
     is_wanted: bool = False
-    """Whether the span's trace should be kept, because the request failed or was slow."""
+    """Whether the span's trace is kept for longer, because the request failed or was slow."""
 
 
 @dataclass(slots=True)
@@ -37,11 +35,9 @@ class StoredTrace:
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0
     root: StoredSpan | None = None
-    """The span of the client's request. It is None until the span is received, which is after the
-    request's end. A trace that is made from a running request has this span, too.
-    """
+    """The span of the client's request. In a stored trace, it is None until the request's end."""
     encoded: set[bytes] = field(default_factory=set)
-    """The bytes of all spans, by which repeated spans are detected."""
+    """The encoded spans, by which repeated spans are detected."""
     is_running: bool = False
     """Whether the trace was made from a running request. Such a trace is not in the store."""
 
@@ -55,22 +51,22 @@ class StoredTrace:
 
 
 class TraceStore:
-    """Stores at most `max_traces` traces and `max_bytes` bytes of spans. At a limit, the oldest
-    traces are removed.
+    """Stores at most `max_traces` traces and `max_bytes` bytes of spans. When a limit is exceeded,
+    the oldest traces are removed.
 
-    Half of both limits is reserved for ended requests, so that engine steps cannot displace them.
-    Among the other traces, steps are removed before unfinished requests. A single trace may have at
-    most an eighth of the bytes. Its further spans are dropped.
+    Half of both limits is reserved for ended requests, so that other traces, most of them of engine
+    steps, cannot displace them. Among the other traces, steps are removed before unfinished
+    requests. Two groups of ended requests are removed last: up to `max_traces` / 4 failed or slow
+    requests, and up to `max_traces` / 8 recently listed requests.
 
-    Two groups of ended requests are removed last: up to `max_traces` / 4 failed or slow requests,
-    and up to `max_traces` / 8 requests that were listed recently.
+    A trace may have at most an eighth of `max_bytes`. Further spans of the trace are dropped.
     """
 
     def __init__(self, max_traces: int, max_bytes: int) -> None:
         self._max_traces = max_traces
         self._max_bytes = max_bytes
         self._ended: dict[str, StoredTrace] = {}
-        """Maps trace ids to the traces of ended requests."""
+        """Maps trace ids to the traces of ended requests, in order of their ends."""
         self._others: dict[str, StoredTrace] = {}
         self._steps: dict[str, None] = {}
         """Ids of the engine-step traces in `_others`."""
@@ -84,8 +80,8 @@ class TraceStore:
         return len(self._ended) + len(self._others)
 
     def add(self, trace_id: str, span: StoredSpan) -> None:
-        """Adds a span to its trace, or to a new trace. A span that is already stored is ignored,
-        since services repeat exports that were not confirmed. Trace ids are 32 hexadecimal digits.
+        """Adds a span to its trace, which may be new. A span that is already stored is ignored,
+        since services repeat exports that were not confirmed. A trace id has 32 hexadecimal digits.
         """
         trace = self._ended.get(trace_id) or self._others.get(trace_id) or StoredTrace(trace_id)
         size = len(span.encoded)
@@ -115,9 +111,8 @@ class TraceStore:
         _keep_newest(self._shown, trace_id, self._max_traces // 8)
 
     def find(self, name: str) -> StoredTrace | None:
-        """Returns the trace with this id, or the newest trace of the request with this id. The id
-        may also be the client's own request id, with which the gateway's id ends, or the id of a
-        sequence, which starts with the gateway's id.
+        """Returns the trace with the id `name`, or the newest trace of a request that `name`
+        identifies (see `is_called`).
         """
         trace_id = name.lower()
         if (found := self._ended.get(trace_id) or self._others.get(trace_id)) is not None:
@@ -144,7 +139,7 @@ class TraceStore:
 
 
 def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
-    """Adds an id as the newest. Removes the oldest id if there are more than `most`."""
+    """Adds an id as the newest id. Removes the oldest id if there are more than `most` ids."""
     ids.pop(trace_id, None)
     ids[trace_id] = None
     if len(ids) > most:
@@ -152,8 +147,9 @@ def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
 
 
 def is_called(request_id: str, name: str) -> bool:
-    """Whether `name` is the request's id, the client's own id of the request, or the id of one of
-    its sequences.
+    """Whether `name` identifies the request with this id. It may be the request's id, the client's
+    own id, with which the request's id ends, or the id of a sequence, which starts with the
+    request's id.
     """
     if not request_id:
         return False

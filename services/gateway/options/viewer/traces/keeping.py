@@ -1,6 +1,4 @@
-"""Stores spans: the spans of other services, which are received over OTLP, and the gateway's own
-spans.
-"""
+"""Stores spans: the gateway's own, and those of other services, which it receives over OTLP."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -24,7 +22,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
-    """Implements OTLP's trace service by writing to the store."""
+    """Implements OTLP's trace service. Adds the received spans to the trace store."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
@@ -32,13 +30,12 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
     async def Export(  # noqa: N802 - the contract's name
         self, request: trace_service_pb2.ExportTraceServiceRequest, _context: _Context
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Stores the spans of other services."""
         keep(self._store, request.resource_spans, is_own=False)
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
 class StoreExporter(SpanExporter):
-    """Stores each of the gateway's own spans when it ends."""
+    """Adds the gateway's own spans to the trace store when they end."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
@@ -51,7 +48,7 @@ class StoreExporter(SpanExporter):
 def keep(
     store: TraceStore, resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> None:
-    """Adds spans to the store. `is_own` is true if this gateway made them."""
+    """Adds spans to the store. `is_own` is true if this gateway made the spans."""
     for trace_id, span in stored_spans(resource_spans, is_own=is_own):
         store.add(trace_id, span)
 
@@ -70,8 +67,8 @@ def stored_spans(
 
 
 def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
-    """Converts a span, and determines its role. The gateway's own server spans are requests. Spans
-    of other services without a parent are engine steps.
+    """Converts a span, and determines its role. A server span of this gateway is a request. A span
+    of another service without a parent is an engine step.
     """
     encoded = span.SerializeToString()
     if is_own and span.kind == trace_pb2.Span.SPAN_KIND_SERVER:
@@ -88,5 +85,5 @@ def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
 
 
 def text_of(attributes: Iterable[common_pb2.KeyValue], key: str) -> str:
-    """Returns the string value of an attribute. The result is empty if the attribute is missing."""
+    """Returns the string value of an attribute, or "" if the attribute is missing."""
     return next((pair.value.string_value for pair in attributes if pair.key == key), "")

@@ -1,5 +1,5 @@
-"""HTTP routes for traces. One route lists stored and running requests. The other returns a request
-with all its spans.
+"""HTTP routes for traces. One route lists stored and running requests. The other returns the trace
+of one request with all its spans.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ _MAX_LISTED = 200
 
 
 class TracesQuery(Query):
-    """The query of /traces: the order of the list, its maximum length, and a program whose ended
-    turns are listed.
+    """The query of /traces: the order and the maximum length of the list. If `program` is given,
+    only the ended turns of this agent program are listed.
     """
 
     order: Literal["newest", "slowest", "failed"] = "newest"
@@ -51,9 +51,9 @@ def _turns(traces: Iterable[StoredTrace], program: str) -> list[Document]:
 
 
 class TraceRoutes:
-    """Reads traces from the trace store, and queries the replicas for the traces of running
-    requests. By default a caller sees only the traces of its own requests. With `sees_all`, it sees
-    all traces.
+    """Reads the traces of ended requests from the trace store, and queries the replicas for the
+    spans of running requests. If `sees_all` is true, a caller sees the traces of all requests, and
+    otherwise only the traces of its own requests.
     """
 
     def __init__(self, store: TraceStore | None, running: RunningTraces, *, sees_all: bool) -> None:
@@ -96,8 +96,8 @@ class TraceRoutes:
         )
 
     async def trace(self, request: Request) -> Response:
-        """Shows the trace with this id, or the trace of the request with this id. The trace of a
-        running request is incomplete.
+        """Shows the trace with this id, or the trace of the request with this id. A running
+        request's trace has only the spans that have begun.
         """
         name: str = request.path_params["name"]
         may_see = partial(self._may_see, request)
@@ -106,7 +106,7 @@ class TraceRoutes:
         if found is None:
             found = kept
         elif kept is not None and kept.trace_id == found.trace_id:
-            found.spans += kept.spans  # spans of ended parts, from other services
+            found.spans += kept.spans  # Other services have exported the spans that have ended.
         if found is None or not may_see(found.caller_id):
             raise NotFound(self._why_not(name), field="name", reason="TRACE_NOT_FOUND")
         return JSONResponse(await asyncio.to_thread(document, found))

@@ -1,5 +1,5 @@
-"""Makes traces of unfinished requests, from the gateway's records and from the spans of their
-sequences at the schedulers.
+"""Makes traces of unfinished requests from the gateway's records of the requests, and from the
+schedulers' spans of the requests' sequences.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Order(enum.Enum):
 
 
 class RunningTraces:
-    """Makes traces of unfinished calls that generate."""
+    """Makes traces of unfinished calls that run the model."""
 
     def __init__(
         self, records: Mapping[int, RequestRecord], links: SchedulerLinks, model_name: str
@@ -55,9 +55,9 @@ class RunningTraces:
     def requests(
         self, may_see: Callable[[str], bool], limit: int, order: Order
     ) -> list[StoredTrace]:
-        """Returns at most `limit` traces, one for each request, with only the root span. `may_see`
-        is called with the id of the request's caller. The traces of listed requests are stored when
-        the requests end, so that they can be read later.
+        """Returns at most `limit` traces, one for each request, with only the root span. Requests
+        are omitted if `may_see` is false for the id of their caller. The traces of listed requests
+        are stored when the requests end, so that they can be read later.
         """
         records = [one for one in self._generating() if may_see(one.caller.caller_id)]
         if order is Order.NEWEST:
@@ -69,9 +69,9 @@ class RunningTraces:
         return [self._made(record, is_whole=False, now=now) for record in listed]
 
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
-        """The trace with this id, or the newest trace of the request with this id, by the rules of
-        `TraceStore.find`. The trace will be stored when the request ends. The result is None if
-        there is no such request, or if its caller may not be seen.
+        """Returns the trace with the id `name`, or the newest trace of a request that `name`
+        identifies (see `is_called`). Returns None if there is no such request, or if `may_see` is
+        false for the id of its caller. The trace will be stored when the request ends.
         """
         for record in reversed(self._generating()):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):
@@ -92,7 +92,9 @@ class RunningTraces:
         so_far: EngineParts | None = None,
         now: int | None = None,
     ) -> StoredTrace:
-        """Makes a trace of the gateway's own spans."""
+        """Makes a trace of the gateway's own spans. If `is_whole` is false, it has only the root
+        span.
+        """
         spans = RequestSpans(record, self._spans.tracing, self._model_name, so_far, now)
         (spans.make if is_whole else spans.make_root)(None)
         trace = StoredTrace(record.trace_id, is_running=True)
@@ -110,7 +112,7 @@ class RunningTraces:
     async def _ask(
         self, address: str, request: scheduler_pb2.GetRunningSpansRequest
     ) -> ExportTraceServiceRequest:
-        """Queries the spans of a scheduler."""
+        """Queries a scheduler for its spans. Returns no spans if the scheduler does not respond."""
         try:
             answer = await self._links[address].running_spans(request, _TIMEOUT_SECONDS)
             return ExportTraceServiceRequest.FromString(answer.otlp)
@@ -119,8 +121,8 @@ class RunningTraces:
 
 
 def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequest]:
-    """Returns a map from schedulers' addresses to the query for the sequences there, with their
-    parent spans.
+    """Maps each scheduler's address to the query for the request's sequences at this scheduler. The
+    query has the parent span of each sequence.
     """
     asked: dict[str, scheduler_pb2.GetRunningSpansRequest] = defaultdict(
         scheduler_pb2.GetRunningSpansRequest
@@ -140,7 +142,7 @@ def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequ
 
 
 def _parts_so_far(answers: Iterable[ExportTraceServiceRequest]) -> EngineParts:
-    """Returns the parts of each sequence's time, which the schedulers' spans contain."""
+    """Returns the parts of each sequence's time so far, which the schedulers' spans contain."""
     parts: dict[str, tuple[TimePart, ...]] = {}
     for answer in answers:
         for group in answer.resource_spans:

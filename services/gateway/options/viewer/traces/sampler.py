@@ -10,8 +10,8 @@ from opentelemetry.util.types import Attributes
 
 
 class AtMostPerMinute(Sampler):
-    """Limits another sampler to `limit` traces per minute. It uses a token bucket with the capacity
-    of one minute. 0 means no limit.
+    """Limits another sampler to `limit` traces per minute by a token bucket with a capacity of
+    `limit`. 0 means no limit.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from services.common.telemetry.time_parts import EXPLANATIONS, parts_of_attribut
 from services.gateway.options.viewer.core.trace_store import StoredSpan, StoredTrace
 
 _WITH_CLIENTS_TEXT = {names.GENAI_REQUEST_STOP_SEQUENCES}
-"""Attributes that contain clients' text."""
+"""Names of attributes that contain clients' text. They are omitted."""
 
 Document = dict[str, Any]
 
@@ -34,7 +34,9 @@ def summary(trace: StoredTrace) -> Document:
 
 
 def turn_of(trace: StoredTrace, program: str) -> Document | None:
-    """Returns which turn of a program a request is. None if it is none."""
+    """Describes which turn of an agent program the request is. Returns None if the request does not
+    belong to this program.
+    """
     for one in trace.spans:
         if names.ATTR_PROGRAM.encode() not in one.encoded:
             continue
@@ -51,8 +53,8 @@ def turn_of(trace: StoredTrace, program: str) -> Document | None:
 
 
 def document(trace: StoredTrace) -> Document:
-    """Returns a trace with all its spans. A span precedes its children, which are ordered by time.
-    Times are in seconds from the start of the first span.
+    """Returns a trace with all its spans, in the order of `in_tree`. Times are in seconds from the
+    start of the first span.
     """
     spans = [(one.service, trace_pb2.Span.FromString(one.encoded)) for one in trace.spans]
     start = min((span.start_time_unix_nano for _, span in spans), default=0)
@@ -70,8 +72,8 @@ def document(trace: StoredTrace) -> Document:
 def in_tree(
     spans: Iterable[tuple[str, trace_pb2.Span]],
 ) -> Iterator[tuple[str, trace_pb2.Span, int]]:
-    """Yields each span with its depth in the tree. A span precedes its children. A span whose
-    parent is missing has depth 0.
+    """Yields each span with its service and its depth in the tree of spans. A span precedes its
+    children, which are in order of their start. A span whose parent is missing has depth 0.
     """
     by_start = sorted(spans, key=lambda one: one[1].start_time_unix_nano)
     known = {span.span_id for _, span in by_start}
@@ -115,15 +117,15 @@ def _seconds(start: int, end: int) -> float:
 
 
 def _error(span: trace_pb2.Span) -> str | None:
-    """Returns the error message of a span. Returns None if it has no error."""
+    """Returns the error message of a span, or None if the span has no error."""
     if span.status.code != trace_pb2.Status.STATUS_CODE_ERROR:
         return None
     return span.status.message or "failed"
 
 
 def _time(root: StoredSpan | None) -> Document | None:
-    """Returns the request's time: a line of text, and its parts with an explanation of each.
-    Returns None before the request's root span has arrived.
+    """Describes the request's time by a line of text, and by its parts with an explanation of each.
+    Returns None before the request's root span is stored.
     """
     if root is None:
         return None

@@ -1,4 +1,4 @@
-// Requests to the server that this page came from, with the key that was given in this tab.
+// Sends requests to the page's server, with the API key that the user entered in this browser tab.
 
 const KEY = "stepwell-key";
 
@@ -19,7 +19,7 @@ export function headers(more = {}) {
   return key ? { ...more, Authorization: `Bearer ${key}` } : more;
 }
 
-/** The answer of a call. Throws Refused with the server's sentence. */
+/** Returns the response to a request. Throws Refused with the server's message for an error. */
 export async function call(path, options = {}) {
   const answer = await fetch(path, { ...options, headers: headers(options.headers) });
   if (!answer.ok) throw await refusal(answer);
@@ -41,7 +41,7 @@ async function refusal(answer) {
     const error = JSON.parse(text).error;
     message = typeof error === "string" ? error : error.message;
   } catch {
-    // What is not JSON is shown as it is.
+    // A body that is not JSON is shown as text.
   }
   return new Refused(answer.status, message);
 }

@@ -1,4 +1,4 @@
-// A box to talk to the model. Its requests are always traced.
+// The chat with the model. Its requests are always traced.
 
 import { call, get } from "./api.js";
 import { markdown } from "./markdown.js";
@@ -30,7 +30,7 @@ export class Chat {
     byId("chat-settings").addEventListener("toggle", () => this.#listModels());
   }
 
-  /** The model and its adapters. */
+  /** Offers the model and its adapters for selection. */
   async #listModels() {
     const { data } = await get("v1/models");
     const chosen = byId("chat-model").value || this.model;
@@ -63,7 +63,7 @@ export class Chat {
     }
   }
 
-  /** Streams an answer; `show` gets its text so far. Returns the counts of tokens. */
+  /** Streams an answer. Calls `show` with the answer's text so far. Returns the token counts. */
   async #stream(traceId, show) {
     const system = byId("chat-system").value.trim();
     const body = {
@@ -126,7 +126,7 @@ function toEnd() {
   byId("messages").scrollTop = byId("messages").scrollHeight;
 }
 
-/** The JSON of each server-sent event until [DONE]. */
+/** Yields the JSON value of each server-sent event before [DONE]. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

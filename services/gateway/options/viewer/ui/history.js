@@ -1,4 +1,4 @@
-// The last minutes as curves: latencies, rates, queues and pools; and what happened in them.
+// Draws the last minutes: curves of latencies, rates, queues and pools, and a list of events.
 
 import { get } from "./api.js";
 import { byId, clock, context, count, element, seconds, themed } from "./text.js";
@@ -18,7 +18,7 @@ const rate = (name, line, key) => ({
   value: (history, at) => history[key][at] / lengthOf(history, at),
   text: (value) => `${value < 10 ? value.toFixed(1) : count(value)}/s`,
 });
-/** Seconds of a bin; of the present one, those that are over. */
+/** Returns the length of a time bin in seconds. Of the current bin, only past seconds count. */
 const lengthOf = (history, at) =>
   Math.min(history.bin_seconds, Math.max(2, history.unix_seconds - history.began_unix_seconds[at]));
 const CHARTS = [
@@ -85,7 +85,7 @@ export class History {
     says.replaceChildren(...lines.map((line, which) => legend(line, lastOf(curves[which], at, this.pointed !== null))));
   }
 
-  /** A line for each event; refusals are a curve of their own. */
+  /** Draws a vertical line for each event, except refusals, which have their own curve. */
   #marks(drawing, height, x) {
     const { began_unix_seconds: began, bin_seconds: long, events } = this.history;
     for (const event of events) {
@@ -123,7 +123,7 @@ export class History {
 
 const toneOf = (event) => (BAD.has(event.kind) ? "--bad" : WARNS.has(event.kind) ? "--warn" : "--good");
 
-/** The value at a place, or the newest one that there is. */
+/** Returns the value at an index if the user points at it, and otherwise the newest value. */
 function lastOf(values, at, isPointed) {
   if (isPointed) return values[at];
   return values.findLast((value) => value !== null) ?? null;
@@ -154,7 +154,7 @@ function curve(drawing, values, x, y, stroke) {
   drawing.lineWidth = 1;
 }
 
-/** A round number that is not less. */
+/** Returns the smallest round number that is at least `most`. */
 function niceTop(most) {
   if (!most) return 1;
   const power = 10 ** Math.floor(Math.log10(most));

@@ -1,4 +1,4 @@
-// The page: asks for what the replicas do, a few times a second while it is seen, and draws it.
+// The page: fetches the replicas' activity several times per second while visible, and draws it.
 
 import { get, setKey } from "./api.js";
 import { Chat } from "./chat.js";
@@ -76,7 +76,7 @@ async function look() {
   }
 }
 
-/** Of the chosen replica everything, but of its steps only those that are not here. */
+/** Returns the query for the chosen replica, with only the steps that the timeline lacks. */
 function query() {
   if (!chosen) return "";
   const address = encodeURIComponent(chosen);
@@ -110,7 +110,7 @@ function draw() {
   pool.draw();
 }
 
-/** The class and the words of the dot at the head: green is what takes requests and runs them. */
+/** Returns the CSS class and the text of the page's state. "live" means that all replicas run. */
 function stateOfAll({ replicas, draining }) {
   const ready = replicas.filter((replica) => replica.ready);
   if (!ready.length) return ["away", "no replica is ready"];
@@ -149,7 +149,7 @@ function setState(kind, text) {
   byId("state").textContent = text;
 }
 
-/** Shows a sentence until there is another one, or for some seconds. */
+/** Shows a message for some seconds, or until the next message. */
 function problem(text) {
   showsProblem = "";
   clearTimeout(hiding);

@@ -1,4 +1,4 @@
-// Markdown as elements. Texts are set, never read as HTML, so that an answer cannot add any of its own.
+// Converts Markdown to elements. Text is never parsed as HTML, so an answer cannot add HTML.
 
 import { element } from "./text.js";
 
@@ -12,7 +12,7 @@ const DIVIDER = /^\s*\|?[\s:|-]+\|[\s:|-]*$/;
 const INLINE = /(`+)([^`]|[^`].*?[^`])\1(?!`)|\*\*(?=\S)(.+?)\*\*|\*(?=[^\s*])(.+?)\*|~~(?=\S)(.+?)~~|\[([^\]\n]+)\]\(([^)\s]+)\)/;
 const MAX_DEPTH = 8;
 
-/** The blocks of a text, as an array of elements. */
+/** Returns the blocks of a text, such as paragraphs and lists, as an array of elements. */
 export function markdown(text) {
   return blocks(text.split("\n"), 0);
 }
@@ -81,7 +81,7 @@ function until(lines, at, isEnd) {
   return at;
 }
 
-/** Texts and elements of a paragraph. */
+/** Returns the content of a paragraph as an array of strings and elements. */
 function inline(text, depth = 0) {
   const found = depth < MAX_DEPTH ? text.match(INLINE) : null;
   if (!found) return [text];
@@ -97,7 +97,7 @@ function inline(text, depth = 0) {
   return [text.slice(0, found.index), made, ...(after ? inline(after, depth) : [])];
 }
 
-/** A link to a web page; other addresses, such as those of scripts, stay text. */
+/** Returns a link to an HTTP address. A link to any other address, such as a script, stays text. */
 function link(name, address) {
   const url = URL.canParse(address) ? new URL(address) : null;
   if (!url || !/^https?$/.test(url.protocol.slice(0, -1))) return `[${name}](${address})`;

@@ -1,4 +1,4 @@
-// The pool of a replica: a cell for each block, or for several where there are many.
+// Draws the KV-cache pool of a replica. Each cell is one block, or several blocks of a large pool.
 
 import { byId, colour, context, count, percent, themed } from "./text.js";
 
@@ -102,7 +102,7 @@ function fill(state, owner) {
   return colour(owner);
 }
 
-/** Blocks of several requests have a hole in the middle. */
+/** Draws a hole in the cell of a block that several requests share. */
 function mark(drawing, x, y, side) {
   const hole = side / 3;
   drawing.fillStyle = themed("--card");

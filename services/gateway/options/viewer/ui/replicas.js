@@ -1,11 +1,11 @@
-// The replicas: their state, what they have cached, and, for operators, what can be done with them.
+// Shows the replicas with their state and statistics. Operators also see buttons for their calls.
 
 import { post } from "./api.js";
 import { byId, count, element, percent } from "./text.js";
 
 const isOperator = document.body.dataset.role === "operator";
 
-/** Tabs to choose the replica that is drawn; none where there is one. */
+/** Shows tabs to choose the replica that is drawn, if there are several replicas. */
 export function showTabs(replicas, chosen, choose) {
   const tabs = replicas.length < 2 ? [] : replicas.map((replica) => {
     const tab = element("button", { type: "button", textContent: replica.name, title: replica.address });
@@ -19,7 +19,7 @@ export function showTabs(replicas, chosen, choose) {
 export function showReplicas(replicas, problem) {
   const box = byId("replica-cards");
   const cards = replicas.map((replica) => card(replica, problem));
-  // A button that is pressed must not be exchanged before it is released.
+  // A button must not be replaced while it is pressed.
   if (!box.querySelector("button:active, button:focus")) box.replaceChildren(...cards);
 }
 
@@ -46,7 +46,7 @@ function card(replica, problem) {
   return made;
 }
 
-/** What a replica does, in a few words. */
+/** Returns the state of a replica as a text. */
 export function stateOf(replica) {
   if (!replica.ready) return replica.reason || "not ready";
   const stats = replica.stats;

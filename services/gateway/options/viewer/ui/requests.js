@@ -1,4 +1,4 @@
-// The requests of a replica, those that run and those that wait, with the reason; and the numbers above.
+// Shows the running and waiting requests of a replica, and the numbers at the top of the page.
 
 import { byId, colour, count, element, idOf, percent, seconds, waitsFor } from "./text.js";
 
@@ -6,7 +6,7 @@ const HIDDEN_ID = "another tenant's";
 
 export const nameOf = (request) => request.request_id || HIDDEN_ID;
 
-/** Rows for all requests; `open` is called with one that is clicked. */
+/** Shows a row for each request. `open` is called with a request that is clicked. */
 export function showRequests(queued, replica, open) {
   const requests = replica.requests;
   const running = requests.filter((request) => request.state === "running");
@@ -32,7 +32,7 @@ function said(running, waiting, queued, stats) {
   return parts.join(", ");
 }
 
-/** A text about the programs in a pause, if there are any. */
+/** Returns a text about the paused programs as an array, which is empty without such programs. */
 function pausing(programs) {
   if (!programs.length) return [];
   const blocks = programs.reduce((sum, one) => sum + one.num_blocks, 0);
@@ -84,7 +84,7 @@ export function swatch(key) {
   return made;
 }
 
-/** The numbers at the top, of one replica; rates are since the sample before. */
+/** Shows the numbers of one replica. Rates are computed from the sample `before`. */
 export function showNumbers(replica, before, elapsed) {
   const stats = replica.stats;
   const box = byId("numbers");

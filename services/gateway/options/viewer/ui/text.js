@@ -1,8 +1,8 @@
-// Elements and amounts, as people read them.
+// Makes elements, readable numbers and colours.
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element with properties and children; texts are never read as HTML. */
+/** Makes an element with properties and children. Text is never parsed as HTML. */
 export function element(name, properties = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(properties)) {
@@ -14,7 +14,7 @@ export function element(name, properties = {}, ...children) {
   return made;
 }
 
-/** An id as it stands everywhere: without the kind of answer that it begins with. */
+/** Returns an id without its prefix, which is the kind of answer. */
 export const idOf = (name) => name.replace(/^(chatcmpl|cmpl|msg|resp|embd|score)-/, "");
 
 export const clock = (unixSeconds) => new Date(1000 * unixSeconds).toLocaleTimeString([], { hour12: false });
@@ -37,7 +37,7 @@ export function count(value) {
 
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)} %` : "–");
 
-const REASONS = $WAITS_FOR; // the server's table
+const REASONS = $WAITS_FOR; // The server replaces $WAITS_FOR by a table as JSON.
 export const waitsFor = (reason) => REASONS[reason] ?? reason.replaceAll("_", " ");
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -48,7 +48,7 @@ dark.addEventListener("change", () => {
   themes = new Map();
 });
 
-/** A colour of the style sheet, such as --line. */
+/** Returns the value of a custom property of the style sheet, such as --line. */
 export function themed(name) {
   if (!themes.has(name)) {
     themes.set(name, getComputedStyle(document.documentElement).getPropertyValue(name).trim());
@@ -56,14 +56,14 @@ export function themed(name) {
   return themes.get(name);
 }
 
-/** Hue, saturation and lightness of Okabe and Ito's colours, which differ for all kinds of eyes. */
+/** Hue, saturation and lightness of Okabe and Ito's colours, which suit colour-blind people. */
 const PALETTE = [
   [202, 100, 35], [41, 100, 45], [164, 100, 31], [327, 45, 64], [202, 77, 63], [26, 100, 42], [56, 85, 55], [0, 0, 45],
 ];
 const SHADES = [0, 14, -12];
 
-/** A request's colour, the same in all drawings: neighbouring keys have another hue, and those of
- * the next round another shade. */
+/** Returns a request's colour, which is the same in all drawings. Successive keys have different
+ * hues. When all hues are used, the shade changes. */
 export function colour(key) {
   if (colours.size > 5000) colours = new Map();
   if (!colours.has(key)) {
@@ -74,7 +74,7 @@ export function colour(key) {
   return colours.get(key);
 }
 
-/** A canvas's context, scaled to the pixels of the screen, and its size in CSS pixels. */
+/** Clears a canvas. Returns its context, scaled to screen pixels, and its size in CSS pixels. */
 export function context(canvas) {
   const { width, height } = canvas.getBoundingClientRect();
   const scale = window.devicePixelRatio || 1;

@@ -1,4 +1,4 @@
-// The steps of a replica in time: a column for each, its tokens in the colours of their requests.
+// Draws the steps of a replica over time. Each step is a column of tokens in the requests' colours.
 
 import { byId, colour, context, seconds, themed, waitsFor } from "./text.js";
 
@@ -26,7 +26,7 @@ export class Timeline {
     this.steps = [];
   }
 
-  /** Adds steps that are newer than those that are there; numbers that go back are a new process. */
+  /** Adds new steps. If the step numbers are lower than before, a new scheduler process runs. */
   add(steps, budget, nameOf) {
     this.budget = budget;
     this.nameOf = nameOf;
@@ -57,7 +57,7 @@ export class Timeline {
     this.#mark(drawing, view, tall);
   }
 
-  /** The steps of the last seconds, and where each lies: as many seconds as give a step some pixels. */
+  /** Returns the latest steps and a function for their positions. A usual step has some pixels. */
   #view(width) {
     const last = this.steps.at(-1);
     if (!last) return { shown: [], long: 0, place: () => [0, 0] };
@@ -160,5 +160,5 @@ const tokens = (step) => step.num_prefill_tokens + step.num_decode_tokens;
 
 const endOf = (step) => step.began_unix_seconds + step.seconds;
 
-/** A round number of tokens that is not less. */
+/** Returns a round number of tokens that is at least `most`. */
 const niceTop = (most) => (most <= 8 ? 8 : 2 ** Math.ceil(Math.log2(most)));

@@ -1,4 +1,4 @@
-// Requests that were traced, and where the time of one of them went.
+// Lists traced requests, and shows the trace of one request: its spans and the parts of its time.
 
 import { get } from "./api.js";
 import { byId, element, idOf, seconds } from "./text.js";
@@ -17,7 +17,7 @@ export class Traces {
     byId("waterfall-close").addEventListener("click", () => byId("waterfall").close());
   }
 
-  /** Lists what is kept. */
+  /** Lists running requests and stored traces. */
   async list() {
     const order = byId("trace-order").value;
     const { are_kept, num_kept, traces } = await get(`traces?limit=30&order=${order}`);
@@ -28,7 +28,8 @@ export class Traces {
     byId("trace-rows").replaceChildren(...traces.map((trace) => this.#row(trace)));
   }
 
-  /** Shows a trace; that of a request that runs, or has just ended, is asked for again. */
+  /** Shows a trace. While spans may be missing, fetches it again: for a running request until its
+   * end, and otherwise `attempts` times in all. */
   async open(name, attempts = 1) {
     try {
       let trace = await this.#find(name, attempts);
@@ -55,7 +56,8 @@ export class Traces {
     return this.open(name, FEW_ATTEMPTS);
   }
 
-  /** The same trace later. One that ran and is not kept is what it was. */
+  /** Fetches a trace again. If the request has ended and its trace is not stored, returns `trace`
+   * marked as ended. */
   async #again(trace) {
     try {
       return await get(`traces/${trace.trace_id}`);
@@ -104,7 +106,7 @@ function state(trace) {
   return trace.is_complete ? "" : "; spans are still to come";
 }
 
-/** The same for a span of a request that runs whenever it is asked for, though its id is not. */
+/** Identifies a span. Each time a running request is fetched, its spans have new ids. */
 const keyOf = (span) => `${span.name}@${span.start}`;
 
 function show(trace) {
@@ -122,7 +124,7 @@ function show(trace) {
   if (!byId("waterfall").open) byId("waterfall").showModal();
 }
 
-/** The parts of the time as a bar and a row of names; pointing at one, or touching it, explains it. */
+/** Shows the parts of the time as sections of a bar. Pointing at or clicking a part explains it. */
 function showTime(time, open) {
   byId("waterfall-time").textContent = time?.line ?? "";
   byId("waterfall-part").replaceChildren();
@@ -159,7 +161,7 @@ function legend(spans) {
   });
 }
 
-/** Whether a request waited while the span lasted: it says for what. */
+/** Whether a span is a wait. Such a span has the reason of the wait as an attribute. */
 const isWait = (span) => Object.keys(span.attributes).some((name) => name.endsWith(".wait_reason"));
 
 function row(span, total) {
@@ -192,7 +194,7 @@ function row(span, total) {
   return made;
 }
 
-/** What a span says of itself in a line: its error, and attributes of ours that are not empty. */
+/** Returns a span's error, its own attributes that are not empty, and its events as one line. */
 function said(span) {
   const parts = Object.entries(span.attributes)
     .filter(([name, value]) => OURS.test(name) && !TIME.test(name) && name !== REQUEST_ID && ![0, "", null].includes(value))
@@ -207,7 +209,7 @@ function said(span) {
 
 const shown = (value) => (typeof value === "number" && !Number.isInteger(value) ? value.toPrecision(4) : String(value));
 
-/** Shows or hides all attributes of a span. */
+/** Shows the attributes of a span, or hides them if they are shown. */
 function toggle(made, span) {
   const list = made.querySelector("dl");
   if (list) {
