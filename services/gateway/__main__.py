@@ -199,8 +199,8 @@ class Gateway:
 
         When the drain begins, gRPC health reports that the gateway is not ready, new HTTP requests
         are refused as unavailable, and each connection closes when it has no request. The health
-        service ends after the last request. Then options, such as the viewer, may serve until
-        `stop` is set.
+        service ends after the last request. Optional parts, such as the viewer, may then serve
+        until `stop` is set.
         """
         self.gate.close()
         shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)

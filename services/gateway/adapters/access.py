@@ -16,7 +16,7 @@ CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
 
 class Access:
     """Accepts requests with a known API key. If no keys are configured, accepts every request. An
-    option of the gateway may have a subclass with further keys.
+    optional part of the gateway may have a subclass with further keys.
     """
 
     def __init__(self, keys: Mapping[str, Caller] | None = None) -> None:

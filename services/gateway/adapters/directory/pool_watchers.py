@@ -165,7 +165,9 @@ class PoolReader:
         self._counts.loads += 1
 
     def _begin(self, sequence: int) -> None:
-        """Starts an empty epoch. `sequence` is the number before the batch that clears the pool."""
+        """Starts an empty epoch. `sequence` is one less than the number of the batch that clears
+        the pool.
+        """
         self._epoch = next(self._epochs)
         self._index.load(self._node, self._epoch, self._groups, sequence).finish()
 

@@ -265,7 +265,8 @@ class RedisReader:
         if lease.sequence <= view.sequence or not self._is_at_end:
             self._behind.pop(record.node, None)
             return False
-        # Entries may still be in transit. If none arrived since the last check, they are missing.
+        # Entries may still be in transit. If no entry arrived since the last check, entries are
+        # missing.
         if self._behind.get(record.node) == view.sequence:
             self.counts.gaps += 1
             self._index.degrade(record.node)

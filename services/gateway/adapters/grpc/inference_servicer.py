@@ -73,7 +73,7 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         streams: AnswerStreams,
         calls: Mapping[str, StreamCall],
     ) -> None:
-        """`calls` maps the names of methods with request streams to handlers from options."""
+        """`calls` maps the names of methods with request streams to their handlers."""
         self._inference = inference
         self._options = options
         self._membership = membership

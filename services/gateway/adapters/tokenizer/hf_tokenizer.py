@@ -33,8 +33,8 @@ _CHARACTERS_OF_MESSAGE = 128
 message takes about as long as rendering this number of characters.
 """
 _COUNTED_CHARACTERS_PER_TOKEN = 8
-"""If a text has more characters per allowed token than this, the tokens of its pieces are first
-counted.
+"""If a text has more characters per allowed token than this, it is first split into pieces, whose
+tokens are counted.
 """
 _PIECE_CHARACTERS = 2**16
 _FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -30,8 +30,8 @@ def make_app(
     answer_headers: Sequence[str] = (),
 ) -> Application:
     """Makes an application of these routes. `checks` run before each handler. A request to a route
-    that needs an API key must also have a valid key. `answer_headers` are the headers that options
-    add to answers.
+    that needs an API key must also have a valid key. `answer_headers` are the headers that optional
+    parts of the gateway add to answers.
     """
     document = partial(
         openapi_document,

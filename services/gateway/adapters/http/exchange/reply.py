@@ -194,4 +194,4 @@ def kept_alive(stream: EventStream, interval: float, wake: Callable[[], None]) -
     finally:
         if timer is not None:
             timer.cancel()
-        del tick  # breaks its reference cycle, which includes the stream
+        del tick  # breaks the function's reference cycle, which includes the stream

@@ -69,8 +69,8 @@ def client_routes(
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
-    """Returns all routes for clients. `further` are the routes of options. Each of them replaces a
-    route with the same path. `headers` are the headers of requests that generate text.
+    """Returns all routes for clients. Each route of `further` replaces a route with the same path.
+    `headers` are the headers of requests that generate text.
     """
     metrics = Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False, is_polled=True)
     info = Route(

@@ -258,7 +258,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def clipped_wish(usage: Usage) -> dict[str, str]:
-    """Returns the reduced time if the client wished to keep the prompt cached for longer."""
+    """Returns the reduced time if the client requested to keep the prompt cached for too long."""
     return {"prompt_cache_ttl": "1h"} if usage.is_wish_clipped else {}
 
 

@@ -1,5 +1,5 @@
-"""The routes whose answers a model computes: completions, chat completions, messages, responses,
-embeddings and scores.
+"""The routes that run the model: completions, chat completions, messages, responses, embeddings and
+scores.
 """
 
 from collections.abc import Awaitable, Callable

@@ -164,7 +164,8 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "stop_token_ids": tuple,
     "repetition_detection": _repetition,
 }
-"""Converters of parameters that are not numbers, or whose values have another meaning in the core.
+"""Functions that convert values of body fields to parameters, if they are not numbers or have
+another meaning in the core.
 """
 
 _COMPUTED = {
@@ -190,7 +191,7 @@ _WRITERS: dict[str, Callable[[Any], object]] = {
     "structured_outputs": _form_body,
     "repetition_detection": asdict,
 }
-"""Converters of parameters that are objects in a body, or numbers with a sign."""
+"""Functions that convert parameters to values of body fields, for objects and signed numbers."""
 
 WRITTEN_NAMES = (
     *_SAME_NAMES,

@@ -1,4 +1,4 @@
-"""Loads and unloads LoRA adapters while the gateway serves, with vLLM's names."""
+"""The routes that load and unload LoRA adapters while the gateway serves, with vLLM's paths."""
 
 import asyncio
 from collections.abc import Sequence

@@ -155,7 +155,7 @@ class GuardedConnection(SlicedProtocol):
         self._connections.reader_timed_out()
         self.end()
 
-    # Methods that the parser calls. An exception in them ends the parsing.
+    # Methods that the parser calls. An exception in one of them ends the parsing.
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -187,7 +187,7 @@ class GuardedConnection(SlicedProtocol):
         super().on_message_complete()
         self._stage = _Stage.NOTHING
 
-    # Before and after the application runs.
+    # Methods that run before and after the application.
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle

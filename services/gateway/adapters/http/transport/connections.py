@@ -144,7 +144,7 @@ class Connections:
         self.refusals = RefusalLog()
         self.starts = Starts()
         self.refused_turns = DeferredCalls()
-        """Runs the parsing calls of connections whose last request was refused for lack of room."""
+        """Parses the input of connections whose last request was refused for lack of room."""
         self._connections: set[Connection] = set()
         self._idle: dict[Connection, None] = {}
         """The connections without a request, in the order in which they became idle. All values are

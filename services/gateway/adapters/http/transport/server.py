@@ -64,7 +64,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts no new connections, and waits until all open connections are closed or
-        `force_exit` is set. A connection's first request is still answered while this waits.
+        `force_exit` is set. In this time, a connection's first request is still answered.
         """
         for server in self.servers:
             server.close()

@@ -60,7 +60,8 @@ class SessionDeltas:
 
     def aborted(self, handle: int, now: float, *, was_stopped: bool = False) -> None:
         """Records that a sequence or a client's session was aborted. Its end is still delivered,
-        but its other results are ignored.
+        but its other results are ignored. `was_stopped` is true if a stop string ended the
+        sequence.
         """
         if (sent := self._sent.get(handle)) is not None:
             sent.is_leaving = True
@@ -69,7 +70,7 @@ class SessionDeltas:
 
     def unanswered_aborts(self, latest: float) -> dict[int, bool]:
         """Removes and returns the aborts that were sent at `latest` or earlier and have not led to
-        an end. The result maps handles to `was_stopped`.
+        an end. The result maps handles to the argument `was_stopped` of `aborted`.
         """
         found: dict[int, bool] = {}
         for handle, abort in self._aborted.items():
