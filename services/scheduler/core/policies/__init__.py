@@ -1,5 +1,5 @@
-"""The scheduling policies by name. A new one needs a module here and an entry in `POLICIES`. A
-policy of another package is named `package.module:Class`.
+"""The scheduling policies by name. A new policy needs a module in this package and an entry in
+`POLICIES`. A policy of another package is named `package.module:Class`.
 """
 
 from collections.abc import Collection
@@ -23,37 +23,37 @@ POLICIES: dict[str, type[SchedulingPolicy]] = {
 }
 
 POLICY_SETTINGS = (*PROGRAM_SETTINGS, *RETENTION_SETTINGS)
-"""The fields of SchedulerConfig that not all policies use."""
+"""The fields of SchedulerConfig that only some policies use."""
 
 _MEMBERS = "uses_priority", "create_request_queue", "victim"
 check_policy = one_of_or_class(POLICIES, *_MEMBERS)
-"""The check of a setting."""
+"""Returns a complaint if its argument is not the name of a policy."""
 
 
 def find_policy(name: str) -> type[SchedulingPolicy]:
-    """The class of this name. Raises InvalidArgument if there is none."""
+    """The class of the policy of this name. Raises InvalidArgument if there is none."""
     if complaint := check_policy(name):
         raise InvalidArgument(f"policy {complaint}, not {name!r}", field="policy")
     return POLICIES.get(name) or load_class(name, *_MEMBERS)
 
 
 def unused_settings(name: str, given: Collection[str]) -> list[str]:
-    """Those of the settings of policies that a policy does not use, as its attribute `settings`
-    says. Raises InvalidArgument if there is no policy of this name.
+    """The settings in `given` that are settings of policies, but not of this policy. A policy lists
+    its settings in its attribute `settings`. Raises InvalidArgument if there is no such policy.
     """
     used = getattr(find_policy(name), "settings", ())
     return [one for one in POLICY_SETTINGS if one in given and one not in used]
 
 
 def retains_contexts(name: str) -> bool:
-    """Whether a policy decides about contexts of ended requests, as its attribute
-    `retains_contexts` says. Raises InvalidArgument if there is no policy of this name.
+    """Whether a policy decides which contexts of ended requests stay cached, from its attribute
+    `retains_contexts`. Raises InvalidArgument if there is no such policy.
     """
     return bool(getattr(find_policy(name), "retains_contexts", False))
 
 
 def holds_ended(name: str) -> bool:
-    """Whether a policy lets requests that have ended keep their blocks, as its attribute
-    `holds_ended` says. Raises InvalidArgument if there is no policy of this name.
+    """Whether ended requests may keep their blocks under a policy, from its attribute
+    `holds_ended`. Raises InvalidArgument if there is no such policy.
     """
     return bool(getattr(find_policy(name), "holds_ended", False))

@@ -8,13 +8,12 @@ from services.scheduler.core.request import Request
 
 
 class FCFSPolicy:
-    """Admits in the order of arrival, and preempts the request that was admitted last."""
+    """Admits requests in the order of arrival, and preempts the request that was admitted last."""
 
     uses_priority = False
     retention = None
 
-    def __init__(self, _parts: PolicyParts) -> None:
-        """Needs nothing of the scheduler."""
+    def __init__(self, _parts: PolicyParts) -> None: ...
 
     def create_request_queue(self) -> RequestQueue:
         return FCFSRequestQueue()
@@ -24,13 +23,13 @@ class FCFSPolicy:
 
 
 class FCFSRequestQueue(deque[Request]):
-    """Requests in the order of arrival, preempted requests first, the last of them at the head."""
+    """Preempted requests, the last preempted first, then other requests by arrival."""
 
     add = deque[Request].append
     prepend = deque[Request].appendleft
 
     def reorder(self) -> None:
-        """Does nothing: no attribute of a request changes the order."""
+        """Does nothing, because the order does not depend on attributes of requests."""
 
     def put_in_order(self) -> None:
-        """Does nothing: the queue is always in order."""
+        """Does nothing, because the queue is always in order."""

@@ -1,4 +1,4 @@
-"""What is told to metrics about programs."""
+"""Reports programs to metrics. A program is the requests (turns) of one run of an agent."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -11,53 +11,55 @@ class RecomputationCause(Enum):
     """Why tokens of a program were computed again."""
 
     EVICTED = "evicted"
-    """Other requests took blocks of the context in the pause."""
+    """Blocks of the context were given to other requests during the pause before the turn."""
     PREEMPTED = "preempted"
     """The turn was preempted."""
     LOST = "lost"
-    """Pool or workers were lost in the pause or in the turn."""
+    """The pool or the workers were lost during the turn or the pause before it."""
 
 
 class ProgramObserver:
-    """Is told what happens to programs. The methods do nothing here."""
+    """Observes programs. The methods of this base class do nothing."""
 
     def began(self, *, is_named: bool) -> None:
-        """A program began. `is_named` is whether the client named it."""
+        """Called when a program has begun. `is_named` is whether the client named the program."""
 
     def returned(self, tool: str, pause_seconds: float) -> None:
-        """The next turn of a program arrived after a pause."""
+        """Called when the next turn of a program has arrived after a pause."""
 
     def ended(self, seconds: float, num_turns: int) -> None:
-        """A program ended, or is presumed to have ended at the end of its last turn."""
+        """Called when a program has ended or is presumed to have ended. `seconds` is the time from
+        its first arrival to the end of its last turn.
+        """
 
     def taken(self, num_blocks: int, *, waits: bool) -> None:
-        """A context lost blocks. `waits` is whether its next turn has arrived."""
+        """Called when a context has lost blocks. `waits` is whether its next turn has arrived."""
 
     def recomputed(self, num_tokens: int, cause: RecomputationCause) -> None:
-        """A turn had to compute tokens again. The number may be 0."""
+        """Called when a turn has computed `num_tokens` tokens again. The number may be 0."""
 
 
 class Recomputations:
-    """Finds out why turns computed tokens again."""
+    """Counts the tokens that turns compute again, and finds the cause."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self._lost: set[Request] = set()
-        """Turns that lost their blocks or contexts with the pool, or with workers."""
+        """Turns whose blocks or contexts were lost with the pool or the workers."""
         self._last_lost = ContextId(0)
 
     def returned(self, context: ContextId, request: Request) -> None:
-        """A turn that begins with a context arrived."""
+        """Records the arrival of a turn that continues a context."""
         if context <= self._last_lost:
             self._lost.add(request)
 
     def lost(self, requests: Iterable[Request], last: ContextId) -> None:
-        """The blocks of these turns, and of all contexts up to the last one, were lost."""
+        """Records that the blocks of these turns, and of all contexts up to `last`, were lost."""
         self._lost.update(requests)
         self._last_lost = last
 
     def ended(self, request: Request, observer: ProgramObserver) -> None:
-        """A turn has ended. Sets how many tokens of its context it computed again."""
+        """Reports the tokens that an ended turn computed again, and stores their number in it."""
         turn, is_lost = request.program_turn, request in self._lost
         assert turn is not None
         num_whole = turn.num_context_tokens // self._size * self._size

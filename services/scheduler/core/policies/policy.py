@@ -1,4 +1,4 @@
-"""The port of scheduling policies, which choose the order of admission and preemption's victim."""
+"""The port of scheduling policies, which order admissions and choose requests to preempt."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class RequestQueue(Protocol):
         """Queues a preempted request, either at the head or at the position of its priority."""
 
     def reorder(self) -> None:
-        """Must be called after an attribute has changed on which the order of the queue depends."""
+        """Must be called after the change of an attribute on which the order depends."""
 
     def put_in_order(self) -> None:
         """Sorts the requests by their present attributes."""
@@ -37,30 +37,28 @@ class RequestQueue(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyParts:
-    """What a policy is made with."""
+    """The arguments of a policy's constructor."""
 
     config: SchedulerConfig
     clock: Callable[[], float]
-    """A monotonic clock in seconds."""
+    """Returns the time of a monotonic clock, in seconds."""
     step_costs: StepCosts
-    """The times of the latest steps."""
+    """Estimates how long steps take."""
     release: Callable[[RequestKey], None] = lambda _key: None
-    """Frees the blocks of a held request (`Retention.held`) with the next transaction."""
+    """Makes the next transaction free the blocks of a request in `Retention.held`."""
 
 
 class SchedulingPolicy(Protocol):
     """The scheduling policy of one scheduler."""
 
     uses_priority: bool
-    """Whether `Request.priority` has an effect. If not, requests with a priority are refused."""
+    """Whether `Request.priority` has an effect. If False, requests with a priority are refused."""
 
     def __init__(self, parts: PolicyParts, /) -> None: ...
 
     @property
     def retention(self) -> Retention | None:
-        """Decides about the contexts of ended requests. A policy without it lacks the attribute, or
-        has None.
-        """
+        """Decides which contexts of ended requests stay cached. May be missing or None."""
 
     def create_request_queue(self) -> RequestQueue:
         """An empty waiting queue."""

@@ -1,4 +1,4 @@
-"""The policy PRIORITY orders requests by priority, then by arrival time."""
+"""The policy `priority` orders requests by priority, then by arrival time."""
 
 from bisect import insort
 from heapq import heappop, heappush
@@ -14,8 +14,7 @@ class PriorityPolicy:
     uses_priority = True
     retention = None
 
-    def __init__(self, _parts: PolicyParts) -> None:
-        """Needs nothing of the scheduler."""
+    def __init__(self, _parts: PolicyParts) -> None: ...
 
     def create_request_queue(self) -> RequestQueue:
         return PriorityRequestQueue()
@@ -29,9 +28,9 @@ def _rank(request: Request) -> tuple[int, float, str]:
 
 
 class PriorityRequestQueue(list[Request]):
-    """Waiting requests, sorted by (priority, arrival time, id), the smallest first. Preempted
-    requests are sorted in the same way. A sorted list is faster than a heap here, because a heap
-    makes more comparisons, which run in Python.
+    """Waiting requests, preempted or not, sorted by (priority, arrival time, id), the smallest
+    first. A sorted list is faster than a heap, because a heap makes more comparisons, and Python
+    code compares the requests.
     """
 
     def add(self, request: Request, /) -> None:
@@ -40,11 +39,11 @@ class PriorityRequestQueue(list[Request]):
     prepend = add
 
     has_misplaced = False
-    """Whether a rank has changed since the queue was put in order."""
+    """Whether the rank of a request has changed since the queue was last sorted."""
 
     def reorder(self) -> None:
-        """Orders the requests as vLLM's heap would pop them. vLLM's heap moves a request only when
-        requests are added or removed, and not when the rank of the request changes.
+        """Puts the requests in the order in which vLLM's heap would return them. vLLM's heap does
+        not move a request when its rank changes, only when requests are added or removed.
         """
         self.has_misplaced = True
         self[:] = _given_out([self[index] for index in _layout(len(self))])
@@ -64,6 +63,6 @@ def _layout(count: int) -> list[int]:
 
 
 def _given_out(heap: list[Request]) -> list[Request]:
-    """The requests of a heap, of which one may be misplaced, in the order of popping."""
+    """The requests of a heap in the order in which they are popped. One may be misplaced."""
     ranked = [(_rank(request), index, request) for index, request in enumerate(heap)]
     return [heappop(ranked)[2] for _ in heap]

@@ -1,4 +1,8 @@
-"""The programs of agents that a scheduler knows, and their contexts."""
+"""The programs that a scheduler knows, and their contexts.
+
+A program is the requests of one run of an agent. Each request is a turn. Between two turns, in a
+pause, a tool runs. A context is the blocks that an ended turn leaves in the pool.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -13,47 +17,47 @@ from services.scheduler.core.program_turn import PausedProgram
 from services.scheduler.core.request import Request
 
 PROGRAM_SETTINGS = ("program_idle_seconds", "max_num_programs")
-"""The fields of SchedulerConfig that are used here."""
+"""The fields of SchedulerConfig that this module uses."""
 _MAX_DEPTH = 32
-"""Programs with more programs above them have no parent."""
+"""Limit on the number of ancestors of a program. A program beyond it has no parent."""
 CHILD = "child"
-"""The tool of a program whose children run."""
+"""Takes the place of a tool's name while a program waits for programs that it started."""
 
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """The requests of one run of an agent."""
+    """A program, and what its turns have done so far."""
 
     application: BlockHash | None
     arrived: float
     tenant: bytes = b""
     weight: float = 1.0
-    """The tenant's share of retained blocks, relative to the shares of other tenants."""
+    """The tenant's weight when retained blocks are divided among tenants."""
     label: str = ""
-    """The client's id, or a number."""
+    """The client's id of the program, or a number with a # before it."""
     last_active: float = 0.0
-    """When a turn ended last."""
+    """The time at which a turn of the program last ended."""
     name: "ProgramName | None" = None
-    """What the client calls it. None if the client does not name it."""
+    """None if the client does not name the program."""
     parent: "Program | None" = None
     num_children: int = 0
-    """Programs that it started and that have not ended."""
+    """Number of programs that this program started and that have not ended."""
     depth: int = 0
-    """Number of programs above it."""
+    """Number of ancestors of the program."""
     num_turns: int = 0
-    """Turns that have begun."""
+    """Number of turns that have arrived."""
     num_running: int = 0
-    """Turns that have not ended."""
+    """Number of turns that have arrived and not ended."""
     num_tokens: int = 0
-    """Tokens that its turns had to compute, and have generated."""
+    """Number of tokens of all ended turns that were not cached, generated tokens included."""
     has_ended: bool = False
     contexts: dict[ContextId, "Context"] = field(default_factory=dict)
-    """Its contexts in a pause, the oldest first."""
+    """The program's paused contexts, the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """What is retained of a turn that has ended."""
+    """The blocks that an ended turn left in the pool."""
 
     id: ContextId
     program: Program
@@ -62,32 +66,32 @@ class Context:
     paused_at: float
     prompt_hash: BlockHash | None = None
     """The hash of the last full block of the turn's prompt. None if the prompt fills no block, or
-    is the input of a session that was not hashed before the session was aborted.
+    if a session was aborted before its last input was hashed.
     """
     num_prompt_tokens: int = 0
     tool: str = ""
     traceparent: str = ""
-    """The trace context of the turn that left it."""
+    """The trace context of the turn that left this context."""
     num_blocks: int = 0
-    """Its blocks that the pool still has, as far as is known."""
+    """Number of the context's blocks that are still cached, as last reported by the pool."""
     num_own_blocks: int = 0
-    """Those among them that would become free without this context."""
+    """Number of these blocks that are free and in no other context."""
     returned_at: float | None = None
-    """When the next turn arrived. None in the pause."""
+    """The time at which the next turn arrived. None during the pause."""
     num_turns: int = 1
-    """Number of turns of its conversation."""
+    """Number of turns so far in the conversation of which this context is part."""
     began: float = 0.0
-    """When the first of these turns arrived."""
+    """The time at which the conversation's first turn arrived."""
     keep_seconds: int = 0
-    """The time from the beginning of the pause for which the client wishes to keep it."""
+    """How long, from the beginning of the pause, the client wants the context to be kept."""
 
     @property
     def reason(self) -> str:
-        """The tool for which the program pauses. CHILD if it waits for programs that it started."""
+        """The tool that runs in the pause. CHILD if the program waits for its children."""
         return CHILD if self.program.num_children else self.tool
 
     def paused_program(self, now: float) -> PausedProgram:
-        """The program in its pause, for views."""
+        """A description of the program and its pause, for views."""
         program = self.program
         return PausedProgram(
             program.label,
@@ -100,7 +104,7 @@ class Context:
         )
 
     def describe(self, request: Request, now: float) -> None:
-        """Describes the pause in the `program_turn` of the request that ends it."""
+        """Describes the pause in the `program_turn` of the request whose arrival ends the pause."""
         turn = request.program_turn
         assert turn is not None
         turn.tool, turn.pause_seconds = self.reason, now - self.paused_at
@@ -119,23 +123,24 @@ class NamedPrograms:
     """The programs that clients name."""
 
     def __init__(self, most: int) -> None:
-        """If more than `most` are known, those that have been idle for longest are forgotten."""
+        """If more than `most` programs are stored, the longest idle programs are forgotten."""
         self._most = most
         self._programs: OrderedDict[ProgramName, Program] = OrderedDict()
-        """The least recently used first."""
+        """The least recently used program is first."""
 
     def __len__(self) -> int:
         return len(self._programs)
 
     def find(self, request: Request) -> Program | None:
-        """The unfinished program that a request names."""
+        """The program that a request names. None if it names none, or if the program has ended."""
         name = _name_of(request)
         program = None if name is None else self._programs.get(name)
         return None if program is None or program.has_ended else program
 
     def add(self, request: Request, program: Program) -> Program | None:
-        """Stores a program under the name in a request, and its parent. Returns a program that is
-        forgotten for it. Does nothing if the request names none.
+        """Stores a program under the name that a request gives it, and sets the program's parent.
+        If too many programs were stored, returns the program that is forgotten. Does nothing if the
+        request names no program.
         """
         name, declared = _name_of(request), request.program
         if name is None or declared is None:
@@ -157,7 +162,7 @@ class NamedPrograms:
         return forgotten
 
     def parent_of(self, request: Request) -> Program | None:
-        """The program that a request names as the parent of its own."""
+        """The program that a request names as the parent of its own program."""
         name, declared = _name_of(request), request.program
         if name is None or declared is None:
             return None
@@ -169,12 +174,12 @@ class NamedPrograms:
 
 
 def _may_start(parent: Program, child: Program) -> bool:
-    """Whether a program can be the parent of another one: the links must form no circle."""
+    """Whether `parent` can be the parent of `child`. Links to parents must not form a cycle."""
     return parent.depth < _MAX_DEPTH and not _descends(parent, child)
 
 
 def _descends(program: Program | None, ancestor: Program) -> bool:
-    """Whether a program is another one, or was started by it, directly or not."""
+    """Whether a program is `ancestor`, or was started by it, directly or indirectly."""
     while program is not None:
         if program is ancestor:
             return True
@@ -190,22 +195,20 @@ def _name_of(request: Request) -> ProgramName | None:
 
 
 class KnownPrograms:
-    """The programs that clients name, and those that are found by hashes of paused contexts.
+    """The programs that clients name, and the programs that are found by hashes of contexts.
 
-    A context is found by the last full block of all its tokens. It is also found by the last full
-    block of its prompt, because many chat templates write an answer in another way when it is part
-    of the next prompt: without its reasoning, or with other spaces in a call's arguments.
+    A context is found by the hash of its last full block, or of the last full block of its prompt.
+    The prompt is needed because many chat templates write an answer differently when it is part of
+    the next prompt: without the reasoning, or with other spaces in the arguments of tool calls.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._idle_seconds = config.program_idle_seconds
         self._most = config.max_num_programs
         self._paused: dict[ContextId, Context] = {}
-        """The contexts whose next turn has not arrived, the longest paused first, except those in
-        `_kept`.
-        """
+        """The paused contexts that are not in `_kept`, the longest paused context first."""
         self._kept: dict[ContextId, Context] = {}
-        """Those that clients wish to keep for longer than the idle time."""
+        """The paused contexts that clients want to be kept for longer than `_idle_seconds`."""
         self._by_hash: dict[BlockHash, Context] = {}
         self._next_id = 1
         self._num_begun = 0
@@ -213,16 +216,16 @@ class KnownPrograms:
 
     @property
     def last_context(self) -> ContextId:
-        """The context whose pause began last."""
+        """The id of the context whose pause began last."""
         return ContextId(self._next_id - 1)
 
     @property
     def num_paused(self) -> int:
-        """The number of paused contexts."""
+        """Number of paused contexts."""
         return len(self._paused) + len(self._kept)
 
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument if the parent that a request names was started by its program."""
+        """Raises InvalidArgument if a request's program started the parent that it names."""
         program = self._named.find(request)
         if program is not None and _descends(self._named.parent_of(request), program):
             raise InvalidArgument(
@@ -230,11 +233,14 @@ class KnownPrograms:
             )
 
     def find(self, request: Request) -> tuple[Program | None, Context | None]:
-        """The program that a request continues, and the longest paused context of its tenant with
-        which the request begins. The full blocks of the request must be hashed. If it names a
-        program, only this program's contexts count. If there is no such program, a program without
-        a name counts too, and one of another name whose whole context the request has: its client
-        gives each turn another name.
+        """The program and the paused context that a request continues. The request's full blocks
+        must be hashed. The context is the longest one of the request's tenant whose tokens the
+        request begins with.
+
+        If the request names a known program, only contexts of this program are considered. If it
+        names an unknown program, two kinds of contexts are considered: contexts of programs without
+        a name, and contexts of other names that the request contains as a whole. The client then
+        seems to give each turn another name.
         """
         program, declared = self._named.find(request), request.program
         is_named = declared is not None and bool(declared.id)
@@ -244,7 +250,7 @@ class KnownPrograms:
                 continue
             is_whole = one == context.last_hash
             if not is_whole and request.num_tokens <= context.num_prompt_tokens:
-                continue  # the same prompt again
+                continue  # the client sends the same prompt again
             theirs = context.program
             is_free = theirs.name is None or (
                 is_whole
@@ -257,22 +263,23 @@ class KnownPrograms:
         return program, None
 
     def begin(self, request: Request, application: BlockHash | None, now: float) -> Program:
-        """A program whose first turn is this request."""
+        """Creates the program whose first turn is this request."""
         self._num_begun += 1
         label = f"#{self._num_begun}"
         return Program(application, now, request.tenant, request.tenant_weight, label)
 
     def add(self, request: Request, program: Program) -> Program | None:
-        """Stores the name that a request gives its program, if any. Returns a program that is
-        forgotten for it.
+        """Stores the name that a request gives its program, if any. If too many names were stored,
+        returns the program that is forgotten.
         """
         return self._named.add(request, program)
 
     def pause(
         self, request: Request, program: Program, now: float, block_size: int
     ) -> tuple[Context, Context | None]:
-        """Begins the pause after a request that has ended and has a published block. Returns the
-        context that it left, and the context with the same last block, whose pause ends.
+        """Begins the pause after an ended request that has a published block. Returns the context
+        that the request left. Also returns an older context with the same last block, if any, whose
+        pause ends.
         """
         hashes, num_in_prompt = request.block_hashes, request.num_prompt_tokens // block_size
         context = Context(
@@ -313,9 +320,9 @@ class KnownPrograms:
                 del self._by_hash[one]
 
     def idle(self, now: float) -> Iterator[Context]:
-        """Contexts that have paused for too long, and the longest paused ones if there are too
-        many. Contexts that clients wish to keep for longer may pause for MAX_KEEP_SECONDS. The
-        caller must end the pause of each.
+        """Yields the contexts whose pause has been too long. If there are too many contexts, also
+        yields the longest paused contexts. The limit is MAX_KEEP_SECONDS for contexts that clients
+        want to be kept for long. The caller must end the pause of each yielded context.
         """
         for of, limit in (self._paused, self._idle_seconds), (self._kept, MAX_KEEP_SECONDS):
             while of:
@@ -325,7 +332,7 @@ class KnownPrograms:
                 yield context
 
     def end(self, program: Program) -> list[Context]:
-        """Ends a program that has not ended. Returns its contexts, whose pauses end."""
+        """Ends a program, and the pauses of its contexts. Returns these contexts."""
         program.has_ended = True
         self._named.remove(program)
         if program.parent is not None:

@@ -1,4 +1,6 @@
-"""The port of decisions about the cached contexts of requests that have ended."""
+"""The port of policies that decide which contexts stay cached. A context is the blocks of an ended
+request, which the next request of the same program (a run of an agent) is likely to continue.
+"""
 
 from collections.abc import Collection, Iterable
 from typing import Protocol
@@ -10,78 +12,77 @@ from services.scheduler.core.request import Request
 
 
 class Retention(Protocol):
-    """Decides which contexts of ended requests stay in the pool, and which requests may take their
-    blocks. A policy that has one is told of all that happens to requests.
+    """Decides which contexts stay in the pool, and which requests may be given their blocks. The
+    methods are called at each event that concerns a request.
     """
 
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument, which names the field, if what a new request says about its
-        program contradicts what is known.
+        """Raises InvalidArgument, which names the field, if a new request's description of its
+        program contradicts an earlier one.
         """
 
     def arrived(self, request: Request) -> None:
-        """A request was queued for the first time."""
+        """Called when a request was queued for the first time."""
 
     def admitted(self, request: Request, waiting: Iterable[Request]) -> None:
-        """A request was admitted, one of those that wait."""
+        """Called when a request was admitted. `waiting` may include the request."""
 
     def ended(self, request: Request) -> ContextId | None:
-        """A request has ended. Returns the context that its blocks become, or None if the pool
-        caches them like the blocks of any other request.
+        """Called when a request has ended. Returns the context that its blocks become, or None if
+        the pool caches its blocks like any others.
         """
 
     def end_turn(self, context: ContextId, tool: str, *, ends: bool) -> None:
-        """The tool that runs after the turn with this context is known ("" if none runs), or the
-        turn was the last one of its program.
+        """Called when the tool that runs after a turn is known. `context` is the context that the
+        turn left. `tool` is empty if none runs. If `ends` is true, the turn was its program's last.
         """
 
     @property
     def held(self) -> Collection[RequestKey]:
-        """The ended requests that keep their blocks until the policy frees them with
-        `PolicyParts.release`.
-        """
+        """Ended requests that keep their blocks until the policy calls `PolicyParts.release`."""
 
     def sweep(self) -> None:
-        """Releases the requests that are held for too long. Called before each step is planned."""
+        """Called before each step is planned. Releases requests that were `held` long enough."""
 
     def make_room(self) -> bool:
-        """Releases a held request, because nothing else can free the blocks that a request needs.
-        Returns False if none is held.
+        """Releases one of the `held` requests, because a request needs blocks that nothing else can
+        free. Returns False if there is none.
         """
 
     def release_all(self) -> None:
-        """Releases all held requests, because every block must become free."""
+        """Releases all `held` requests, because every block must become free."""
 
     def operations(self) -> list[Operation]:
-        """The operations that precede all others of the next transaction."""
+        """The pool operations with which the next transaction must begin."""
 
     def rank(self) -> list[Operation]:
-        """The operations that precede the admissions of a step."""
+        """The pool operations that must precede the admissions of a step."""
 
     def note(self, outcome: Outcome) -> None:
-        """Notes the outcome of a transaction."""
+        """Called with the outcome of each transaction."""
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
-        """Sets in the terms of an admission beside `num_running` requests which blocks the request
-        must not take.
+        """Limits, in `terms`, the blocks that the admission of `request` may use beside
+        `num_running` running requests.
         """
 
     def held_up(self, num_running: int) -> str:
-        """The next request was refused only because of blocks of contexts. Returns for people which
-        context is kept, and why.
+        """Called when the next request was not admitted only because contexts keep their blocks.
+        Returns a text for people: which context is kept, and why.
         """
 
     def paused(self, most: int, now: float) -> list[PausedProgram]:
-        """At most so many programs in a pause, those that paused last first. `now` is the time of
-        the policy's clock, which is not read here, because a view must not change decisions.
+        """At most `most` programs that pause between two turns, the latest pause first. The caller
+        reads the policy's clock and passes the time `now`, because a view must not change
+        decisions.
         """
 
     def forget(self) -> None:
-        """The pool is empty."""
+        """Called when the pool has become empty."""
 
 
 class NoRetention:
-    """Retains and holds nothing. Policies derive from it the parts of the port that they use."""
+    """A Retention that keeps no blocks. Policies override the methods that they need."""
 
     @property
     def held(self) -> Collection[RequestKey]:

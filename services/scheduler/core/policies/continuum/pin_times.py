@@ -1,4 +1,6 @@
-"""How long a turn's blocks are pinned."""
+"""Computes how long the blocks of an ended turn are pinned, that is, kept for the next turn of the
+same program (a run of an agent). Between two turns, in a pause, a tool runs.
+"""
 
 from collections import deque
 from math import log, sqrt
@@ -8,15 +10,15 @@ from services.scheduler.core.engine.step_costs import StepCosts
 
 FIXED_SECONDS = 2.0
 LEAST_PAUSES = 100
-"""So many pauses, and one more, must be known before they are used: the paper's K."""
+"""More pauses than this number must be known before they are used. The paper calls it K."""
 _NUM_KEPT = 400
 _NUM_WAITS = 100
 _MAX_TOOLS = 256
 
 
 class Pauses:
-    """The lengths of the latest pauses in seconds, in all and by tool. The tools whose latest pause
-    is the oldest are forgotten if there are too many.
+    """The lengths, in seconds, of the latest pauses of all tools and of each tool. If there are too
+    many tools, the least recently used tool is forgotten.
     """
 
     def __init__(self) -> None:
@@ -36,8 +38,8 @@ class Pauses:
 
 
 class FixedTimes:
-    """Two seconds, and none for a tool that takes longer on average. A tool without a known pause
-    counts as quick.
+    """Pins for two seconds. There is no pin for a tool whose pauses are longer on average. A tool
+    without a known pause counts as quick.
     """
 
     def __init__(self) -> None:
@@ -48,17 +50,17 @@ class FixedTimes:
         return 0.0 if known and fmean(known) > FIXED_SECONDS else FIXED_SECONDS
 
     def waited(self, seconds: float) -> None:
-        """Does nothing: waits do not matter."""
+        """Does nothing, because the time of a pin does not depend on waits."""
 
     def program_ended(self, num_turns: int) -> None:
-        """Does nothing: numbers of turns do not matter."""
+        """Does nothing, because the time of a pin does not depend on numbers of turns."""
 
 
 class OptimalTimes:
-    """The time t that maximizes P(pause <= t) * benefit - t. The benefit of a pin is what it saves:
-    the computation of the context, and the wait of a program without a pin, so far as the order of
-    programs matters. The paper multiplies both terms by the context's part of the memory, which
-    does not change the maximum.
+    """Pins for the time t that maximizes P(pause <= t) * benefit - t. The benefit of a pin is the
+    time that it saves: the time to compute the context again, plus the mean wait of turns whose
+    program has no pin, times `regularity`. The paper multiplies both terms by the context's
+    fraction of the memory, which does not change the maximum.
     """
 
     def __init__(self, costs: StepCosts, token_budget: int) -> None:
@@ -68,14 +70,14 @@ class OptimalTimes:
         self._waits: deque[float] = deque(maxlen=_NUM_WAITS)
         self._num_turns: deque[int] = deque(maxlen=_NUM_KEPT)
         self._regularity: float | None = None
-        """The result of `regularity` since the last program ended."""
+        """The result of `regularity`. None after a program has ended."""
 
     def seconds(self, tool: str, num_tokens: int) -> float:
-        """The time for a context of `num_tokens` tokens."""
+        """The time, in seconds, for which a context of `num_tokens` tokens is pinned."""
         reload_seconds = self._costs.seconds_of_prompt(num_tokens, 0, self._token_budget)
         wait = fmean(self._waits) if self._waits else 0.0
         if len(self.pauses.all) <= LEAST_PAUSES:
-            # Pauses are presumed to be exponential with a mean of a second, programs equally long.
+            # Presumes exponential pauses with a mean of one second, and a regularity of 1.
             benefit = wait + reload_seconds
             return log(benefit) if benefit > 1 else 0.0
         known = self.pauses.of(tool)
@@ -84,7 +86,7 @@ class OptimalTimes:
         return best_time(known, wait * self.regularity() + reload_seconds)
 
     def waited(self, seconds: float) -> None:
-        """Notes the time that a turn waited whose program had no pin."""
+        """Records how long a turn waited whose program had no pin."""
         self._waits.append(seconds)
 
     def program_ended(self, num_turns: int) -> None:
@@ -92,9 +94,9 @@ class OptimalTimes:
         self._regularity = None
 
     def regularity(self) -> float:
-        """Minus the correlation of the number of served turns and of those that remain, over the
-        turns of programs that have ended. 1 if all programs have as many turns, 0 if the number of
-        served turns says nothing. 1 while it is not defined.
+        """Minus the correlation between a turn's number in its program and the number of turns that
+        remain after it, over all turns of ended programs. 1 if all programs have equally many
+        turns. 0 if the two numbers are independent. 1 while undefined.
         """
         if self._regularity is None:
             self._regularity = _regularity(self._num_turns)
@@ -102,8 +104,8 @@ class OptimalTimes:
 
 
 def best_time(pauses: deque[float], benefit: float) -> float:
-    """The time t, 0 or one of the pauses, with the largest P(pause <= t) * benefit - t. The
-    smallest of equals.
+    """The time t with the largest P(pause <= t) * benefit - t. It is 0 or one of the pauses, and
+    the smallest if several are equally good.
     """
     best, best_gain = 0.0, 0.0
     for number, seconds in enumerate(sorted(pauses), 1):
@@ -114,7 +116,7 @@ def best_time(pauses: deque[float], benefit: float) -> float:
 
 
 def _regularity(num_turns: deque[int]) -> float:
-    """Minus the correlation of k and n - k, for k from 1 to n, over all n."""
+    """Minus the correlation of k and n - k, for k from 1 to n, for all n in `num_turns`."""
     count = sum(num_turns)
     served = sum(n * (n + 1) // 2 for n in num_turns)
     left = sum(n * (n - 1) // 2 for n in num_turns)

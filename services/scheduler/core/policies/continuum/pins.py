@@ -1,4 +1,6 @@
-"""Pins: requests that have ended and keep their blocks."""
+"""Pins: ended requests that keep their blocks for the next turn of their program. A program is the
+requests (turns) of one run of an agent. Between two turns, in a pause, a tool runs.
+"""
 
 import math
 from collections.abc import Collection, Iterable
@@ -17,25 +19,25 @@ from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
 from services.scheduler.core.request import Request, RequestStatus
 
 UNDECIDED_SECONDS = 0.5
-"""The longest time for which the blocks of a turn are kept while its tool is unknown. A gateway
-names the tool a moment after the end, or never if the answer has no call.
+"""The longest time for which the blocks of a turn are kept while the tool after it is unknown. A
+gateway names the tool shortly after the turn's end. It names none if the answer calls no tool.
 """
 _WHOLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 class PinTimes(Protocol):
-    """Decides how long turns are pinned."""
+    """Decides how long ended turns are pinned."""
 
     pauses: Pauses
 
     def seconds(self, tool: str, num_tokens: int) -> float:
-        """The time for a context of `num_tokens` tokens while this tool runs. 0 means no pin."""
+        """Seconds for which a context of `num_tokens` is pinned while this tool runs. 0: no pin."""
 
     def waited(self, seconds: float) -> None:
-        """Notes the wait of a turn, not the first of its program, whose program had no pin."""
+        """Records how long a turn of a known program without a pin waited."""
 
     def program_ended(self, num_turns: int) -> None:
-        """Notes the end of a program after so many turns."""
+        """Records that a program has ended after `num_turns` turns."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,23 +45,23 @@ class EndedTurn:
     context: Context
     key: RequestKey
     deadline: float
-    """The time at which its pin ends, if it has one."""
+    """The time at which the turn's pin ends, if it has a pin."""
 
 
 class Pins(NoRetention):
-    """The pins of a replica, and the programs that it knows.
+    """The pins and the programs of a replica.
 
-    The blocks of a turn are kept from its end until its tool is known, but only for a moment.
-    Then the turn is pinned for the time that `times` decides, counted from its end, or its blocks
-    are freed. A new pin of a program ends the earlier one, and the end of a program ends all. While
-    a turn of its program waits, a pin stays beyond its deadline. A turn that was aborted or failed
-    gets no pin.
+    When a turn has ended, its blocks are kept until the tool after it is known, but at most for
+    `UNDECIDED_SECONDS`. Then the turn is pinned for the time that `times` decides, counted from its
+    end, or its blocks are freed. A new pin of a program ends the program's earlier pin. The end of
+    a program ends all its pins. A pin does not end at its deadline while a turn of its program
+    waits. A turn that was aborted or failed is not pinned.
     """
 
     def __init__(self, parts: PolicyParts, times: PinTimes, *, follows_paper: bool = False) -> None:
         """With `follows_paper`, a pin ends in the step after the admission of its program's next
-        turn, and pins of the latest programs are given up first. Without it, these are the pins
-        with the latest deadlines.
+        turn. If blocks are missing, the pin that ends first is the pin of the latest program.
+        Without `follows_paper`, it is the pin with the latest deadline.
         """
         self._config = parts.config
         self._clock = parts.clock
@@ -70,30 +72,30 @@ class Pins(NoRetention):
         self._programs: dict[Request, Program] = {}
         """The programs of waiting and running requests."""
         self._undecided: dict[ContextId, EndedTurn] = {}
-        """Paused turns whose tool is not known."""
+        """Ended turns whose tool is not known yet."""
         self._pinned: dict[RequestKey, EndedTurn] = {}
         self._pinned_of: dict[Program, list[EndedTurn]] = {}
         self._without_pin: dict[Request, float] = {}
-        """The arrivals of waiting requests whose programs were known, and had no pin then."""
+        """The arrival times of waiting requests whose known programs had no pin at that time."""
         self._first_deadline = math.inf
-        """No pin has an earlier deadline."""
+        """A lower bound on the deadlines of all pins."""
         self.version = 0
-        """Changes with all that the order of the queue depends on."""
+        """Increases when the order of the queue may have changed."""
         self.observer = ProgramObserver()
         self._recomputations = Recomputations(self._config.hash_block_size)
 
-    # What the order of requests depends on.
+    # Attributes that determine the order of requests.
 
     def has_pin(self, request: Request) -> bool:
         """Whether a turn of a request's program is pinned."""
         return self._programs.get(request) in self._pinned_of
 
     def program_arrival(self, request: Request) -> float:
-        """The arrival of the first request of a request's program. Infinity without a program."""
+        """The arrival of the first turn of a request's program. Infinity without a program."""
         program = self._programs.get(request)
         return math.inf if program is None else program.arrived
 
-    # What happens to requests.
+    # Events of requests.
 
     def check(self, request: Request) -> None:
         self._known.check(request)
@@ -188,7 +190,6 @@ class Pins(NoRetention):
         self._undecided.pop(context.id, None)
 
     def _end(self, program: Program) -> None:
-        """A program has no further turn."""
         self._release_all_of(program)
         if not program.has_ended:
             self._times.program_ended(program.num_turns)
@@ -196,7 +197,7 @@ class Pins(NoRetention):
             for context in self._known.end(program):
                 self._undecided.pop(context.id, None)
 
-    # The pins.
+    # Pins.
 
     @property
     def held(self) -> Collection[RequestKey]:
@@ -230,7 +231,9 @@ class Pins(NoRetention):
         return True
 
     def _priority_of_release(self, turn: EndedTurn) -> tuple[bool, float]:
-        """The largest is released first. Turns with unknown tools are released before pins."""
+        """The sort key of `make_room`. The turn with the largest key is released. Turns whose tool
+        is unknown are released before other turns.
+        """
         latest = turn.context.program.arrived if self._follows_paper else turn.deadline
         return turn.context.id in self._undecided, latest
 
@@ -239,7 +242,7 @@ class Pins(NoRetention):
             self._release(turn)
 
     def forget(self) -> None:
-        """The pool is empty. Programs and statistics stay."""
+        """Records that the pool is empty. Programs and statistics are kept."""
         self._recomputations.lost(self._programs, self._known.last_context)
         self._pinned.clear()
         self._pinned_of.clear()
@@ -251,7 +254,7 @@ class Pins(NoRetention):
 
     @property
     def num_in_turn(self) -> int:
-        """Programs with a turn that waits or runs."""
+        """Number of turns that wait or run."""
         return len(self._programs)
 
     @property
@@ -260,7 +263,7 @@ class Pins(NoRetention):
 
     @property
     def num_retained_blocks(self) -> int:
-        """Blocks of pins."""
+        """Number of blocks of all pins."""
         return sum(turn.context.num_blocks for turn in self._pinned.values())
 
     def _set_deadline(self, turn: EndedTurn, deadline: float) -> None:

@@ -1,4 +1,6 @@
-"""The order of requests by the policies `continuum-fixed` and `continuum-ttl`."""
+"""The order of requests under the policies `continuum-fixed` and `continuum-ttl`. A pin is an ended
+request that keeps its blocks. A program is the requests of one run of an agent.
+"""
 
 from collections.abc import Callable
 
@@ -13,8 +15,9 @@ _Rank = tuple[bool, bool, float, int]
 
 
 class FixedPolicy:
-    """As the code published with Continuum: requests of programs with a pin first, then those of
-    the oldest programs. The victim is the last admitted request whose program has no pin.
+    """The policy of the code published with Continuum. Requests of programs with a pin are admitted
+    first, then requests of the oldest programs. The victim is the last admitted request whose
+    program has no pin.
     """
 
     uses_priority = False
@@ -28,7 +31,7 @@ class FixedPolicy:
         return ProgramOrder(self.retention, self._rank)
 
     def victim(self, running: RunningRequests) -> Request:
-        """The last admitted request whose program has no pin, or else the last admitted one."""
+        """The last admitted request whose program has no pin. If all have pins, the last one."""
         last = next(reversed(running))
         return next(filter(self._has_no_pin, reversed(running)), last)
 
@@ -41,9 +44,9 @@ class FixedPolicy:
 
 
 class TTLPolicy:
-    """As the paper on Continuum: preempted requests first, then those of programs with a pin, then
-    those of the oldest programs. A pin ends when its program's next turn is admitted. The victim is
-    a request of the latest program.
+    """The policy of the paper on Continuum. Preempted requests are admitted first, then requests of
+    programs with a pin, then requests of the oldest programs. A pin ends when the next turn of its
+    program is admitted. The victim is a request of the program that arrived last.
     """
 
     uses_priority = False
@@ -72,7 +75,7 @@ class TTLPolicy:
 
 
 class ProgramOrder(list[Request]):
-    """Waiting requests, which are in order after `put_in_order`."""
+    """Waiting requests. They are in order only after `put_in_order` was called."""
 
     def __init__(self, pins: Pins, rank: Callable[[Request], _Rank]) -> None:
         super().__init__()

@@ -1,9 +1,10 @@
-"""The policy `program`: finishes agents' programs instead of requests.
+"""The policy `program` minimizes the time to finish agents' programs instead of single requests.
 
-A program is the requests of one run of an agent, each of which begins with the tokens of the one
-before. Between two of them, in a pause, a tool runs. The policy keeps the blocks of paused contexts
-for as long as they are worth more than what another request gains, admits requests with cached
-contexts first, and then programs with the least expected remaining work.
+A program is the requests (turns) of one run of an agent. Each turn begins with the tokens of the
+previous turn. Between two turns, in a pause, a tool runs. The blocks that an ended turn leaves in
+the pool are its context. The policy keeps a context as long as this saves more time than admitting
+another request in its place. It first admits requests whose contexts are cached, then requests of
+the programs with the least expected remaining work.
 """
 
 from services.scheduler.core.policies.program.policy import RETENTION_SETTINGS, ProgramPolicy

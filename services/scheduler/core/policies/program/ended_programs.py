@@ -1,4 +1,6 @@
-"""What is known of the programs that have ended."""
+"""Statistics of ended programs, from which the remaining work of programs is estimated. A program
+is the requests (turns) of one run of an agent.
+"""
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
@@ -9,22 +11,22 @@ from services.common.pool.block_hash import BlockHash
 from services.scheduler.core.policies.programs import Program
 
 _LEAST_ENDED = 5
-"""Programs of an application that must have ended before its statistics are used."""
+"""Number of programs of an application that must have ended before its statistics are used."""
 _NUM_KEPT = 400
 _MAX_APPLICATIONS = 1024
-"""Applications whose statistics are kept."""
+"""Limit on the number of applications whose statistics are stored."""
 _FIRST_TURNS = 8.0
-"""The number of turns that are expected while no program has ended."""
+"""The number of turns that a program is expected to have while too few programs have ended."""
 
 
 @dataclass(slots=True)
 class _Ended:
-    """The turns and tokens of ended programs."""
+    """The numbers of turns and of tokens of ended programs."""
 
     turns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     expected: dict[int, float] = field(default_factory=dict)
-    """The results of `expected_tokens` since the last program ended."""
+    """Results of `expected_tokens`. Emptied when a program ends."""
 
     def add(self, program: Program) -> None:
         self.turns.append(program.num_turns)
@@ -32,7 +34,9 @@ class _Ended:
         self.expected.clear()
 
     def expected_tokens(self, num_turns: int) -> float:
-        """The tokens of the turns after `num_turns`. If no program had so many, half a turn."""
+        """The expected number of tokens of a program's turns after the first `num_turns`. If no
+        program had more turns, half the tokens of a mean turn.
+        """
         if (known := self.expected.get(num_turns)) is None:
             known = self.expected[num_turns] = self._expected_tokens(num_turns)
         return known
@@ -44,13 +48,13 @@ class _Ended:
 
 
 class EndedPrograms:
-    """The statistics of programs that have ended, by application."""
+    """Statistics of ended programs, by application (the first tokens of the first prompt)."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[BlockHash | None, _Ended] = OrderedDict()
-        """By application, the least recently used first."""
+        """By application, the least recently used application first."""
         self._first = _Ended()
-        """The first programs of each application. A new application is expected to be like them."""
+        """The first programs of all applications. A new application is expected to be like them."""
 
     def add(self, program: Program) -> None:
         if program.application not in self._of:
@@ -64,8 +68,9 @@ class EndedPrograms:
             self._first.add(program)
 
     def expected_tokens(self, application: BlockHash | None, num_before: int) -> float:
-        """The expected work of a program's turns after `num_before`, in tokens. A program of a new
-        application is expected to be like the first programs of other applications.
+        """The expected remaining work, in tokens, of a program that has had `num_before` turns. A
+        program of a new application is expected to be like the first programs of other
+        applications.
         """
         own = self._of.get(application)
         for ended in (own, self._first):
@@ -75,5 +80,5 @@ class EndedPrograms:
 
 
 def application_of(hashes: Sequence[BlockHash], block_size: int) -> BlockHash | None:
-    """The hash of about the first 64 tokens of a program's first prompt."""
+    """The hash of the first 64 tokens, rounded up to blocks, of a program's first prompt."""
     return hashes[min(len(hashes), -(-64 // block_size)) - 1] if hashes else None

@@ -1,4 +1,6 @@
-"""How long programs pause, by tool, and how likely it is that they return soon."""
+"""Statistics of the pauses of agents' programs. A program pauses between two requests while a tool
+runs. The pauses of each tool show how likely it is that a program returns soon.
+"""
 
 import math
 from collections import OrderedDict, defaultdict, deque
@@ -7,27 +9,27 @@ from itertools import islice
 
 _NUM_KEPT = 400
 _LEAST = 10
-"""Pauses of a tool that must be known before they are used."""
+"""Number of pauses of a tool that must be known before they are used."""
 _REFRESH = 10
-"""Pauses after which the index of a tool is computed anew."""
+"""Number of new pauses after which the indexes of a tool are computed again."""
 _PER_DOUBLING = 4
-"""Number of ages, for each doubling, between which an index is not computed anew."""
+"""An index is computed at this number of ages for each doubling of the age."""
 _MAX_TOOLS = 1024
-"""Tools, of all tenants, whose pauses are kept."""
+"""Limit on the number of pairs of tenant and tool whose pauses are stored."""
 NEVER = math.inf
 """The length of a pause whose program never returned."""
 
 
 class PauseStatistics:
-    """The lengths of the latest pauses of each tool, in seconds."""
+    """The lengths, in seconds, of the latest pauses of each tool."""
 
     def __init__(self) -> None:
         self._of_tool: OrderedDict[tuple[bytes | None, str], PausesOfTool] = OrderedDict()
-        """By tenant and tool, the least recently used first. The tenant None stands for all."""
+        """By tenant (None for all tenants) and tool, the least recently used pair first."""
         self._all = PausesOfTool()
 
     def ended(self, tenant: bytes, tool: str, seconds: float) -> None:
-        """Notes a pause. Its length is NEVER if the program is presumed to have ended."""
+        """Adds a pause. The length is NEVER if the program is presumed to have ended."""
         for key in ((tenant, tool), (None, tool)):
             pauses = self._of_tool.get(key)
             if pauses is None:
@@ -39,8 +41,8 @@ class PauseStatistics:
         self._all.add(seconds)
 
     def note_ongoing(self, pauses: Iterable[tuple[bytes, str, float]]) -> None:
-        """Replaces the pauses that have not ended: tenants, tools, and seconds so far. They count
-        as longer, so that a tool after which no program returns is known soon.
+        """Replaces the ongoing pauses. Each has a tenant, a tool, and the seconds since it began.
+        Ongoing pauses are used so that a tool after which no program returns is soon recognized.
         """
         ongoing = defaultdict[tuple[bytes | None, str], list[float]](list)
         for tenant, tool, seconds in pauses:
@@ -52,16 +54,17 @@ class PauseStatistics:
             of_tool.note_ongoing(ongoing.get(key, ()))
 
     def index(self, tenant: bytes, tool: str, age: float) -> float:
-        """The value per second of a context that has paused for `age` seconds, see
-        `PausesOfTool.index`. Uses the pauses of the tool in the tenant. If there are too few, uses
-        the pauses of the tool in all tenants, then the pauses of all tools. If these are too few,
-        the value is 1 / (age + 1).
+        """`PausesOfTool.index` of a context that has paused for `age` seconds. Uses the tenant's
+        pauses of the tool. If these are too few, uses the tool's pauses of all tenants, or else all
+        pauses. If all pauses are too few, the index is 1 / (age + 1).
         """
         pauses = self._of(tenant, tool)
         return 1 / (age + 1) if pauses is None else pauses.index(age)
 
     def best(self, tenant: bytes, tool: str, age: float) -> tuple[float, float]:
-        """The probability and the seconds within which a program returns that give the index."""
+        """The probability and the time that give the index: a program returns within this time, in
+        seconds, with this probability.
+        """
         pauses = self._of(tenant, tool)
         if pauses is None:
             return 1.0, age + 1
@@ -82,10 +85,10 @@ class PausesOfTool:
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_NUM_KEPT)
         self._ongoing: Sequence[float] = ()
-        """The seconds so far of pauses that have not ended."""
+        """The lengths so far, in seconds, of ongoing pauses."""
         self._num_new = 0
         self._indexes: dict[int, float] = {}
-        """By age, see `_PER_DOUBLING`."""
+        """The computed indexes, by the number of the age (see `_PER_DOUBLING`)."""
 
     def __len__(self) -> int:
         return len(self._latest) + len(self._ongoing)
@@ -99,9 +102,11 @@ class PausesOfTool:
             self._ongoing, self._indexes = seconds[-_NUM_KEPT:], {}
 
     def index(self, age: float) -> float:
-        """The largest, over all times t, of P(returns within t) / E[pause within t], given that the
-        pause has lasted for `age` seconds (J. C. Gittins, "Bandit processes and dynamic allocation
-        indices", 1979). Its unit is 1 / second. It is computed at the next lower of a few ages.
+        """The value, in 1 / second, of keeping a context whose pause has lasted for `age` seconds.
+
+        This is Gittins's index: the maximum, over all times t, of P(the program returns within t) /
+        E[seconds of the pause within t] (J. C. Gittins, "Bandit processes and dynamic allocation
+        indices", 1979). Ages are rounded down to a few values, so that indexes can be stored.
         """
         if not self._indexes or self._num_new >= _REFRESH:
             self._indexes, self._num_new = {}, 0
@@ -113,9 +118,10 @@ class PausesOfTool:
         return found
 
     def best(self, age: float) -> tuple[float, float, float]:
-        """The index at this age, the probability of a return in the best time, and that time. One
-        more pause of 2 * age + 1 seconds keeps the index above 0 when all have returned. A pause
-        that has not ended adds its time so far, and no return.
+        """The index at this age, the time t that gives the index, and the probability of a return
+        within t, in the order index, probability, time. An additional pause of 2 * age + 1 seconds
+        is assumed, so that the index is above 0 even if all pauses were shorter than `age`. An
+        ongoing pause counts with its length so far, and without a return.
         """
         ended = [(one - age, True) for one in self._latest if one > age]
         ongoing = [(one - age, False) for one in self._ongoing if one > age]

@@ -1,4 +1,4 @@
-"""The order of requests by the policy `program`."""
+"""The order of requests under the policy `program`."""
 
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.policies.policy import PolicyParts
@@ -11,8 +11,9 @@ _Rank = tuple[int, int, float, float, int]
 
 
 class ProgramPolicy:
-    """Admits requests by priority, then those with at least half of their context cached, then
-    those of the programs with the least expected remaining work, then those of the oldest ones.
+    """Admits requests in this order: by priority; requests with at least half of their context
+    cached first; by the expected remaining work of their programs, the least first; by the age of
+    their programs, the oldest first.
     """
 
     uses_priority = True
@@ -26,7 +27,7 @@ class ProgramPolicy:
         return ProgramQueue(self)
 
     def victim(self, running: RunningRequests) -> Request:
-        """The last in the order of admission by expected work."""
+        """The running request that is last by priority, expected work and age."""
         return max(running, key=self._cost)
 
     def _cost(self, request: Request) -> tuple[int, float, float, int]:
@@ -34,7 +35,7 @@ class ProgramPolicy:
 
 
 class ProgramQueue(list[Request]):
-    """Waiting requests, which are in order after `put_in_order`."""
+    """Waiting requests. They are in order only after `put_in_order` was called."""
 
     def __init__(self, policy: ProgramPolicy) -> None:
         super().__init__()

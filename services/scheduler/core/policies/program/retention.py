@@ -1,4 +1,9 @@
-"""Decides which paused contexts are worth their blocks."""
+"""Decides which contexts of paused programs stay cached.
+
+A program is the requests (turns) of one run of an agent. Between two turns the program pauses. The
+blocks that an ended turn leaves in the pool are a context. A waiting request is *warm* if at least
+half of the context that it continues is cached, otherwise *cold*.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -25,7 +30,7 @@ from services.scheduler.core.request import Request
 
 
 class Turns:
-    """Counts admissions, so that no request waits without a bound."""
+    """Counts admissions of cold and warm requests, so that no request waits forever."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -40,18 +45,18 @@ class Turns:
 
     @property
     def cold_comes_first(self) -> bool:
-        """Whether a request without its context comes before all others."""
+        """Whether a cold request must be admitted before all others."""
         return self.num_warm >= self._config.max_warm_admissions
 
     @property
     def oldest_comes_first(self) -> bool:
-        """Whether the one that waits longest comes before others without their contexts."""
+        """Whether the longest waiting cold request precedes the other cold requests."""
         interval = self._config.aging_interval
         return self.num_cold % interval == interval - 1
 
 
 class ProgramRetention(NoRetention):
-    """The paused contexts of a replica."""
+    """Tracks the programs of a replica, and decides which of their contexts stay cached."""
 
     def __init__(self, parts: PolicyParts) -> None:
         self._config = config = parts.config
@@ -59,40 +64,40 @@ class ProgramRetention(NoRetention):
         self._size = config.hash_block_size
         self._headroom = int(config.retention_headroom * (config.num_blocks - 1))
         self._contexts: dict[ContextId, Context] = {}
-        """In the order in which their pauses began."""
+        """The retained contexts, in the order in which their pauses began."""
         self.worth = Worth(parts, self._contexts)
         self._known = KnownPrograms(config)
         self._programs: dict[Request, Program] = {}
         """The programs of waiting and running requests."""
         self._continued: dict[Request, Context] = {}
-        """The contexts with which waiting requests begin."""
+        """Maps waiting requests to the contexts that they continue."""
         self._dropped: list[ContextId] = []
         self._last_lost = ContextId(0)
-        """The latest context that was in a pool that was lost. Later ones have greater numbers."""
+        """The last context that was lost with a pool. Later contexts have larger ids."""
         self._num_other_blocks = config.num_blocks - 1
-        """Free blocks that are in no context."""
+        """Number of free blocks that belong to no context."""
         self._sent: Ranked | None = None
-        """The order that the pool has."""
+        """The order of contexts that was last sent to the pool."""
         self._max_retained: dict[bytes, int] = {}
-        """The tenants with a limit on the blocks of their contexts, and the limits."""
+        """Maps tenants to limits on the blocks of their contexts. Others have no limit."""
         self._ended = EndedPrograms()
         self.observer = ProgramObserver()
         self._recomputations = Recomputations(self._size)
         self.num_retained_blocks = 0
-        """Free blocks that belong to contexts."""
+        """Number of free blocks that belong to contexts."""
         self.turns = Turns(config)
         self.first_cold: Request | None = None
-        """The request without its context that comes before all others, if one does."""
+        """The cold request that must be admitted before all others, if any."""
         self.version = 0
-        """Changes with all that the order of the queue depends on."""
+        """Increases when the order of the queue may have changed."""
 
-    # What happens to requests.
+    # Events of requests.
 
     def check(self, request: Request) -> None:
         self._known.check(request)
 
     def arrived(self, request: Request) -> None:
-        """A request was queued for the first time. Finds the program that it continues."""
+        """Finds or begins the program of a request that was queued for the first time."""
         now, config = self._clock(), self._config
         if config.pooling or not config.enable_prefix_caching:
             return
@@ -119,8 +124,8 @@ class ProgramRetention(NoRetention):
         self.version += 1
 
     def _turn(self, program: Program, context: Context | None, now: float) -> ProgramTurn:
-        """A turn of a program that has counted it. It begins a new conversation if it begins with
-        no context while others of the program wait or run.
+        """Describes a turn, which is already counted in `program.num_turns`. A turn that continues
+        no context begins a new conversation if other turns of the program wait or run.
         """
         num_turns = program.num_turns
         if context is not None:
@@ -130,7 +135,7 @@ class ProgramRetention(NoRetention):
         return ProgramTurn(program.label, num_turns, num_turns - 1, program.arrived)
 
     def _return(self, context: Context, request: Request, now: float) -> None:
-        """The pause of a context ends, because the next turn has arrived."""
+        """Ends the pause of a context, because the next turn has arrived."""
         reason, seconds = context.reason, now - context.paused_at
         context.describe(request, now)
         self.worth.pauses.ended(context.program.tenant, reason, seconds)
@@ -140,7 +145,9 @@ class ProgramRetention(NoRetention):
         self._known.end_pause(context)
 
     def _supersede(self, program: Program, request: Request, now: float) -> None:
-        """A program goes on with another context, since it was shortened or branched."""
+        """Drops a program's contexts, because its next turn continues none of them. The client has
+        shortened the conversation, or branched off.
+        """
         *others, latest = program.contexts.values()
         self._return(latest, request, now)
         for context in (*others, latest):
@@ -148,9 +155,7 @@ class ProgramRetention(NoRetention):
             self._drop(context)
 
     def admitted(self, request: Request, waiting: Iterable[Request]) -> None:
-        """A request was admitted, one of those that wait. Its context is in use and needs no
-        retention.
-        """
+        """Counts an admission. The request's context is now in use, and no longer retained."""
         is_cold = request is self.first_cold or self.is_cold(request)
         self.first_cold = None
         self.turns.admitted(is_warm=not is_cold, cold_waits=any(map(self.is_cold, waiting)))
@@ -162,8 +167,8 @@ class ProgramRetention(NoRetention):
         self.worth.admitted(waited)
 
     def ended(self, request: Request) -> ContextId | None:
-        """A request has ended. Returns the context that its blocks become. None if it has no full
-        block, or its program has ended.
+        """Returns the context that the blocks of an ended request become. None if the request has
+        no full block or its program has ended.
         """
         program = self._programs.pop(request, None)
         continued = self._continued.pop(request, None)
@@ -187,7 +192,7 @@ class ProgramRetention(NoRetention):
             return None
         context, same = self._known.pause(request, program, now, self._size)
         context.tool = "" if declared is None else declared.tool
-        if self._config.only_grows:  # otherwise the pool's answer tells what is left
+        if self._config.only_grows:  # otherwise the pool reports which blocks are left
             context.num_blocks = num_blocks * len(self._config.all_groups)
         self._contexts[context.id] = context
         if same is not None:
@@ -197,7 +202,7 @@ class ProgramRetention(NoRetention):
         return context.id
 
     def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
-        """Says which tool runs after a turn, or that the turn was the program's last."""
+        """Records which tool runs after a turn, or that the turn was the program's last turn."""
         context = self._contexts.get(context_id)
         if context is None:
             return
@@ -205,16 +210,16 @@ class ProgramRetention(NoRetention):
         if ends and context.returned_at is None:
             self._end(context.program)
 
-    # What the pool says, and is asked to do.
+    # Operations and outcomes of the pool.
 
     def note(self, outcome: Outcome) -> None:
-        """Notes what is left of contexts, and of other free blocks."""
+        """Records how many blocks contexts still have, and how many other blocks are free."""
         self.num_retained_blocks = outcome.num_retained_blocks
         self._num_other_blocks = outcome.num_free_blocks - outcome.num_retained_blocks
         for change in outcome.contexts:
             context = self._contexts.get(change.context)
             if context is None:
-                if change.num_blocks:  # it was dropped before its blocks were free
+                if change.num_blocks:  # the context was dropped before its blocks were free
                     self._dropped.append(change.context)
                 continue
             if change.num_blocks != context.num_blocks and context.returned_at is not None:
@@ -229,9 +234,7 @@ class ProgramRetention(NoRetention):
             self._drop_above_limits()
 
     def _drop_above_limits(self) -> None:
-        """Drops the contexts of tenants with more retained blocks than they may have, the longest
-        paused first.
-        """
+        """Drops contexts of tenants above their limits, the longest paused context first."""
         num_retained = Counter[bytes]()
         for context in self._contexts.values():
             num_retained[context.program.tenant] += context.num_own_blocks
@@ -249,7 +252,7 @@ class ProgramRetention(NoRetention):
         return [DropContexts(dropped)]
 
     def rank(self) -> list[Operation]:
-        """Puts the contexts in the order of their values, the least first."""
+        """Sends the order of contexts by value, the smallest first, if the pool may need it."""
         if not self._is_short:
             return []
         ranked = self.worth.ranked(self._clock())
@@ -259,7 +262,7 @@ class ProgramRetention(NoRetention):
         return [RankContexts([context.id for _, context in ranked])]
 
     def forget(self) -> None:
-        """The pool is empty. Programs and their pauses go on, without blocks."""
+        """Records that the pool is empty. Programs and pauses continue without blocks."""
         self.first_cold = None
         self._num_other_blocks = self._config.num_blocks - 1
         for context in self._contexts.values():
@@ -273,7 +276,9 @@ class ProgramRetention(NoRetention):
     # Decisions about waiting requests.
 
     def is_warm(self, request: Request) -> bool:
-        """Whether at least half of a request's context is cached."""
+        """Whether at least half of a request's context is cached. If groups free blocks while a
+        request runs, whether any block of it is cached.
+        """
         context = self._continued.get(request)
         if context is None or not self._config.only_grows:
             return context is not None and bool(context.num_blocks)
@@ -281,18 +286,20 @@ class ProgramRetention(NoRetention):
         return 2 * context.num_blocks * self._size >= context.num_tokens * num_groups
 
     def is_cold(self, request: Request) -> bool:
-        """Whether a request is neither warm nor was admitted before."""
+        """Whether a request is not warm. A preempted request is never cold."""
         return not (request.num_preemptions or self.is_warm(request))
 
     def expected_work(self, request: Request) -> tuple[float, float]:
-        """The expected remaining work of a request's conversation, in tokens, and its arrival."""
+        """The expected remaining tokens of a request's conversation, and its time of arrival."""
         program, turn = self._programs.get(request), request.program_turn
         if program is None or turn is None:
             return 0.0, 0.0
         return self._ended.expected_tokens(program.application, turn.num_before), turn.began
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
-        """Says in the terms of an admission beside running requests which blocks it leaves free."""
+        """Sets how many blocks an admission beside running requests must leave free, and how many
+        blocks of contexts it may evict.
+        """
         if not num_running:
             return
         if self.is_cold(request):
@@ -307,7 +314,7 @@ class ProgramRetention(NoRetention):
 
     @property
     def _is_short(self) -> bool:
-        """Whether the next steps may take blocks of contexts, or a request waits for some."""
+        """Whether the next steps may need blocks of contexts, or a request waits for them."""
         if self.worth.is_held_up:
             return True
         config = self._config
@@ -315,7 +322,9 @@ class ProgramRetention(NoRetention):
         return self._num_other_blocks < num_needed * len(config.all_groups) + self._headroom
 
     def _forget_idle(self) -> None:
-        """Presumes that programs have ended which paused for long, and the longest if too many."""
+        """Ends the programs whose pauses have been too long. If there are too many contexts, also
+        ends the longest paused programs.
+        """
         for context in self._known.idle(self._clock()):
             program = context.program
             if program.num_running or len(program.contexts) > 1:
@@ -331,7 +340,7 @@ class ProgramRetention(NoRetention):
 
     @property
     def num_in_turn(self) -> int:
-        """Programs with a turn that waits or runs."""
+        """Number of turns that wait or run."""
         return len(self._programs)
 
     @property
@@ -339,13 +348,12 @@ class ProgramRetention(NoRetention):
         return self._known.num_paused
 
     def _presume_ended(self, program: Program) -> None:
-        """A program has been idle for long, so that it will not come back."""
+        """Ends a program that has been idle for so long that it is not expected to return."""
         for context in program.contexts.values():
             self.worth.pauses.ended(program.tenant, context.reason, NEVER)
         self._end(program)
 
     def _end(self, program: Program) -> None:
-        """A program has no further turn."""
         if program.has_ended:
             return
         self._ended.add(program)
@@ -354,7 +362,7 @@ class ProgramRetention(NoRetention):
             self._drop(context)
 
     def _drop(self, context: Context) -> None:
-        """Drops a context, if it was not dropped before."""
+        """Stops retaining a context. Does nothing if it is not retained."""
         if self._contexts.pop(context.id, None) is None:
             return
         self.worth.changed()

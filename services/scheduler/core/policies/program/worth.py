@@ -1,4 +1,4 @@
-"""What contexts are worth, and what another request gains."""
+"""Compares the worth of keeping contexts with the gain of admitting another request."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -9,71 +9,78 @@ from services.scheduler.core.policies.program.pauses import PauseStatistics
 from services.scheduler.core.policies.programs import Context
 
 _RANK_SECONDS = 0.01
-"""The time for which an order of contexts is kept."""
+"""The time for which a computed order of contexts is used."""
 _ONGOING_SECONDS = 2.0
-"""The time between two looks at the pauses that have not ended."""
+"""The time after which the lengths of ongoing pauses are updated."""
 _WAIT_SMOOTHING = 0.1
 _RETURN_SMOOTHING = 0.05
 _LEAST_WAIT = 0.05
 
 Ranked = list[tuple[float, Context]]
-"""Contexts with the values of their seconds, the least first."""
+"""Contexts with their values in 1 / second, the smallest value first."""
 
 
 class Worth:
-    """Compares the contexts of a replica with what the next request gains.
+    """Compares the worth of contexts with the gain of running the next request beside them.
 
-    The unit of both is seconds of the engine for each second. A context is worth the seconds to
-    compute its blocks again, times its value.
+    A context is the blocks that an ended turn of a program (a run of an agent) leaves in the pool.
+    Its worth is the time to compute its blocks again, in seconds, times its value, in 1 / second.
+    The value is large if the program is likely to return soon. The gain is the fraction of the
+    engine's time that one more running request saves. So worth and gain have the same unit.
     """
 
     def __init__(self, parts: PolicyParts, contexts: Mapping[ContextId, Context]) -> None:
-        """`contexts` are those that the policy retains now."""
+        """`contexts` is the policy's mapping of the contexts that it retains."""
         self._costs = parts.step_costs
         config = parts.config
         self._size = config.hash_block_size
         self._num_groups = len(config.all_groups)
         self._is_whole = not config.only_grows
-        """Whether a context is of no use without all of its blocks."""
+        """Whether a context is useless unless all of its blocks are cached."""
         self._contexts = contexts
         self.pauses = PauseStatistics()
         self._noted_at = -_ONGOING_SECONDS
-        """When the pauses that have not ended were last noted."""
+        """The time at which the lengths of ongoing pauses were last updated."""
         self._ranked: Ranked | None = None
-        """The result of `ranked` at `_ranked_at`."""
+        """The result of `ranked` at the time `_ranked_at`."""
         self._ranked_at = 0.0
         self._mean_wait = 1.0
         self._credit = 0.0
         self._held_up_since: float | None = None
         self._why_held_up = ""
         self._num_loaded = self._num_recomputed = 0.0
-        """Tokens of contexts that returning programs loaded from a tier, and computed again."""
+        """Means, over recent returns of programs, of the numbers of context tokens that were loaded
+        from host memory, and that were computed again.
+        """
 
     @property
     def is_held_up(self) -> bool:
-        """Whether only contexts prevent the admission of the next request."""
+        """Whether the next request is not admitted only because contexts are kept."""
         return self._held_up_since is not None
 
     def changed(self) -> None:
-        """Other contexts have blocks than before."""
+        """Must be called after the set of contexts that have blocks has changed."""
         self._ranked = None
 
     def admitted(self, waited: float | None) -> None:
-        """The next request was admitted. It has waited so long with its context, if it has one."""
+        """Called when a request was admitted. `waited` is the time, in seconds, that it has waited
+        while its context was kept. None if it has no context.
+        """
         self._credit, self._held_up_since = 0.0, None
         if waited is not None:
             self._mean_wait += _WAIT_SMOOTHING * (waited - self._mean_wait)
 
     def returned(self, num_loaded: int, num_recomputed: int) -> None:
-        """A program has returned, and missed tokens of its context. So many of them were loaded
-        from a tier, or computed again. The latest returns count most.
+        """Called when a program has returned and tokens of its context were no longer cached. Of
+        these tokens, `num_loaded` were loaded from host memory, and `num_recomputed` were computed
+        again.
         """
         self._num_loaded += _RETURN_SMOOTHING * (num_loaded - self._num_loaded)
         self._num_recomputed += _RETURN_SMOOTHING * (num_recomputed - self._num_recomputed)
 
     def held_up(self, num_running: int, now: float) -> str:
-        """The next request was refused only because of contexts. It earns credit while it waits.
-        Returns for people which context is kept, and why.
+        """Called when the next request was not admitted only because contexts are kept. Its credit
+        grows while it waits. Returns a text for people: which context is kept, and why.
         """
         if self._held_up_since is None:
             self._why_held_up = self._explanation(num_running, now)
@@ -83,7 +90,7 @@ class Worth:
         return self._why_held_up
 
     def num_blocks(self, num_running: int, now: float) -> int:
-        """How many blocks of contexts the next request may take beside running ones."""
+        """Number of blocks of contexts that may be evicted to admit the next request."""
         ranked = self.ranked(now)
         return max(
             self._num_blocks_below(self._gain(num_running), ranked),
@@ -91,7 +98,9 @@ class Worth:
         )
 
     def _num_blocks_below(self, most: float, ranked: Iterable[tuple[float, Context]]) -> int:
-        """How many blocks of the first contexts cost at most `most`: seconds times values."""
+        """Number of blocks of the first contexts that together cost at most `most`. A context costs
+        its `seconds` times its value in `ranked`.
+        """
         num_blocks = 0
         for value, context in ranked:
             cost, number = self.seconds(context) * value, context.num_own_blocks
@@ -101,14 +110,14 @@ class Worth:
         return num_blocks
 
     def seconds(self, context: Context) -> float:
-        """The time to have again what would be lost with the context's own blocks."""
+        """Seconds to compute or load again what would be lost with the context's own blocks."""
         if self._is_whole:
             return self._seconds_per_token() * context.num_tokens if context.num_own_blocks else 0.0
         num_tokens = context.num_own_blocks * self._size / self._num_groups
         return self._seconds_per_token() * num_tokens
 
     def ranked(self, now: float) -> Ranked:
-        """The contexts that have blocks, by value."""
+        """The contexts that have blocks, in the order of their values."""
         if self._ranked is not None and now - self._ranked_at < _RANK_SECONDS:
             return self._ranked
         self._note_ongoing(now)
@@ -136,8 +145,8 @@ class Worth:
         return self._ranked
 
     def _wished_index(self, context: Context, age: float) -> float:
-        """The index of the pause of a context that the client wishes to keep. Until that time has
-        passed, at least half of the index at the beginning of the pause.
+        """The value of a context that the client wants to be kept for `keep_seconds`. Until this
+        time has passed, the value is at least half of the value at the beginning of the pause.
         """
         tenant, reason = context.program.tenant, context.reason
         index = self.pauses.index(tenant, reason, age)
@@ -146,8 +155,8 @@ class Worth:
         return index
 
     def tenants_factors(self) -> dict[bytes, float]:
-        """By how much each tenant has more than its weight's share of the retained blocks, at least
-        1. Empty if only one tenant has contexts.
+        """For each tenant, the number of its retained blocks divided by the number that its weight
+        entitles it to, at least 1. Empty if only one tenant has contexts.
         """
         blocks, weights = Counter[bytes](), dict[bytes, float]()
         for context in self._contexts.values():
@@ -170,14 +179,15 @@ class Worth:
         )
 
     def _gain(self, num_running: int) -> float:
-        """What one more running request gains."""
+        """The fraction of the engine's time per token that one more running request saves."""
         fixed, each = self._costs.seconds_per_step, self._costs.seconds_per_decode
         whole = fixed + num_running * each
         return (fixed / whole if whole else 1.0) / (num_running + 1)
 
     def _seconds_per_token(self) -> float:
-        """The time to have a token again. With a tier, as many tokens are loaded as of the contexts
-        of late, if that is faster than to compute them.
+        """The time, in seconds, to compute or load a token of a context again. The fraction of
+        loaded tokens is presumed to be the same as in recent returns. A load counts only if it is
+        faster than computing.
         """
         costs = self._costs
         each = costs.seconds_per_prompt_token or costs.seconds_per_decode or 1e-6
@@ -187,7 +197,7 @@ class Worth:
         return each
 
     def _explanation(self, num_running: int, now: float) -> str:
-        """Which context with the least value is kept, for people."""
+        """A text for people about the kept context with the smallest value."""
         kept = next((one for _, one in self.ranked(now) if one.num_own_blocks), None)
         if kept is None:
             return ""
