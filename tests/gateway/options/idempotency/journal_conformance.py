@@ -1,7 +1,7 @@
-"""The behaviour of every Journal, tested in memory and in Redis.
+"""The tests that every implementation of the port Journal must pass.
 
-A test class inherits from JournalConformance and defines `journals`: two gateways' journals over
-the same logs, with leases of LEASE_SECONDS.
+A test class inherits from JournalConformance and defines the fixture `journals`: the journals of
+two gateways over the same logs, with leases of LEASE_SECONDS.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ Journals = tuple[Journal, Journal]
 
 
 def entry(number: int, *, fence: int = 1, value: bytes = b"v", scope: str = "s") -> Append:
-    """An entry. By default the first owner appends it."""
+    """The append of an entry, by default by the first owner of the lease (fence 1)."""
     return Append(scope, Position(fence, number), value, begins=number == 0 and fence == 1)
 
 

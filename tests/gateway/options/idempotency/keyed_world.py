@@ -1,4 +1,4 @@
-"""Gateways in one process that share answers: the core with an engine whose steps the test runs."""
+"""Gateways in one process that share answers. Each is the gateway's core with a fake engine."""
 
 import asyncio
 import itertools
@@ -44,7 +44,9 @@ WAIT_SECONDS = 60.0
 
 
 class StepEngine:
-    """The core's engine. In each step every sequence gets the next token of the tests' formula."""
+    """An engine for the gateway's core, whose steps the test runs. In each step every sequence gets
+    the token of `token_at`.
+    """
 
     def __init__(self) -> None:
         self.started: list[tuple[Sequence[EngineRequest], Sequence[Progress]]] = []
@@ -98,13 +100,13 @@ class StepEngine:
 
 
 def token_at(request: EngineRequest, position: int) -> int:
-    """The token of a sequence at a position."""
+    """The token of a sequence at an output position."""
     return formula(request.prompt_token_ids, request.sampling.seed or 0, position)
 
 
 @dataclass
 class Client:
-    """A client that reads its answers."""
+    """A client that reads the answers to its request."""
 
     task: "asyncio.Task[None]"
     answers: list[Answer] = field(default_factory=list)
@@ -133,7 +135,7 @@ class Client:
 
 
 class KeyedGateway:
-    """One gateway's handling of requests with an idempotency key."""
+    """The parts of one gateway that handle requests with an idempotency key."""
 
     def __init__(
         self,
@@ -191,13 +193,13 @@ class KeyedGateway:
         await self.inference.delivery(generation, sink, stream=True).run()
 
     async def stop(self) -> None:
-        """Cancels the gateway's tasks at once, like a killed process. Leases remain."""
+        """Cancels the gateway's tasks at once, like a killed process. Its leases remain."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.gather(self._run, return_exceptions=True)
 
 
 async def settle() -> None:
-    """Runs 30 iterations of the event loop, so that all ready work is done."""
+    """Runs 30 iterations of the event loop, so that all tasks that can run have run."""
     for _ in range(30):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The core's Journal in memory, for several gateways in one process."""
+"""The port Journal in memory, for several gateways in one process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from services.gateway.options.idempotency.core.journal import Append, Appended, 
 
 @dataclass
 class SharedLogs:
-    """The state shared by all journals of one test."""
+    """The logs and leases that all journals of one test share."""
 
     time: Callable[[], float]
     lease_seconds: float = 3.0
@@ -32,12 +32,12 @@ class SharedLogs:
 
 @dataclass
 class MemoryJournal:
-    """One gateway's access to the logs. Its attributes may be changed at any time."""
+    """One gateway's access to the shared logs. Tests may change the attributes at any time."""
 
     shared: SharedLogs
     is_down: bool = False
     loses_answers: bool = False
-    """Calls take effect but raise an error."""
+    """Whether calls take effect but raise Unavailable."""
 
     async def ping(self) -> None:
         self._check()

@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key, at one gateway."""
+"""Requests with the header Idempotency-Key, at one gateway."""
 
 import asyncio
 import json
@@ -30,13 +30,13 @@ async def metric(served: Serving, name: str) -> float:
 
 
 def counts_of(served: Serving) -> KeyCounts:
-    """The values of the gateway's metrics of requests with a key."""
+    """The gateway's counts of requests with a key, from which its metrics are made."""
     [option] = [one for one in served.gateway.parts.options if isinstance(one, Idempotency)]
     return option.keyed_requests.counts
 
 
 async def cut_after(served: Serving, num_tokens: int, body: dict | None = None) -> None:
-    """Runs a client that reads `num_tokens` of a stream, and disconnects."""
+    """Runs a client that reads `num_tokens` tokens of a stream and then disconnects."""
     served.scheduler.allow(num_tokens)
     stream = Stream(served, body, KEY)
     await until(lambda: len(stream.token_ids) == num_tokens)
@@ -203,7 +203,7 @@ async def test_the_openai_sdk_meets_its_answer_when_it_tries_again(model: Path) 
     fake = FakeScheduler(permits=0)
     async with serving(model, fake) as served:
         async with served.openai(max_retries=5, timeout=1.0) as client:
-            # The first attempts time out. The SDK sends the request again with the same header.
+            # The first attempts time out, and the SDK sends the request again with the same key.
             asked = asyncio.create_task(
                 client.completions.create(
                     model="tiny", prompt="hello", max_tokens=8, extra_headers=KEY

@@ -1,5 +1,6 @@
-"""Runs two gateway processes and a Redis. An answer survives the gateway that makes it. The tests
-share the processes and run in the order of this file. The last test kills a gateway.
+"""Two gateway processes with one Redis. An answer survives the loss of the gateway that requested
+it from the scheduler. The tests share the processes and run in the order of this file. The last
+test kills a gateway.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ SECONDS = 60.0
 
 
 class Reader:
-    """A client that reads a stream of tokens until it ends or breaks."""
+    """A client that reads a streamed completion until the stream ends or breaks."""
 
     def __init__(self, gateway: "Gateway", key: str) -> None:
         self.token_ids: list[int] = []
@@ -49,11 +50,11 @@ class Reader:
                 self.is_complete |= line == "data: [DONE]"
 
     async def has(self, num_tokens: int) -> None:
-        """Waits until `num_tokens` have arrived."""
+        """Waits until `num_tokens` tokens have arrived."""
         await until(lambda: len(self.token_ids) >= num_tokens)
 
     async def result(self) -> list[int]:
-        """All tokens of a complete answer."""
+        """All tokens of the answer. Waits until it is complete."""
         async with asyncio.timeout(SECONDS):
             await self.task
         assert self.is_complete
@@ -62,7 +63,7 @@ class Reader:
 
 @dataclass
 class Gateway:
-    """A gateway process, and a client of it."""
+    """A gateway process, and an HTTP client of it."""
 
     child: "subprocess.Popen[str]"
     http: httpx.AsyncClient
@@ -85,7 +86,7 @@ class Gateway:
 
 @dataclass
 class World:
-    """Two gateways that use one scheduler, and can serve."""
+    """Two gateways that are ready and use one scheduler."""
 
     a: Gateway
     b: Gateway
@@ -93,12 +94,14 @@ class World:
     redis: RedisServer
 
     def made(self) -> list[int]:
-        """The undisturbed output of the first request that the scheduler received."""
+        """The whole output of the first request that the scheduler received."""
         seed = self.scheduler.adds[0].sampling.seed
         return [formula(PROMPT, seed, position) for position in range(NUM_TOKENS)]
 
     async def begun(self, key: str) -> Reader:
-        """A client of the first gateway that has received five tokens. No more are computed."""
+        """A client of the first gateway that has received five tokens. The scheduler then computes
+        no more.
+        """
         self.scheduler.adds.clear()
         self.scheduler.permits = 0
         self.scheduler.allow(5)
@@ -158,7 +161,7 @@ async def test_redis_away_costs_nothing_but_the_sharing(world: World) -> None:
     await late.has(10)
     assert len(fake.adds) == 1
     world.redis.kill()
-    world.redis.start()  # empty
+    world.redis.start()  # Redis has lost all data
     fake.run_freely()
     for reader in (first, again, late):
         assert await reader.result() == world.made()
@@ -196,7 +199,7 @@ async def test_an_answer_is_followed_and_survives_its_gateway(world: World) -> N
     a.child.kill()
     with pytest.raises(httpx.TransportError):
         await first.task
-    await until(lambda: len(fake.adds) == 2)  # the lease has ended
+    await until(lambda: len(fake.adds) == 2)  # gateway b continues the answer after the lease
     late = Reader(b, "killed")
     fake.run_freely()
     for reader in (follower, late):

@@ -1,4 +1,4 @@
-"""The key in a header, and the comparison of two requests."""
+"""The idempotency key in a header, and the comparison of two requests with the same key."""
 
 from dataclasses import replace
 

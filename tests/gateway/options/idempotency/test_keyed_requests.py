@@ -1,5 +1,5 @@
-"""Requests with an idempotency key at one gateway are computed once. Their number and their time
-are bounded.
+"""At one gateway, requests with the same idempotency key are computed once. The number of kept
+answers and the time for which they are kept are limited.
 """
 
 from dataclasses import replace
@@ -108,7 +108,7 @@ async def test_so_many_answers_go_on_without_a_client_and_no_more(
     await settle()
     assert len(gateway.engine.open) == 2
     assert gateway.keyed.counts.suspended == 2
-    again = gateway.ask("k3")  # it has a client, so another request is dropped for the next one
+    again = gateway.ask("k3")  # has a client again, so it does not count as detached
     await settle()
     gone = gateway.ask("k4")
     await settle()
@@ -188,7 +188,7 @@ async def test_a_stop_string_ends_an_answer_that_no_client_reads(
     gateway.engine.step(3)
     clock.advance(
         LIMITS.linger_seconds
-    )  # it stops, and its text is decoded again when it continues
+    )  # the answer is suspended, and its text is decoded again when it continues
     second = gateway.ask(seed=4, stop=stop)
     await settle()
     await second.leave()
@@ -209,7 +209,7 @@ async def test_answers_are_forgotten_after_a_time(gateway: KeyedGateway, clock: 
     await client.result()
     clock.advance(LIMITS.retention_seconds - 1)
     assert len(gateway.keyed) == 1
-    await gateway.ask().result()  # this does not need the engine, and counts as use
+    await gateway.ask().result()  # reads the kept answer, which counts as use
     clock.advance(LIMITS.retention_seconds - 1)
     assert len(gateway.keyed) == 1
     clock.advance(2)
@@ -224,7 +224,7 @@ async def test_a_claim_whose_client_never_reads_stops_too(
     await settle()
     (request,) = gateway.keyed._table.values()
     request._on_left = lambda _: None
-    request.readers.clear()  # as if the client had left before its first read
+    request.readers.clear()  # as if the client had disconnected before its first read
     gateway.keyed._expect_reader(request)
     clock.advance(100)
     await settle()

@@ -29,7 +29,7 @@ def ask(stack: Stack, *, key: bool, seed: int | None = None) -> dict[str, Any]:
 
 
 def stream_until_the_gateway_dies(stack: Stack) -> str:
-    """Kills the gateway while it streams. Returns the name of the answer."""
+    """Kills the gateway while it streams an answer. Returns the id of the answer."""
     body = BODY | {"model": stack.model, "stream": True, "seed": 21}
     name = ""
     with (

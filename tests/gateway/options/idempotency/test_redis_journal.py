@@ -27,7 +27,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 async def connected(url: str) -> AsyncIterator[Journals]:
-    """Two gateways with the same, empty, Redis."""
+    """The journals of two gateways in the same empty Redis."""
     connections = RedisConnection(url), RedisConnection(url)
     await connections[0].call(lambda client: client.flushall(), 5.0)
     first, second = (

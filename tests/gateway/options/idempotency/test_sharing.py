@@ -1,5 +1,5 @@
-"""Several gateways with one journal give one answer for a key, whichever gateway dies, stalls or
-loses the journal.
+"""Several gateways with one journal return one answer for an idempotency key, whichever gateway
+dies, stalls or loses the journal.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def tokenizer(model: Path) -> HfTokenizer:
 
 @dataclass
 class World:
-    """Gateways "a" and "b", which share logs."""
+    """Gateways "a" and "b" with the journals over the same logs."""
 
     logs: SharedLogs
     journals: list[MemoryJournal]
@@ -44,19 +44,19 @@ class World:
         return sum(len(gateway.engine.started) for gateway in self.gateways)
 
     def log(self) -> list[tuple[Position, bytes]]:
-        """The only log."""
+        """The entries of the only log."""
         (entries,) = self.logs.logs.values()
         return entries
 
     @property
     def num_logged(self) -> int:
-        """The number of tokens in the only log."""
+        """The number of output tokens in the only log."""
         view = LogView()
         view.apply(self.log())
         return view.recording.num_tokens
 
     def expected(self, num_tokens: int = 6) -> list[list[int]]:
-        """The output of the first request that any engine started."""
+        """The expected output of the first request that an engine started, for each sequence."""
         requests = next(g.engine.started[0][0] for g in self.gateways if g.engine.started)
         return [[token_at(one, position) for position in range(num_tokens)] for one in requests]
 
@@ -77,7 +77,7 @@ async def world(tokenizer: HfTokenizer) -> AsyncIterator[World]:
 
 
 async def begun(gateway: KeyedGateway, num_tokens: int = 2, **ask) -> Client:
-    """A client whose answer has begun."""
+    """A client that has received `num_tokens` tokens of each answer."""
     client = gateway.ask(**ask)
     await until(lambda: gateway.engine.open)
     gateway.engine.step(num_tokens)
@@ -149,7 +149,7 @@ async def test_an_owner_that_stalled_is_fenced_and_its_clients_are_served(world:
     a, b = world.gateways
     first = await begun(a, temperature=1.0)
     await until(lambda: world.num_logged == 2)
-    world.journals[0].is_down = True  # it cannot renew its lease
+    world.journals[0].is_down = True  # gateway a cannot renew its lease
     second = b.ask(temperature=1.0)
     await until(lambda: b.engine.open)
     b.engine.step(1)
@@ -222,7 +222,7 @@ async def test_a_log_that_was_lost_is_written_again(world: World):
     await until(lambda: world.num_logged == 2)
     follower = b.ask()
     await until(lambda: follower.num_tokens == 2)
-    world.logs.logs.clear()  # as FLUSHALL does, but the leases stay
+    world.logs.logs.clear()  # the logs are lost, but the leases remain
     a.engine.step(1)
     await until(lambda: a.sharing.counts.lost == 1)
     await until(lambda: follower.num_tokens == 3)

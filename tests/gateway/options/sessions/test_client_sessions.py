@@ -1,4 +1,4 @@
-"""Tests the state, the replica and the end of client sessions in the gateway's core."""
+"""Client sessions in the gateway's core: their state, their replica, and their end."""
 
 import pytest
 
@@ -32,7 +32,7 @@ A, B = Caller("a"), Caller("b")
 
 
 class World:
-    """Sessions over two replicas that are ready."""
+    """Client sessions at a gateway with two ready replicas."""
 
     def __init__(self) -> None:
         self.fake = FakeFleet(policy="round-robin")
@@ -47,7 +47,7 @@ class World:
         priority: int = 0,
         skips_cache: bool = False,
     ) -> Mailbox:
-        """Begins a turn of a session."""
+        """Begins a turn of a session with the input `chunk`."""
         sampling = SamplingParams(max_tokens=3, seed=1)
         prompt = [*session.token_ids, *chunk]
         turn = SessionTurn(session, prompt)
@@ -66,7 +66,7 @@ class World:
         return self.fake.fleet.start([request])
 
     def say(self, mailbox: Mailbox, *tokens: int) -> None:
-        """Ends a turn with this output."""
+        """Ends a turn with the output `tokens`."""
         (inflight,) = mailbox.inflights
         replica = self.fake.replicas[mailbox.routes[-1].address]
         inflight.tokens(list(tokens))

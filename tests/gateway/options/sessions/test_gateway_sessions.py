@@ -1,4 +1,4 @@
-"""Tests refusals and the end of client sessions at the gateway, over HTTP and gRPC."""
+"""Client sessions at the gateway, over HTTP and gRPC: their turns, refusals and their end."""
 
 import asyncio
 from pathlib import Path

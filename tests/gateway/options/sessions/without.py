@@ -1,4 +1,4 @@
-"""A gateway from which clients' sessions were removed. test_removed_option.py runs this."""
+"""A gateway without the option `sessions`. test_removed_option.py runs these tests."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""The expected behaviour of limits, recomputed from the whole history of a tenant without stored
-state.
-"""
+"""The expected behaviour of the limits of a tenant, computed from the tenant's whole history."""
 
 from dataclasses import dataclass, field
 
@@ -17,11 +15,11 @@ UNITS = 60_000
 
 @dataclass
 class LimitsOracle:
-    """Recomputes each level from all changes so far, and compares it with a store's answer.
+    """Computes the levels of the token buckets from all changes so far, and compares them with the
+    levels that a store returns.
 
-    A bucket never exceeds its capacity, before and after each change. Its level is therefore a
-    minimum over assumptions about when it was last full: before or after any of the changes, or
-    now.
+    A bucket's level never exceeds its capacity. The level is therefore the minimum of the levels
+    that follow if the bucket was full before or after any of the changes, or is full now.
     """
 
     limits: LimitSet
@@ -29,10 +27,10 @@ class LimitsOracle:
     taken: list[tuple[int, int, int]] = field(default_factory=list)
     """Time, requests and tokens of each accepted change."""
     slots: list[tuple[int, str, bool]] = field(default_factory=list)
-    """Time and name of each slot, and whether it was acquired (True) or released."""
+    """Time and name of each change of a slot. True if the slot was acquired, False if released."""
 
     def level(self, which: int, limit: int, now: int) -> int:
-        """The level in units. `which` is 1 for requests and 2 for tokens."""
+        """The level of a bucket in units. `which` is 1 for requests and 2 for tokens."""
         capacity = limit * UNITS
         levels = [capacity]
         for number, (when, *_) in enumerate(self.taken):
@@ -43,7 +41,7 @@ class LimitsOracle:
         return min(levels)
 
     def held(self, now: int) -> set[str]:
-        """The acquired slots."""
+        """The slots that are acquired at `now`."""
         last = {name: (when, is_held) for when, name, is_held in self.slots}
         return {
             name
@@ -69,7 +67,9 @@ class LimitsOracle:
         assert standing.num_slots == len(self.held(now))
 
     def _refusal(self, change: Change, now: int) -> tuple[Quota | None, tuple[int, int]]:
-        """The limit that must refuse a change, and the bounds of the reported waiting time."""
+        """The limit that must refuse a change (None if it fits), and the bounds of the reported
+        waiting time in milliseconds.
+        """
         for which, quota, limit, amount in (
             (1, Quota.REQUESTS, self.limits.requests_per_minute, change.num_requests),
             (2, Quota.TOKENS, self.limits.tokens_per_minute, max(1, change.num_tokens)),

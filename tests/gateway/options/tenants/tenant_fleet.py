@@ -1,4 +1,4 @@
-"""A fleet that serves two tenants."""
+"""A fake fleet whose sequences wait in the queues of their tenants."""
 
 from services.common.replica.queue_state import QueueState
 from services.common.request.finish import Finish, FinishReason
@@ -15,7 +15,7 @@ BOUNDS = QueueBounds(max_num_waiting=6, max_total_waiting=100, max_queue_seconds
 
 
 def with_queues(world: FakeFleet) -> FakeFleet:
-    """Gives a fleet queues of tenants."""
+    """Replaces the fleet's admission by queues for each tenant."""
     fleet = world.fleet
     fleet.admission = TenantQueues(
         world.clock,
@@ -37,7 +37,7 @@ def num_waiting(fleet: Fleet, tenant: str) -> int:
 
 
 def connected(num_places: int = 2, num_replicas: int = 1) -> FakeFleet:
-    """A fleet whose replicas each have `num_places` slots for sequences."""
+    """A fleet of connected replicas that each run `num_places` sequences at once."""
     world = with_queues(FakeFleet(num_replicas))
     world.connect(*world.replicas, max_num_seqs=num_places)
     return world
@@ -61,11 +61,11 @@ def finish(world: FakeFleet, inflight: Inflight, name: str = "a") -> None:
 
 
 def finish_first(world: FakeFleet, name: str = "a") -> None:
-    """Ends the oldest sequence."""
+    """Ends the oldest sequence of a replica."""
     finish(world, world.has(name)[0], name)
 
 
 def moving(world: FakeFleet, seconds_per_request: float, service_seconds: float = 0.0) -> None:
-    """Makes the scheduler announce the speed of its queue, with no request waiting there."""
+    """Makes the scheduler of replica "a" report the speed of its queue, which is empty."""
     queue = QueueState(0, 1024, 60.0, seconds_per_request, service_seconds, num_running=2)
     world.replicas["a"].queue_changed(queue)

@@ -1,4 +1,6 @@
-"""Sequences of tenants occupy slots of the replicas and release them."""
+"""Sequences of tenants occupy slots of the replicas and release them. A slot is called a place in
+names.
+"""
 
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
@@ -19,7 +21,7 @@ from tests.gateway.options.tenants.tenant_fleet import (
     with_queues,
 )
 
-# The number of places.
+# The number of slots.
 
 
 def test_a_tenant_alone_has_all_places_and_one_sequence_ahead() -> None:
@@ -32,7 +34,7 @@ def test_a_tenant_alone_has_all_places_and_one_sequence_ahead() -> None:
 
 
 def test_the_next_place_is_for_the_tenant_that_was_served_less() -> None:
-    """Another gateway has all places, and gives them up one after another."""
+    """Requests of another gateway occupy all slots, and end one after another."""
     world = connected(num_places=6)
     for num_others, expected in ((7, ""), (5, "a"), (4, "ab"), (3, "aba"), (2, "abab")):
         world.replicas["a"].load_changed(ReplicaLoad(7, 0, num_other_requests=num_others))
@@ -68,7 +70,7 @@ def test_requests_of_other_gateways_take_places() -> None:
 
 
 def test_where_blocks_are_missing_few_wait_at_the_replica() -> None:
-    """The number of places becomes smaller after two consecutive reports."""
+    """A replica has fewer slots after two consecutive reports that it lacks blocks."""
     world = connected(num_places=8)
     blocked = QueueState(4, 1024, 60.0, num_running=3, is_blocked=True)
     world.replicas["a"].queue_changed(blocked)
@@ -80,9 +82,7 @@ def test_where_blocks_are_missing_few_wait_at_the_replica() -> None:
 
 
 def test_requests_that_wait_at_a_replica_for_its_next_step_take_no_places_away() -> None:
-    """If a step takes longer than the interval of reports, several reports show the same
-    requests.
-    """
+    """During a long step several reports show the same waiting requests."""
     world = connected(num_places=8)
     for _ in range(3):
         world.replicas["a"].queue_changed(QueueState(4, 1024, 60.0, num_running=3))
@@ -105,12 +105,12 @@ def test_answers_to_one_prompt_follow_each_other_to_one_replica() -> None:
         assert (len(world.has(name)), len(prompts)) == (3, 1)
 
 
-# Places that tenants give back.
+# Slots that tenants must release.
 
 
 def flooded(num_running: int = 4) -> tuple[FakeFleet, list[Mailbox]]:
-    """Tenant A has all places of a replica, and one more sequence there. Two of its sequences
-    wait.
+    """Tenant A occupies all slots of a replica, and has one more sequence at the replica. Two
+    sequences of tenant A wait at the gateway.
     """
     world = connected(num_places=num_running)
     mailboxes = [world.start(caller=A) for _ in range(num_running + 3)]
@@ -177,7 +177,7 @@ def test_of_a_tenants_sequences_those_that_may_run_latest_are_taken_back() -> No
 
 
 def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
-    """The sequence got 3 of 50 tokens. The rest is charged when it continues."""
+    """The sequence got 3 of 50 tokens. The other tokens are charged when it continues."""
     world = connected(num_places=2)
     for _ in range(2):
         world.start(caller=A, max_tokens=50)
@@ -205,7 +205,7 @@ def test_a_tenant_with_its_share_waits_for_one_of_its_own_to_end() -> None:
 
 
 def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
-    """Each tenant has 4 of 8 places, and may start two sequences at once."""
+    """The fair share of each tenant is 4 of 8 slots. It may start two sequences at once."""
     world = connected(num_places=8)
     world.start(caller=B).close()
     mailboxes = [world.start(caller=A) for _ in range(6)]
@@ -239,8 +239,8 @@ def test_sequences_of_a_tenant_go_by_priority_and_then_in_order_of_arrival() -> 
 
 
 def test_what_answers_became_shorter_than_expected_is_given_back() -> None:
-    """Both tenants requested equally many tokens. One gets a single token each time, and is
-    therefore next again.
+    """Both tenants request 50 tokens each time. The answers to tenant B have one token, so tenant B
+    is next again and again.
     """
     world = connected(num_places=2)
     for tenant in (A, B) * 4:

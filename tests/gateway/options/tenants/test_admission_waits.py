@@ -73,7 +73,7 @@ async def test_a_wait_ends_after_the_time_that_is_allowed_for_it() -> None:
 
 
 def numbers_waiting(world: FakeFleet, num_calls: int) -> list[int]:
-    """The number of waiting sequences after each of `num_calls` calls of the clock."""
+    """The numbers of waiting sequences after each of the clock's next `num_calls` calls."""
     numbers = []
     for _ in range(num_calls):
         world.clock.next_call()
@@ -108,7 +108,7 @@ def test_those_that_are_too_late_when_places_become_free_end_two_in_a_turn() -> 
 
 
 async def test_a_sequence_that_can_no_longer_be_done_by_its_deadline_is_not_sent() -> None:
-    """When it arrived, sequences ran for less than a second. Now they run for four seconds."""
+    """When the sequence arrived, sequences ran for half a second. Now they run for 4.6 s."""
     world = connected(num_places=1)
     moving(world, seconds_per_request=0.1, service_seconds=0.5)
     first, _, third = (world.start(caller=A, deadline=10.0) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Sequences wait in an order that depends on tenants, weights and priorities."""
+"""The fair queue orders waiting sequences by tenant, weight and priority."""
 
 from collections import Counter, defaultdict
 
@@ -17,7 +17,7 @@ def anyone(_: Tenant) -> bool:
 
 
 def filled(counts: dict[Tenant, int]) -> FairQueue[str]:
-    """A queue with `counts` items of the tenants, named "a0", "a1" and so on."""
+    """A queue with the given number of items of each tenant. Tenant "a" has "a0", "a1", ..."""
     queue: FairQueue[str] = FairQueue()
     for tenant, count in counts.items():
         for number in range(count):
@@ -26,7 +26,7 @@ def filled(counts: dict[Tenant, int]) -> FairQueue[str]:
 
 
 def take_all(queue: FairQueue[str], costs: dict[Tenant, float]) -> list[str]:
-    """Takes all items in order. Each is charged the cost of its tenant's items."""
+    """Takes all items in order. For each item its tenant is charged the tenant's cost."""
     by_name = {tenant.caller_id: tenant for tenant in costs}
     taken = []
     while (item := queue.take(anyone)) is not None:
@@ -47,7 +47,7 @@ def test_a_tenant_of_three_times_the_weight_gets_three_times_as_much() -> None:
 
 
 def test_tokens_are_shared_and_not_requests() -> None:
-    """Requests of one tenant cost four times as much as those of the other."""
+    """Requests of tenant A cost four times as many tokens as requests of tenant B."""
     taken = take_all(filled({A: 2, B: 8}), {A: 40, B: 10})
     assert taken == ["a0", "b0", "b1", "b2", "b3", "a1", "b4", "b5", "b6", "b7"]
 
@@ -117,7 +117,7 @@ COSTS = st.integers(min_value=1, max_value=100)
 def test_tenants_that_always_wait_get_their_shares_within_one_request(
     weights: list[float], data: st.DataObject
 ) -> None:
-    """After any number of steps, two tenants differ by at most the cost of one request of each."""
+    """No tenant is ever ahead of another by more than the cost of one request of its own."""
     tenants = [Tenant(str(number), weight) for number, weight in enumerate(weights)]
     queue: FairQueue[int] = FairQueue()
     for index, tenant in enumerate(tenants):
@@ -147,9 +147,7 @@ def test_tenants_that_always_wait_get_their_shares_within_one_request(
 def test_no_tenant_starves_and_nothing_is_lost_repeated_or_reordered(
     steps: list[tuple[int, int, int, bool]],
 ) -> None:
-    """The counts of the other tenants limit how many requests go before a waiting tenant. The
-    requests of one tenant are ordered by priority and arrival.
-    """
+    """The requests of one tenant leave the queue by priority and then in order of arrival."""
     queue: FairQueue[tuple[int, int]] = FairQueue()
     waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
     taken: Counter[int] = Counter()
@@ -174,9 +172,7 @@ def test_no_tenant_starves_and_nothing_is_lost_repeated_or_reordered(
 def test_a_tenant_that_waits_is_next_before_the_others_get_much_more(
     costs: list[int], credit: float
 ) -> None:
-    """Another tenant gets at most one request more than its weight gives it, however much it
-    requests.
-    """
+    """Tenant A gets at most the cost of one request before tenant B, which has just arrived."""
     queue: FairQueue[str] = FairQueue()
     for number in range(len(costs) + 1):
         queue.add(A, (0, number), "a")

@@ -1,5 +1,5 @@
-"""Measures how long one tenant waits while another one sends too much. The gateway's admission runs
-in simulated time, with a replica whose steps take longer with each prompt and each sequence.
+"""Measures how long the requests of one tenant wait while another tenant sends too many. The
+gateway's admission runs in simulated time with a simulated replica.
 """
 
 from collections import deque
@@ -18,18 +18,18 @@ from tests.gateway.options.tenants.tenant_fleet import with_queues
 FLOODS, QUIET = Tenant("floods"), Tenant("quiet")
 NUM_PLACES, NUM_OUTPUT_TOKENS = 32, 128
 STEP_SECONDS, DECODE_SECONDS, PROMPT_SECONDS = 0.4e-3, 0.07e-3, 0.9e-3
-"""Time of every step, and added time for each decoding sequence and for each prompt in the step. A
-prompt takes as long as a dozen sequences.
+"""The time of a step is a constant, and more time for each decoding sequence and each prompt. A
+prompt takes as long as a dozen decoding sequences.
 """
 LINK_SECONDS = 1.5e-3
-"""Delay of a message from the gateway to the replica, or back."""
+"""The delay of a message from the gateway to the replica, or back."""
 QUIET_PERIOD_SECONDS, FLOOD_PERIOD_SECONDS = 0.0503, 0.001
 BEGIN_SECONDS, RUN_SECONDS = 1.0, 5.0
 
 
 class SimulatedReplica:
-    """A replica with two steps in flight. A sequence is part of each step that is planned after its
-    arrival, and gets a token from each.
+    """A replica with two steps in flight. Each step that is planned after the arrival of a sequence
+    computes one token of the sequence.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class SimulatedReplica:
         self.on_token: Callable[[Inflight], None] = lambda _: None
         self._waiting: dict[int, Inflight] = {}
         self._num_left: dict[int, int] = {}
-        """For each running sequence, the number of tokens that no step is planned for yet."""
+        """Maps a running sequence to the number of its tokens for which no step is planned yet."""
         self._steps: deque[tuple[list[int], list[int]]] = deque()
-        """For each step in flight, its sequences and its new sequences."""
+        """The sequences and the new sequences of each step in flight."""
         self._busy_until = 0.0
 
     def start(self, tenant: Tenant) -> Inflight:
-        """Lets a request arrive at the gateway."""
+        """Sends a request of a tenant to the gateway."""
         (inflight,) = self.world.start(max_tokens=NUM_OUTPUT_TOKENS, caller=tenant).inflights
         self._receive()
         return inflight
 
     def _receive(self) -> None:
-        """Receives the gateway's new and aborted sequences, in order, after a short delay."""
+        """Schedules the arrival of the gateway's new and aborted sequences after LINK_SECONDS."""
         link, later = self.world.links["a"], self.clock.time() + LINK_SECONDS
         for handle, inflight in link.added.items():
             self.clock.call_at(later, partial(self._arrive, handle, inflight))
@@ -111,8 +111,8 @@ class SimulatedReplica:
 
 
 class Run:
-    """Requests of the quiet tenant at regular intervals, while another tenant sends as many
-    requests as are accepted. The other tenant started long before.
+    """The tenant QUIET sends requests at regular intervals, while the tenant FLOODS sends as many
+    requests as the gateway accepts. The first second does not count.
     """
 
     def __init__(self) -> None:
@@ -147,8 +147,8 @@ class Run:
 
 
 def test_in_a_flood_a_first_token_comes_after_three_steps_with_few_prompts() -> None:
-    """The request waits for the rest of a step, for the planned step, and for its own step, which
-    has its prompt and two others.
+    """A request waits for the rest of the running step, for the step that is already planned, and
+    for its own step, which has two other prompts.
     """
     first_token_seconds = Run().first_token_seconds
     steps = 3 * (STEP_SECONDS + NUM_PLACES * DECODE_SECONDS) + 3 * PROMPT_SECONDS
@@ -157,5 +157,5 @@ def test_in_a_flood_a_first_token_comes_after_three_steps_with_few_prompts() -> 
 
 
 def test_in_a_flood_nearly_all_places_are_taken() -> None:
-    """One place is kept free. Another one is free for part of the time, while a sequence starts."""
+    """One slot is kept free, and a second slot is free while a sequence starts."""
     assert fmean(Run().replica.nums_running) >= NUM_PLACES - 2

@@ -1,4 +1,4 @@
-"""Two tenants use a real gateway. One of them sends more requests than the replicas can run."""
+"""Two tenants use a real gateway. One tenant sends more requests than the replicas can run."""
 
 import asyncio
 import json
@@ -31,8 +31,8 @@ def spans_named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]
 
 
 async def flooded(served: Serving, num_waiting_then: int) -> list[Stream]:
-    """Sends as many requests of one tenant as can run and wait. The running ones make no
-    progress.
+    """Sends requests of tenant FLOODS until its slots are full and `num_waiting_then` requests
+    wait. Running requests make no progress, as the scheduler has no permits.
     """
     streams = [Stream(served, headers=FLOODS) for _ in range(NUM_PLACES + 1)]
     await until(lambda: len(served.scheduler.adds) == NUM_PLACES + 1)
@@ -44,7 +44,7 @@ async def flooded(served: Serving, num_waiting_then: int) -> list[Stream]:
 async def test_a_flood_waits_at_the_gateway_and_gives_back_places_to_another_tenant(
     model: Path,
 ) -> None:
-    """The sequences that give back their places continue later, and lose no token."""
+    """The sequences that release their slots continue later, and lose no token."""
     exporter = InMemorySpanExporter()
     tracing = configure_tracing("gateway", "", 1.0, exporter=exporter)
     scheduler = FakeScheduler(permits=0, max_num_seqs=NUM_PLACES)
@@ -155,7 +155,7 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_its_place_to_the_ne
 
 
 async def test_a_burst_is_refused_by_those_of_it_that_are_still_read(model: Path) -> None:
-    """This also holds without tenants. No more bodies are read than there is room for."""
+    """Also without tenants, no more bodies are read at once than requests fit in the queue."""
     scheduler = FakeScheduler(permits=0)
     async with serving(model, scheduler) as served:
         scheduler.set_queue(num_waiting=0, max_num_waiting=3)

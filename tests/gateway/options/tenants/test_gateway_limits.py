@@ -1,6 +1,4 @@
-"""Tests limits of tenants at the gateway: refusals, the answers to clients, and the return of
-unused quota.
-"""
+"""Limits of tenants at the gateway: refusals, headers of answers, and return of unused quota."""
 
 import asyncio
 import time
@@ -61,7 +59,7 @@ async def test_requests_beyond_a_minutes_worth_are_refused_and_told_when(
 
 
 async def test_the_limit_is_checked_before_the_body_is_read(model: Path, tmp_path: Path) -> None:
-    """The body's size and the key are checked before the limit."""
+    """The announced size of the body and the key are checked before the limit."""
     async with limited(model, tmp_path, requests_per_minute=1) as (served, key):
         assert (await post(served, key)).is_success
         host, port = served.base_url.removeprefix("http://").split(":")
@@ -115,8 +113,8 @@ async def test_requests_at_once_are_refused_until_one_is_over(model: Path, tmp_p
 async def test_tokens_are_reserved_and_what_was_not_used_comes_back(
     model: Path, tmp_path: Path
 ) -> None:
-    """The prompt has 3 tokens, of which 2 turn out to be cached. The answer has 2 tokens instead of
-    40.
+    """The request reserves 3 prompt tokens and 40 output tokens. In the end 2 prompt tokens are
+    cached, and the answer has 2 tokens.
     """
     scheduler = FakeScheduler(permits=0, num_cached_tokens=2, answer=[9, 0])
     async with limited(model, tmp_path, scheduler, tokens_per_minute=60) as (served, key):
@@ -183,7 +181,7 @@ async def test_what_the_load_refuses_costs_the_tenant_nothing(model: Path, tmp_p
 async def test_openais_client_comes_back_after_the_hint_and_not_where_it_is_told_so(
     model: Path, tmp_path: Path
 ) -> None:
-    """With 20 requests a minute, one is accepted every three seconds once the burst is used up."""
+    """After a burst of 20 requests, the limit of 20 requests a minute allows one every 3 s."""
     async with limited(model, tmp_path, requests_per_minute=20, tokens_per_minute=300) as (
         served,
         key,
@@ -261,7 +259,7 @@ async def test_usage_and_refusals_are_counted_by_tenant(model: Path, tmp_path: P
 async def test_series_of_tenants_are_for_the_address_of_metrics(
     model: Path, tmp_path: Path
 ) -> None:
-    """Metrics at the clients' address need no key, so they contain no tenants."""
+    """Metrics at the clients' address need no key, so they have no series of tenants."""
     series = 'stepwell_tenant_requests_total{model_name="tiny",tenant="acme"} 1.0'
     async with limited(model, tmp_path) as (served, key):
         await post(served, key)
@@ -281,7 +279,7 @@ async def test_series_of_tenants_are_for_the_address_of_metrics(
 async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
     model: Path, tmp_path: Path
 ) -> None:
-    """No request fails or waits for a Redis that is stopped, gone or empty."""
+    """No request fails or waits while Redis is stopped, killed or empty."""
     async with AsyncExitStack() as entered:
         server = entered.enter_context(redis_server(tmp_path / "redis"))
         ring = RedisKeyring(server.url)
@@ -302,7 +300,7 @@ async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
         ]
         stores = [limit_store(served) for served in (one, two)]
         await until(lambda: all(store.num_gateways == 2 for store in stores))
-        for store in stores:  # Redis shall count on a busy machine, too
+        for store in stores:  # on a busy machine, too, the gateways must wait for Redis
             store._take_seconds = DEADLINE_SECONDS
         statuses = [
             (await post(served, key)).status_code for _ in range(6) for served in (one, two)
@@ -326,7 +324,7 @@ def limit_store(served: Serving) -> RedisLimits:
 
 
 async def _slowest(served: Serving, key: str) -> float:
-    """The longest time of 20 consecutive requests, all of which must succeed."""
+    """The longest time in seconds of 20 consecutive requests, which must all succeed."""
     slowest = 0.0
     for _ in range(20):
         began = time.monotonic()

@@ -1,4 +1,6 @@
-"""Refusals that are based only on the headers equal those of the application."""
+"""A full gateway refuses requests in the HTTP connection, from their headers alone. These quick
+refusals equal the refusals of the ASGI application.
+"""
 
 import asyncio
 import gc
@@ -23,11 +25,11 @@ KEY, OTHER = "Authorization: Bearer floods", "Authorization: Bearer quiet"
 FULL = {"api_keys": ("floods", "quiet"), "max_num_waiting_per_tenant": 1}
 PATH, BODY = "/v1/completions", b'{"prompt": "a"}'
 APPLICATIONS = "Connection: close"
-"""A request with this header is handled by the application."""
+"""A request with this header is refused by the application, and not by the connection."""
 
 
 async def filled(served: Serving) -> list[Stream]:
-    """Fills a gateway, so that it has no room for another request: one runs, one waits at the
+    """Fills a gateway, so that it refuses further requests: one request runs, one waits at the
     scheduler, and one waits at the gateway.
     """
     headers = {"Authorization": "Bearer floods"}
@@ -44,7 +46,7 @@ def end(streams: list[Stream]) -> None:
 
 
 class Client:
-    """A connection that sends bytes and reads one answer after another."""
+    """An HTTP connection that sends bytes and reads one answer after another."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -83,7 +85,7 @@ def has_answer(client: socket.socket) -> bool:
 
 
 async def received(client: socket.socket) -> bytes:
-    """Waits for data and returns it. Meanwhile the event loop runs with little work."""
+    """Waits for data and returns it. Meanwhile iterations of the event loop are short."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not has_answer(client):  # noqa: ASYNC110 - each turn counts
             await asyncio.sleep(0)
@@ -99,7 +101,7 @@ async def asked(served: Serving, *headers: str) -> tuple[int, dict[str, str], by
 
 
 def alike(text: object) -> str:
-    """The text without the parts that differ between two requests: times and random names."""
+    """The text without the parts that differ between two equal requests: times and random ids."""
     return re.sub(r"[0-9a-f]{24,32}|\b[0-9]+\.[0-9e.-]+|:[0-9]{4,5}\b", "*", str(text))
 
 
@@ -114,7 +116,7 @@ async def counts(served: Serving) -> dict[str, float]:
 async def test_a_refusal_of_the_connection_is_as_one_of_the_application(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Status, headers, body, metrics, the line in the access log, and spans must be equal."""
+    """Status, headers, body, metrics, the access log, and spans of both refusals are equal."""
     caplog.set_level(logging.INFO)
     exporter = InMemorySpanExporter()
     tracing = configure_tracing("gateway", "", 1.0, exporter=exporter)
@@ -173,7 +175,7 @@ async def test_the_names_and_the_trace_that_a_client_gives_are_those_of_its_refu
 
 
 async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
-    """Requests that are sent before the answer to the first are answered in their order."""
+    """Pipelined requests are answered in their order."""
     async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
         streams = await filled(served)
         client = await Client.of(served)
@@ -185,7 +187,7 @@ async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
         assert [(await client.answer())[0] for _ in range(5)] == [429, 200, 429, 429, 200]
         client.send(post_head(PATH, len(BODY), KEY))
         assert (await client.answer())[0] == 429
-        client.send(BODY + version)  # the body of the request that was refused without it
+        client.send(BODY + version)  # the body belongs to the request that was refused before it
         assert (await client.answer())[0] == 200
         client.close()
         end(streams)
@@ -194,7 +196,7 @@ async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
 async def test_clients_that_were_refused_may_send_a_last_request_and_their_end_at_once(
     model: Path,
 ) -> None:
-    """With so many refusals, some wait for the event loop after the client has ended sending."""
+    """With 40 refusals at once, some are still deferred when the client has ended sending."""
     async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
         streams = await filled(served)
         clients = [await Client.of(served) for _ in range(40)]
@@ -213,8 +215,8 @@ async def test_clients_that_were_refused_may_send_a_last_request_and_their_end_a
 async def test_another_request_is_answered_before_most_of_a_burst_of_those_just_refused(
     model: Path,
 ) -> None:
-    """80 connections whose last request was refused send a request at the same time. Another
-    connection sends one after them.
+    """80 connections send a request at the same time, in the second round after a refusal. Another
+    connection sends a request after them.
     """
     async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
         streams = await filled(served)
@@ -222,7 +224,7 @@ async def test_another_request_is_answered_before_most_of_a_burst_of_those_just_
         *flood, other = [socket.create_connection(address) for _ in range(81)]
         num_before = 0
         for _ in range(2):
-            gc.collect()  # otherwise it may run in an iteration below, and prolong it
+            gc.collect()  # a collection below would prolong an iteration of the event loop
             for client in flood:
                 client.sendall(post(PATH, BODY, KEY))
             other.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -237,7 +239,7 @@ async def test_another_request_is_answered_before_most_of_a_burst_of_those_just_
 
 
 async def test_of_a_burst_as_many_are_let_in_as_fit_before_the_first_is_read(model: Path) -> None:
-    """All arrive in one piece of data. No refused request waits for an accepted one."""
+    """Ten requests arrive. Seven are refused at once, although no accepted body has arrived."""
     scheduler = FakeScheduler(permits=0, max_num_seqs=1)
     settings = FULL | {"max_num_waiting_per_tenant": 4}
     async with serving(model, scheduler, **settings) as served:

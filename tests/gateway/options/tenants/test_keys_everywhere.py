@@ -1,4 +1,4 @@
-"""Every route and method needs an API key, except those that are listed here."""
+"""Every HTTP route and gRPC method needs an API key, except those that this file lists."""
 
 import asyncio
 from pathlib import Path
@@ -61,7 +61,7 @@ async def test_grpc_methods_need_a_key_before_their_messages(model: Path) -> Non
             for metadata in ((), (("authorization", "Bearer wrong"),)):
                 call = served.channel.stream_stream(METHOD_PREFIX + method)(metadata=metadata)
                 assert await status_of(call) is grpc.StatusCode.UNAUTHENTICATED, method
-        # No message is sent: grpc.aio reports INTERNAL if a call is refused while it writes.
+        # The test sends no message, since grpc.aio reports INTERNAL if the refusal meets a write.
         reflection = reflection_pb2_grpc.ServerReflectionStub(served.channel)
         refused = reflection.ServerReflectionInfo()
         assert await status_of(refused) is grpc.StatusCode.UNAUTHENTICATED

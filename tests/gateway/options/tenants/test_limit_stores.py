@@ -1,6 +1,4 @@
-"""Compares limits in memory and in Redis with a brute-force oracle, with the same tests for
-both.
-"""
+"""The same tests compare the limits in memory and the limits in Redis with a brute-force oracle."""
 
 import asyncio
 import itertools
@@ -31,15 +29,13 @@ from tests.slowness import busy_slowness
 
 LEASE_MILLIS = 1000
 PATIENT_SECONDS = 60.0
-"""A generous time limit: on a busy machine, an answer may take longer than a request would wait for
-it.
-"""
+"""A time limit for calls of Redis that is long enough for a busy machine."""
 HOLD, RELEASE, KEEP = SlotChange.HOLD, SlotChange.RELEASE, SlotChange.KEEP
 
 
 @dataclass
 class World:
-    """A store, and a function that advances the time."""
+    """A store of limits, and the time on which it depends."""
 
     store: LimitStore
     runner: asyncio.Runner
@@ -57,7 +53,7 @@ class World:
             self.now_millis += millis
 
     def tenant(self) -> str:
-        """A tenant's name that was not used before."""
+        """The name of a new tenant."""
         return f"tenant-{next(self.numbers)}"
 
 
@@ -173,13 +169,13 @@ def test_what_was_reserved_and_not_used_comes_back_and_what_was_used_beyond_it_i
     assert refused.wait_millis > 40_000
 
 
-# Behaviour of Redis only.
+# Behaviour of the limits in Redis only.
 
 
 def lease_holder(
     server: RedisServer, name: str, take_seconds: float = PATIENT_SECONDS
 ) -> RedisLimits:
-    """The store of one gateway."""
+    """The limits in Redis of the gateway `name`, with slots that expire after 0.9 s."""
     local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)
     return RedisLimits(
         *(RedisConnection(server.url), name, local),
@@ -207,8 +203,8 @@ async def test_two_gateways_let_in_no_more_than_one_would(shared_redis: RedisSer
 
 @needs_redis
 async def test_slots_are_held_while_their_gateway_lives(shared_redis: RedisServer) -> None:
-    """The gateway holds them for much longer than their lease. When it ends, they and its share
-    become free.
+    """Gateway one holds a slot for much longer than the slot's lease. When the gateway ends, the
+    slot and the gateway's share become free.
     """
     shared_redis.ask("FLUSHALL")
     one, two = lease_holder(shared_redis, "one"), lease_holder(shared_redis, "two")
@@ -220,7 +216,7 @@ async def test_slots_are_held_while_their_gateway_lives(shared_redis: RedisServe
         await asyncio.sleep(0.1)
         taken = await two.take(limits, Change("b", slot_change=HOLD))
         assert taken.refused_by is Quota.CONCURRENCY
-    shared_redis.ask("FLUSHALL")  # held slots are acquired again
+    shared_redis.ask("FLUSHALL")  # the gateway acquires its slots again
 
     async def is_held() -> bool:
         return bool(await two._redis.call(lambda client: client.zcard("slots:{t:slots}")) == 1)

@@ -1,4 +1,6 @@
-"""Which tenant may occupy a free slot, and which tenant must release one."""
+"""Which tenant may occupy a free slot, and which tenant must release one. A slot is called a place
+in names.
+"""
 
 import pytest
 from hypothesis import given
@@ -19,7 +21,7 @@ class Clock:
 
 
 def running(counts: dict[Tenant, int], clock: Clock | None = None) -> Places:
-    """Places in which each tenant has this number of running sequences. The last request of each
+    """Slots with the given number of running sequences of each tenant. The last request of each
     tenant arrived just now.
     """
     places = Places(clock or Clock())
@@ -55,7 +57,7 @@ def test_a_place_is_kept_free_for_a_tenant_below_its_share() -> None:
 
 
 def test_what_a_tenant_below_its_share_waits_for_is_not_for_one_above() -> None:
-    """Tenant B waits for 3 places within its share of 16. These and one more are kept free."""
+    """Tenant B waits for 3 slots within its share of 16. For it 3 slots and one more are free."""
     places = running({A: 20, B: 8})
     places.usage(B).num_waiting = 3
     assert [may_take(places, A, num_free) for num_free in (4, 5)] == [False, True]
@@ -105,7 +107,7 @@ def test_no_tenant_gives_back_what_is_its_share() -> None:
 
 
 def test_a_tenant_that_lacks_service_may_take_a_little_more_than_its_share() -> None:
-    """Tenant B lacks 4 answers of 128 tokens, each of which counts twice."""
+    """Tenant B lags by 4 answers of 128 tokens. Each output token counts as two."""
     places = running({A: 16, B: 16})
     places.usage(B).lag = 4 * 2 * 128.0
     assert may_take(places, B, 1)
@@ -129,7 +131,7 @@ def test_what_a_tenant_has_beyond_its_share_stays_its_own_while_it_lacks_service
 
 
 def test_few_sequences_of_a_tenant_start_at_once() -> None:
-    """A tenant may start an eighth of its share of 32 at once, and at least two."""
+    """A tenant may start sequences for an eighth of its share of 32 at once, and at least two."""
     places = running({A: 8, B: 3})
     places.usage(A).num_starting = 3
     assert may_take(places, A, 53, 64)
@@ -146,8 +148,8 @@ def test_few_sequences_of_a_tenant_start_at_once() -> None:
     ("mean_output_tokens", "num_starting"), [(128.0, 2), (32.0, 3), (16.0, 5), (8.0, 8), (0.0, 8)]
 )
 def test_as_many_start_as_end_meanwhile(mean_output_tokens: float, num_starting: int) -> None:
-    """These are the sequences of 20 that end within four steps, and at most half of the share of
-    16.
+    """A tenant with 20 running sequences may start as many sequences at once as end within four
+    steps, and at most half of its share of 16.
     """
     places = running({A: 20, B: 3})
     usage = places.usage(A)
@@ -202,7 +204,7 @@ COUNTS = st.lists(
 def test_places_are_never_left_idle_while_only_one_asks_or_one_is_below_its_share(
     counts: list[tuple[int, float]], num_places: int
 ) -> None:
-    """A waiting tenant may occupy a free slot, except for the few reserved slots."""
+    """At most one in 16 slots stays free while a tenant waits."""
     tenants = [Tenant(str(number), weight) for number, (_, weight) in enumerate(counts)]
     places = running({tenant: count for tenant, (count, _) in zip(tenants, counts, strict=True)})
     num_free = num_places - sum(count for count, _ in counts)
@@ -252,7 +254,7 @@ def test_giving_back_ends_with_a_free_place_or_with_no_tenant_above_its_share(
 
 @pytest.mark.parametrize("num_places", [8, 32, 100])
 def test_a_tenant_has_its_share_at_once_while_another_one_floods(num_places: int) -> None:
-    """Tenant A takes every place that it may, and gives back the share of B."""
+    """Tenant A occupies every slot that it may, and releases the share of tenant B."""
     places = running({A: 0, B: 0})
 
     def num_free() -> int:

@@ -1,6 +1,4 @@
-"""Tests the measured duration of sequences, and how long a sequence may wait before its
-deadline.
-"""
+"""The measured duration of sequences, and how long a sequence with a deadline may wait."""
 
 import pytest
 
@@ -33,17 +31,17 @@ def test_what_varies_leaves_twice_its_mean_deviation() -> None:
 
 
 class World:
-    """A replica with two places, and a tenant that sends it one request after another."""
+    """A replica with two slots, and requests of a tenant that run one after another."""
 
     def __init__(self) -> None:
         self.fake = with_queues(FakeFleet(1))
         self.fake.connect(*self.fake.replicas, max_num_seqs=2)
         self.replica = self.fake.replicas["a"]
-        # The scheduler announces this: a request ends every half second, and each takes a second.
+        # The scheduler reports that a request ends every 0.5 s and that each takes 1 s.
         self.replica.queue_changed(QueueState(0, 1024, 60.0, 0.5, 1.0, num_running=2))
 
     def serve(self, seconds: float, num_tokens: int = 1, tenant: Tenant = A) -> None:
-        """Sends a request for one token. It ends after `seconds` with `num_tokens`."""
+        """Sends a request that ends after `seconds`. With no tokens, its client disconnects."""
         mailbox = self.fake.start(max_tokens=1, caller=tenant)
         (inflight,) = mailbox.inflights
         handle = self.fake.handle(self.replica, inflight)
@@ -56,9 +54,7 @@ class World:
             mailbox.close()
 
     def fill(self, num_waiting: int) -> None:
-        """Fills all places, and lets `num_waiting` sequences wait. One can start every half
-        second.
-        """
+        """Fills all slots, so that `num_waiting` sequences wait. One can start every 0.5 s."""
         for _ in range(3 + num_waiting):
             self.fake.start(caller=A)
 
@@ -67,7 +63,7 @@ class World:
 
 
 def test_a_deadline_leaves_time_for_a_request_that_takes_as_long_as_few_do() -> None:
-    """By the scheduler's mean of one second alone, it would be accepted and run in vain."""
+    """By the scheduler's mean of 1 s, a request that takes 3.5 s would be accepted in vain."""
     world = World()
     for _ in range(20):
         for seconds in (0.5, 3.5):
@@ -89,7 +85,7 @@ def test_requests_whose_clients_leave_early_say_nothing_of_the_time() -> None:
 
 
 def test_requests_that_miss_their_deadlines_say_that_it_takes_longer() -> None:
-    """Otherwise only requests that are quick enough would count."""
+    """Otherwise only the requests that meet their deadlines would count."""
     world = World()
     for _ in range(20):
         world.serve(1.0)

@@ -1,4 +1,4 @@
-"""What a tenant sees of the requests at a gateway: its own ones, running, waiting and finished."""
+"""A tenant sees only its own requests at a gateway: running, waiting and finished ones."""
 
 from itertools import permutations
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tenants together with models, sessions, the routes of other options, and hostile clients."""
+"""Tenants together with several models, sessions, routes of other options, and hostile clients."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A gateway from which tenants were removed. test_removed_option.py runs this."""
+"""A gateway without the option `tenants`. test_removed_option.py runs these tests."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ KEY = {"Authorization": "Bearer k"}
 
 @pytest.mark.parametrize("variable", ["API_KEYS", "API_KEY_FILE", "API_KEYS_IN_REDIS"])
 def test_keys_in_the_environment_end_the_start(model: Path, variable: str) -> None:
-    """Otherwise a gateway that should have keys would serve everyone."""
+    """If it ignored the variable, a gateway that should require keys would serve everyone."""
     environment = {f"STEPWELL_GATEWAY_{variable}": "true"}
     with pytest.raises(SettingError, match=variable):
         parse_settings(GatewaySettings, "gateway", ["--model", str(model)], environment)

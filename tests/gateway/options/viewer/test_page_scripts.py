@@ -1,4 +1,4 @@
-"""Tests the scripts of the page /ui in headless Chromium, with values of the tests."""
+"""The scripts of the page /ui, run in headless Chromium with given values."""
 
 import json
 from functools import partial
@@ -99,8 +99,8 @@ DRAWN = """async () => {
     marks: [marks(["lost", 55]), marks(["refused", 55])],
   };
 }"""
-"""Draws two steps of 1 and 2 seconds with a second between them, and the curves of 110 seconds with
-an event in their middle. Then draws the constant curves of `CURVES`, and two replicas.
+"""A script that draws two steps of 1 s and 2 s with a pause of 1 s between them, curves of 110 s
+with an event in the middle, the constant curves of `CURVES`, and two replicas.
 """
 CURVES = {
     "first_token_seconds": [0.5, 2],
@@ -113,7 +113,7 @@ CURVES = {
     "num_waiting": 2,
     "held_share": 0.25,
 }
-"""The values of each bin of ten seconds."""
+"""The same values for each bin of ten seconds."""
 SHOWN_CURVES = [
     ("median 500 msp99 2.00 s", [1, 1 / 4]),
     ("median 20.0 msp99 50.0 ms", [1, 2 / 5]),
@@ -123,11 +123,13 @@ SHOWN_CURVES = [
     ("running 3waiting 2", [3 / 5, 2 / 5]),
     ("held 25.0 %", [1 / 2]),
 ]
-"""The text of each chart, and the heights of its curves from the top, relative to the chart's."""
+"""The text of each chart, and the distance of each curve from the top as a fraction of the chart's
+height.
+"""
 
 
 def trace_of(name: str, waited_for: str | None) -> dict[str, Any]:
-    """A trace whose request waited for blocks that another one held."""
+    """A trace of a request that waited for blocks of the request `waited_for`."""
     blocks = {"name": "blocks", "seconds": 1.0, "explanation": "", "step": 7}
     return {
         "trace_id": name,

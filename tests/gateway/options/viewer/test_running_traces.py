@@ -1,6 +1,4 @@
-"""Running requests appear in the list of traces and as waterfalls, whether they are sampled or
-not.
-"""
+"""Running requests are in the list of traces and can be read as traces, sampled or not."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ RUNNING = "stepwell.is_running"
 
 
 async def begun(served: Serving, name: str) -> Stream:
-    """A request with this id that is at the scheduler and makes no progress."""
+    """A request with the id `name` that runs at the scheduler and makes no progress."""
     (scheduler,) = served.schedulers
     num_running = scheduler.num_running
     stream = Stream(served, headers={"X-Request-Id": name})

@@ -1,4 +1,4 @@
-"""The gateway as a trace store: spans arrive by OTLP and are read over HTTP."""
+"""The gateway as a trace store: spans arrive over OTLP, and traces are read over HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,19 +26,19 @@ BODY = {"prompt": "the", "max_tokens": 3, "stop": ["a secret"]}
 
 @dataclass
 class Kept:
-    """The traces that a gateway keeps."""
+    """The trace store of a gateway."""
 
     store: TraceStore
     address: str
-    """The address that receives spans of other services."""
+    """The address at which the gateway receives spans of other services."""
 
 
 @asynccontextmanager
 async def keeping(
     model: Path, *schedulers: FakeScheduler, **settings: Any
 ) -> AsyncIterator[tuple[Serving, Kept]]:
-    """A gateway that keeps the traces of all requests, unless a client's trace context is
-    unsampled.
+    """A gateway that keeps the traces of all requests, except requests whose client sends an
+    unsampled trace context.
     """
     given = {
         "trace_address": "127.0.0.1:0",
@@ -54,7 +54,7 @@ async def keeping(
 
 @asynccontextmanager
 async def other_service(address: str) -> AsyncIterator[Tracing]:
-    """The tracing of a scheduler that sends its spans to the address."""
+    """The tracing of another service, which sends its spans to `address`."""
     tracing = configure_tracing("scheduler", f"http://{address}", 1.0)
     try:
         yield tracing
@@ -194,7 +194,9 @@ async def test_the_slowest_and_what_a_list_showed_are_kept_though_they_are_not_s
 
 
 async def test_calls_that_are_never_traced_take_no_place_of_those_that_are(model: Path) -> None:
-    """The page /ui, for example, requests the activity several times a second."""
+    """The page /ui requests /activity several times a second. These calls must not use up the
+    limit of sampled traces.
+    """
     async with keeping(model, trace_store_max_per_minute=2) as (served, _):
         for path in ("/activity", "/metrics", "/traces"):
             assert (await served.http.get(path)).is_success

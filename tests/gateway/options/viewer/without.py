@@ -1,4 +1,4 @@
-"""A gateway from which the viewer was removed. test_removed_option.py runs this."""
+"""A gateway without the option `viewer`. test_removed_option.py runs these tests."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_its_settings_are_unknown(model: Path) -> None:
 
 
 def test_stepwell_up_starts_it(model: Path, tmp_path: Path) -> None:
-    """No service exports spans to the gateway, which does not keep them."""
+    """The other services export no spans, because the gateway cannot store them."""
     [(gateway,), schedulers, _] = [
         stage.specs
         for stage in stages(UpSettings(model), Addresses("127.0.0.1", 8000, 9000, tmp_path), {})

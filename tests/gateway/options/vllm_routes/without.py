@@ -1,4 +1,4 @@
-"""A gateway from which vLLM's further routes were removed. test_removed_option.py runs this."""
+"""A gateway without the option `vllm_routes`. test_removed_option.py runs these tests."""
 
 import pytest
 
