@@ -1,4 +1,4 @@
-"""Clients' sessions: prompts that grow turn by turn. vLLM calls such requests resumable."""
+"""Clients' sessions: prompts that grow turn by turn. vLLM calls a session a resumable request."""
 
 from services.gateway.options.sessions.option import Sessions, SessionSettings
 

@@ -1,5 +1,5 @@
-"""Serves GenerateSession. Each call is one session, and each turn of the session is a separate
-request.
+"""Serves the gRPC method GenerateSession. Each call is one client's session, and each turn of the
+session is a separate request.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SessionCalls:
-    """Serves session calls. Each turn is answered before the next one is read."""
+    """Serves calls of GenerateSession. Each turn is answered before the next turn is read."""
 
     def __init__(self, sessions: ClientSessions, options: Options, parts: CallParts) -> None:
         self._sessions = sessions
@@ -43,7 +43,7 @@ class SessionCalls:
     async def serve(
         self, messages: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
     ) -> None:
-        """Serves one call from its first turn to the end of its stream."""
+        """Serves one call, which is a session, until the client ends its stream."""
         metadata = context.invocation_metadata() or ()
         header = self._options.header_in({name for name, _ in metadata})
         if header is not None:
@@ -112,7 +112,7 @@ async def _next(
     ended: asyncio.Future[StepwellError],
 ) -> gateway_pb2.GenerateSessionRequest | None:
     """Returns the next message, or None at the end of the client's stream. If the session ends
-    meanwhile, raises the error that ended it.
+    before the next message arrives, raises the error that ended the session.
     """
     reading = asyncio.ensure_future(anext(messages, None))
     try:

@@ -40,7 +40,7 @@ SPECS = _specs.all
 
 
 class SessionsCollector(Collector):
-    """Open client sessions at this gateway, read at each scrape."""
+    """Counts the open and expired sessions of clients at each scrape of the metrics."""
 
     def __init__(self, sessions: ClientSessions, model_name: str) -> None:
         self._sessions = sessions
@@ -76,7 +76,7 @@ class SessionSettings:
 
 
 class Sessions(Option):
-    """Keeps prompts that grow turn by turn, over HTTP and gRPC."""
+    """Serves clients' sessions over HTTP and gRPC."""
 
     metric_specs = SPECS
     bodies: ClassVar[Mapping[str, type[BaseModel]]] = {COMPLETIONS: TurnBody, SESSIONS: SessionBody}

@@ -39,8 +39,8 @@ class TurnBody(CompletionBody):
 
 
 class Session(answers.Answer):
-    """A session that is open or was just ended. If `is_held` is true, a replica keeps the session's
-    KV cache for the next turn.
+    """A session that is open or was just ended. If `is_held` is true, a replica keeps the KV blocks
+    of the session for the next turn.
     """
 
     id: str
@@ -55,7 +55,7 @@ class Session(answers.Answer):
 
 
 class SessionRoutes:
-    """Opens, shows and ends sessions, and computes their turns. A caller has access only to its own
+    """Opens, shows and ends sessions, and runs their turns. A caller has access only to its own
     sessions.
     """
 
@@ -88,7 +88,7 @@ class SessionRoutes:
         )
 
     async def completions(self, request: Request) -> ASGIApp:
-        """Text completions. With `session`, the completion is a turn of that session."""
+        """Completes text. If `session` is given, the completion is a turn of this session."""
 
         async def to_request(body: TurnBody, inference: Inference, name: str) -> ClientRequest:
             if body.session is None:
@@ -103,8 +103,8 @@ class SessionRoutes:
         return self._parts.generation.reply(request, TurnBody, to_request, CompletionDialect)
 
     async def open_session(self, request: Request) -> Response:
-        """Opens a session: a prompt that grows turn by turn. A turn is a completion with the
-        session's id.
+        """Opens a session: a prompt that grows turn by turn. A completion with the session's id is
+        a turn.
         """
         with self._parts.gate.enter():
             body = await self._parts.bodies.read(request, SessionBody)
@@ -113,7 +113,7 @@ class SessionRoutes:
             return JSONResponse(self._document(self._sessions.open(caller)))
 
     async def session(self, request: Request) -> Response:
-        """Shows an open session. DELETE ends the session. A running turn continues to its end."""
+        """Shows an open session. DELETE ends the session, but a running turn continues."""
         session = self._sessions.find(request.path_params["session_id"], request.state.caller)
         if request.method == "DELETE":
             self._sessions.end(session)

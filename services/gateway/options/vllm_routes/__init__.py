@@ -1,4 +1,4 @@
-"""Further HTTP routes of vLLM: for ranking, classifying and pooling texts, and for tokens."""
+"""vLLM's HTTP routes for ranking, classifying and pooling texts, and for tokens."""
 
 from services.gateway.options.vllm_routes.routes import VllmRoutes
 

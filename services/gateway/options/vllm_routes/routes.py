@@ -13,7 +13,7 @@ from services.gateway.options.vllm_routes.tokens import routes as tokens
 
 
 class VllmRoutes(Option):
-    """vLLM's routes that OpenAI's API does not have."""
+    """Serves vLLM's routes that OpenAI's API does not have."""
 
     operations: ClassVar[Mapping[str, str]] = {**ranking.OPERATIONS, **tokens.OPERATIONS}
     bodies: ClassVar[Mapping[str, type[BaseModel]]] = {**ranking.BODIES, **tokens.BODIES}

@@ -1,9 +1,9 @@
 """Clients' sessions. A session is a prompt that grows turn by turn: each turn adds the client's
 input and the generated output.
 
-A session consists of its tokens, which only the gateway stores. Between two turns a replica keeps
-the session's blocks and a slot of a running sequence, so that the next turn can start at once. If
-the replica does not keep them, the next turn is sent as a normal request with all tokens.
+Only the gateway stores the tokens of a session. Between two turns, a replica keeps the session's KV
+blocks and a slot of a running sequence, so that the next turn can start at once. If no replica
+keeps them, the next turn is sent as a normal request with all tokens.
 """
 
 from typing import Protocol
@@ -14,7 +14,7 @@ from services.gateway.core.request.request import HeldSequence
 
 
 class TurnListener(Protocol):
-    """Called when a turn of a session begins or ends."""
+    """Its methods are called when a turn of a session begins or ends."""
 
     def turn_began(self, session: "ClientSession") -> None: ...
 
@@ -32,19 +32,17 @@ class ClientSession:
         self.caller = caller
         self.created = created
         self.token_ids: list[int] = []
-        """All tokens of the completed turns. The next turn's input follows them."""
+        """All tokens of the completed turns. The next turn appends its tokens."""
         self.num_turns = 0
         self.is_in_turn = False
         self.held: HeldSequence | None = None
-        """The session's sequence, if a replica keeps it between two turns. Otherwise None."""
+        """The session's sequence if a replica keeps it between two turns, and otherwise None."""
         self.ended: StepwellError | None = None
-        """The error that further turns raise, if the session has ended. Otherwise None."""
+        """The error that further turns raise if the session has ended, and otherwise None."""
         self._listener = listener
 
     def check_idle(self) -> None:
-        """Raises FailedPrecondition if a turn is running. Raises `ended` if the session has
-        ended.
-        """
+        """Raises `ended` if the session has ended, and FailedPrecondition if a turn is running."""
         if self.ended is not None:
             raise self.ended
         if self.is_in_turn:
@@ -55,8 +53,9 @@ class ClientSession:
             )
 
     def begin_turn(self, number: int) -> None:
-        """Starts the turn with this number, which counts from 0. Raises FailedPrecondition if
-        another turn is running, or another turn with this number was completed.
+        """Starts the turn with this number. The first turn has the number 0. Raises
+        FailedPrecondition if another turn is running, or another turn with this number was
+        completed. Raises `ended` if the session has ended.
         """
         self.check_idle()
         if number != self.num_turns:
@@ -69,8 +68,8 @@ class ClientSession:
         self._listener.turn_began(self)
 
     def finish_turn(self, token_ids: list[int] | None) -> None:
-        """Ends the turn. `token_ids` are all tokens of the session after the turn. If the turn was
-        not completed, they are None, and the session's tokens are unchanged.
+        """Ends the turn. `token_ids` are all tokens of the session including the turn's, or None if
+        the turn was not completed. The session's tokens are then unchanged.
         """
         self.is_in_turn = False
         if token_ids is not None:
@@ -81,20 +80,18 @@ class ClientSession:
         self._listener.turn_ended(self)
 
     def take_held(self) -> HeldSequence | None:
-        """Returns the sequence that a replica keeps, and sets it to None here. The caller must
-        continue or release the sequence.
-        """
+        """Returns `held` and sets it to None. The caller must continue or release the sequence."""
         held, self.held = self.held, None
         return held
 
     def release(self) -> None:
-        """If a replica keeps the session, ends it there."""
+        """If a replica keeps the session's sequence, makes the replica free it."""
         if (held := self.take_held()) is not None:
             held.release()
 
     def hold(self, held: HeldSequence) -> None:
-        """Records that a replica keeps the session. If the session has ended, releases it at the
-        replica.
+        """Records that a replica keeps the session's sequence. If the session has ended, releases
+        the sequence.
         """
         if self.ended is None:
             self.held = held

@@ -1,4 +1,4 @@
-"""The clients' sessions at this gateway. Their number and their idle time are limited."""
+"""The clients' sessions at this gateway. The number of sessions and their idle time are limited."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Timer
 from services.gateway.options.sessions.core.client_session import ClientSession
 
 MAX_ENDED = 4096
-"""Limit on the number of ended sessions whose error is remembered."""
+"""Limit on the number of ended sessions whose errors are stored for later requests."""
 EXPIRED = "SESSION_EXPIRED"
 
 
@@ -60,8 +60,9 @@ class ClientSessions:
     def open(
         self, caller: Caller, on_ended: Callable[[StepwellError], object] | None = None
     ) -> ClientSession:
-        """Opens a session. `on_ended` is called if something else than the client ends the session.
-        Raises TooManySessions at the caller's limit, and ResourceExhausted at the gateway's limit.
+        """Opens a session. `on_ended` is called with an error if the session expires or the gateway
+        drains. Raises TooManySessions at the caller's limit, and ResourceExhausted at the gateway's
+        limit.
         """
         limits, num_own = self.limits, self._num_of_caller[caller.caller_id]
         if caller != ANYONE and num_own >= limits.max_sessions_per_caller:
@@ -85,8 +86,8 @@ class ClientSessions:
         return session
 
     def find(self, session_id: str, caller: Caller) -> ClientSession:
-        """Returns the caller's session with this id. Raises NotFound if there is none. If the
-        session has ended, the error says so.
+        """Returns the caller's open session with this id. Raises the error that ended the session,
+        or NotFound if the caller has no such session.
         """
         session = self._sessions.get(session_id)
         if session is not None and session.caller.caller_id == caller.caller_id:
@@ -101,7 +102,7 @@ class ClientSessions:
         )
 
     def end(self, session: ClientSession) -> None:
-        """Ends a session for its client. A running turn continues to its end. Idempotent."""
+        """Ends a session at its client's request. A running turn continues. Idempotent."""
         self._end(
             session, NotFound(f"session {session.session_id} was ended", reason="SESSION_ENDED")
         )

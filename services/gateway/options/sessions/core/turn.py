@@ -10,26 +10,28 @@ from services.gateway.options.sessions.core.client_session import ClientSession
 
 
 class SessionTurn:
-    """One turn of a session, and its output. Implements the interface Turn of requests."""
+    """One turn of a session, and the turn's tokens. Implements the interface `Turn`."""
 
     def __init__(self, session: ClientSession, prompt_token_ids: Sequence[int]) -> None:
-        """`prompt_token_ids` are the session's tokens, followed by the turn's tokens."""
+        """`prompt_token_ids` are the session's tokens, followed by the turn's input."""
         self.number = session.num_turns
-        """The turn's number, from 0."""
+        """The turn's number. The first turn of a session has the number 0."""
         self._session = session
         self._token_ids = [*prompt_token_ids]
         self._is_running = self._is_complete = False
 
     def begin(self) -> None:
-        """Raises FailedPrecondition if another turn is running or was completed meanwhile."""
+        """Starts the turn. Raises FailedPrecondition if another turn is running or was completed
+        since this object was made.
+        """
         self._session.begin_turn(self.number)
         self._is_running = True
 
     def add(
         self, token_ids: Sequence[int], reason: FinishReason | None, stop: str | int | None
     ) -> None:
-        """Adds tokens. An end-of-sequence or stop token that ended the turn is omitted, as in vLLM.
-        All other tokens are kept, including the tokens of a stop string.
+        """Adds generated tokens to the turn. As in vLLM, an end-of-sequence or stop token that
+        ended the turn is omitted. The tokens of a stop string are kept.
         """
         self._token_ids += token_ids
         self._is_complete = reason is not None
@@ -42,8 +44,9 @@ class SessionTurn:
             self._session.finish_turn(self._token_ids if self._is_complete else None)
 
     def take_held(self, request: EngineRequest) -> HeldSequence | None:
-        """Returns the kept sequence if `request` has more tokens, the same priority, cache salt and
-        adapter, and does not skip the prefix cache.
+        """Returns the sequence that a replica keeps, if `request` can continue it: `request` must
+        have more tokens than the sequence, the same priority, cache salt and adapter, and must not
+        skip the prefix cache. Otherwise releases the sequence and returns None.
         """
         held = self._session.take_held()
         if held is None or (
@@ -65,8 +68,8 @@ class SessionTurn:
 
 
 def turn_of(session: ClientSession, request: ClientRequest) -> ClientRequest:
-    """Returns the request of a turn with its whole prompt: the session's tokens, followed by the
-    turn's tokens. Raises InvalidArgument for a parameter that sessions do not support, and
+    """Makes the request of a turn. Its prompt consists of the session's tokens, followed by the
+    prompt of `request`. Raises InvalidArgument for a parameter that sessions do not support, and
     FailedPrecondition while another turn runs.
     """
     session.check_idle()

@@ -1,4 +1,4 @@
-"""The bodies of answers to rerank, classify and pooling, for OpenAPI documents."""
+"""The bodies of the answers of /rerank, /classify and /pooling, for OpenAPI documents."""
 
 from typing import Literal
 
@@ -17,7 +17,7 @@ class RankedText(Answer):
 
 
 class Ranked(Answer):
-    """A document's index in the request, and the score of the query with the document."""
+    """A document's index in the request, and the document's score with the query."""
 
     index: int
     relevance_score: float
@@ -25,7 +25,7 @@ class Ranked(Answer):
 
 
 class Ranking(Answer):
-    """An answer of /rerank: the documents, the highest score first."""
+    """An answer of /rerank: the documents in descending order of their scores."""
 
     id: str
     model: str

@@ -19,7 +19,7 @@ _NO_TEXT_LIMITS = "send truncate_prompt_tokens"
 
 
 class DocumentBody(HistoryBody):
-    """A document that is sent as an object. Only its text is used."""
+    """A document that is sent as an object. Fields other than `text` are ignored."""
 
     text: str
 
@@ -54,7 +54,7 @@ class ClassifyBody(InputBody):
 
 
 class PoolingBody(InputBody):
-    """POST /pooling: returns the vectors of a model of any pooling task."""
+    """POST /pooling: returns the vectors that the model computes, whatever its pooling task."""
 
     task: Literal["embed", "classify"] | None = None
     encoding_format: Literal["float", "base64"] | None = None

@@ -1,4 +1,4 @@
-"""Rerank, classify and pooling: converts request bodies to requests, and vectors to answers."""
+"""Converts bodies of /rerank, /classify and /pooling to requests, and vectors to answers."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from services.gateway.options.vllm_routes.ranking.bodies import (
 
 
 async def rerank_request(body: RerankBody, inference: Inference, request_id: str) -> ClientRequest:
-    """Makes the request that computes the score of the query with each document."""
+    """Makes the request that computes each document's score with the query."""
     if body.top_n is not None and body.top_n < 0:
         raise InvalidArgument(f"top_n must be at least 0, not {body.top_n}", field="top_n")
     return await pooled.pair_request(
@@ -48,8 +48,8 @@ async def pooling_request(
 
 
 class RerankDialect:
-    """Writes the documents and their scores, the highest score first. Documents with equal scores
-    keep the order of the request.
+    """Writes the documents in descending order of their scores. Documents with equal scores keep
+    the order of the request.
     """
 
     operation = names.GENAI_OPERATION_SCORE
@@ -75,7 +75,7 @@ class RerankDialect:
 
 
 class ClassifyDialect(pooled.ListDialect):
-    """Writes the probabilities of the classes, and the name of the most probable class."""
+    """Writes each input's probabilities of the classes, and the name of its most probable class."""
 
     def __init__(self, converted: ConvertedRequest[ClassifyBody], labels: Sequence[str]) -> None:
         super().__init__(converted)
@@ -90,7 +90,7 @@ class ClassifyDialect(pooled.ListDialect):
 
 
 class ClassifyApi:
-    """Makes a ClassifyDialect for each request, with the names of the model's classes."""
+    """Makes a ClassifyDialect with the names of the model's classes for each request."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "classify"

@@ -37,7 +37,7 @@ OPERATIONS = {
     CLASSIFY: ClassifyApi.operation,
     POOLING: PoolingDialect.operation,
 }
-"""Maps each path to its operation in traces and metrics."""
+"""Maps each path to the name of its operation in traces and metrics."""
 BODIES: Mapping[str, type[BaseModel]] = {
     RERANK: RerankBody,
     CLASSIFY: ClassifyBody,
@@ -68,11 +68,11 @@ class RankingRoutes:
         return self._generation.reply(request, ClassifyBody, classify_request, self._classify_api)
 
     async def pooling(self, request: Request) -> ASGIApp:
-        """Computes the vectors of texts, with a model of any pooling task."""
+        """Computes the vectors of texts, whatever the pooling task of the model."""
         return self._generation.reply(request, PoolingBody, pooling_request, PoolingDialect)
 
     def routes(self, headers: tuple[RequestHeader, ...]) -> Sequence[Route]:
-        """Returns the routes. `headers` are the request headers that all of them read."""
+        """Returns the routes. `headers` are the request headers that all routes read."""
         pooling = partial(computed_route, tag="pooling", headers=headers)
         return (
             pooling(RERANK, self.rerank, answers.Ranking, body=RerankBody),
@@ -84,8 +84,8 @@ class RankingRoutes:
 
 
 def read_class_labels(model: Path) -> tuple[str, ...]:
-    """The names of a model's classes in order, from `id2label` of config.json. The result is empty
-    if `id2label` does not have a name for each class from 0 on.
+    """Returns the names of a model's classes in order, from `id2label` in config.json. The result
+    is empty if the keys of `id2label` are not the consecutive numbers from 0.
     """
     try:
         named = json.loads((model / "config.json").read_bytes()).get("id2label") or {}

@@ -21,7 +21,7 @@ class RankedToken(Answer):
 
 
 class GeneratedToken(RankedToken):
-    """A token of the answer, and the most probable tokens at its position."""
+    """A token of the answer, and the most probable tokens at the token's position."""
 
     top_logprobs: list[RankedToken]
 
@@ -33,7 +33,7 @@ class TokenLogprobs(Answer):
 
 
 class TokensChoice(Answer):
-    """A choice of an answer, or a part of one."""
+    """A choice of an answer, or an addition to a choice in a stream."""
 
     index: int
     token_ids: list[int]
@@ -55,7 +55,7 @@ class GeneratedTokens(Answer):
 
 
 class GeneratedTokensChunk(Answer):
-    """One event of a streamed answer."""
+    """One event of a streamed answer of /inference/v1/generate."""
 
     request_id: str
     output_mode: Literal["tokens"]
@@ -65,8 +65,8 @@ class GeneratedTokensChunk(Answer):
 
 
 class RenderedPrompt(Answer):
-    """A body for /inference/v1/generate. `token_offsets` are the start and end positions of each
-    token in the text.
+    """A body for /inference/v1/generate. `token_offsets` are the start and end position of each
+    token in the prompt's text, in characters.
     """
 
     request_id: str

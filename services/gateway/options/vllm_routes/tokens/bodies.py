@@ -19,7 +19,7 @@ class TokenSamplingBody(SamplingFields):
 
     logprobs: Int | None = None
     prompt_logprobs: Annotated[Any, Only(why="ask completions for them")] = None
-    # These fields concern the text of answers. Answers of this route have no text.
+    # The following fields are ignored, because answers of this route have no text.
     detokenize: Ignored = None
     skip_special_tokens: Ignored = None
     spaces_between_special_tokens: Ignored = None
@@ -40,6 +40,8 @@ class GenerateTokensBody(StreamedBody):
     ec_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error with the core's field name replaced by the path in this body."""
+        """Returns the error with its internal field name replaced by the field's path in this
+        body.
+        """
         inner = {name: f"sampling_params.{name}" for name in TokenSamplingBody.model_fields}
         return renamed(error, {"prompt": "token_ids", **inner})

@@ -1,4 +1,4 @@
-"""/derender: converts answers of /inference/v1/generate to completions or chat completions."""
+"""/derender: converts answers of /inference/v1/generate to text or chat completions."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ class _Read:
 
 
 async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[str, Any]:
-    """Returns the chat completion of generated tokens. The tools and the reasoning format of the
+    """Converts generated tokens to a chat completion. The tools and the reasoning format of the
     body's chat request determine how the text is parsed. Raises InvalidArgument.
     """
     given = body.generate_response
@@ -66,8 +66,8 @@ async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[
 async def derendered_completion(
     body: DerenderCompletionBody, inference: Inference
 ) -> dict[str, Any]:
-    """Returns the completion of generated tokens. The body has one list of answers for each prompt.
-    Raises InvalidArgument.
+    """Converts generated tokens to a text completion. The body has one answer of
+    /inference/v1/generate for each prompt. Raises InvalidArgument.
     """
     given = body.generate_responses
     _check_size(given, inference)
@@ -115,7 +115,9 @@ def _check_size(responses: Sequence[GeneratedTokensBody], inference: Inference) 
 
 
 def _within(name: str, error: StepwellError) -> StepwellError:
-    """Returns the error of a request that is nested in the field `name` of another body."""
+    """Returns an error about a request as an error about the body that contains the request in the
+    field `name`.
+    """
     field = name if error.field is None else f"{name}.{error.field}"
     return type(error)(f"{name}: {error.message}", field=field, reason=error.error_reason)
 
@@ -126,7 +128,9 @@ async def _read(
     num_prompt_tokens: int,
     inference: Inference,
 ) -> _Read:
-    """Converts the tokens of each choice i to answer i of the request. Runs in a thread."""
+    """Converts the tokens of each choice to the request's answer with the same index. Works in a
+    thread.
+    """
     has_rows = any(choice.rows for choice in choices)
     request = replace(request, sampling=replace(request.sampling, logprobs=0 if has_rows else None))
     sequences = to_engine_requests(request, inference.limits(), seed=0, arrival_unix_nanos=0)

@@ -1,4 +1,4 @@
-"""The bodies of /derender: generated tokens, and the request that they answer."""
+"""The bodies of /derender: generated tokens, and the request for which they were generated."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -28,7 +28,7 @@ class RankedTokenBody(Body):
 
 
 class GeneratedTokenBody(RankedTokenBody):
-    """A token of the answer, and the most probable tokens at its position."""
+    """A token of the answer, and the most probable tokens at the token's position."""
 
     top_logprobs: Annotated[list[RankedTokenBody], Field(fail_fast=True, default_factory=list)]
 
@@ -40,7 +40,7 @@ class TokenLogprobsBody(Body):
 
 
 class TokensChoiceBody(Body):
-    """A whole answer whose text is given as tokens."""
+    """A choice of an answer, given as tokens."""
 
     index: Int
     token_ids: TokenIds | None = None

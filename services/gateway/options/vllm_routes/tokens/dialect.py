@@ -1,5 +1,5 @@
-"""/inference/v1/generate: converts request bodies to requests, and answers to chunks or whole
-bodies.
+"""/inference/v1/generate: converts request bodies to requests, and answers to chunks of a stream or
+to whole bodies.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +42,7 @@ _SHARED = ("stream", "stream_options", "priority", "cache_salt", "skip_reading_p
 async def tokens_request(
     body: GenerateTokensBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Converts a body to the same request as a completion whose prompt is the body's tokens."""
+    """Converts a body to the request of a text completion whose prompt is the body's tokens."""
     given = {name: getattr(body, name) for name in _SHARED}
     sampled = {name: value for name, value in body.sampling_params if value is not None}
     as_completion = CompletionBody.model_construct(prompt=body.token_ids, **given, **sampled)
@@ -58,7 +58,7 @@ async def tokens_request(
 
 
 class TokensDialect(StreamingDialect):
-    """Writes answers as token ids. Log-probabilities are attributed to token ids."""
+    """Writes answers and log-probabilities with token ids and without text."""
 
     operation = names.GENAI_OPERATION_TEXT_COMPLETION
     id_prefix = "gen"

@@ -1,6 +1,4 @@
-"""/render: converts bodies of completions and chat completions to bodies for
-/inference/v1/generate.
-"""
+"""/render: converts bodies of text and chat completions to bodies for /inference/v1/generate."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +40,7 @@ def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
 
 
 async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[str, Any]:
-    """Returns the body for /inference/v1/generate that corresponds to a chat completion. Raises
+    """Converts the body of a chat completion to a body for /inference/v1/generate. Raises
     InvalidArgument.
     """
     check_renders(body)
@@ -58,7 +56,7 @@ async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[
 
 
 async def rendered_completion(body: CompletionBody, inference: Inference) -> LongList:
-    """Returns bodies for /inference/v1/generate, one for each prompt of a completion. Raises
+    """Converts each prompt of a text completion to a body for /inference/v1/generate. Raises
     InvalidArgument.
     """
     check_renders(body)
@@ -83,9 +81,7 @@ async def _rendered(
     offsets: Offsets | None,
     inference: Inference,
 ) -> list[dict[str, Any]]:
-    """Returns one body for each prompt. The request is validated as if it were to run on this
-    server.
-    """
+    """Returns one body for each prompt of `request`. Checks `request` as if this server ran it."""
     generation = await inference.prepare(request)
     firsts = generation.sequences[:: request.num_candidates]
     options = body.stream_options if body.stream else None

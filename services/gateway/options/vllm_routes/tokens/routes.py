@@ -1,5 +1,5 @@
-"""The route /inference/v1/generate, and the routes /render and /derender of completions and chat
-completions. Requests to /render and /derender are answered without a replica.
+"""The route /inference/v1/generate, and the routes /render and /derender of text and chat
+completions. The gateway answers requests to /render and /derender without a replica.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ B = TypeVar("B", CompletionBody, ChatCompletionBody, DerenderChatBody, DerenderC
 
 GENERATE_TOKENS = "/inference/v1/generate"
 OPERATIONS = {GENERATE_TOKENS: TokensDialect.operation}
-"""Maps the path to its operation in traces and metrics."""
+"""Maps the path to the name of its operation in traces and metrics."""
 BODIES: Mapping[str, type[BaseModel]] = {
     GENERATE_TOKENS: GenerateTokensBody,
     f"{COMPLETIONS}/derender": DerenderCompletionBody,
@@ -59,7 +59,7 @@ class TokenRoutes:
         self._generation = generation
 
     async def generate_tokens(self, request: Request) -> ASGIApp:
-        """Generates tokens from tokens, without text."""
+        """Generates tokens for a prompt of tokens."""
         return self._generation.reply(request, GenerateTokensBody, tokens_request, TokensDialect)
 
     def route(self, headers: tuple[RequestHeader, ...]) -> Route:
@@ -81,7 +81,7 @@ class RenderRoutes:
         self._bodies = bodies
 
     async def render_completion(self, request: Request) -> Response:
-        """Converts each prompt of a completion to a body for /inference/v1/generate."""
+        """Converts each prompt of a text completion to a body for /inference/v1/generate."""
         return await self._answer(request, CompletionBody, rendered_completion)
 
     async def render_chat(self, request: Request) -> Response:
@@ -89,7 +89,7 @@ class RenderRoutes:
         return await self._answer(request, ChatCompletionBody, rendered_chat)
 
     async def derender_completion(self, request: Request) -> Response:
-        """Converts generated tokens to a completion."""
+        """Converts generated tokens to a text completion."""
         return await self._answer(request, DerenderCompletionBody, derendered_completion)
 
     async def derender_chat(self, request: Request) -> Response:
