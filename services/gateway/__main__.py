@@ -41,7 +41,7 @@ PUBLIC_TLS = TlsFields(
     ca="tls_client_ca_file",
     is_ca_needed=False,
 )
-"""The settings for TLS with clients."""
+"""The names of the settings for TLS with clients."""
 _NEW_OBJECTS_BEFORE_COLLECTION = 2_000
 """Net new objects (allocated minus freed) that trigger a collection of the youngest generation."""
 _LAST_ANSWERS_SECONDS = 1.0
@@ -174,7 +174,7 @@ class Gateway:
 
     def _render_metrics(self, exemplars: bool) -> bytes:
         """Returns the metrics of the gateway and its replicas. Blocks until the event loop has
-        collected them, so it must be called in another thread than the event loop's.
+        collected them, so it must be called in another thread.
         """
         collecting = self.parts.fleet_metrics.collect(exemplars=exemplars)
         return asyncio.run_coroutine_threadsafe(collecting, self._loop).result(_SCRAPE_SECONDS)

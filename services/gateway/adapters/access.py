@@ -42,8 +42,8 @@ class Access:
         return caller
 
     def recognize(self, authorization: str) -> Caller | None:  # noqa: ARG002
-        """Returns the caller of a request that may be counted and served without further checks.
-        Returns None if the caller must be determined by `authenticate`.
+        """Returns the caller if the request may be counted and served without a look-up of its key
+        or a check of limits. Returns None if `authenticate` must determine the caller.
         """
         return None if self.needs_key else ANYONE
 

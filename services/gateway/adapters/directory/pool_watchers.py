@@ -112,7 +112,7 @@ class PoolReader:
     def __init__(
         self, node: str, index: PrefixIndex, epochs: Iterable[int], counts: ReaderCounts
     ) -> None:
-        """`epochs` yields numbers that no other reader of this index uses."""
+        """`epochs` yields epoch numbers that no other reader of this index uses."""
         self._node = node
         self._index = index
         self._epochs = iter(epochs)

@@ -75,8 +75,8 @@ class RedisReader:
         self._refresh_at = 0.0
         self._contact_at = 0.0
         self._behind: dict[str, int] = {}
-        """Maps a node whose view was behind its lease at the last check to the view's sequence
-        number.
+        """Maps nodes to the sequence numbers of their views, if the views were behind the nodes'
+        leases at the last check.
         """
         self._loaded: dict[str, tuple[int, int]] = {}
         """Maps nodes to the epoch and sequence number of the last loaded snapshot."""
@@ -251,7 +251,7 @@ class RedisReader:
         return leases
 
     def _must_load(self, record: NodeRecord, lease: NodeLease) -> bool:
-        """Returns whether the view of a node is missing, belongs to another epoch, or is wrong."""
+        """Returns whether the index's view of a node is missing, wrong or from another epoch."""
         view = self._index.view(record.node)
         if view is None or view.epoch != record.epoch:
             # Keys of another epoch are invalid, even if the new epoch cannot be loaded.

@@ -83,9 +83,9 @@ _SECONDS_UNDER_PRESSURE = 1.0
 
 
 class MessageReaders:
-    """Reads request messages. The number of concurrent reads is limited, because each read may
-    occupy the memory of the longest message until its sender has finished. Slots are assigned in
-    order of arrival.
+    """Reads request messages. The number of concurrent reads is limited, because each unfinished
+    message may occupy as much memory as the longest allowed message. Slots are assigned in order of
+    arrival.
     """
 
     def __init__(self, timeout_seconds: float) -> None:

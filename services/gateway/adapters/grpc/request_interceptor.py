@@ -51,10 +51,10 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         single request to the type of the request. `stream_types` maps methods with a request stream
         to the type of its messages.
 
-        The functions in `arriving` are called before the message is read. A function raises an
-        error to refuse the call. The Arrival that it returns is the value of CALL_ARRIVAL during
-        the call, and ends with the call. `operations` maps methods that run the model to the names
-        of their operations in traces and metrics.
+        The functions in `arriving` are called before the message is read, to count the call. A
+        function raises an error to refuse the call. The Arrival that it returns is the value of
+        CALL_ARRIVAL during the call, and ends with the call. `operations` maps methods that run the
+        model to the names of their operations in traces and metrics.
         """
         self._options = options
         self._request_types = request_types

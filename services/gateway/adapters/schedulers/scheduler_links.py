@@ -19,7 +19,7 @@ class SchedulerLinks:
     def __init__(
         self, gateway_id: str, session_timeout_seconds: float, tls: "Tls | None" = None
     ) -> None:
-        """The arguments are those of SchedulerLink."""
+        """The arguments are passed to each SchedulerLink."""
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._tls = tls

@@ -20,7 +20,7 @@ _TOKEN_BOUNDS = (
 
 
 class GenAiMetrics:
-    """Histograms with the attributes of the conventions."""
+    """The histograms of the conventions, with their attributes."""
 
     def __init__(self, meter: Meter, model_name: str) -> None:
         self._model_name = model_name

@@ -128,7 +128,7 @@ class Observation:
             listener.answered(self._record, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
-        """Returns the trace id of this request as an exemplar."""
+        """Returns the trace id as an exemplar, or None if the request is not sampled."""
         return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
 
     def _waited(self, waits: Sequence[Wait]) -> None:

@@ -79,7 +79,7 @@ class RequestRecord:
     baggage: str = ""
     """The client's baggage header, which is sent to replicas with the sequences."""
     operation: str = ""
-    """The GenAI operation. It is empty for calls that generate nothing, which have no spans."""
+    """The GenAI operation. It is empty for calls that do not run the model, which have no spans."""
     caller: Caller = ANYONE
     status: str = ""
     """The HTTP status code, or the name of the gRPC status."""
@@ -172,7 +172,7 @@ def new_record(
 
 def is_failure(error: errors.StepwellError) -> bool:
     """Whether an error counts as the server's. Errors of the client, and refusals by a full server,
-    do not. A refusal after the request has waited in a queue counts as the server's error.
+    do not count. A refusal after the request has waited in a queue counts as the server's error.
     """
     if isinstance(error, errors.ResourceExhausted):
         return error.error_reason == _QUEUE_TIMEOUT

@@ -135,8 +135,8 @@ class RequestSpans:
         2 or 0.
 
         The total duration of both transfers is the duration of the stay at the replica minus the
-        time that the replica reported. How this is divided between the transfers depends on the
-        replica's clock.
+        time that the replica reported. How the total is divided between the transfers depends on
+        the replica's clock.
         """
         if times is None or times.queued_unix_nanos is None:
             return 0

@@ -1,5 +1,5 @@
-"""Strict types for the fields of request bodies, and annotations for fields that are known but
-not served.
+"""Strict types for the fields of request bodies, and annotations for known but
+unsupported fields.
 """
 
 from collections.abc import Callable

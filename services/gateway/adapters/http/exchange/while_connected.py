@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Client:
-    """Whether a request's client is still connected. The client's connection reports this."""
+    """Whether a request's client is still connected. The connection reports the disconnect."""
 
     __slots__ = ("_has_gone", "_on_gone", "_read_on")
 

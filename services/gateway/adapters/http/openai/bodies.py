@@ -32,7 +32,7 @@ _NO_PREFIX = "an answer is continued with continue_final_message"
 
 
 class StreamOptions(Body):
-    """Options for the content of a stream besides the pieces of the answer."""
+    """Options for additional content of a stream, such as token counts."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

@@ -189,7 +189,7 @@ class ScoreDialect(ListDialect):
 def pair_scores(answers: Sequence[Answer], num_second: int) -> list[float]:
     """Returns one score for each of `num_second` pairs. If there is one answer per pair, the score
     is the answer's value. Otherwise the answers are the embeddings of the first and then the second
-    texts, and the score is the cosine of a pair.
+    texts, and the score is the cosine similarity of a pair.
     """
     vectors = [numbers(answer.pooled) for answer in answers]
     num_first = len(vectors) - num_second

@@ -160,7 +160,7 @@ class SessionDeltas:
         return False
 
     def _ended(self, deltas: scheduler_pb2.StepDeltas) -> frozenset[int]:
-        """Returns the handles of the sequences and turns that a message ends."""
+        """Returns the handles of the sequences that a message ends, or whose turns it ends."""
         ends = [end.handle for end in (*deltas.finished, *deltas.turns)]
         for rejected in deltas.rejected:
             if self._is_late(rejected, ends):

@@ -70,8 +70,8 @@ class Sent:
         require(num_cached_tokens <= num_tokens, f"{num_cached_tokens} tokens are cached")
 
     def check_tokens(self, token_ids: list[int], num_output: int, *, has_ended: bool) -> None:
-        """Checks new tokens. `num_output` must be the number of output tokens including these.
-        `has_ended` is true if the same message ends the sequence.
+        """Checks new tokens. `num_output` must be the number of output tokens including the new
+        tokens. `has_ended` is true if the same message ends the sequence.
         """
         output = self.inflight.output_token_ids
         if len(output) + len(token_ids) != num_output:

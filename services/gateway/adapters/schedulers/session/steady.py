@@ -11,7 +11,7 @@ from services.gateway.adapters.schedulers.session.sent import Sent
 
 class SteadySteps:
     """The requests of a step whose results were checked one by one. If a later step adds one token
-    to each of the same requests and ends none, it is checked by comparing whole lists.
+    to each of the same requests and ends none, that step is checked by comparing whole lists.
     """
 
     def __init__(self, handles: list[int], totals: list[int], sent: Sequence[Sent]) -> None:

@@ -24,7 +24,7 @@ class MessageItem(HistoryBody):
 
     def to_template(self) -> dict[str, Any]:
         """Returns the item as a turn for chat templates. Thoughts of the assistant become
-        reasoning. In turns of other roles, parts of that type are ordinary text.
+        reasoning. In turns of other roles, parts with a thought's type are ordinary text.
         """
         if self.role != "assistant":
             return {"role": self.role, "content": read(self.content)}
