@@ -57,7 +57,6 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 
 def _is_json_object(text: str) -> str | None:
-    """Checks that the text is a JSON object."""
     try:
         is_object = isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

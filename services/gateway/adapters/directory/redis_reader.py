@@ -308,9 +308,7 @@ class RedisReader:
             self._cursor = snapshot.log_id
 
     def _decode(self, value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]] | None:
-        """Returns a snapshot, and its keys divided into parts. Returns None if the snapshot is
-        damaged.
-        """
+        """Returns a snapshot and its keys in parts, or None if the snapshot is damaged."""
         try:
             return directory_layout.snapshot_from_bytes(value)
         except directory_layout.DamagedValue:

@@ -53,9 +53,7 @@ class GrammarJudge:
             raise InvalidArgument(verdict, field=FIELD)
 
     async def _new_verdict(self, wanted: StructuredOutputs, vocabulary: _Vocabulary) -> str:
-        """Runs `_judge` in the thread. Raises ResourceExhausted if too many calls wait for the
-        thread.
-        """
+        """Runs `_judge` in the thread. Raises ResourceExhausted if too many calls wait for it."""
         if self._num_waiting >= _MAX_WAITING:
             raise ResourceExhausted(
                 f"{FIELD}: {self._num_waiting} others are compiled first", retry_after_seconds=1.0

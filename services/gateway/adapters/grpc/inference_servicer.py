@@ -135,7 +135,6 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
     async def _prepare(
         self, client_request: ClientRequest, record: RequestRecord, deadline: float | None, api: str
     ) -> Generation:
-        """Checks a request, and returns the generation to deliver."""
         record.enter(Part.PREPARE)
         generation = await self._inference.prepare(client_request, record.trace_headers, deadline)
         return await self._options.before_queue(generation, record, api)

@@ -63,9 +63,7 @@ def _is_packed(field: FieldDescriptor) -> bool:
 
 
 def _varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
-    """Returns a number and the position after it. Returns 0 and `end` if there is no complete
-    number.
-    """
+    """Returns a number and the position after it, or 0 and `end` if the number is incomplete."""
     value = shift = 0
     while place < end and shift < 70:
         byte = raw[place]

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerLinks:
-    """Implements the core's interface Links over gRPC. Sessions are opened while `run` is
-    running.
-    """
+    """Implements the core's Links over gRPC. Sessions are opened while `run` is running."""
 
     def __init__(
         self, gateway_id: str, session_timeout_seconds: float, tls: "Tls | None" = None

@@ -38,9 +38,7 @@ class FleetCollector(Collector):
 
 
 class FleetMetrics:
-    """Collects the metrics of all replicas at each scrape. A replica that does not respond is
-    omitted.
-    """
+    """Collects the metrics of all replicas at each scrape, except replicas that do not respond."""
 
     def __init__(self, own: Exposition, collector: FleetCollector, links: SchedulerLinks) -> None:
         self._own = own

@@ -132,7 +132,6 @@ class Observation:
         return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
 
     def _waited(self, waits: Sequence[Wait]) -> None:
-        """Counts the waits for a slot at a replica."""
         for wait in waits:
             self._metrics.waited(wait.reason, wait.seconds)
 

@@ -1,6 +1,4 @@
-"""Begins and ends the records of calls. Makes the calls' spans, and their lines in the access
-log.
-"""
+"""Begins and ends the records of calls, and makes the calls' spans and access log lines."""
 
 import asyncio
 import secrets

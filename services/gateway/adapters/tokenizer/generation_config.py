@@ -78,7 +78,6 @@ def _known_only(override: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the file's values, without nulls."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

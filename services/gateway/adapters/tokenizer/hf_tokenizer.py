@@ -304,9 +304,7 @@ def load_tokenizer(
 
 
 def _damaged_file(directory: Path) -> Path:
-    """Returns the path of the first damaged tokenizer file, or the directory if all files can be
-    parsed.
-    """
+    """Returns the first damaged tokenizer file, or the directory if all files can be parsed."""
     for path in (directory / name for name in _FILES):
         try:
             json.loads(path.read_bytes())

@@ -105,7 +105,6 @@ def _thinking(body: CountTokensBody) -> dict[str, Any]:
 
 
 def _form(body: MessagesBody) -> StructuredOutputs | None:
-    """Returns the schema that the answer must conform to, or None."""
     if body.output_config is None or body.output_config.format is None:
         return None
     return json_form(body.output_config.format.schema_)

@@ -126,9 +126,7 @@ def error_response(error: errors.StepwellError, scope: Scope) -> Response:
 
 
 def error_headers(error: errors.StepwellError) -> dict[str, str]:
-    """Returns headers with the time after which to retry, in whole seconds and in milliseconds, and
-    with whether a retry can help.
-    """
+    """Returns headers with the delay before a retry, and with whether a retry can help."""
     headers = {}
     if (seconds := retry_hint_seconds(error)) is not None:
         headers["Retry-After"] = str(max(1, math.ceil(seconds)))

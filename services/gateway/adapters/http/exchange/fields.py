@@ -149,9 +149,7 @@ class Only:
 
 @dataclass(slots=True)
 class BodyNotes:
-    """Facts about a body that are collected while it is validated. The object is pydantic's
-    validation context.
-    """
+    """Facts about a body that are collected by its validation, as pydantic's context."""
 
     ignored: list[str] = field(default_factory=list)
     """The names of fields that have no effect."""

@@ -162,15 +162,11 @@ class Dialect(StreamingDialect):
         }
 
     def prompt_logprobs(self, rows: LogprobRows | None) -> list[Any] | LongList:
-        """Returns the value of vLLM's field `prompt_logprobs`. The entry of the first token is
-        None.
-        """
+        """Returns vLLM's field `prompt_logprobs`. The entry of the first token is None."""
         return listed(prompt_logprobs(rows, self.tokenizer), 1 + len(rows or ()))
 
     def text_event(self, piece: Piece) -> bytes | None:
-        """Encodes a piece with a TextFrame. Returns None if the piece must be written by
-        `chunks`.
-        """
+        """Encodes a piece with a TextFrame, or returns None if `chunks` must write it."""
         if not piece.is_text or self._usage_in_every_chunk:
             return None
         index = piece.index

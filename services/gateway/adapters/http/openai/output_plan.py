@@ -253,5 +253,4 @@ async def _grammar(
 async def _after(
     form: StructuredOutputs, reasoning: PromptedReasoning | None, tokenizer: Tokenizer
 ) -> StructuredOutputs:
-    """Returns the constraint `form` on the text after the reasoning."""
     return form if reasoning is None else await after_reasoning(form, reasoning, tokenizer)

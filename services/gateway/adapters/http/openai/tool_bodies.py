@@ -109,9 +109,7 @@ class ToolCallBody(HistoryBody):
     function: CalledFunction
 
     def to_template(self) -> dict[str, Any]:
-        """Returns the call as chat templates expect it. Arguments that are not a JSON object stay a
-        text.
-        """
+        """The call for chat templates. Arguments that are not a JSON object stay a text."""
         arguments = called_arguments(self.function.arguments)
         call: dict[str, Any] = {
             "type": "function",

@@ -278,7 +278,6 @@ def _schemas(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
 
 
 def _add_ranges(schema: dict[str, Any]) -> None:
-    """Adds the ranges of fields to the schema of a request for generation."""
     for name, limits in _LIMITS.items():
         if name in schema["properties"]:
             known = schema["properties"][name]

@@ -128,7 +128,6 @@ class ServerRoutes:
 
 
 async def _status(replica: Replica, link: SchedulerLink) -> dict[str, Any]:
-    """Returns the status of a replica, with its scheduler's statistics."""
     served = replica.description
     status: dict[str, Any] = {
         "address": replica.address,

@@ -29,9 +29,7 @@ class BodyBudget:
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
-        """A context that reserves `num_bytes` for its block. Raises ResourceExhausted if they do
-        not become free in time.
-        """
+        """Reserves bytes for a block. Raises ResourceExhausted if the wait for them is too long."""
         taken = min(num_bytes, self._max_bytes) if self.is_counted(num_bytes) else 0
         if taken:
             await self._take(taken)

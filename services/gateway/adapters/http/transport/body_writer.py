@@ -27,9 +27,7 @@ class BodyWriter:
         return not self._flow.write_paused or self._cycle.disconnected
 
     def write(self, part: bytes) -> None:
-        """Writes a part, which must not be empty. The part is dropped if the client has
-        disconnected.
-        """
+        """Writes a part, which must not be empty, unless the client has disconnected."""
         if not self._cycle.disconnected:
             self._write(b"%x\r\n%b\r\n" % (len(part), part))
 

@@ -29,9 +29,7 @@ class Starts:
         """Number of requests that were started in this iteration of the event loop."""
 
     def add(self, client: bytes, start: Callable[[], None]) -> None:
-        """Calls `start`, at once or in a later iteration of the event loop. `client` identifies the
-        client.
-        """
+        """Calls `start` for a client, at once or in a later iteration of the event loop."""
         if not self._num_started:
             asyncio.get_running_loop().call_soon(self._turn)
         if self._num_started < _REQUESTS_A_TURN:

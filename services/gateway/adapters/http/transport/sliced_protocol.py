@@ -33,9 +33,7 @@ class SlicedProtocol(HttpToolsProtocol):
 
     @property
     def can_wait(self) -> bool:
-        """Whether even the first slice of new input is parsed in a later iteration of the event
-        loop.
-        """
+        """Whether the first slice of new input, too, is parsed in a later iteration."""
         return False
 
     def data_received(self, data: bytes) -> None:

@@ -1,3 +1,1 @@
-"""The messages of a session with one scheduler: their numbers, and the checks of received
-messages.
-"""
+"""The messages of a session with one scheduler: how they are numbered, written and checked."""

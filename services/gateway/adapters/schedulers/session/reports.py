@@ -32,9 +32,7 @@ def check_queue(queue: scheduler_pb2.QueueState) -> None:
 
 
 def check_load(load: scheduler_pb2.ReplicaLoad) -> None:
-    """Raises WrongMessage if a time is invalid, or if `num_other_requests` exceeds
-    `num_requests`.
-    """
+    """Raises WrongMessage if a time is invalid or `num_other_requests` exceeds `num_requests`."""
     _check_seconds(load.seconds_per_prompt_token, load.seconds_per_decode)
     is_part = load.num_other_requests <= load.num_requests
     require(is_part, f"{load.num_other_requests} requests of {load.num_requests} are others'")

@@ -61,9 +61,7 @@ class Sent:
         return self.is_leaving or self.wants_rows or self.repetition is not None
 
     def check_admitted(self, num_cached_tokens: int) -> None:
-        """Checks the report that the sequence was scheduled for the first time. Raises
-        WrongMessage.
-        """
+        """Checks the report of a sequence's first scheduling. Raises WrongMessage."""
         require(not self.is_admitted, "a request is admitted twice")
         inflight = self.inflight
         num_tokens = len(inflight.request.prompt_token_ids) + len(inflight.output_token_ids)

@@ -1,6 +1,4 @@
-"""A fast check of steps that only add one token to each request of the previous step. Most steps
-are of this kind.
-"""
+"""A fast check of steps that only add one token to each request, as most steps do."""
 
 from collections.abc import Sequence
 

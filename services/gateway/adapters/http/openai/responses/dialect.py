@@ -125,7 +125,6 @@ def _given(part: Body) -> dict[str, Any]:
 
 
 def _error_code(error: StepwellError) -> str:
-    """Returns the nearest of OpenAI's error codes."""
     return "invalid_prompt" if isinstance(error, InvalidArgument) else "server_error"
 
 
