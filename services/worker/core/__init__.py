@@ -1,1 +1,1 @@
-"""The persistent batch and the step that runs over it."""
+"""The worker's core: the batch of requests, which is kept between steps, and the steps."""

@@ -1,8 +1,8 @@
 """Runs decode-only steps as programs over fixed memory.
 
-A step of n decodes runs as the program for the next power of two. Its inputs are copied into the
-program's memory, and its logits are read from there. Nothing else changes between steps, so a
-device can record the program once and replay it without calls from Python, as with CUDA graphs.
+A step of n decodes runs the program for the next power of two. Only the step's inputs are copied
+into the program's memory. Therefore a device can record a program once and replay it without calls
+from Python, as with CUDA graphs.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class DecodeStep(LayerAttention, Protocol):
         """The number of tokens that the program computes, including unused lanes."""
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
-        """Copies in the inputs of a step of at most `num_lanes` decodes, with one layout for each
-        KV-cache group. Unused lanes write to no request's blocks.
+        """Copies in the inputs of a step of at most `num_lanes` decodes. `layouts` has one layout
+        for each KV-cache group. Unused lanes write to no request's blocks.
         """
 
 
@@ -33,7 +33,7 @@ class StaticAttention(Protocol):
     """An attention implementation whose decode-only steps can be replayed."""
 
     def decode_step(self, num_decodes: int) -> DecodeStep:
-        """Attention for `num_decodes`, rounded up to a power of two."""
+        """Returns attention for `num_decodes`, rounded up to a power of two."""
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class DecodeBuckets:
     def logits(
         self, token_ids: torch.Tensor, positions: Int64Array, layouts: Sequence[StepLayout]
     ) -> torch.Tensor:
-        """Float32 [n, vocab_size] for a step of n decodes. They are valid until the next call."""
+        """Returns the logits of n decodes, float32 [n, vocab_size], valid until the next call."""
         step = self.attention.decode_step(layouts[0].num_decodes)
         program = self._programs.get(step.num_lanes)
         if program is None:
@@ -77,7 +77,7 @@ class _Program:
         count = layouts[0].num_decodes
         self._step.set(layouts)
         self._token_ids[:count].copy_(token_ids)
-        self._token_ids[count:].zero_()  # unused lanes then route to the same experts
+        self._token_ids[count:].zero_()  # so that unused lanes route to the same experts
         self._positions[:count].copy_(self._device.upload(positions), non_blocking=True)
         self._positions[count:].zero_()
         return self._run()[:count]

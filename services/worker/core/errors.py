@@ -1,18 +1,15 @@
 """Errors of the worker's core.
 
-InvalidArgument
-└── InvalidStep          a step contradicts the batch or the limits
-StepwellError
-├── KVCacheTooSmall      the memory set aside cannot hold one sequence
-├── NoTier               offloaded blocks cannot be kept
-└── NoSpeculation        drafts cannot be proposed or verified
+InvalidArgument └── InvalidStep a step contradicts the batch or the limits StepwellError ├──
+KVCacheTooSmall the reserved memory cannot hold one sequence ├── NoTier blocks cannot be offloaded
+└── NoSpeculation drafts cannot be proposed or verified
 """
 
 from services.common.errors import InvalidArgument, StepwellError
 
 
 class InvalidStep(InvalidArgument):
-    """A step contradicts the batch or the worker's limits. No part of the step was applied."""
+    """A step contradicts the batch, the worker's limits, or the steps of other ranks."""
 
     reason = "INVALID_STEP"
 
@@ -29,12 +26,12 @@ class KVCacheTooSmall(StepwellError):
 
 
 class NoTier(StepwellError):
-    """Offloaded keys and values cannot be kept on this device or in this amount of memory."""
+    """Blocks cannot be offloaded on this device, or not to this amount of memory."""
 
     reason = "NO_TIER"
 
 
 class NoSpeculation(StepwellError):
-    """The model or its division cannot verify drafts, or this machine cannot propose them."""
+    """The model or its parallelism cannot verify drafts, or this machine cannot propose them."""
 
     reason = "NO_SPECULATION"

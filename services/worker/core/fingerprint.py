@@ -1,7 +1,7 @@
-"""The fingerprint of a model, the root of block hashes. Workers with equal fingerprints have
+"""Fingerprints of models, which are the roots of block hashes. Workers with equal fingerprints have
 interchangeable KV blocks.
 
-It does not depend on the model's path, so a copy of a model has the same fingerprint.
+A fingerprint does not depend on the model's path, so a copy of a model has the same fingerprint.
 """
 
 import json
@@ -20,7 +20,7 @@ from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization_config import QuantizationSetting
 
 WHOLE_FILE_BYTES = 64 * 2**20
-"""Weight files up to this total size are hashed whole, larger ones by samples of each tensor."""
+"""Weight files with more bytes in total are hashed only by samples of each tensor."""
 
 _SAMPLE_BYTES = 4096
 _IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}
@@ -39,16 +39,16 @@ def model_fingerprint(
     *,
     bfloat16_order: SumOrder = SumOrder.PAIRS,
 ) -> bytes:
-    """A fingerprint of 32 bytes, equal if and only if cached keys and values are interchangeable.
+    """Returns a fingerprint of 32 bytes. Two are equal if and only if cached keys and values are
+    interchangeable.
 
-    `kv_dtype`: the data type of keys and values before they are cached. `rope_length`: the sequence
-    length from which rotary frequencies are computed, or 0 if they do not depend on a length.
-    `groups`: the KV-cache groups, which may depend on the longest sequence. `pooling`: how prompts
-    are pooled. `quantization`: how weights that are stored unquantized are quantized.
-    `draft_model`: the fingerprint of the draft model whose keys and values are in the same blocks,
-    or empty without one. `kv_cache_dtype`: the data type of keys and values in the cache.
-    `bfloat16_order`: the order in which products of bfloat16 are added. It changes only models in
-    bfloat16.
+    `kv_dtype` is the data type of keys and values before they are cached. `rope_length` is the
+    sequence length from which rotary frequencies are computed, or 0 if they do not depend on a
+    length. `groups` are the KV-cache groups. `quantization` tells how weights that are stored
+    unquantized are quantized. `draft_model` is the fingerprint of the draft model whose keys and
+    values are in the same blocks, or empty. `kv_cache_dtype` is the data type of keys and values in
+    the cache. `bfloat16_order` is the order in which products of bfloat16 are added. It matters
+    only for models in bfloat16.
     """
     parts = [
         *_model_parts(checkpoint),
@@ -97,7 +97,7 @@ def _group_part(group: LayerGroup) -> tuple[str, bytes]:
 
 
 def _hash_weights(file: Path, tensors: list[TensorInfo], *, whole: bool) -> bytes:
-    """SHA-256 of the bytes of each tensor, or of its first, middle and last _SAMPLE_BYTES bytes."""
+    """SHA-256 of each tensor's bytes, or only of its first, middle and last _SAMPLE_BYTES."""
     digest = sha256()
     with file.open("rb") as stream:
         for tensor in sorted(tensors, key=lambda tensor: tensor.name):

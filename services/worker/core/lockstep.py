@@ -1,18 +1,18 @@
 """Keeps the ranks of a group at the same step, and compares their results.
 
-The ranks receive the same bytes, each over its own stream. When streams end, one rank may have
-received a step that another did not. So before each step the ranks exchange the numbers of the
-steps that they are about to run. A rank with an older generation drops its step. The other ranks
-wait until this rank has a step of the newest generation. A newer generation always has a greater
-number, even if a clock was set back, because workers report the last generation that they received,
-and a pool does not begin a generation with a lower number.
+The ranks receive the same bytes, each one over its own stream. When streams end, one rank may have
+received a step that another rank has not received. Therefore the ranks exchange their step numbers
+before each step. A rank with an older generation drops its step. The other ranks wait until this
+rank has a step of the newest generation. A newer generation always has a greater number, even if a
+clock was set back, because workers report the last generation that they received, and a pool does
+not begin a generation with a lower number.
 
-The ranks exchange digests of the messages with these numbers. If one rank was sent another message,
-all ranks refuse the step, since a step needs all ranks.
+With the step numbers, the ranks exchange digests of the messages. If the digests differ, all ranks
+refuse the step.
 
-At regular intervals the ranks also exchange a digest of a step's input and output. The digest of a
-step is exchanged some steps later, when no device computes that step any more. Sums over ranks have
-the same bits on each rank, so everything computed from them must be equal. If digests differ,
+At regular intervals the ranks also exchange a digest of a step's input and output. This digest is
+exchanged some steps later, when no device computes that step any more. Sums over ranks have the
+same bits on each rank, so everything computed from them must be equal. If the digests differ,
 memory or a kernel is faulty, and no later token can be trusted.
 """
 
@@ -31,7 +31,7 @@ from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
 
 _LAG = 2
-"""Steps after which results are compared. It equals the maximum number of steps in flight."""
+"""Results are compared after this many steps, because up to two steps are in flight."""
 
 _Output = StepOutput | PendingOutput
 
@@ -39,8 +39,8 @@ _Output = StepOutput | PendingOutput
 class Lockstep:
     """Runs this rank's steps together with the steps of the other ranks.
 
-    `explain` maps a failure to the error to raise. If the end of another rank's process caused the
-    failure, the error says so. The owner of the group then ends the process.
+    `explain` maps a failure to the error to raise. This error gives the reason if the end of
+    another rank's process has caused the failure. The owner of the group then ends this process.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Lockstep:
         explain: Callable[[GroupBroken], GroupBroken],
         rank: int | None = None,
     ) -> None:
-        """`rank`: this rank's number in error messages, by default its index in `ranks`."""
+        """`rank` is this rank's number in errors. The default is its index in `ranks`."""
         self._ranks = ranks
         self._rank = ranks.rank if rank is None else rank
         self._check_every_steps = check_every_steps
@@ -70,7 +70,7 @@ class Lockstep:
             checked = step.step % self._check_every_steps == 0
             self._current = _Checked(step) if checked else None
             output = begin(step)
-        except (InvalidArgument, Aborted):  # every rank refuses the same bytes
+        except (InvalidArgument, Aborted):  # raised by every rank
             raise
         except GroupBroken as error:
             raise self._explain(error) from error
@@ -84,7 +84,7 @@ class Lockstep:
         return output
 
     def add_hidden_states(self, hidden: torch.Tensor) -> None:
-        """Adds the current step's hidden states to its digest, if its results are compared."""
+        """Adds hidden states to the current step's digest, if its results are compared."""
         if self._current is not None:
             self._current.add(hidden.detach().view(torch.uint8).cpu().numpy())
 
@@ -135,7 +135,7 @@ class _Checked:
         self._digest.update(np.ascontiguousarray(array).data)
 
     def digest(self) -> int:
-        """The digest of input, hidden states and output. Waits until the output is computed."""
+        """Returns the digest of the step's input, hidden states and output. Waits for these."""
         output = self.output
         if output is not None:
             output = output if isinstance(output, StepOutput) else output.wait()

@@ -40,55 +40,55 @@ from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.grammar import Grammars
 
 _WITHOUT_ADAPTER = -1
-"""Replaces the digest of a step if this rank lacks an adapter of the step. The digest of a rank
-with the adapter differs, so no rank begins the step.
+"""Replaces the digest of a step if this rank lacks an adapter of the step. Ranks that have the
+adapter have another digest, so no rank begins the step.
 """
 
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Runs steps, one after the other, over one model, one cache and one batch. Not thread-safe."""
+    """Runs steps one after the other with one model, KV cache and batch. Not thread-safe."""
 
     model: Model
     attention: PagedAttention
     limits: BatchLimits
     device: Device = field(default_factory=CpuDevice)
     device_tokens: DeviceTokens | None = None
-    """Keeps sampled tokens on the device, so that `begin` does not wait for them."""
+    """Stores sampled tokens on the device, so that `begin` does not wait for them."""
     buckets: DecodeBuckets | None = None
-    """Run decode-only steps."""
+    """Runs decode-only steps as programs."""
     lockstep: Lockstep | None = None
     """Runs each step together with the other ranks."""
     pooler: PromptPooler | None = None
-    """Pools prompts. Nothing is sampled."""
+    """Pools prompts. If it is set, no tokens are sampled."""
     states: HybridCache | None = None
-    """The attention of a model with recurrent layers. It copies states between blocks."""
+    """The attention of a model with recurrent layers, which copies states between blocks."""
     stage: PipelineStage | None = None
     """Set if `model` is a StagedModel, one pipeline stage of a larger model."""
     tier: Tier | None = None
-    """Stores offloaded blocks."""
+    """The tier of host memory to which KV blocks are offloaded."""
     grammars: Grammars | None = None
     """Compiles the grammars that constrain outputs."""
     adapters: LoraAdapters | None = None
     """The LoRA adapters that requests may use."""
     drafter: Drafter | None = None
-    """Proposes drafts. Without it, only drafts that a step contains are verified."""
+    """Proposes drafts. If it is None, only drafts that a step contains are verified."""
     row_sampler: RowSampler | None = None
-    """Draws tokens. Without it, NumPy does."""
+    """Draws tokens. If it is None, NumPy draws them."""
 
     def __post_init__(self) -> None:
         stage, self._batch = self.stage, InputBatch(self.limits)
         self._samples = self.pooler is None and (stage is None or stage.is_last)
         self._embedded = EmbeddedPrompts(self.model if stage is None or stage.is_first else None)
         self._adapter_of: dict[int, PackedLora] = {}
-        """Maps rows to LoRA adapters. Rows without an adapter are absent."""
+        """Maps rows to LoRA adapters. Rows of requests without an adapter are absent."""
         self._sampler = StepSampler(
             self._batch, self.device, self.device_tokens, self.grammars, self.row_sampler
         )
         self._generation: int | None = None
 
     def reset(self) -> None:
-        """Empties the batch, also after a step that failed."""
+        """Empties the batch. Also possible after a step that failed."""
         self._batch.clear()
         self._adapter_of.clear()
         self._embedded.clear()
@@ -109,8 +109,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        """Runs one step. If its tokens stay on the device, queues the step there and returns at
-        once.
+        """Runs a step. If the step's tokens stay on the device, queues the step there and returns
+        at once.
 
         Raises InvalidArgument for an invalid step, and leaves the batch unchanged. Also raises the
         errors of Lockstep.
@@ -127,7 +127,7 @@ class ModelRunner:
     def _begin_with(
         self, tier: Tier, begin: Callable[[StepInput], StepOutput | PendingOutput], step: StepInput
     ) -> StepOutput | PendingOutput:
-        """Runs one step, and reports which loads from the tier have ended."""
+        """Runs a step, and reports which loads from the tier have ended."""
         output = begin(step)
         ended = tier.take_ended(is_idle=not len(step.rows))
         if ended and isinstance(output, StepOutput):
@@ -150,8 +150,8 @@ class ModelRunner:
         return output
 
     def _wait_for_device(self) -> None:
-        """Waits until the device has done all earlier work. So a device that hangs is found before
-        a request is sent to it again.
+        """Waits until the device has done all earlier work, so that a hanging device is detected
+        before new requests are sent to it.
         """
         self.device.download(self.device.upload(np.zeros(1, np.int32))).wait()
 
@@ -202,7 +202,7 @@ class ModelRunner:
             self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> Int32Array:
-        """Applies the step's changes, and returns the numbers that `apply_step` returns."""
+        """Applies the step's changes to the batch. Returns what `apply_step` returns."""
         if self.pooler is not None:
             self.pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
@@ -227,9 +227,9 @@ class ModelRunner:
     def _forward(
         self, tokens: StepTokens, token_ids: torch.Tensor, logits_indices: Int64Array
     ) -> tuple[torch.Tensor | None, Callable[[torch.Tensor], torch.Tensor]]:
-        """Runs the model over the step's tokens. Returns the logits of the tokens at these indexes,
-        float32 [n, vocab_size], or None without indexes, and a function that computes the logits of
-        tokens at other indexes.
+        """Runs the model over the step's tokens. Returns their logits at `logits_indices`, float32
+        [n, vocab_size], or None if there are no indices. Also returns a function that computes
+        logits at other indices.
         """
         embedded = self._embedded.of_step(tokens, token_ids)
         is_all = len(logits_indices) == len(tokens.token_ids)
@@ -252,7 +252,7 @@ class ModelRunner:
         embedded: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states of the step's tokens, and the logits at `wanted`, as in Model.forward."""
+        """Returns the step's hidden states and the logits at `wanted`, as Model.forward does."""
         lora = None
         if self._adapter_of:
             lora = lora_rows(tokens, self._adapter_of, self.device.torch_device)

@@ -1,16 +1,16 @@
-"""A pipeline stage: a range of the model's layers.
+"""A pipeline stage, which is a range of the model's layers.
 
-Every stage is sent the same steps, in order. A stage runs a step when it has received the hidden
-states from the previous stage. The previous stage runs the next step at the same time. As many
-steps are in flight as there are stages. Only the last stage samples. The scheduler sends the
-sampled token with the next step of its request, and does not plan that step before it has the
-token. This is vLLM's pipeline parallelism. The term is from GPipe (Huang et al.).
+Every stage is sent the same steps, in order. A stage runs a step after it has received the hidden
+states of the previous stage, which can then run the next step. As many steps are in flight as there
+are stages. Only the last stage samples. The scheduler plans a request's next step when it has the
+sampled token, and sends the token with this step. This is vLLM's pipeline parallelism. The term is
+from GPipe (Huang et al.).
 
-A stage sends a header before hidden states. The header has the generation, number, digest and token
-count of their step. When streams end, one stage may have received a step that another did not. A
-stage drops hidden states of an older generation than its step. It aborts its step if hidden states
-are of a newer generation, because the scheduler sends each new generation to all stages. It refuses
-a step that the previous stage was not sent.
+Before hidden states, a stage sends a header with the generation, number, digest and token count of
+their step. When streams end, one stage may have received a step that another stage has not
+received. A stage drops hidden states of an older generation than its step. If hidden states are of
+a newer generation, the stage aborts its step, because the scheduler sends each new generation to
+all stages. A stage refuses a step that the previous stage was not sent.
 """
 
 import time
@@ -30,7 +30,7 @@ _HEADER_LENGTH = 4
 
 
 class Link(Protocol):
-    """Connects neighbouring stages. Tensors arrive in the order in which they were sent."""
+    """Connects successive pipeline stages. Tensors arrive in the order in which they were sent."""
 
     def send(self, tensor: torch.Tensor) -> None:
         """Begins to send a tensor to the next stage. The caller must not change it afterwards."""
@@ -50,7 +50,7 @@ class _Header:
 
 
 class PipelineStage:
-    """Stage `index` of `num_stages`, with hidden states of this width and data type."""
+    """Stage `index` of `num_stages`. `hidden_size` and `dtype` describe the hidden states."""
 
     def __init__(
         self, index: int, num_stages: int, link: Link, hidden_size: int, dtype: torch.dtype
@@ -58,29 +58,29 @@ class PipelineStage:
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.waited_nanos = 0
-        """Time that the current step has waited for the previous stage, in nanoseconds."""
+        """The time that the current step has waited for the previous stage, in nanoseconds."""
         self._link = link
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._step: StepInput | None = None
         self._received: _Header | None = None
-        """A header that was received ahead of its hidden states."""
+        """The header of a newer generation's hidden states, which were not received yet."""
 
     def begin(self, step: StepInput) -> None:
         self._step = step
         self.waited_nanos = 0
 
     def skip(self) -> None:
-        """Runs a step without tokens: only headers are exchanged, which carry its generation."""
+        """Runs a step without tokens. Only headers are exchanged."""
         if not self.is_first:
             self._receive(0)
         if not self.is_last:
             self._send_header(0)
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """The hidden states [num_tokens, hidden_size] that the previous stage computed in this
-        step. Raises Aborted if a newer generation has begun, and InvalidStep if the previous stage
-        was sent another step.
+        """Waits for the hidden states [num_tokens, hidden_size] that the previous stage computed in
+        this step. Raises Aborted if a newer generation has begun, and InvalidStep if the previous
+        stage was sent another step.
         """
         began = time.perf_counter_ns()
         hidden = self._receive(num_tokens)
@@ -88,7 +88,7 @@ class PipelineStage:
         return hidden
 
     def send(self, hidden: torch.Tensor) -> None:
-        """Begins to send the hidden states [num_tokens, hidden_size] of this step."""
+        """Begins to send the hidden states [num_tokens, hidden_size] of the current step."""
         self._send_header(len(hidden))
         self._link.send(hidden.contiguous())
 
@@ -131,9 +131,9 @@ class PipelineStage:
 
 @dataclass(eq=False)
 class StagedModel:
-    """A Model of one stage's layers. It receives hidden states from the previous stage and sends
-    its own to the next stage. Only the first stage needs `embed`, and only the last
-    `compute_logits`.
+    """A Model with the layers of one pipeline stage. It receives hidden states from the previous
+    stage and sends its own to the next stage. Only the first stage needs `embed`, and only the last
+    stage needs `compute_logits`.
     """
 
     model: Model

@@ -1,8 +1,8 @@
 """Computes the vectors of prompts from hidden states, chunk by chunk.
 
-The mean is a sum in float64 that a row keeps between chunks. States are added one by one in the
+For a mean, each row stores a sum in float64 between chunks. States are added one by one in the
 order of the tokens, so that the sum does not depend on chunk boundaries. When a preempted request
-enters again, its sum starts from zero.
+is admitted again, its sum starts from zero.
 """
 
 from collections.abc import Callable
@@ -19,18 +19,18 @@ from services.worker.models.pooling_config import Activation, PoolingConfig
 from services.worker.sampling.arrays import Float32Array, Float64Array, Int64Array
 
 _SMALLEST_NORM = 1e-12
-"""Lower bound of the norm that divides a vector, as in torch and sentence-transformers."""
+"""The smallest norm by which a vector is divided, as in torch and sentence-transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorEnd:
-    """The last operations on vectors: truncation and the activation."""
+    """The last operations on a vector: truncation and the activation function."""
 
     pooler: Pooler
     config: PoolingConfig
 
     def finish(self, vector: Float64Array, params: PoolingParams) -> Float32Array:
-        """The vector as it is returned to the client."""
+        """Returns the vector that the client receives."""
         vector = vector[: params.dimensions]
         activation = self.config.activation
         if params.use_activation is not None:
@@ -47,8 +47,8 @@ class VectorEnd:
 
 
 def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: bool) -> VectorEnd:
-    """The last operations on the vectors of a model of this width. The default pooling type is
-    LAST, or CLS for models that process whole prompts, as in vLLM.
+    """Returns the last operations on a model's vectors. The default pooling type is LAST, or CLS
+    for models that process whole prompts, as in vLLM.
     """
     default = PoolingType.CLS if takes_whole_prompts else PoolingType.LAST
     pooler = Pooler(
@@ -65,8 +65,8 @@ def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: 
 def pooled_output(
     step: StepInput, vectors: dict[int, Float32Array], num_requests: int
 ) -> StepOutput:
-    """The output of a step that pools. `vectors` maps indexes of requests to vectors. Requests
-    whose vectors contain NaN are reported in `nan_requests`, without vectors.
+    """Returns the output of a step that pools prompts. `vectors` maps indexes of requests to
+    vectors. Requests whose vectors contain NaN are reported in `nan_requests`, without vectors.
     """
     broken = [index for index, vector in vectors.items() if np.isnan(vector).any()]
     return StepOutput(
@@ -89,14 +89,14 @@ class PromptPooler:
     class_scores: Callable[[torch.Tensor], torch.Tensor]
     _params: dict[int, PoolingParams] = field(default_factory=dict)
     _kept: dict[int, Float64Array] = field(default_factory=dict)
-    """Maps each row to the sum of its states so far, or to its first state."""
+    """Maps each row to the sum of its hidden states so far, or to its first hidden state."""
 
     def clear(self) -> None:
         self._params.clear()
         self._kept.clear()
 
     def check(self, step: StepInput) -> None:
-        """Raises InvalidStep for a prefix hit if pooling needs the states of the first tokens."""
+        """Raises InvalidStep for a prefix hit if pooling needs the hidden states of all tokens."""
         if self.end.pooler.reads_prefix_cache or not step.new_requests:
             return
         entering = [new.row for new in step.new_requests]
@@ -117,10 +117,10 @@ class PromptPooler:
     def pool(
         self, step: StepInput, tokens: StepTokens, num_tokens: Int32Array, hidden: torch.Tensor
     ) -> StepOutput:
-        """The vectors of the requests whose prompts are complete after this step.
+        """Returns the vectors of requests whose prompts are complete after this step.
 
-        `num_tokens`: the number of tokens of each request. `hidden` [n, hidden_size]: states of the
-        step's tokens. Both are in the order of the layout.
+        `num_tokens` has the number of tokens of each request. `hidden` [n, hidden_size] has the
+        hidden states of the step's tokens. Both are in the order of `tokens`.
         """
         ended = np.flatnonzero(tokens.seq_lens == num_tokens)
         states = self._states(tokens, ended, hidden)
@@ -131,7 +131,7 @@ class PromptPooler:
         return pooled_output(step, vectors, len(step.rows))
 
     def _states(self, tokens: StepTokens, ended: Int64Array, hidden: torch.Tensor) -> Float64Array:
-        """The pooled states of the requests `ended`, or their class scores, [len(ended), size]."""
+        """Returns pooled states, or class scores, of the requests `ended`, [len(ended), size]."""
         kind, pooler = self.end.pooler.pooling_type, self.end.pooler
         if kind is not PoolingType.LAST:
             self._keep(tokens, hidden, kind)
@@ -147,7 +147,7 @@ class PromptPooler:
         return np.array(kept, np.float64).reshape(-1, width) / divisors[:, None]
 
     def _keep(self, tokens: StepTokens, hidden: torch.Tensor, kind: PoolingType) -> None:
-        """Adds the step's states to the sums of their rows, or keeps each row's first state."""
+        """Adds the step's hidden states to their rows' sums, or stores each row's first one."""
         states = hidden.float().numpy(force=True).astype(np.float64)
         for index, row in enumerate(tokens.rows.tolist()):
             first, count = int(tokens.first_tokens[index]), int(tokens.num_scheduled_tokens[index])

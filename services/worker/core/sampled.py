@@ -13,7 +13,7 @@ from services.worker.sampling.sampler import SamplerOutput
 
 
 class Sampled:
-    """Collects sampled tokens and log-probabilities. `parts`: pairs of arguments for `add`."""
+    """Collects sampled tokens and log-probabilities. `parts` has pairs of arguments for `add`."""
 
     def __init__(self, parts: Iterable[tuple[np.ndarray, SamplerOutput]] = ()) -> None:
         self.parts = list(parts)
@@ -23,7 +23,7 @@ class Sampled:
         self.parts.append((indexes, output))
 
     def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:
-        """The output of the step, in the order of its requests."""
+        """Returns the step's output, ordered by request. `prompt` has prompt log-probabilities."""
         num_tokens = np.zeros(len(step.rows), np.int32)
         has_logprobs, has_missing = bool(prompt), False
         for indexes, output in self.parts:
@@ -51,7 +51,7 @@ class Sampled:
         return np.sort(found).astype(np.int32)
 
     def _refused_tokens(self) -> dict[int, int]:
-        """Maps requests to the index of the first token that the request's grammar refuses."""
+        """Maps requests to the index of the first token that their grammar refuses."""
         found: dict[int, int] = {}
         for number, (indexes, output) in enumerate(self.parts):
             for index in indexes[output.refused_rows].tolist():
@@ -60,7 +60,7 @@ class Sampled:
         return dict(sorted(found.items()))
 
     def _grammar_errors(self) -> dict[int, str]:
-        """Maps requests to the reason why the request's grammar failed."""
+        """Maps requests to the reason why their grammar failed."""
         return {
             int(indexes[row]): error
             for indexes, output in self.parts
@@ -81,7 +81,7 @@ class Sampled:
 
 
 class PendingOutput(Protocol):
-    """The output of a step that a device still computes."""
+    """The output of a step that a device may still compute."""
 
     def wait(self) -> StepOutput:
         """Waits for the device and returns the output. Callable from any thread, and repeatedly."""
@@ -89,11 +89,11 @@ class PendingOutput(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampledOnDevice:
-    """A PendingOutput while the device may still be sampling some of the step's tokens.
+    """The PendingOutput of a step for which the device may still sample tokens.
 
-    `known`: tokens sampled on the host. `sampling`: indexes in the step of requests that the device
-    samples. `pending`: one token for each of these requests. `prompt` maps requests to the
-    log-probabilities of prompt tokens.
+    `known` has tokens that the host sampled. `sampling` has the indexes in the step of requests for
+    which the device samples. `pending` has one token for each of these requests. `prompt` maps
+    requests to the log-probabilities of prompt tokens.
     """
 
     step: StepInput

@@ -1,4 +1,4 @@
-"""Input and output of one engine step, as the runner uses them."""
+"""The input and the output of an engine step, as the runner uses them."""
 
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -22,13 +22,13 @@ def no_ints() -> Int32Array:
 class NewRequest:
     row: int
     token_ids: Int32Array
-    """Prompt tokens, then output tokens known so far."""
+    """Prompt tokens, followed by the output tokens known so far."""
     num_prompt_tokens: int
     sampling: SamplingParams
     block_tables: tuple[Int32Array, ...]
     """Block ids, one table for each KV-cache group."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings for the last placeholder tokens. Embeddings of computed tokens may be omitted."""
+    """Embeddings for the last placeholder tokens. Embeddings of computed tokens may be missing."""
     num_placeholders: int = 0
     """Number of tokens at the beginning of the prompt that are placeholders for embeddings."""
     pooling: PoolingParams | None = None
@@ -52,9 +52,8 @@ class AppendedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class TierBlocks:
-    """Pairs of blocks with the same contents, in the cache and in the tier. Parallel lists.
-
-    `keys` identify the contents: a block hash, then the KV-cache group as a big-endian uint32.
+    """Pairs of blocks with the same contents, in the KV cache and in the tier of host memory. Their
+    key is a block hash, followed by the KV-cache group as a big-endian uint32.
     """
 
     block_ids: Int32Array
@@ -64,7 +63,7 @@ class TierBlocks:
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """Blocks to load from the tier for one request. No step uses the target blocks before the load
+    """Blocks to load from the tier for one request. No step uses the cache's blocks before the load
     has ended.
     """
 
@@ -74,27 +73,27 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class EndedTierLoad:
-    """A load that has ended, and the ids of cache blocks that could not be loaded."""
+    """A load that has ended, and the ids of the cache's blocks that were not loaded."""
 
     request: int
     invalid_block_ids: Int32Array
 
 
-@dataclass(slots=True)  # not frozen: construction in each step would take three times as long
+@dataclass(slots=True)  # not frozen, because construction would take three times as long
 class StepInput:
-    """A difference to the batch, and the tokens to compute. Arrays with one entry for each request
-    are parallel to `rows`. Optional arrays may be empty.
+    """The changes to the batch and the tokens to compute in a step. Arrays with one entry for each
+    request are parallel to `rows`. Optional arrays may be empty.
 
-    The parts are applied in this order:
+    A step is executed in this order:
 
-    1. Rows are removed, new requests enter, blocks are appended to tables.
+    1. Rows are removed, new requests are added, and blocks are appended to block tables.
     2. Blocks are stored in the tier, cleared, and copied. Then loads from the tier begin.
     3. The tokens of `rows` are computed.
     """
 
     generation: int
-    """A number that changes when the pool is opened anew. The worker then clears its batch and its
-    KV cache before this step.
+    """A number that is increased when the pool is opened again. Before the first step of a
+    generation, the worker empties its batch.
     """
     step: int
     rows: Int32Array
@@ -107,7 +106,7 @@ class StepInput:
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
     """Number of drafts among the scheduled tokens of each request. Drafts are the last tokens."""
     draft_token_ids: Int32Array = field(default_factory=no_ints)
-    """The drafts of all requests, concatenated. Id -1 asks the worker to propose the draft."""
+    """The drafts of all requests, concatenated. The worker proposes a draft where the id is -1."""
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
     """Blocks to clear in all layers."""
     copy_sources: Int32Array = field(default_factory=no_ints)
@@ -118,10 +117,10 @@ class StepInput:
     tier_stores: TierBlocks | None = None
     tier_loads: tuple[TierLoad, ...] = ()
     digest: int = 0
-    """The digest of the message, below 2^32. It is 0 if ranks do not compare their messages."""
+    """The digest of the step's message, below 2^32. It is 0 if ranks do not compare messages."""
 
     def copy(self) -> "StepInput":
-        """A shallow copy. `dataclasses.replace` takes several times as long."""
+        """Returns a shallow copy. `dataclasses.replace` would take several times as long."""
         return StepInput(*_fields_of(self))
 
 
@@ -138,7 +137,7 @@ class RequestLogprobs:
 
 @dataclass(slots=True)  # not frozen, see StepInput
 class StepOutput:
-    """The output of a step. Requests are identified by their index in the step."""
+    """The output of a step. Requests are identified by their indexes in the step."""
 
     generation: int
     step: int
@@ -150,14 +149,14 @@ class StepOutput:
     nan_requests: Int32Array = field(default_factory=no_ints)
     """Requests whose logits contained NaN."""
     refused_tokens: dict[int, int] = field(default_factory=dict)
-    """Maps requests to the index of the first sampled token that the request's grammar refuses."""
+    """Maps requests to the index of the first sampled token that was refused by the grammar."""
     grammar_errors: dict[int, str] = field(default_factory=dict)
     """Maps requests to the reason why the request's grammar failed."""
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Maps requests whose prompts are complete after the step to their vectors."""
+    """Maps requests whose prompts are complete after the step to their pooled vectors."""
     waited_nanos: int = 0
-    """Time that the step waited for the previous pipeline stage, in nanoseconds."""
+    """The time that the step waited for the previous pipeline stage, in nanoseconds."""
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()
-    """Loads from the tier that ended since the previous step."""
+    """Loads from the tier that have ended since the previous step."""
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
     """For each request, the number of drafts that the step verified. Empty if it verified none."""

@@ -1,10 +1,10 @@
 """Samples the tokens of a step, and verifies its drafts.
 
 A draft token is accepted if the sampler draws the same token at its position. The first draft that
-differs is replaced by the sampler's token. A draw is a function of seed, position and logits, so
-the output has the same tokens as without drafts. A draft is accepted with the probability that the
-model assigns to it. Rejection sampling (Leviathan et al.) has the same rate for drafts that are
-proposed with certainty.
+differs is replaced by the drawn token. A draw is a function of seed, position and logits, so the
+output has the same tokens as without drafts. The probability that a draft is accepted is the
+probability that the model assigns to it. Rejection sampling (Leviathan et al.) has the same rate
+for drafts that are proposed with certainty.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ from services.worker.sampling.logprobs import LogprobRows, logprob_rows
 from services.worker.sampling.sampler import Sampler, SamplerOutput
 
 _PROMPT_LOGPROB_ROWS = 128
-"""Maximum number of prompt positions whose logits are in memory at once."""
+"""Maximum number of prompt positions whose logits are computed at once."""
 
 
 @dataclass(eq=False)
 class StepSampler:
-    """Samples for the requests of a batch, and appends the tokens to it.
+    """Samples tokens for the requests of a batch, and appends them to the batch.
 
-    `device_tokens` samples for requests whose tokens the host need not know before the step
+    `device_tokens` samples for requests whose tokens the host does not need before the step
     returns. `row_sampler` draws tokens (see Sampler).
     """
 
@@ -43,7 +43,7 @@ class StepSampler:
     grammars: Grammars | None
     row_sampler: RowSampler | None = None
     _num_prompt_logprobs: dict[int, int] = field(init=False, default_factory=dict)
-    """Maps rows to the number of most probable tokens to report at each prompt position."""
+    """Maps rows to the number of most likely tokens that are reported at each prompt position."""
 
     def __post_init__(self) -> None:
         self._sampler = self._new_sampler()
@@ -54,7 +54,7 @@ class StepSampler:
 
     @property
     def forced_tokens(self) -> Callable[[int], Sequence[int]]:
-        """Maps a row to the tokens that its grammar forces next."""
+        """Maps a row to the tokens that the row's grammar forces next."""
         return self._sampler.forced_tokens
 
     def update(self, step: StepInput) -> None:
@@ -79,8 +79,8 @@ class StepSampler:
     ) -> StepOutput | PendingOutput:
         """Samples the next tokens, and verifies drafts.
 
-        `logits` [n, vocab_size]: the logits at the positions in `sampling`, or None without
-        positions. `logits_of` computes the logits of tokens at other indexes.
+        `logits` [n, vocab_size] are the logits at the positions in `sampling`, or None if there are
+        none. `logits_of` computes the logits at other indexes of the step's tokens.
         """
         prompt = self._prompt_logprobs(tokens, logits_of)
         sampled = Sampled()
@@ -95,7 +95,7 @@ class StepSampler:
             here = self._sampler.constrained(rows)
             there = np.delete(np.arange(len(rows)), here)
             pending = None
-            if len(there):  # queued before the host waits for other logits
+            if len(there):  # before the host waits for other logits
                 of_rows = self._of_rows(logits, there)
                 pending = self._sample_on_device(self.device_tokens, rows[there], of_rows)
             if len(here):
@@ -120,7 +120,7 @@ class StepSampler:
         )
 
     def _of_rows(self, logits: torch.Tensor, indexes: np.ndarray) -> torch.Tensor:
-        """These rows of the logits. Without a copy if all rows are selected."""
+        """Returns the logits' rows at `indexes`, without a copy if these are all rows."""
         if len(indexes) == len(logits):
             return logits
         return logits.index_select(0, self.device.upload(indexes))
@@ -138,8 +138,8 @@ class StepSampler:
         logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
-        """Samples each request token by token, until a token differs from the draft at its
-        position. Tokens that do not depend on earlier ones are drawn for all positions at once.
+        """Samples tokens for each request, until a token differs from the draft at its position. If
+        draws do not depend on earlier tokens, they are made for all positions at once.
         """
         logits = logits.cpu()
         known = tokens.seq_lens - num_draft_tokens
@@ -163,7 +163,7 @@ class StepSampler:
     def _prompt_logprobs(
         self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, LogprobRows]:
-        """Maps requests to the log-probabilities of the prompt tokens after this step's tokens."""
+        """Maps requests to log-probabilities of the prompt tokens after this step's tokens."""
         found: dict[int, LogprobRows] = {}
         if not self._num_prompt_logprobs:
             return found

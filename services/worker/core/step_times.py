@@ -1,8 +1,8 @@
-"""The time of a step as a function of its tokens and their contexts.
+"""Predicts the time of a step from its tokens and their contexts.
 
-The terms are those of several simulators of serving: the time grows linearly with requests and
-contexts. With tokens it may grow along a curve, since kernels compute tokens in tiles and with more
-threads if there are many. Profiles of the simulated device have the coefficients, and
+The terms are those of several serving simulators: the time grows linearly with requests and
+contexts. It may grow with tokens along a curve, because kernels compute tokens in tiles, and with
+more threads if there are many tokens. The coefficients are in profiles of the simulated device.
 `stepwell profile` fits them.
 """
 
@@ -14,32 +14,32 @@ from services.worker.core.step import Int32Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """The coefficients of a step's time. A token's context is the tokens that it attends to,
-    including itself.
+    """The coefficients of a step's time. A token's context consists of all tokens that it attends
+    to, including itself.
     """
 
     seconds: float = 0.0
     """Time of any step with tokens."""
     seconds_per_token: float = 0.0
     seconds_per_new_context: float = 0.0
-    """Time for each pair of a token and a token of its context, in chunks of several tokens."""
+    """Time for each token of the contexts of each token, in requests with several tokens."""
     seconds_per_decoded_context: float = 0.0
-    """Time for each token of the contexts of single tokens."""
+    """Time for each token of the contexts, in requests with a single token."""
     seconds_per_request: float = 0.0
     seconds_by_tokens: tuple[tuple[int, float], ...] = ()
-    """Points of a curve: numbers of tokens in rising order, and times of steps. The curve is
-    straight between two points, level before the first one, and beyond the last one it goes on as
-    between the last two.
+    """Points of a curve: pairs of a number of tokens, in increasing order, and the time of a step.
+    The curve is linear between two points, and constant before the first point. The line through
+    the last two points continues beyond them.
     """
 
     def without_contexts(self, num_tokens: int, num_requests: int) -> float:
-        """The time of a step, less the time for its contexts."""
+        """The time of a step without the time for its contexts."""
         linear = self.seconds_per_token * num_tokens + self.seconds_per_request * num_requests
         return self.seconds + linear + curve_value(self.seconds_by_tokens, num_tokens)
 
 
 def curve_value(points: tuple[tuple[int, float], ...], place: int) -> float:
-    """The value of a curve at a place, see StepCosts.seconds_by_tokens. 0 without points."""
+    """The value of a curve at a number of tokens. See StepCosts.seconds_by_tokens."""
     if len(points) < 2:
         return points[0][1] if points else 0.0
     after = min(max(bisect_left(points, (place,)), 1), len(points) - 1)
@@ -49,14 +49,14 @@ def curve_value(points: tuple[tuple[int, float], ...], place: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingCosts:
-    """The time that gateway, scheduler, pool and clients add to a step if they share the
-    processors with the worker. Simulations without these services add it.
+    """The time that gateway, scheduler, pool and clients add to a step if they run on the worker's
+    processors. Simulations without these services add it.
     """
 
     seconds: float = 0.0
     """Time for each step."""
     seconds_per_token: float = 0.0
-    """Time for each request in a step, most of which get a token."""
+    """Time for each request in a step. Most requests get one token."""
     seconds_per_new_request: float = 0.0
     """Time for each request that a step admits for the first time."""
 
@@ -66,17 +66,16 @@ NO_SERVING = ServingCosts()
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The times of steps with only single tokens (`decode`), and of all other steps (`mixed`)."""
+    """The times of steps with one token per request (`decode`), and of other steps (`mixed`)."""
 
     decode: StepCosts
     mixed: StepCosts
 
     def costs(self, num_tokens: int, num_requests: int) -> StepCosts:
-        """The costs of a step."""
         return self.decode if num_tokens == num_requests else self.mixed
 
     def served(self, serving: ServingCosts) -> "StepTimes":
-        """These times and the serving costs of each step, except of new requests."""
+        """Returns these times plus the serving costs, except the costs of new requests."""
 
         def more(costs: StepCosts) -> StepCosts:
             return replace(
@@ -88,7 +87,7 @@ class StepTimes:
         return StepTimes(more(self.decode), more(self.mixed))
 
     def seconds(self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> float:
-        """The time of a step, given its requests' numbers of scheduled and computed tokens. It is 0
+        """The time of a step, given its requests' numbers of scheduled and computed tokens, or 0
         for a step without requests.
         """
         num_requests = len(num_scheduled_tokens)
@@ -107,7 +106,7 @@ class StepTimes:
 def num_contexts(
     num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array
 ) -> tuple[int, int]:
-    """The contexts of a step, summed over the tokens of its chunks, and over its single tokens."""
+    """Returns sums of a step's context lengths: for tokens of chunks, and for single tokens."""
     counts = num_scheduled_tokens.astype("int64")
     contexts = counts * num_computed_tokens + counts * (counts + 1) // 2
     single = int(contexts[counts == 1].sum())

@@ -1,4 +1,4 @@
-"""Runs steps of whole prompts, without a KV cache. Each prompt is computed by itself."""
+"""Runs steps of whole prompts, without a KV cache. Each prompt is computed separately."""
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from services.worker.sampling.arrays import Float32Array, Float64Array
 
 
 class WholeRunner:
-    """A StepRunner for a model that processes whole prompts. Block tables are checked, but the
-    blocks in them store nothing. Not thread-safe.
+    """A StepRunner for a model that processes whole prompts. Block tables are checked, but their
+    blocks store nothing. Not thread-safe.
     """
 
     def __init__(self, model: WholeModel, end: VectorEnd, limits: BatchLimits) -> None:
@@ -34,8 +34,8 @@ class WholeRunner:
         return self.begin(step)
 
     def begin(self, step: StepInput) -> StepOutput:
-        """Raises InvalidStep for an invalid step, with the batch unchanged, and for a divided
-        prompt.
+        """Runs a step. Raises InvalidStep for an invalid step, and leaves the batch unchanged. Also
+        raises InvalidStep if a prompt is divided over steps.
         """
         if step.generation != self._generation:
             self.reset()

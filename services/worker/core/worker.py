@@ -13,33 +13,32 @@ from services.worker.sampling.grammar import Grammars
 
 
 class StepRunner(Protocol):
-    """Runs steps, one after the other."""
+    """Runs steps one after the other."""
 
     @property
-    def limits(self) -> BatchLimits:
-        """Limits of the batch and of its steps."""
+    def limits(self) -> BatchLimits: ...
 
     def reset(self) -> None:
-        """Empties the batch, also after a step that failed."""
+        """Empties the batch. Also possible after a step that failed."""
 
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        """Runs one step, or queues it on a device. Raises InvalidArgument for an invalid step."""
+        """Runs a step, or queues it on a device. Raises InvalidArgument for an invalid step."""
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step and waits for its output."""
+        """Runs a step and waits for its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """Model, capacity and identity: the fields of the contract's DescribeResponse."""
+    """The model, capacity and identity of a worker: the fields of DescribeResponse."""
 
     incarnation: str
-    """Unique to each process."""
+    """Identifies the process."""
     model_name: str
     fingerprint: bytes
-    """Of the model, 32 bytes (see core/fingerprint.py)."""
+    """Identifies the model, in 32 bytes (see core/fingerprint.py)."""
     tokenizer_fingerprint: bytes
-    """Of the tokenizer files, 32 bytes. It is empty if the model has no tokenizer files."""
+    """Identifies the tokenizer files, in 32 bytes. Empty if the model has no tokenizer files."""
     max_model_len: int
     vocab_size: int
     hidden_size: int
@@ -48,22 +47,22 @@ class WorkerDescription:
     """The KV-cache groups, in the order of a request's block tables."""
     block_size: int
     num_blocks: int
-    """Blocks of the KV cache, including the null block."""
+    """Number of blocks of the KV cache, including the null block."""
     bytes_per_block: int
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_sizing: str
-    """Explains the number of blocks, as text."""
+    """A text that explains the number of blocks."""
     dtype: str
     kv_cache_dtype: str
     kernels: str
-    """What computes the model, as text."""
+    """A text that describes the kernels."""
     rank: int = 0
     world_size: int = 1
-    """Number of ranks, over all pipeline stages."""
+    """Number of ranks in all pipeline stages."""
     pipeline_parallel_size: int = 1
     pooler: Pooler | None = None
-    """Pools prompts. It is None if the model generates."""
+    """How the model pools prompts. None if the model generates."""
     num_tier_blocks: int = 0
     max_loras: int = 0
     """The maximum number of LoRA adapters in one step. 0 means LoRA is not enabled."""
@@ -72,12 +71,11 @@ class WorkerDescription:
     num_speculative_tokens: int = 0
     """The maximum number of draft tokens of a request in a step. 0 means no speculation."""
     num_speculative_rows: int = 0
-    """Maximum number of tokens of decoding requests in a step, drafts included. 0 means unlimited.
-    """
+    """Limit on the tokens of decoding requests in a step, including drafts. 0 means unlimited."""
 
     @property
     def pipeline_stage(self) -> int | None:
-        """This rank's pipeline stage, from 0, or None if there is one stage."""
+        """This rank's pipeline stage, from 0 on. None if there is only one stage."""
         if self.pipeline_parallel_size == 1:
             return None
         return self.rank * self.pipeline_parallel_size // self.world_size
@@ -92,4 +90,4 @@ class Worker:
     grammars: Grammars | None = None
     """Compiles the grammars that constrain outputs. It is None if the worker samples no tokens."""
     adapters: LoraAdapters | None = None
-    """The loaded LoRA adapters. They are None if LoRA is not enabled."""
+    """The loaded LoRA adapters. It is None if LoRA is not enabled."""

@@ -1,8 +1,8 @@
-"""Sampled tokens that stay on the device, so that the host does not wait for them between steps.
+"""Stores sampled tokens on the device, so that the host does not wait for them between steps.
 
-A step samples on the device, keeps the last token of each row there, and starts a download. The
-next step is planned and queued while this step runs. Its input tokens are copied on the device. The
-host samples tokens whose logits are edited, and tokens that verify drafts.
+A step samples on the device, stores each row's last token there, and starts a download. The next
+step is planned and queued while this step runs. Its input tokens are copied within the device. The
+host samples tokens whose logits it edits, and tokens that verify drafts.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class PendingTokens:
 
 
 class DeviceTokens:
-    """The last token of each row of the batch that was sampled on the device.
+    """The last token of each row of the batch, if it was sampled on the device.
 
     With `by_row`, rows are sampled one at a time, because on a GPU the summation order within a row
     depends on the number of rows.
@@ -61,15 +61,15 @@ class DeviceTokens:
         self._is_held[:] = False
 
     def release(self, rows: np.ndarray) -> None:
-        """Forgets the tokens of these rows, because the host has the last token of each row."""
+        """Drops the tokens of these rows, because the host has their last tokens."""
         self._is_held[rows] = False
 
     def fill_in(
         self, token_ids: torch.Tensor, step: StepInput, tokens: StepTokens, num_tokens: Int32Array
     ) -> None:
-        """Writes last tokens that only the device has into a step's token ids, in place.
+        """Writes last tokens that only the device has into the step's `token_ids`, in place.
 
-        `num_tokens`: the number of tokens of each request, in the order of the layout. Raises
+        `num_tokens` has the number of tokens of each request, in the order of `tokens`. Raises
         InvalidStep if a request computes tokens before its last one, because the host does not have
         these tokens.
         """
@@ -91,10 +91,9 @@ class DeviceTokens:
         metadata: SamplingMetadata,
         num_logprobs: dict[int, int],
     ) -> PendingTokens:
-        """Samples one token for each of these rows of the batch. Row i of the logits is for
-        rows[i].
+        """Samples one token for each of `rows` of the batch. Row i of the logits is for rows[i].
 
-        `num_logprobs` maps indexes of logits rows to the number of most probable tokens to report.
+        `num_logprobs` maps indexes of logits rows to the number of most likely tokens to report.
         Rows without log-probabilities are absent.
         """
         token_ids = self._sampled(logits, metadata)

@@ -22,8 +22,8 @@ class _Embeds:
 
 
 class EmbeddedPrompts:
-    """The embeddings of rows whose prompts begin with embeddings. Embeddings are ignored without a
-    model, as in a later pipeline stage.
+    """The embeddings of rows whose prompts begin with embeddings. Embeddings are ignored if `model`
+    is None, as in a pipeline stage that is not the first one.
     """
 
     def __init__(self, model: Model | None) -> None:
@@ -34,11 +34,10 @@ class EmbeddedPrompts:
         self._embeds.clear()
 
     def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
-        """Maps the rows of new requests to their embeddings, in the model's data type and on its
-        device.
+        """Maps the rows of new requests to their embeddings, in the model's data type on `device`.
 
-        Raises InvalidArgument if the width of embeddings differs from the model's width, or if
-        embeddings are missing for placeholder tokens that are not computed yet.
+        Raises InvalidArgument if embeddings have another width than the model, or if they are
+        missing for placeholder tokens that are not computed yet.
         """
         found: dict[int, _Embeds] = {}
         if not step.new_requests or self._model is None:
@@ -58,13 +57,13 @@ class EmbeddedPrompts:
         return found
 
     def replace(self, step: StepInput, entering: dict[int, _Embeds]) -> None:
-        """Drops the embeddings of removed rows and adds the embeddings of new requests."""
+        """Removes the embeddings of removed rows, and adds the embeddings of new requests."""
         for row in step.removed_rows.tolist():
             self._embeds.pop(row, None)
         self._embeds |= entering
 
     def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """A step's input embeddings [num_tokens, hidden_size], or None if it needs only ids."""
+        """A step's input embeddings [num_tokens, hidden_size], or None if all inputs are ids."""
         embedded: torch.Tensor | None = None
         if not self._embeds or self._model is None:
             return embedded
@@ -81,7 +80,7 @@ class EmbeddedPrompts:
 
 
 def _to_tensor(embeds: PromptEmbeds, model: Model, device: torch.device) -> torch.Tensor:
-    """The embeddings in the model's data type. Raises InvalidArgument if their width differs."""
+    """Converts embeddings to the model's data type. Raises InvalidArgument for another width."""
     like = model.embed(torch.zeros(1, dtype=torch.int64, device=device))
     embeds.check(like.shape[1])
     numbers = np.frombuffer(embeds.data, np.uint8).copy()

@@ -1,6 +1,6 @@
-"""The input batch: the state of each running request that the worker keeps between steps.
+"""The input batch, in which the worker stores the state of each running request between steps.
 
-A request is sent once, in full, and gets a row. Later steps send only differences. The worker
+A request is sent completely once, and gets a row. Later steps send only differences. The worker
 appends sampled tokens to its own copy, so that the scheduler can plan and send a step before the
 previous step has run. This is vLLM's persistent batch.
 """
@@ -23,7 +23,7 @@ class BatchLimits:
     max_num_batched_tokens: int
     vocab_size: int
     block_size: int
-    """Tokens of the smallest attention blocks."""
+    """The number of tokens in the smallest attention blocks."""
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
     """The attention window of each KV-cache group, in tokens. None means full attention."""
@@ -78,24 +78,22 @@ class BatchLimits:
 
 
 class InputBatch:
-    """Rows with their tokens, block tables and sampling parameters.
+    """The tokens, block tables and sampling parameters of running requests. A request has a row.
 
     `step_difference.apply_step` applies a step. Arrays are indexed by row:
 
     * `token_ids` int32 [max_num_seqs, max_model_len + 1]. The first `num_tokens` of a row are
-      known: the prompt, the output sent with the request, and the tokens sampled here since;
+      known: the prompt, the output sent with the request, and the tokens sampled by this worker;
     * `num_prompt_tokens`;
-    * `counting`: the array 0, 1, 2, ..., up to max_num_seqs;
-    * `room`: the number of tokens that fit in a request's blocks, in the group where the fewest
-      fit;
+    * `room`: the number of tokens that fit in a request's blocks, in the group with the least room;
     * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq]. The first `num_blocks`
       [num_groups, max_num_seqs] entries of a table are set. Entries before a group's window are the
       null block or an earlier block of the request, and are not read. In groups of recurrent layers
       only two entries are read: the entry of the last token before a step, and the entry of the
       step's last token.
 
-    `groups`: for each KV-cache group, its `block_tables` and the number of tokens that a block
-    stands for.
+    `counting` is the array 0, 1, 2, ..., max_num_seqs. `groups` has, for each KV-cache group, its
+    `block_tables` and the number of tokens that a block stands for.
     """
 
     def __init__(self, limits: BatchLimits) -> None:
@@ -127,7 +125,7 @@ class InputBatch:
         self.token_ids[step.rows, ends - 1] = step.last_token_ids
 
     def place_drafts(self, step: StepInput) -> None:
-        """Writes drafts after the known tokens. Accepted drafts are counted as known later."""
+        """Writes drafts after the known tokens. They are counted when they are accepted."""
         if not len(step.draft_token_ids):
             return
         first = 0
@@ -138,10 +136,11 @@ class InputBatch:
             first += count
 
     def tokens_at(self, rows: Int32Array | Int64Array, positions: Int64Array) -> Int64Array:
-        """The tokens at these positions of these rows.
+        """Returns the tokens at these rows and positions.
 
-        Uses one flat index, for which NumPy keeps the interpreter's lock. With two indexes NumPy
-        releases it, and a waiting event loop would run before the step instead of during it.
+        Uses one flat index, for which NumPy does not release the interpreter's lock. With two
+        indexes NumPy would release it, and a waiting event loop would run before the step instead
+        of during it.
         """
         indexes = rows * np.int64(self.token_ids.shape[1]) + positions
         token_ids: Int64Array = self._tokens_in_a_line[indexes].astype(np.int64)
@@ -153,7 +152,7 @@ class InputBatch:
         self.num_tokens[rows] = num_tokens + 1
 
     def append_unknown(self, rows: Int64Array) -> None:
-        """Counts one more token for each of these rows. The host does not have its id yet."""
+        """Counts one more token in each of these rows, whose id the host does not have yet."""
         self.num_tokens[rows] += 1
 
     def enter(self, request: NewRequest) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of a step, in the order that attention needs, and the logits to sample from."""
+"""The tokens of a step, in the order that attention needs, and the logits from which to sample."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,15 @@ from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.step import StepInput
 
 _BEHIND_DECODES = np.int32(2**31 - 1)
-"""The sort key of requests with several tokens. It exceeds all lengths, so they follow the decodes.
-"""
+"""The sort key of requests with several tokens, which follow all decodes."""
 _FEW_REQUESTS = 64
 
 
 def _rising(keys: Int32Array) -> Int64Array:
-    """Indexes that sort keys in ascending order. The sort is stable.
+    """Returns the indexes that sort `keys` in ascending order. The sort is stable.
 
     NumPy releases the interpreter's lock while it sorts more than one key, and a waiting event loop
-    would run before the step instead of during it. So Python sorts short lists.
+    would run before the step instead of during it. Therefore Python sorts short lists.
     """
     if not 1 < len(keys) <= _FEW_REQUESTS:
         return keys.argsort(kind="stable")
@@ -27,13 +26,13 @@ def _rising(keys: Int32Array) -> Int64Array:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """Token ids and positions, int64 [num_tokens], and the requests that they belong to.
+    """Token ids and positions of a step, int64 [num_tokens], and the requests to which they belong.
 
-    The layout orders the requests. Entry i of an array is for its i-th request. `order`: indexes of
-    the requests in the step. `rows`: rows of the requests in the batch. They are int64, because
-    NumPy indexes with int64 several times faster than with the layout's int32. `num_draft_tokens`
-    is None if the step has no drafts. There is one layout for each KV-cache group. Layouts differ
-    in their block tables and block sizes.
+    In all other arrays, entry i is for the i-th request in the layout's order. `order` has the
+    requests' indexes in the step, and `rows` their rows in the batch. Both are int64, with which
+    NumPy indexes several times faster than with int32. `num_draft_tokens` is None if the step has
+    no drafts. There is one layout for each KV-cache group. Layouts differ in their block tables and
+    block sizes.
     """
 
     token_ids: Int64Array
@@ -51,18 +50,19 @@ class StepTokens:
 
     @property
     def seq_lens(self) -> Int32Array:
-        """Tokens of each request after the step, drafts included."""
+        """The number of tokens of each request after the step, including drafts."""
         return self.layouts[0].seq_lens
 
     @property
     def num_computed_tokens(self) -> Int32Array:
-        """Tokens of each request that are computed before the step."""
+        """The number of tokens of each request that were computed before the step."""
         return self.seq_lens - self.num_scheduled_tokens
 
     def sampling(self, num_tokens: Int32Array) -> "SamplingRequests":
-        """The requests that get a sample, because the step computes their last known token.
+        """Returns the requests whose last known token the step computes. Tokens are sampled for
+        them.
 
-        `num_tokens`: the number of known tokens of each request.
+        `num_tokens` has the number of known tokens of each request.
         """
         drafts, seq_lens = self.num_draft_tokens, self.seq_lens
         known = seq_lens if drafts is None else seq_lens - drafts
@@ -80,11 +80,11 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequests:
-    """The requests of a step that tokens are sampled for, by index in the layout's order.
+    """The requests of a step for which tokens are sampled, by index in the layout's order.
 
-    `logits_indices`: ascending indexes of the step's tokens whose logits are needed. For each
-    request these are its last known token and its drafts. `firsts`: index in `logits_indices` of
-    the first token of each request.
+    `logits_indices` are ascending indexes of the step's tokens whose logits are needed: each
+    request's last known token and drafts. `firsts` has, for each request, the index in
+    `logits_indices` of the request's first token.
     """
 
     requests: Int64Array
@@ -93,8 +93,8 @@ class SamplingRequests:
 
 
 def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
-    """Lays out a step. Requests with one token come first, in ascending order of length. Requests
-    with several tokens follow, in the step's order.
+    """Orders a step's requests. Requests with one token are first, in ascending order of length.
+    Requests with several tokens follow in the step's order.
     """
     counts, drafts = step.num_scheduled_tokens, step.num_draft_tokens
     seq_lens = step.num_computed_tokens + counts

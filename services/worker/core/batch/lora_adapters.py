@@ -15,13 +15,12 @@ from services.worker.core.step import StepInput
 
 
 class LoraAdapters:
-    """Keeps at most `max_cpu_loras` adapters in memory. The scheduler decides which adapters are
-    loaded. An adapter that is dropped is freed when the last request in the batch that uses it
-    leaves.
+    """Stores at most `max_cpu_loras` adapters in memory. The scheduler decides which adapters are
+    loaded. A dropped adapter is freed when no request in the batch uses it any more.
     """
 
     def __init__(self, read: Callable[[Path], PackedLora], max_cpu_loras: int) -> None:
-        """`read` loads an adapter's directory, or raises InvalidArgument if it is not supported."""
+        """`read` loads an adapter's directory, or raises InvalidArgument if it is unsupported."""
         self._read = read
         self._max_cpu_loras = max_cpu_loras
         self._loaded: dict[bytes, PackedLora] = {}
@@ -57,7 +56,7 @@ class LoraAdapters:
         return not self._loaded.keys() >= wanted
 
     def of_step(self, step: StepInput) -> dict[int, PackedLora]:
-        """As `find_adapters`, among the loaded adapters."""
+        """Does the same as `find_adapters`, with the adapters that are loaded."""
         return find_adapters(step, self._loaded)
 
 
@@ -79,8 +78,8 @@ def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int,
 def lora_rows(
     tokens: StepTokens, adapters: dict[int, PackedLora], device: torch.device
 ) -> LoraRows | None:
-    """Groups the step's tokens by the adapter of their request, or returns None if no request has
-    one. `adapters` maps rows of the batch to adapters.
+    """Groups the step's tokens by their requests' adapters. Returns None if no request has an
+    adapter. `adapters` maps rows of the batch to adapters.
     """
     numbers: dict[PackedLora, int] = {}
     of_requests = np.full(len(tokens.rows), -1, np.int32)

@@ -1,4 +1,4 @@
-"""Checks the difference that a step makes to the batch, then applies it."""
+"""Checks and applies the changes that a step makes to the batch."""
 
 from collections.abc import Set as AbstractSet
 
@@ -9,17 +9,17 @@ from services.worker.core.errors import InvalidStep
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
 
 PROPOSED_HERE = -1
-"""The id of a draft that the worker proposes itself."""
+"""The draft id that asks the worker to propose the draft itself."""
 
 _NO_DRAFTS = np.zeros(1, np.int32)
 
 
 def apply_step(batch: InputBatch, step: StepInput) -> Int32Array:
-    """Applies the difference in `step`. If the step is invalid, raises InvalidStep and changes
+    """Applies a step's changes to the batch. If the step is invalid, raises InvalidStep and changes
     nothing.
 
-    Returns the number of computed tokens of each request. It is the step's count minus the drafts
-    of the previous step that were rejected.
+    Returns the number of computed tokens of each request: the step's number minus the drafts of the
+    previous step that were rejected.
     """
     num_computed_tokens = _StepCheck(batch, step).run()
     for row in step.removed_rows.tolist():
@@ -35,20 +35,20 @@ def apply_step(batch: InputBatch, step: StepInput) -> Int32Array:
 
 
 class _StepCheck:
-    """Checks one step against the batch as it will be after the step's difference is applied."""
+    """Checks a step against the batch as it will be after the step's changes."""
 
     def __init__(self, batch: InputBatch, step: StepInput) -> None:
         self._batch = batch
         self._limits = batch.limits
         self._step = step
         self._in_use: AbstractSet[int] = batch.sampling.keys()
-        """Rows in use after removed requests have left and new ones have entered."""
+        """Rows in use after removed requests have left and new requests have entered."""
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
         """For each group, maps rows to the number of blocks that the step appends."""
 
     def run(self) -> Int32Array:
-        """Raises InvalidStep for the first contradiction. Returns the result of `apply_step`."""
+        """Raises InvalidStep for the first contradiction. Returns the result for `apply_step`."""
         step = self._step
         if len(step.removed_rows) or step.new_requests:
             self._check_rows()
@@ -169,9 +169,9 @@ class _StepCheck:
     def _check_requests(self) -> Int32Array:
         """Checks all requests at once. If the check fails, finds the first invalid request.
 
-        Counts of computed tokens may be any int32. They are compared with bounds, since sums with
-        them could overflow. The scheduler counts the previous step's drafts as computed. Returns
-        the counts without the drafts that were rejected.
+        A number of computed tokens may be any int32. These numbers are compared with bounds,
+        because sums could overflow. The scheduler counts the previous step's drafts as computed.
+        Returns the numbers without the drafts that were rejected.
         """
         step, most_rejected = self._step, self._limits.num_speculative_tokens
         scheduled, computed = step.num_scheduled_tokens, step.num_computed_tokens
@@ -202,8 +202,8 @@ class _StepCheck:
 
     def _check_states(self, group: int) -> None:
         """Checks that each request has a block for the state after the step. If the request has
-        computed tokens, it must also have a block with the state before the step. Refuses drafts,
-        because a state cannot be rolled back.
+        computed tokens, it must also have a block with the state before the step. Raises
+        InvalidStep for drafts, because a state cannot be rolled back.
         """
         step, size = self._step, self._limits.block_sizes[group]
         self._require(
@@ -220,7 +220,7 @@ class _StepCheck:
                 self._require(holds, "block_tables", problem)
 
     def _entry(self, group: int, row: int, index: int) -> int:
-        """An entry of a row's block table, after the step's difference is applied."""
+        """Returns an entry of a row's block table as it will be after the step's changes."""
         held = self._batch.block_tables[group, row, : self._batch.num_blocks[group, row]]
         if row in self._new:
             held = self._new[row].block_tables[group]
@@ -237,7 +237,7 @@ class _StepCheck:
         return 0
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
-        """For each request, its known tokens and the tokens that fit in its blocks."""
+        """For each request, the number of known tokens, and of tokens that fit in its blocks."""
         rows = self._step.rows.astype(np.int64)
         known, room = self._batch.num_tokens[rows], self._batch.room[rows]
         for row, request in self._new.items():

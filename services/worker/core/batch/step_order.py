@@ -4,9 +4,9 @@ from services.worker.core.errors import InvalidStep
 
 
 class StepOrder:
-    """Checks that all steps of one stream have the same generation of the pool, and that their
-    numbers rise. An empty step with number 0 may open the generation. A second step 0 may follow
-    it.
+    """Checks that all steps of a stream have the same generation of the pool, and that their
+    numbers increase. The first step may be an empty step 0, which opens the generation. Another
+    step 0 may follow it.
     """
 
     def __init__(self) -> None:
@@ -14,8 +14,8 @@ class StepOrder:
         self._last = -1
 
     def follow(self, generation: int, step: int, *, is_empty: bool) -> None:
-        """Accepts the next step. Raises InvalidStep if its generation differs from the stream's
-        generation, or if its number is not above the last step's number.
+        """Accepts the next step. Raises InvalidStep if its generation differs from the generation
+        of the stream, or if its number is not greater than the last step's number.
         """
         if self._generation is None:
             self._generation = generation

@@ -1,25 +1,26 @@
-"""Drafts from a smaller model of the same vocabulary, which decodes greedily.
+"""Proposes drafts from a draft model: a smaller model of the same vocabulary that decodes greedily.
 
-The draft model has its own keys and values. They are stored in the blocks of the target model, at
-the same slots, and are addressed by the same block tables. When a step ends, each block that it
-filled has the keys and values of both models. So everything that reuses, keeps or copies full
-blocks works for both: prefix hits, resumption after a preemption, the tier of offloaded blocks.
+The draft model's keys and values are stored in the same slots of the same blocks as the target
+model's, and are addressed by the same block tables. When a step ends, each block that it filled has
+the keys and values of both models. Therefore everything that reuses or copies full blocks works for
+both models: prefix hits, resumption after a preemption, and the tier of offloaded blocks.
 
 In a step that begins with n known tokens of a request:
 
-1. The draft model computes the known tokens that it has not computed. For a prompt these are the
-   step's own chunk. For a decoding request it is the last token. These are the last two tokens if
-   all drafts of the previous step were accepted, since the last draft of a step is never an input.
-2. The most probable next token is the first draft. Each further draft takes a run of the draft
+1. The draft model computes the known tokens that it has not computed yet. For a prompt, these are
+   the step's own chunk. For a decoding request, this is the last token. If all drafts of the
+   previous step were accepted, these are the last two tokens, because the draft model never
+   computes the last draft of a step.
+2. The most likely next token is the first draft. Each further draft requires a run of the draft
    model over one token of each request. With k drafts, these runs write slots n to n + k - 2. The
-   step has these slots, since the target model verifies k drafts in them.
-3. After verification, the accepted drafts count as computed. The slots of rejected drafts are
+   step has these slots, because the target model verifies k drafts in them.
+3. After verification, accepted drafts count as computed. The slots of rejected drafts are
    overwritten.
-4. The known tokens of requests without drafts, and of requests whose last draft was accepted, are
-   computed when they fill a block. Otherwise they are computed when drafts are requested again.
+4. In requests without drafts, and in requests whose last draft was accepted, known tokens are
+   computed when they fill a block, or when drafts are requested again.
 
-vLLM's method "draft_model" proposes at the end of a step and therefore needs slots beyond it. Here
-drafts are proposed at the beginning of the step that verifies them.
+vLLM's method "draft_model" proposes drafts at the end of a step, and therefore needs additional
+slots. Here they are proposed at the beginning of the step that verifies them.
 """
 
 from collections.abc import Sequence
@@ -37,12 +38,12 @@ from services.worker.models.model import Model
 
 
 class DraftModel(DraftSource):
-    """A DraftSource, on the CPU.
+    """A DraftSource on the CPU.
 
     `attention` has as many blocks as the target model's attention, with as many tokens in each
-    block. `group`: the KV-cache group of the target model whose block tables are used. It must keep
-    the blocks of all tokens. `max_model_len`: limit on the draft model's sequences, in tokens.
-    Longer requests get no drafts.
+    block. `group` is the KV-cache group of the target model whose block tables are used. The group
+    must keep the blocks of all tokens. `max_model_len` limits the draft model's sequences, in
+    tokens. Longer requests have no drafts.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class DraftModel(DraftSource):
         it is an upper bound, until `_settle` lowers it to the number of tokens in full blocks.
         """
         self._guesses = np.zeros((rows, most), np.int32)
-        """For each row, the drafts that were computed after its `_num_computed` tokens."""
+        """For each row, the drafts after its `_num_computed` tokens that were computed too."""
         self._num_guesses = np.zeros(rows, np.int32)
 
     def forget(self, rows: Int32Array) -> None:
@@ -85,7 +86,7 @@ class DraftModel(DraftSource):
         self._settle(rows, step.num_computed_tokens, batch)
         starts = self._num_computed[rows]
         ends = np.minimum(step.num_computed_tokens + step.num_scheduled_tokens, self._max_model_len)
-        # For each request, the number of drafts that follow the forced drafts.
+        # For each request, the number of drafts after the forced drafts
         num_own = np.zeros(len(rows), np.int32)
         for want in wanted:
             known = batch.num_tokens[want.row]
@@ -105,10 +106,10 @@ class DraftModel(DraftSource):
         self._compute_due(batch, rows, starts, ends, np.zeros(len(rows), np.int32))
 
     def _settle(self, rows: Int32Array, num_computed: Int32Array, batch: InputBatch) -> None:
-        """Counts accepted drafts that were computed, and forgets rejected drafts. The target model
-        has computed `num_computed` tokens. If more tokens than these count as computed in a row,
-        the count becomes the number of these tokens in full blocks, because every full block has
-        the keys and values of both models.
+        """Counts accepted drafts that were computed, and drops rejected drafts. The target model
+        has computed `num_computed` tokens. If a row counts more tokens as computed than these, its
+        count becomes the number of these tokens in full blocks, because every full block has the
+        keys and values of both models.
         """
         own, places = self._num_computed[rows], np.arange(self._guesses.shape[1])
         at = np.minimum(own[:, None] + places, batch.token_ids.shape[1] - 1)
@@ -127,8 +128,8 @@ class DraftModel(DraftSource):
         ends: Int32Array,
         num_drafts: Int32Array,
     ) -> None:
-        """Computes tokens `starts` to `ends` of requests that need drafts or fill a block. Writes
-        `num_drafts` drafts of each request after its tokens.
+        """Computes tokens `starts` to `ends` of requests that need drafts or fill a block. Then
+        writes each request's `num_drafts` drafts after these tokens.
         """
         fills_block = ends // self._block_size > starts // self._block_size
         due = np.flatnonzero(fills_block | (num_drafts > 0))
@@ -148,8 +149,8 @@ class DraftModel(DraftSource):
         num_drafts: Int32Array,
         tokens: Int32Array,
     ) -> None:
-        """Writes `num_drafts` drafts of each request from position `ends` on. The first drafts are
-        `tokens`. The model computes the further drafts one after another.
+        """Writes `num_drafts` drafts of each request from position `ends` on. `tokens` are the
+        first drafts. Each run of the model computes one further draft of each request.
         """
         while len(rows):
             batch.token_ids[rows, ends] = tokens
@@ -167,7 +168,7 @@ class DraftModel(DraftSource):
         samples: npt.NDArray[np.bool_],
     ) -> Int32Array:
         """Runs the draft model once over tokens `starts` to `ends` of each request. Returns the
-        most probable next token of each request for which `samples` is true.
+        most likely next token of each request for which `samples` is true.
         """
         tokens = lay_out(StepInput(0, 0, rows, ends - starts, starts), batch)
         sampling = np.flatnonzero(samples[tokens.order])
@@ -184,8 +185,8 @@ class DraftModel(DraftSource):
         return found[samples]
 
     def _take(self, batch: InputBatch, want: WantedDrafts, num_own: int) -> list[int]:
-        """Returns the drafts written for a request, and records which drafts were computed. If the
-        model proposed any, all drafts except the last were computed. Otherwise none were.
+        """Returns the drafts that were written for a request, and records which of them were
+        computed: all except the last one if the model proposed any, otherwise none.
         """
         row, count = want.row, len(want.forced) + num_own
         known = batch.num_tokens[row]

@@ -1,4 +1,4 @@
-"""The source of a step's drafts. One call proposes drafts for all requests of the step."""
+"""Sources of a step's drafts. One call proposes drafts for all requests of the step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.speculation.proposer import Proposer
 
 
-@dataclass(slots=True)  # not frozen, see StepInput
+@dataclass(slots=True)  # not frozen, as StepInput
 class WantedDrafts:
-    """Asks for up to `most` drafts of one request. `index`: the request's index in the step. `row`:
-    its row in the batch. `forced`: the tokens, at most `most`, that a grammar forces to come next.
+    """A request for up to `most` drafts. `index` is the request's index in the step, and `row` its
+    row in the batch. `forced` has the tokens, at most `most`, that a grammar forces to come next.
     They are the first drafts.
     """
 
@@ -22,17 +22,17 @@ class WantedDrafts:
     forced: list[int]
 
     def possible(self, proposed: Sequence[int]) -> Sequence[int]:
-        """The proposed drafts if they begin with the forced ones, and otherwise the forced ones."""
+        """The proposed drafts if they begin with the forced drafts, otherwise the forced drafts."""
         forced = self.forced
         begins_so = not forced or list(proposed[: len(forced)]) == forced
         return proposed if begins_so else forced
 
 
 class DraftSource:
-    """Proposes the same drafts on all ranks of a model. By default it ignores all events."""
+    """Proposes drafts, the same ones on all ranks of a model. By default it ignores all events."""
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
-        """Called when these requests have entered the batch, in rows that were free."""
+        """Called when these requests have entered rows of the batch that were free."""
 
     def propose(
         self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
@@ -40,14 +40,13 @@ class DraftSource:
         """Returns up to `most` drafts for each entry of `wanted`, in its order.
 
         Called once for each step that computes tokens, even if `wanted` is empty. `step` does not
-        contain its drafts, so all its tokens are known. The step computes the last known token of
-        each request in `wanted`. Entries of `batch.token_ids` after the known tokens may be
-        overwritten.
+        contain drafts, so all its tokens are known. It computes the last known token of each
+        request in `wanted`. Entries of `batch.token_ids` after the known tokens may be overwritten.
         """
         raise NotImplementedError
 
     def sampled(self, rows: Int32Array, batch: InputBatch) -> None:
-        """Called after a step of these rows, when its sampled tokens are in the batch."""
+        """Called after a step of these rows, when the sampled tokens are in the batch."""
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
         """Called after the drafts of these rows were verified. The batch then has the accepted
@@ -86,9 +85,9 @@ class ProposerSource(DraftSource):
 
 
 class SuffixSource(DraftSource):
-    """A DraftSource. A response consists of the tokens sampled here since its request entered the
-    batch. So tokens are not counted twice when a preempted request enters the batch again. All
-    responses are forgotten when the batch is cleared, so that all ranks have the same trees.
+    """A DraftSource over SuffixDecoding. A response is the tokens sampled here since its request
+    entered the batch, so that a preempted request's tokens are not counted twice. All responses are
+    dropped when the batch is cleared, so that all ranks have the same trees.
     """
 
     def __init__(self, trees: SuffixDecoding) -> None:

@@ -1,8 +1,8 @@
-"""Fills in the drafts of a step. The scheduler does not know their ids when it plans the step.
+"""Proposes the drafts of a step, whose ids the scheduler does not know when it plans the step.
 
 The scheduler plans a step while the previous step runs. It counts the previous step's drafts as
 accepted, and sets the ids of new drafts to -1. When the step begins, the worker has verified the
-previous drafts, and proposes new ones after its own tokens.
+previous drafts, and proposes new drafts after its own tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
 from services.worker.core.step import Int32Array, StepInput, no_ints
 
 _MOST_EMPTY = 2
-"""Consecutive verifications without an accepted draft after which the number is reduced."""
+"""Successive verifications without an accepted draft until the number is reduced."""
 _FIRST_REST, _LONGEST_REST = 8, 64
-"""The lengths of the first and of the longest pause, in steps."""
+"""The lengths in steps of the first and of the longest pause."""
 
 
 class DraftLength:
-    """The number of drafts of one request. It is between 1 and `most`, or 0 during a pause.
+    """The number of drafts of one request: 1 to `most`, or 0 during a pause.
 
-    Rejected drafts cost rows of a step. If all drafts are accepted, the number is doubled. If twice
-    in a row no draft is accepted, the number is halved, or at 1 drafting pauses for some steps.
-    Each pause is twice as long as the one before, since text that has not repeated itself is likely
-    to continue without repetition.
+    Rejected drafts waste rows of a step. If all drafts are accepted, the number is doubled. If no
+    draft is accepted twice in a row, the number is halved. If it is 1 already, drafting pauses for
+    some steps. Each pause is twice as long as the previous one, because a text that has not
+    repeated itself is likely to continue without repetition.
     """
 
     def __init__(self, most: int) -> None:
@@ -44,7 +44,7 @@ class DraftLength:
         return self._length
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Records that `num_accepted` of `num_drafts` drafts, at least one, were accepted."""
+        """Records that `num_accepted` of at least one draft were accepted."""
         if num_accepted:
             self._num_empty, self._next_rest = 0, _FIRST_REST
             if num_accepted == num_drafts:
@@ -66,15 +66,15 @@ _NO_DRAFTS = no_ints()
 
 @dataclass(eq=False)
 class Drafter:
-    """Proposes the drafts of steps, from a source, for the requests of a batch.
+    """Fills in the drafts of steps, which `source` proposes.
 
-    Each request gets as many drafts as the scheduler has planned, or fewer while few drafts are
+    Each request gets as many drafts as the scheduler has planned, or fewer if few drafts were
     accepted.
     """
 
     source: DraftSource
     most: int
-    """Maximum number of drafts of a request in a step."""
+    """The maximum number of drafts of a request in a step."""
     _lengths: dict[int, DraftLength] = field(init=False, default_factory=dict)
 
     def update(self, step: StepInput) -> None:
@@ -89,7 +89,7 @@ class Drafter:
 
     def sampled(self, tokens: StepTokens, batch: InputBatch) -> None:
         """Records the tokens that a step sampled, and the accepted drafts. A request's accepted
-        drafts are all its sampled tokens except the last.
+        drafts are all its sampled tokens except the last one.
         """
         every = tokens.layouts[0].rows
         self.source.sampled(every, batch)
@@ -112,12 +112,12 @@ class Drafter:
         batch: InputBatch,
         forced: Callable[[int], Sequence[int]],
     ) -> StepInput:
-        """The step with real token counts and draft ids. The batch must already have applied the
-        step's difference.
+        """Returns the step with actual token counts and draft ids. The step's changes must already
+        be applied to the batch.
 
-        `num_computed_tokens`: the counts that `apply_step` returned. Drafts with id -1 are replaced
-        by proposals, or removed if there is no proposal. `forced` returns the tokens that a grammar
-        forces after a row's output.
+        `num_computed_tokens` has the numbers that `apply_step` returned. Drafts with id -1 are
+        replaced by proposals, or removed if there is no proposal. `forced` returns the tokens that
+        a grammar forces after a row's output.
         """
         known = _without_drafts(step, num_computed_tokens)
         if not len(step.num_draft_tokens):
@@ -142,7 +142,7 @@ class Drafter:
 
 
 def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInput:
-    """The step with known tokens only, and with these counts of computed tokens."""
+    """Returns the step with known tokens only, and with the given numbers of computed tokens."""
     has_drafts = len(step.num_draft_tokens) > 0
     if not (has_drafts or np.count_nonzero(num_computed_tokens != step.num_computed_tokens)):
         return step

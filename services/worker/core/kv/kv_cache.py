@@ -1,8 +1,8 @@
-"""Computes the number of KV-cache blocks, with a sentence that explains it.
+"""Computes the number of KV-cache blocks, and a sentence that explains it.
 
-The cache's memory is a setting. By default it is a fraction of the memory that is available after
-the weights were loaded, minus the memory for a step's activations. The cache never has more blocks
-than the batch can use.
+The KV cache's memory is a setting. By default it is a fraction of the memory that is available
+after the weights were loaded, minus the memory for a step's activations. The KV cache never has
+more blocks than the batch can use.
 """
 
 from bisect import bisect_right
@@ -18,17 +18,17 @@ from services.worker.core.step import EndedTierLoad, TierBlocks, TierLoad
 
 
 class Tier(Protocol):
-    """Copies blocks between the cache and a tier. The thread that runs steps calls it."""
+    """Copies blocks between the KV cache and a tier of host memory. Not thread-safe."""
 
     def store(self, blocks: TierBlocks) -> None:
         """Copies blocks of the cache to the tier."""
 
     def begin_loads(self, loads: Sequence[TierLoad]) -> None:
-        """Queues copies of tier blocks to the cache. Loads run one after the other."""
+        """Queues copies from the tier to the cache. Loads run one after the other."""
 
     def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
-        """Returns the loads that ended since the last call. `is_idle`: the step computes nothing,
-        so that the call may wait for a moment for a running load.
+        """Returns the loads that have ended since the last call. `is_idle` means that the step
+        computes nothing, so that the call may wait a moment for a running load.
         """
 
     def reset(self) -> None:
@@ -42,12 +42,12 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """The sequences that must fit in the cache. They determine the cache's maximum number of
+    """The sequences for which the KV cache needs blocks. They determine its maximum number of
     blocks.
     """
 
     bytes_per_block: int
-    """Bytes of a block, over all its pages."""
+    """Bytes of a block in all its pages."""
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -56,20 +56,20 @@ class KVCacheDemand:
     """Whether the operator set `max_model_len`."""
     groups: tuple[LayerGroup, ...]
     num_steps_in_flight: int = 2
-    """The number of steps that are planned or running at once. It is 2, since an asynchronous
-    scheduler plans a step while another step runs. With more than two pipeline stages it is the
+    """The number of steps that are planned or running at once. It is 2, because an asynchronous
+    scheduler plans a step while another step runs. With more than two pipeline stages, it is the
     number of stages.
     """
 
     @property
     def most_blocks(self) -> int:
-        """The number of blocks of a full batch of sequences of maximum length, plus the null
+        """The number of blocks for a full batch of sequences of maximum length, plus the null
         block.
         """
         return self.max_num_seqs * self.blocks_of(self.max_model_len) + _NULL_BLOCKS
 
     def blocks_of(self, num_tokens: int) -> int:
-        """The maximum number of blocks that a sequence of `num_tokens` tokens has at once, summed
+        """The maximum number of blocks that a sequence of `num_tokens` tokens uses at once, summed
         over all groups.
         """
         num_steps = self.num_steps_in_flight
@@ -81,7 +81,7 @@ class KVCacheDemand:
         )
 
     def longest_within(self, num_blocks: int) -> int:
-        """Returns the length in tokens of the longest sequence that fits into `num_blocks`. It is a
+        """Returns the length in tokens of the longest sequence that fits in `num_blocks`. It is a
         multiple of the block size, or `max_model_len`.
         """
         lengths = range(self.block_size, self.max_model_len + 1, self.block_size)
@@ -92,8 +92,8 @@ class KVCacheDemand:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheMemory:
-    """The memory for the cache. It is a number of blocks if that is set, or a number of bytes if
-    that is set. If neither is set, it is a fraction of free memory.
+    """The settings for the KV cache's size: its number of blocks or, if that is None, its number of
+    bytes. If both are None, the size is computed from `free`.
     """
 
     num_blocks: int | None
@@ -103,8 +103,8 @@ class KVCacheMemory:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSizing:
-    """The number of blocks in the cache, including the null block, and the maximum length of a
-    sequence. A text explains the number of blocks.
+    """The number of blocks in the KV cache, including the null block, the maximum length of a
+    sequence, and a text that explains the number of blocks.
     """
 
     num_blocks: int

@@ -1,23 +1,23 @@
 """Divides the layers of a model into KV-cache groups. The layers of a group share a block table.
 All groups share the memory of the cache.
 
-Layers with the same window form a group, since the pool frees their blocks at the same time. All
+Layers with the same window form a group, because the pool frees their blocks at the same time. All
 groups get blocks from one pool, so a block must occupy the same memory in each group. Therefore a
 group has as many layers as the rarest kind of layer, and each other kind of layer forms several
 groups. A block has one page for each layer of its group, and the i-th layers of all groups share
 their pages. This is the rule of vLLM's hybrid KV-cache manager.
 
 If layers with different windows have keys of different shapes, as in Gemma 4, layers with smaller
-keys have more tokens in a block. For example, they have twice as many tokens if their keys are half
+keys have more tokens in a block. For example, a block has twice as many tokens if the keys are half
 as large.
 
-A group with fewer layers than the others leaves pages of its blocks unused. For example, Gemma 3
+A group with fewer layers than other groups leaves pages of its blocks unused. For example, Gemma 3
 27B has 52 layers with a window and 10 layers without. Groups have room for 10 layers. The layers
 without windows form one group. The layers with windows form six groups of 8 or 9 layers, so 8 of 70
 pages are unused. In return, a sequence of n tokens has blocks for n tokens in one group only. In
 each of the other six groups it has at most a window's blocks.
 
-Recurrent layers are one more kind of layer. A block of their group stores one state of each layer.
+Recurrent layers are one more kind of layer. A block of such a group stores one state of each layer.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ class LayerKind:
     """The common properties of layers that may share a block table.
 
     `window` is None for full attention. `heads` is the number and the size of key heads, or None if
-    all kinds have the same heads. `block_scale`: see LayerGroup. Only recurrent layers have a
-    `mamba_cache_mode`.
+    all kinds have the same heads. `block_scale` is described in LayerGroup. Only recurrent layers
+    have a `mamba_cache_mode`.
     """
 
     window: int | None = None
@@ -52,8 +52,8 @@ class LayerGroup:
     is None for full attention.
 
     A group of recurrent layers has a `mamba_cache_mode`. Recurrent layers are numbered separately
-    from attention layers. `block_scale`: the tokens of the group's blocks as a multiple of the
-    tokens of the smallest attention blocks.
+    from attention layers. `block_scale` is the number of tokens in the group's blocks, divided by
+    the number in the smallest attention blocks.
     """
 
     window: int | None
@@ -67,8 +67,8 @@ class LayerGroup:
         return self.mamba_cache_mode is not None
 
     def kv_cache_group(self, block_size: int, max_model_len: int) -> KVCacheGroup:
-        """The group as the scheduler and the pool see it, without layer indices. `block_size`:
-        tokens of the smallest blocks.
+        """Returns the group as the scheduler and the pool need it, without layer indices.
+        `block_size` is the number of tokens in the smallest blocks.
 
         If each step overwrites the state in place, a sequence has one block, which stands for
         `max_model_len` tokens.
@@ -91,9 +91,9 @@ def layer_kinds(
     *,
     scales_blocks: bool = True,
 ) -> list[LayerKind]:
-    """The kind of each attention layer.
+    """Returns the kind of each attention layer.
 
-    Layers with different windows and key shapes become separate kinds under two conditions. Blocks
+    Layers with different windows and key shapes become separate kinds under two conditions: blocks
     may have different numbers of tokens (`scales_blocks`), and the size of a token's largest keys
     is a multiple of each other size. Otherwise all layers are of one kind without a window, whose
     group keeps the blocks of all tokens. If all layers have the same window, or the same shape,
@@ -142,7 +142,7 @@ def group_layers(
 
 
 def block_scales(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
-    """The `block_scale` of each group of attention layers."""
+    """The `block_scale` of each group of attention layers, or nothing if all are 1."""
     scales = tuple(group.block_scale for group in groups if not group.holds_states)
     return scales if max(scales, default=1) > 1 else ()
 

@@ -1,4 +1,4 @@
-"""Runs loads of offloaded blocks in a thread, while steps run."""
+"""Loads offloaded KV blocks from the tier of host memory in a thread, while steps run."""
 
 import queue
 import threading
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
 
 IDLE_WAIT_SECONDS = 0.005
-"""Maximum time that an empty step waits for a load to end, so that steps that only poll for ended
-loads do not slow the load down. A request that arrives meanwhile may wait this long.
+"""Maximum time that an empty step waits for a load to end. Without this wait, repeated empty steps
+would slow the load down. A request that arrives during the wait is delayed by it.
 """
 
 
@@ -31,7 +31,7 @@ class LoadThread:
             self._loads.put(load)
 
     def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
-        """If the step is idle and no load has ended, waits up to IDLE_WAIT_SECONDS for one."""
+        """Returns ended loads. If there are none and `is_idle`, waits up to IDLE_WAIT_SECONDS."""
         if not self._num_loading and not self._ended:
             return ()
         with self._changed:
@@ -41,7 +41,7 @@ class LoadThread:
         return ended
 
     def reset(self) -> None:
-        """Waits for all loads, and forgets that they ended."""
+        """Waits until all loads have ended, and drops their results."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_loading)
             self._ended = []
