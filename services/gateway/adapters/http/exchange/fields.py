@@ -149,7 +149,7 @@ class Only:
 
 @dataclass(slots=True)
 class BodyNotes:
-    """Facts about a body that are collected by its validation, as pydantic's context."""
+    """Facts that the validation of a body collects, in pydantic's validation context."""
 
     ignored: list[str] = field(default_factory=list)
     """The names of fields that have no effect."""
