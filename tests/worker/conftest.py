@@ -1,4 +1,4 @@
-"""The compiled kernels. They are built once, and reused in later sessions."""
+"""The native kernels for tests. They are compiled once, and reused in later sessions."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from services.worker.backends.native.library import Functions, functions_by_dtyp
 
 @dataclass(frozen=True)
 class Native:
-    """The kernels for a data type, and the tolerances of their results."""
+    """The native kernels for a data type, and the tolerance of their results."""
 
     kernels: NativeKernels
     functions: Functions
@@ -28,7 +28,7 @@ class Native:
     scope="session", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
 )
 def native(request: pytest.FixtureRequest) -> Native:
-    """Skips, with the reason, if the kernels cannot be built."""
+    """The native kernels for each data type. Skips the test if they cannot be built."""
     torch.set_num_threads(2)
     try:
         library = load_compiled(default_cache_directory(), lambda: None)

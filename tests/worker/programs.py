@@ -16,7 +16,7 @@ from services.worker.backends.native.cached_library import CachedLibrary
 from services.worker.backends.native.compiled import default_cache_directory, processor_features
 
 EMULATED = ("-march=native", "-O1", *tiles.EMULATED_FLAGS)
-"""Compiler flags for emulated tiles. -O1 takes half of the time of -O3."""
+"""Compiler flags for emulated tiles. With -O1 the tests take half of the time of -O3."""
 
 
 def compiled_program(
@@ -25,9 +25,9 @@ def compiled_program(
     flags: Sequence[str] = EMULATED,
     features: Collection[str] = ("avx2", "fma"),
 ) -> ctypes.CDLL:
-    """The library of a program. It is compiled once, and reused in later sessions. `scratch`: an
-    existing directory for the source. Skips, with the reason, if there is no compiler or if the
-    processor lacks one of the `features`.
+    """Compiles a program to a library, which later sessions reuse. `scratch` is an existing
+    directory for the source. Skips the test if there is no compiler or if the processor lacks one
+    of the `features`.
     """
     compiler, own_features = shutil.which("c++"), sorted(processor_features())
     if compiler is None:
@@ -45,7 +45,7 @@ def compiled_program(
         source, compiled = scratch / "program.cpp", scratch / "program.so"
         source.write_text(program)
         subprocess.run([*command, str(source), "-o", str(compiled)], check=True)
-        with suppress(OSError):  # then it is not cached
+        with suppress(OSError):  # a library that cannot be cached is compiled again
             cached.put(compiled)
         library = ctypes.CDLL(str(compiled))
     return library

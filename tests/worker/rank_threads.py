@@ -22,18 +22,20 @@ TIMEOUTS = Timeouts(join_seconds=20, collective_seconds=20)
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """A TCP port on which no process listens."""
     return claim_port("127.0.0.1", 0, "--port")
 
 
 @cache
 def native_kernels() -> Kernels:
-    """The compiled kernels. Ranks with these kernels use shared memory."""
+    """The compiled kernels. With these kernels, collectives use shared memory."""
     return select_kernels(KernelsSetting.NATIVE, default_cache_directory(), lambda: None)
 
 
 class RankThread:
-    """A rank, and the reason if its group broke. With torch's kernels the collectives use gloo."""
+    """A rank. `broken` has the reason if its group broke. With torch's kernels, collectives use
+    gloo.
+    """
 
     def __init__(
         self, rank: int, size: int, port: int, timeouts: Timeouts, kernels: Kernels
@@ -54,8 +56,8 @@ def on_ranks(
     timeouts: Timeouts = TIMEOUTS,
     kernels: Kernels | None = None,
 ) -> list[T]:
-    """The results of each rank's `work`, in rank order. Every group is closed at the end. The
-    default `kernels` are the native ones.
+    """Runs `work` on each rank, and returns the results in rank order. Every group is closed at the
+    end. By default the ranks use the native kernels.
     """
     port, done = free_port(), threading.Barrier(size)
 

@@ -1,4 +1,6 @@
-"""Drives a runner like a scheduler, with block tables, chunks, prefix hits and preemptions."""
+"""Drives a model runner like a scheduler, with block tables, chunks, prefix hits and
+preemptions.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -80,10 +82,10 @@ def build_runner(
     draft_model: Path | None = None,
     source: DraftSource | None = None,
 ) -> ModelRunner:
-    """A runner for the model in a directory, or for one rank of it. `keeps_tokens_on_device`:
-    sampled tokens stay on the device of the logits, as on CUDA. `group`: the group of this rank,
-    within its pipeline stage. `around`: wraps model and attention. `proposer`, `source` or
-    `draft_model` (a model's directory): proposes up to four drafts for each request and step.
+    """A model runner for the model in a directory, or for one rank's part of the model. With
+    `keeps_tokens_on_device`, sampled tokens stay on the logits' device, as on CUDA. `group` is the
+    rank's group within its pipeline stage. `around` wraps model and attention. `proposer`, `source`
+    or `draft_model` (a directory) proposes up to four drafts for each request and step.
     """
     own = Membership() if group is None else group.membership
     kernels = select_kernels(
@@ -157,8 +159,8 @@ def _loaded_draft_model(
     kv_cache_dtype: KVCacheDtype,
     ranks: Ranks,
 ) -> DraftModel:
-    """A draft model, or this rank's part of it. It uses the block tables of the first group with
-    full attention.
+    """A draft model, or this rank's part of it. It uses the block tables of the first KV-cache
+    group with full attention.
     """
     options = LoadOptions(MAX_MODEL_LEN, dtype)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
@@ -177,7 +179,9 @@ def _loaded_draft_model(
 
 
 def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAdapters:
-    """Adapters of ranks up to 64, by the digests of their files."""
+    """LoRA adapters of ranks up to 64, which requests name by the digests of the adapters'
+    files.
+    """
     assert loaded.lora is not None
     read = partial(loaded.lora.read, max_rank=64, device=CPU)
     adapters = LoraAdapters(read, len(directories))
@@ -188,7 +192,7 @@ def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAd
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
-    """Growth of block tables: each row with its new blocks."""
+    """The new blocks of block tables. `grown` has pairs of a row and its new blocks."""
     return AppendedBlocks(
         rows=ints(*(row for row, _ in grown)),
         num_blocks=ints(*(len(block_ids) for _, block_ids in grown)),
@@ -198,11 +202,11 @@ def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
 
 @dataclass
 class Request:
-    """A request of the driver. `tables`: its block table in each KV-cache group.
+    """A request of the driver. `tables` has its block table in each KV-cache group.
 
     `num_computed` includes the tokens of a prefix hit. `embeds` replace the first tokens of the
-    prompt. Log-probabilities are stored in order. Those of a prompt are from the last time that the
-    request entered.
+    prompt. Log-probabilities are stored in order. A request that resumes after a preemption
+    replaces the prompt's log-probabilities.
     """
 
     prompt: list[int]
@@ -229,9 +233,9 @@ class Request:
 
 
 class Driver:
-    """Runs requests step by step. Blocks are allocated in a shuffled order, and tables grow block
-    by block. Freed blocks keep their old contents and are allocated last. Blocks that have left a
-    window are allocated first, unless the driver `keeps` them. Blocks in `shared` are never
+    """Runs requests step by step. Blocks are allocated in a shuffled order, and block tables grow
+    block by block. Freed blocks keep their old contents and are allocated last. Blocks that have
+    left a window are allocated first, unless `keeps` is true. Blocks in `shared` are never
     allocated again.
     """
 
@@ -257,7 +261,7 @@ class Driver:
         self._step = 0
 
     def step(self, scheduled: Sequence[tuple[Request, int]]) -> StepOutput:
-        """Runs a step with a number of tokens for each request."""
+        """Runs a step with the given number of tokens of each request."""
         entering: list[NewRequest] = []
         grown: list[list[tuple[int, list[int]]]] = [[] for _ in self._windows]
         for request, count in scheduled:
@@ -295,7 +299,7 @@ class Driver:
         return output
 
     def run(self, requests: Sequence[Request], *, chunk: int = 512) -> None:
-        """Runs requests together to their ends, with prompts in chunks."""
+        """Runs requests together to their ends. Prompts are computed in chunks."""
         while running := [request for request in requests if not request.finished]:
             self.step(
                 [
@@ -312,9 +316,9 @@ class Driver:
                 self.remove(request)
 
     def share(self, first: Request, follower: Request, num_blocks: int) -> None:
-        """Simulates a prefix hit: the follower starts with those blocks of the first request that
-        it will see. With several block sizes, the hit ends where blocks of all groups end. With
-        recurrent layers, a step of the first request must have ended there.
+        """Simulates a prefix hit: the follower starts with the blocks of the first request that are
+        in its windows. With several block sizes, the hit must end where blocks of all KV-cache
+        groups end. With recurrent layers, a step of the first request must have ended there.
         """
         unit = math.lcm(*self._block_sizes[: self._first_state_group])
         follower.num_computed = num_tokens = num_blocks * self.block_size // unit * unit
@@ -327,7 +331,7 @@ class Driver:
             self.shared.update(table)
 
     def remove(self, request: Request) -> None:
-        """Removes a request from the batch. Its tokens are kept, and its blocks are freed."""
+        """Removes a request from the batch. Its blocks are freed, but it keeps its tokens."""
         assert request.row is not None
         self._removed.append(request.row)
         self._rows.append(request.row)
@@ -349,14 +353,14 @@ class Driver:
         return added
 
     def _give_back(self, request: Request) -> None:
-        """Frees blocks that have left a window, to be overwritten soon."""
+        """Frees blocks that have left a window. They are soon allocated again."""
         for table, seen in zip(request.tables, self._first_seen(request), strict=True):
             self._free += self._owned(table[:seen])
             table[:seen] = [0] * seen
 
     def _first_seen(self, request: Request) -> list[int]:
-        """In each group, the first block that the next token sees. For states, it is the block of
-        the last token.
+        """For each KV-cache group, the first block that the next token attends to. For recurrent
+        states, it is the block of the last token.
         """
         attending = self._windows[: self._first_state_group]
         return [

@@ -18,8 +18,8 @@ from tests.worker.runner_driver import build_runner
 
 
 class StagedRunner:
-    """Runs steps like a runner. `submit` allows several steps in flight. `options` are passed to
-    build_runner.
+    """Runs steps like a model runner. `submit` allows several steps in flight. `options` are passed
+    to build_runner.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StagedRunner:
 
     @property
     def limits(self) -> BatchLimits:
-        """The limits, which are equal on all stages."""
+        """The batch limits, which are equal on all stages."""
         return self.runners[0].limits
 
     def reset(self) -> None:
@@ -83,9 +83,7 @@ class StagedRunner:
         return self._threads[rank].submit(self.runners[rank].execute, step)
 
     def submit(self, step: StepInput) -> Future[StepOutput]:
-        """Queues a step on every rank, and returns the last stage's output. The other stages sample
-        nothing.
-        """
+        """Queues a step on every rank, and returns the output of the last stage, which samples."""
         answers = self.submit_each(step)
 
         def check_and_answer() -> StepOutput:

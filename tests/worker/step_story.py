@@ -1,4 +1,4 @@
-"""A few requests that arrive, decode together and end, as steps for a runner."""
+"""Steps for a model runner: a few requests that arrive, decode together and end."""
 
 from collections import deque
 
@@ -26,14 +26,14 @@ def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
 
 
 def step(number: int, *entries: tuple[int, int, int], **changes) -> StepInput:
-    """A step. Entries are (row, scheduled, computed)."""
+    """A step. Entries are (row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True)
     return StepInput(1, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
 def story(kinds: tuple[SamplingParams, ...], num_groups: int = 1) -> list[StepInput]:
-    """Three requests decode. The second ends and another one gets its row. The third prompt is
-    computed in chunks.
+    """Three requests decode. The second request ends, and a fourth gets its row. The third prompt
+    is computed in chunks.
     """
     first, second, third, fourth = (
         new(row, kind, num_groups) for row, kind in zip((0, 1, 2, 1), kinds, strict=True)
@@ -52,7 +52,7 @@ def run_plainly(runner: ModelRunner, steps: list[StepInput]) -> list[StepOutput]
 
 
 def run_two_in_flight(runner: ModelRunner, steps: list[StepInput]) -> list[StepOutput]:
-    """Runs steps. Each step is started before the output of the previous one is awaited."""
+    """Runs steps. Each step begins before the output of the previous step is awaited."""
     outputs, flying = [], deque[StepOutput | PendingOutput]()
     for number in range(len(steps) + 1):
         if number < len(steps):

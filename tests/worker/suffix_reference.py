@@ -1,5 +1,5 @@
-"""Suffix decoding with the compiled trees, and a reference without trees, which counts all
-occurrences of a string each time.
+"""Suffix decoding with the compiled trees, and a reference without trees, which counts the
+occurrences of strings in all tokens.
 """
 
 import ctypes
@@ -25,13 +25,13 @@ RULES = SuffixRules(
 
 
 NUM_FORGOTTEN = 4
-"""The number of tokens of old responses that are dropped to make room for one token."""
+"""The number of tokens of old responses that are dropped when one token is added to a full tree."""
 
 
 def suffix_trees(
     rules: SuffixRules = RULES, max_bytes: int = MAX_RESPONSE_BYTES
 ) -> NativeSuffixDecoding:
-    """Compiled suffix decoding. Skips, with the reason, if it cannot be built."""
+    """Compiled suffix decoding. Skips the test if it cannot be built."""
     return NativeSuffixDecoding(_library(), rules, max_bytes)
 
 
@@ -45,7 +45,7 @@ def _library() -> ctypes.CDLL:
 
 @dataclass
 class Response:
-    """The tokens that followed the tokens with which a request entered."""
+    """The tokens after the tokens with which a request entered the batch."""
 
     key: bytes
     tokens: Tokens = field(default_factory=list)
@@ -53,8 +53,8 @@ class Response:
 
 @dataclass
 class Row:
-    """A request. It has the number of those tokens that are not part of its response or were added
-    to it, and the response, which is None before its first token.
+    """A request. `response` is None before its first token. `num_taken_in` counts the tokens before
+    the response, and the tokens that were added to the response.
     """
 
     key: bytes
@@ -63,13 +63,13 @@ class Row:
 
 
 class CountedSuffixes:
-    """A SuffixDecoding with unlimited memory. It is the tests' oracle."""
+    """A SuffixDecoding with unlimited memory, as the tests' reference."""
 
     def __init__(self, rules: SuffixRules) -> None:
         self._rules = rules
         self._rows: dict[int, Row] = {}
         self.ended: list[Response] = []
-        """Responses of requests that have left, the oldest first."""
+        """Responses of requests that have left the batch, the oldest first."""
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
         self._rows[row] = Row(key, num_tokens)
@@ -109,7 +109,7 @@ class CountedSuffixes:
         self.ended.clear()
 
     def _guess(self, sequences: Sequence[Tokens], known: Tokens, most: int) -> tuple[float, Tokens]:
-        """The best score of the tokens that may follow the known ones, and these tokens."""
+        """The best draft after the tokens `known`, as a pair of its score and its tokens."""
         best: tuple[float, Tokens] = 0, []
         for length in range(1, min(len(known), self._rules.max_tree_depth - 1) + 1):
             match = known[-length:]

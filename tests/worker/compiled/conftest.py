@@ -1,8 +1,7 @@
-"""Compiles xFormers' kernels for GPUs that this machine does not have, for the calls that the
-worker makes.
+"""Compiles the kernels that a worker calls, for GPUs that this machine does not have.
 
-Triton's compiler needs no device, but its front end queries one. These tests simulate the device.
-They are therefore collected only in a separate process, which
+Triton's compiler needs no GPU, but its front end queries one. These tests simulate the GPU.
+Therefore they are collected only in a separate process, which
 tests/worker/unit/test_xformers_kernels.py starts.
 """
 

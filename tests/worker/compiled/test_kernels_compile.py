@@ -1,4 +1,4 @@
-"""The kernels that a step calls compile to machine code for Ampere and Hopper. They are not run."""
+"""The kernels of a step compile to machine code for Ampere and Hopper. The code is not run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ class AbsentGpu:
 
 @contextmanager
 def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]]]:
-    """In this context kernels are compiled instead of run. The list collects them."""
+    """In this context kernels are compiled instead of run. The list collects compiled kernels."""
     compiled: list[tuple[str, Any]] = []
     launch = JITFunction.run
 
@@ -62,8 +62,8 @@ def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]
 
 
 def mixed_step(layer: AttentionLayer, block_size: int) -> None:
-    """A step with two decodes, a chunk whose past is longer than any window here, and a chunk
-    without a past.
+    """Runs a step with two decodes, a chunk after more tokens than any window here has, and a chunk
+    at the beginning of a prompt.
     """
     counts, lengths = [1, 1, 17, 3], [20, 300, 400, 3]
     width = MAX_MODEL_LEN // block_size

@@ -1,6 +1,6 @@
-"""The library of kernels for ARM, cross-compiled and called in an emulated process.
+"""Cross-compiles the library of kernels for ARM, and calls it in an emulated process.
 
-Needs Debian's packages g++-aarch64-linux-gnu and qemu-user.
+Debian's packages g++-aarch64-linux-gnu and qemu-user are required.
 """
 
 import ctypes
@@ -32,8 +32,8 @@ def require_tools() -> None:
 
 
 def compiled_for(kind: Kind) -> Path:
-    """The library for a kind of processor, with the program `calls` beside it. They are kept for
-    later sessions, as the compiled kernels are.
+    """The library for a kind of processor. The program `calls` is in the same directory. Later
+    sessions reuse both.
     """
     digest = sha256(repr((COMPILER, FLAGS, kind.flags)).encode())
     for source in (*sorted(SOURCES.iterdir()), CALLS):
@@ -56,7 +56,7 @@ def compile_calls(directory: Path) -> None:
 
 
 class EmulatedLibrary:
-    """Calls the functions of a library, by the program `calls` beside it."""
+    """Calls the functions of a library through the program `calls` in the library's directory."""
 
     def __init__(self, library: Path, scratch: Path) -> None:
         memory = scratch / "memory"
@@ -87,13 +87,15 @@ class EmulatedLibrary:
         return self._memory[begin : begin + size].view(dtype).reshape(shape)
 
     def copy(self, array: np.ndarray) -> np.ndarray:
-        """The array in memory that the library can read and write."""
+        """Copies an array into memory that the library can read and write."""
         copied = self.empty(array.shape, array.dtype.type)
         copied[...] = array
         return copied
 
     def address(self, array: np.ndarray | None) -> int:
-        """The address of an array, or of a part of it, in the library's process. 0 for None."""
+        """The address of an array, or of a part of an array, in the library's process. 0 for
+        None.
+        """
         return 0 if array is None else array.ctypes.data + self._moved_by
 
     def call(

@@ -1,5 +1,5 @@
-"""The kernels for ARM equal references in double precision, and a row's bits are the same for any
-number of rows, any chunks and any pages.
+"""Results of the kernels for ARM equal references in double precision. A row has the same bits with
+any number of rows, any chunks and any pages.
 """
 
 import math
@@ -16,9 +16,9 @@ NUMBERS_OF_ROWS = (*range(1, 34), 64)
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
 DEPTH = 96
 PLAIN, INT8, INT4, FP8, W8A8 = range(5)
-"""The formats of weights: WeightFormat in cpp/quantized.h."""
+"""The weight formats, numbered as in the enumeration WeightFormat in cpp/quantized.h."""
 LENGTH, TABLE = 100, 112
-"""Tokens of the sequence, and the tokens for which its pages have room."""
+"""The number of tokens of the sequence, and the number of tokens that fit into its pages."""
 
 
 RANDOM = np.random.default_rng()
@@ -40,7 +40,7 @@ class Elements:
         self.dtype = np.float32 if name == "float32" else np.uint16
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """The nearest numbers of the data type, ties to even."""
+        """Rounds to the nearest numbers of the data type, ties to even."""
         single = np.asarray(values, np.float32)
         if self.dtype is np.float32:
             return single
@@ -69,7 +69,9 @@ def assert_near(found: np.ndarray, expected: np.ndarray, tolerance: float) -> No
 def packed(
     arm: EmulatedLibrary, elements: Elements, projection: library.Projection, *source: np.ndarray
 ) -> library.Projection:
-    """The projection with the packed weight `source`: its elements, or codes, scales, offsets."""
+    """Adds a packed weight to the projection. `source` has the weight's elements, or its codes,
+    scales and offsets.
+    """
     size = arm.call(f"*panel_bytes_{elements.name}", projection)
     panels = -(-projection.columns // arm.call("panel_width"))
     projection.packed = arm.address(arm.empty(panels * size, np.uint8))
@@ -85,7 +87,7 @@ def packed(
 def products(
     arm: EmulatedLibrary, elements: Elements, projection: library.Projection, x: np.ndarray
 ) -> np.ndarray:
-    """The outputs of all rows. Asserts that they are equal for any number of rows at once."""
+    """The outputs of all rows. Asserts that they do not depend on the number of rows in a call."""
     given, width = arm.copy(x), projection.columns // (2 if projection.epilogue else 1)
     output = arm.empty((len(x), width), elements.dtype)
     begin, found = 0, []
@@ -174,8 +176,8 @@ def test_norms(arm: EmulatedLibrary, elements: Elements) -> None:
 
 
 def in_eight_bits(heads: np.ndarray) -> np.ndarray:
-    """What is left of heads [..., dim] that are quantized, as cpp/codes.h describes. Codes are
-    rounded in float32, as in the library: otherwise ties could become other codes.
+    """Quantizes heads [..., dim] to 8 bits, as cpp/codes.h describes, and dequantizes them. Codes
+    are rounded in float32, as in the library. Otherwise ties could become other codes.
     """
     single = heads.astype(np.float32)
     largest, most = np.abs(single).max(-1, keepdims=True), np.float32(127)
@@ -183,7 +185,9 @@ def in_eight_bits(heads: np.ndarray) -> np.ndarray:
 
 
 class Sequence:
-    """The attention inputs of a sequence's tokens, whose heads are `fused` in one array."""
+    """The attention inputs of a sequence's tokens. The array `fused` has the heads of queries, keys
+    and values.
+    """
 
     num_heads, num_kv_heads, half = 6, 2, 12
 
@@ -197,14 +201,14 @@ class Sequence:
     def outputs(
         self, arm: EmulatedLibrary, counts: list[int], page: int, cache_format: int
     ) -> np.ndarray:
-        """Outputs of all tokens, computed in steps of `counts` tokens, with pages in any order."""
+        """The outputs of all tokens, computed in steps of `counts` tokens, with shuffled pages."""
         arm.clear()
         blocks = 1 + -(-TABLE // page)
         head = -(-self.dim // 16) * 16 + 4 if cache_format else self.dim
         kept = np.uint8 if cache_format else self.elements.dtype
         caches = [arm.empty((blocks * page, self.num_kv_heads, head), kept) for _ in range(2)]
         for cache in caches:
-            cache[...] = 255  # NaN, or codes that count.
+            cache[...] = 255  # NaN, or codes that would change the results
         pages = library.Pages(*map(arm.address, caches), page, cache_format)
         table = arm.copy(np.random.default_rng(page).permutation(blocks - 1).astype(np.int32) + 1)
         layer = library.AttentionLayer(
@@ -230,8 +234,8 @@ class Sequence:
         return output.copy()
 
     def exact(self, cache_format: int) -> np.ndarray:
-        """The outputs in double precision, of rotated heads that are rounded, and of keys and
-        values that are quantized if the cache has codes.
+        """The outputs in double precision. Rotated heads are rounded. Keys and values are quantized
+        if the cache has codes.
         """
         values = self.elements.values(self.fused)
         cos, sin = (self.elements.values(part)[:, None] for part in (self.cos, self.sin))
@@ -260,7 +264,7 @@ class Sequence:
 
 
 WAYS = ((16, [1, 7, 33, 2, 45, *12 * [1]]), (3, [*5 * [1], 64, 31]), (64, [70, 30]))
-"""Tokens of a page, and numbers of tokens in steps."""
+"""Pairs of the number of tokens in a page and the numbers of tokens in the steps."""
 
 
 @pytest.mark.parametrize("cache_format", [0, 1], ids=["elements", "codes"])

@@ -1,5 +1,5 @@
-"""Attention in the order of tiles' sums: it equals a scalar model, and does not depend on the rows
-that are computed together.
+"""Attention with emulated tiles equals a scalar model, and does not depend on the rows that are
+computed together.
 """
 
 import ctypes
@@ -73,9 +73,9 @@ def tiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def added(totals: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """totals + a @ b. For each TILE_DEPTH of depth, products of even and of odd elements are summed
-    apart, then added, then added to the totals. The numbers are such that every product, and its
-    sum with a float32, are exact in float64.
+    """totals + a @ b in the order of tiles. In each TILE_DEPTH elements of depth, the products of
+    even and of odd elements are summed separately. Then the two sums are added, and the result is
+    added to the totals. Products, and their sums with a float32, are exact in float64.
     """
     wide, deep = a.astype(np.float64), b.astype(np.float64)
     for first in range(0, len(b), TILE_DEPTH):
@@ -87,7 +87,7 @@ def added(totals: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Numbers of bfloat16 between 2^-7 and 2^7, of both signs."""
+    """Random bfloat16 numbers of both signs, with magnitudes between 2^-7 and 2^7."""
     exponents = torch.rand(shape) * 14 - 7
     return (torch.exp2(exponents) * (torch.randint(0, 2, shape) * 2 - 1)).bfloat16()
 
@@ -104,7 +104,7 @@ def test_products_equal_a_scalar_model(
     keys, values, queries = (numbers(count, dim) for count in (length, length, rows))
     weights = torch.zeros(rows, BLOCK_KEYS)
     weights[:, :length] = numbers(rows, length).abs()
-    queries[1], weights[1] = torch.nan, torch.nan  # Rows are independent.
+    queries[1], weights[1] = torch.nan, torch.nan  # must not affect other rows
     padded = -(-dim // PANEL_WIDTH) * PANEL_WIDTH
     totals = np.zeros(rows * (padded + 17), np.float32)
     expected = totals[: rows * padded].reshape(rows, padded)[:, :dim] + added(
@@ -153,8 +153,8 @@ def test_bits_do_not_depend_on_steps_threads_and_pages(
 
 
 def test_the_sign_of_zero_does_not_depend_on_the_rows_beside(tiled: ctypes.CDLL) -> None:
-    """The sum of the two values is below 2^-126, so it becomes -0. Keys that only other rows attend
-    to add a product of 0 to it.
+    """The sum of the two values is a denormal number, so it becomes -0. Keys that only other rows
+    attend to add a product of 0 to this sum.
     """
     native = SimpleNamespace(functions=tiled)
     inputs = Inputs("a window longer than a part", torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Tests which kernels a worker uses. Without a compiler it also starts, and logs that."""
+"""Tests which kernels a worker uses. Without a compiler a worker uses torch's kernels."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def with_compiler() -> str:
-    """The compiler. Skips the test if there is none."""
+    """The path of the C++ compiler. Skips the test if there is none."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("there is no compiler")
@@ -115,7 +115,9 @@ def test_stopping_the_start_does_not_wait_for_the_compiler(
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that receives one function in place of all sources, and records each link."""
+    """Replaces the sources of the kernels with one function, and records each call of the
+    linker.
+    """
     (tmp_path / "float32.cpp").write_text(
         'extern "C" int panel_width() { return 16; }\n'
         'extern "C" int tile_palettes() { return 1; }\n'
@@ -158,8 +160,8 @@ def test_damaged_kernels_are_compiled_again(
     assert load_compiled(tmp_path / "cache", lambda: None).panel_width() == 16
     [kept] = (tmp_path / "cache").rglob("*.so")
     whole = kept.read_bytes()
-    # The truncated library, as after a crash, is a new file: the old one is mapped into this
-    # process.
+    # The library is truncated, as after a crash. It must be a new file, because the old file is
+    # mapped into this process.
     kept.unlink()
     kept.write_bytes(whole[: len(whole) // 2])
     with caplog.at_level(logging.INFO):
@@ -173,7 +175,7 @@ def test_damaged_kernels_are_compiled_again(
 
 
 def test_a_full_disk_leaves_no_part_of_a_library(tmp_path: Path) -> None:
-    """A limit of the size of files replaces the full disk."""
+    """A limit on the size of files has the same effect as a full disk."""
     whole = tmp_path / "whole.so"
     whole.write_bytes(bytes(100_000))
     cached = CachedLibrary(tmp_path / "cache", "kernels")

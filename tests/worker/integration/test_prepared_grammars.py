@@ -1,5 +1,5 @@
-"""Grammars that arrive over the worker's contract are compiled outside the steps. Steps find the
-results.
+"""Grammars that a worker receives before a step are compiled outside of steps. Steps use the
+compiled grammars.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -43,8 +43,8 @@ def worker() -> Worker:
 
 @pytest.fixture
 def compiled(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[StructuredOutputs]:
-    """The grammars that the worker has compiled since the start of the test, which begins with an
-    empty cache.
+    """Empties the worker's cache of grammars. The result lists all grammars that it compiles
+    later.
     """
     grammars, found = worker.grammars, list[StructuredOutputs]()
     assert grammars is not None

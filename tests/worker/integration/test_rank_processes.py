@@ -59,7 +59,7 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
                 worker_pb2.DescribeRequest(release=own_release()), timeout=60
             )
         assert (described.rank, described.world_size, described.num_blocks) == (rank, 2, 40)
-        # A rank has one of two heads of keys and values, in both layers, in float32.
+        # A rank has one of two key-value heads in both layers, in float32.
         assert described.bytes_per_block == 16 * 2 * 12 * 2 * 4
     began = time.monotonic()
     second.send_signal(signal.SIGKILL)
@@ -73,7 +73,6 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
 async def test_a_new_generation_ends_a_ranks_wait_for_a_step_that_no_other_rank_has(
     directory: Path,
 ) -> None:
-    """Ranks that are stopped one after another exit with 0."""
     processes = await serving_ranks(directory, [], [])
     async with AsyncExitStack() as stack:
         channels = [

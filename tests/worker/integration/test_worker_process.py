@@ -1,5 +1,5 @@
-"""The worker is a separate process. It serves until SIGTERM. If it cannot start, it ends with an
-error of one sentence.
+"""A worker process serves until SIGTERM. If it cannot start, it ends with an error of one
+sentence.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_path: Path) -> None:
-    """The machine has no compiler, and no worker has run on it before."""
+    """The machine has no compiler and no cache of compiled kernels."""
     address = f"unix:{tmp_path / 'worker.sock'}"
     process = await start(
         *("--model", str(directory), "--address", address),

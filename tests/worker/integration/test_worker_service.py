@@ -1,5 +1,5 @@
-"""Tests the worker over gRPC with a real server and a real model: steps in flight, take-over, and
-bad steps.
+"""Tests a worker with a real model over gRPC: steps in flight, streams that replace each other, and
+invalid steps.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ def new_request(row: int = 0, **sampling: object) -> worker_pb2.NewRequest:
 def step(
     number: int, *entries: tuple[int, int, int], generation: int = 1, **fields: object
 ) -> worker_pb2.ExecuteRequest:
-    """A step. Entries are (row, scheduled, computed)."""
+    """A step. Entries are (row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return worker_pb2.ExecuteRequest(
         generation=generation,
@@ -76,7 +76,7 @@ def step(
 
 
 class HeldRunner:
-    """A runner whose steps end when the test releases them."""
+    """A model runner whose steps end when the test releases them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.going = threading.Event()
@@ -243,7 +243,7 @@ async def test_steps_in_flight_use_tokens_that_the_worker_sampled(
         step(1, (0, len(PROMPT), 0), new_requests=[new_request()]),
         *(step(2 + number, (0, 1, len(PROMPT) + number)) for number in range(5)),
     )
-    # The second step was sent before, so it has arrived when this call is answered.
+    # The second step was sent before this call, so it has arrived when the call returns.
     await worker.Describe(
         worker_pb2.DescribeRequest(release=own_release()), timeout=DEADLINE_SECONDS
     )
@@ -252,7 +252,7 @@ async def test_steps_in_flight_use_tokens_that_the_worker_sampled(
     assert [answer.step for answer in answers] == [1, 2, 3, 4, 5, 6]
     assert [token for answer in answers for token in unpacked(answer.token_ids)] == tokens
     assert all(answer.execute_nanos > 0 for answer in answers)
-    # A step waits from its arrival until the previous step has ended, and a little longer.
+    # A step's queue time begins at its arrival. It ends shortly after the previous step ends.
     assert all(0 < answer.queue_nanos >= answer.slack_nanos for answer in answers)
     assert answers[1].slack_nanos > 0
     await ahead.finish()
@@ -471,7 +471,7 @@ async def test_a_worker_with_an_overdue_step_is_not_live(loaded: Worker) -> None
         first = Stream(worker_pb2_grpc.WorkerStub(channel))
         await first.send(step(1, (0, 20, 0), new_requests=[new_request()], timeout_millis=200))
         await becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
-        # A scheduler that connects again has to wait. The worker stays not live.
+        # A scheduler that connects again must wait. The worker is still not live.
         second = Stream(worker_pb2_grpc.WorkerStub(channel))
         await second.send(step(0, generation=2, timeout_millis=200))
         assert isinstance(await first.error(), grpc.aio.AioRpcError)

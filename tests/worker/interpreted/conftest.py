@@ -1,7 +1,7 @@
 """Runs xFormers' own kernels on the CPU with Triton's interpreter.
 
-Triton selects the interpreter at its first import. These tests are therefore collected only in a
-separate process, which tests/worker/unit/test_xformers_kernels.py starts.
+Triton selects its interpreter when it is first imported. Therefore these tests are collected only
+in a separate process, which tests/worker/unit/test_xformers_kernels.py starts.
 """
 
 import os
@@ -30,7 +30,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _hopper() -> Iterator[None]:
-    """For heads of size 128 xFormers queries the CUDA device. This fixture reports an H200."""
+    """Reports an H200 to xFormers, which queries the CUDA device for heads of size 128."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         yield
@@ -38,9 +38,8 @@ def _hopper() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _language_replaced_once() -> Iterator[None]:
-    """Replaces the functions of triton.language once for the session. The interpreter itself
-    replaces them, in each module that a kernel sees, at every launch and every call, which takes
-    most of its time.
+    """Replaces the functions of triton.language once for the session. Otherwise the interpreter
+    replaces them at every launch and every call, which takes most of its time.
     """
     replace_functions = interpreter._patch_lang
     modules = (triton.language, triton.language.core)
@@ -61,9 +60,9 @@ def _language_replaced_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _offsets_unchecked() -> Iterator[None]:
-    """Switches off the interpreter's overflow checks of offsets, as in kernels compiled without
-    debugging. The checks recompute sums and products in 64 bits, which takes two fifths of the
-    time. All offsets of these tests are small.
+    """Switches off the interpreter's overflow checks of offsets, which take two fifths of the time.
+    Kernels that are compiled without debugging have no such checks. All offsets of these tests are
+    small.
     """
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:

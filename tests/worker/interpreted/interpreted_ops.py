@@ -7,18 +7,18 @@ from services.worker.backends.device import CpuDevice
 
 
 class AnywhereSplitK(triton_splitk.FwOp):
-    """The unchanged operator, also for CPU tensors. The caller is responsible for their use."""
+    """The unchanged operator without the restriction to CUDA tensors."""
 
     SUPPORTED_DEVICES = frozenset({"cpu"})
     SUPPORTED_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
     @classmethod
     def not_supported_reasons(cls, d) -> list[str]:
-        """The operator's reasons, except the reason that bfloat16 needs a GPU."""
+        """xFormers' reasons, except the reason that bfloat16 needs a GPU."""
         return [reason for reason in super().not_supported_reasons(d) if "bf16" not in reason]
 
 
 class WideCpu(CpuDevice):
-    """A CPU on which attention is split as on a small GPU's multiprocessors."""
+    """A CPU on which attention is divided as on the multiprocessors of a small GPU."""
 
     num_processors = 8

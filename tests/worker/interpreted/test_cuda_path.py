@@ -1,7 +1,8 @@
-"""Runs everything that a worker does on CUDA, without the device. The tokens must equal those of
-the CPU worker. The path has xFormers' kernel, decodes over static buffers of bucket sizes, sampling
-on the device of the logits, tokens that stay there, and two steps in flight. Where a GPU would
-replay a CUDA graph, the captured function is called again.
+"""Runs the worker's code for CUDA without a GPU. The tokens must equal the CPU worker's tokens.
+
+The code includes xFormers' kernel, decodes over static buffers of bucket sizes, sampling on the
+device, tokens that stay on the device, and two steps in flight. The captured function is called
+again where a GPU would replay a CUDA graph.
 """
 
 from pathlib import Path
@@ -32,12 +33,14 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 40, 16
 
 
 def save_uniform(directory: Path) -> None:
-    """Saves a model of two layers with the same attention."""
+    """Saves a model of two layers with the same kind of attention."""
     save_tiny_model(directory, "mistral")
 
 
 def save_hybrid(directory: Path) -> None:
-    """Saves a model with one windowed layer (7 tokens) and one without: two KV-cache groups."""
+    """Saves a model with two KV-cache groups: a layer with a window of 7 tokens, and one
+    without.
+    """
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=320,
@@ -56,16 +59,14 @@ def save_hybrid(directory: Path) -> None:
 
 
 def save_capped(directory: Path) -> None:
-    """Saves a model of layers with and without a window. All have a cap on scores, which xFormers
-    lacks.
+    """Saves a model of layers with and without a window. Their scores have a softcap, which
+    xFormers does not support.
     """
     save_tiny_model(directory, "gemma2")
 
 
 def save_experts(directory: Path) -> None:
-    """Saves a model of one layer with three of six experts for each token, in one
-    multiplication.
-    """
+    """Saves a model of one layer, in which each token is computed by three of six experts."""
     save_tiny_model(directory, "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
 
 
@@ -120,7 +121,7 @@ def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save, batch_invariant: 
 
 @pytest.mark.parametrize("save", [save_hybrid, save_capped])
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path, save) -> None:
-    """A chunk longer than the window and the decodes after it are compared."""
+    """The prompt has a chunk that is longer than the window."""
     save(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     texts = np.random.default_rng(0).integers(3, 320, (2, 26), dtype=np.int32)

@@ -6,7 +6,7 @@ import torch
 from benchmarks.gpu.attention_check import AttentionCheck, Case
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
-# Every page size, ratio of heads, and kind of window, in pairs and not in all combinations.
+# Pairs of page sizes, ratios of heads and kinds of windows, instead of all combinations.
 CASES = [
     Case(16, 4, 4, 32),
     Case(32, 4, 2, 64),
@@ -36,7 +36,7 @@ def test_decodes_and_chunks_equal_plain_attention(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [Case(32, 4, 2, 32), Case(32, 4, 2, 32, window=9)], ids=str)
 def test_stale_values_in_a_block_do_not_change_results(case: Case) -> None:
-    """Old values in a block, which include NaN, do not change results."""
+    """The old values include NaN."""
     torch.manual_seed(3)
     check = AttentionCheck(case, WideCpu(), 3, 256, AnywhereSplitK)
     for pool in check.attention.pools(0):

@@ -1,4 +1,4 @@
-"""The compute thread runs functions one after the other, and drops those that are cancelled."""
+"""The compute thread runs functions one after another, and drops cancelled functions."""
 
 import asyncio
 import threading
@@ -156,8 +156,8 @@ async def test_a_worker_is_not_live_while_something_is_overdue(compute: ComputeT
 
 
 async def test_a_worker_that_gets_no_processor_is_live(compute: ComputeThread) -> None:
-    """After half a second, which is the expected time of the step, its thread has run for only 50
-    ms.
+    """The step counts as hung when its thread has run for 50 ms. The thread gets a tenth of a
+    processor, so the worker is live for half a second.
     """
     states: asyncio.Queue[bool] = asyncio.Queue()
     began, going = time.monotonic(), threading.Event()

@@ -1,4 +1,6 @@
-"""Tests what a draft model computes in each step, and which pairs of models are refused."""
+"""Tests which positions a draft model computes in each step, and which pairs of models are
+refused.
+"""
 
 import json
 from dataclasses import replace
@@ -30,11 +32,11 @@ from tests.worker.runner_driver import GREEDY, build_runner, ints
 PROMPT = [7, 8, 9, 10, 11]
 BLOCK_SIZE = 4
 MOST = 4
-"""The maximum number of drafts in a step, as in the runner."""
+"""The maximum number of drafts of a request in a step, as in the model runner."""
 
 
 class Watched:
-    """A model that records which positions each call computed."""
+    """A model that records the positions that each call computes."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -45,7 +47,7 @@ class Watched:
         return self._model.forward(token_ids, positions, *more, **named)
 
     def take(self) -> list[list[int]]:
-        """Returns the calls since the last `take`."""
+        """Returns the positions of each call since the last `take`."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -77,7 +79,7 @@ def enter(runner: ModelRunner, row: int = 0, first_block: int = 1, computed: int
 
 
 def step(runner: ModelRunner, computed: int, num_drafts: int, row: int = 0) -> int:
-    """The number of tokens that a step returns."""
+    """Runs a step, and returns the number of its tokens."""
     output = runner.execute(
         StepInput(
             *(1, 2, ints(row), ints(1 + num_drafts), ints(computed)),
@@ -99,7 +101,7 @@ def test_after_all_drafts_are_accepted_two_tokens_are_computed_and_blocks_are_fi
     assert step(runner, 10, MOST) == 5
     assert model.take() == [[9, 10], [11], [12], [13]]
     assert step(runner, 15, MOST) == 5
-    # Position 19, which is that of the last draft, is the last position of its block.
+    # The last draft's position, 19, is computed too, because it is the last position of its block.
     assert model.take() == [[14, 15], [16], [17], [18], [19]]
     assert step(runner, 20, MOST) == 5
     assert model.take() == [[20], [21], [22], [23]]
@@ -111,7 +113,7 @@ def test_rejected_drafts_are_written_over(directory: Path, tmp_path: Path) -> No
     enter(runner)
     assert step(runner, 5, MOST) == 1
     assert model.take()[1:] == [[5], [6], [7], [8]]
-    # The step was planned as if all four drafts were accepted.
+    # The scheduler planned this step as if all four drafts of the previous step were accepted.
     assert step(runner, 10, MOST) == 1
     assert model.take() == [[6], [7], [8], [9]]
 
@@ -128,8 +130,7 @@ def test_without_drafts_tokens_are_computed_once_they_fill_a_block(directory: Pa
     step(runner, 8, 0)
     assert model.take() == []
     assert step(runner, 9, 2) == 3
-    # Both drafts were accepted. Position 11, which is that of the last one, is the last position of
-    # its block.
+    # Both drafts were accepted. The last draft's position, 11, is the last position of its block.
     assert model.take() == [[8, 9], [10], [11]]
 
 
@@ -144,7 +145,7 @@ def test_behind_a_prefix_hit_only_the_rest_is_computed(directory: Path) -> None:
 
 
 def test_a_request_that_enters_within_a_block_recomputes_the_block(directory: Path) -> None:
-    # This is like a session between two turns, whose last block may be incomplete.
+    # A session that continues with another turn may enter with an incomplete last block.
     runner, model = watched(directory, directory)
     enter(runner, computed=3)
     assert model.take() == [[0, 1, 2, 3, 4]]

@@ -1,4 +1,4 @@
-"""Steps with draft placeholders, which a runner fills."""
+"""Steps with placeholders of drafts, in whose place the model runner proposes drafts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +16,11 @@ from tests.worker.runner_driver import GREEDY, build_runner, ints
 
 PROMPT = [7, 8, 9, 10, 11]
 MOST = 4
-"""The maximum number of drafts in a step, as in the runner."""
+"""The maximum number of drafts of a request in a step, as in the model runner."""
 
 
 class Scripted:
-    """Proposes the next given drafts, and records its calls."""
+    """A proposer that returns the drafts in `next`, and records its calls in `asked`."""
 
     def __init__(self) -> None:
         self.next: list[int] = []
@@ -65,13 +65,13 @@ def step(number: int, scheduled: int, computed: int, num_drafts: int, **changes)
 
 
 def enter(runner: ModelRunner) -> int:
-    """Computes the prompt, and returns the first token after it."""
+    """Computes the prompt, and returns the first output token."""
     new = NewRequest(0, ints(*PROMPT), 5, GREEDY, (np.arange(1, 9, dtype=np.int32),))
     return int(runner.execute(step(1, 5, 0, 0, new_requests=(new,))).token_ids[0])
 
 
 def continued(runner: ModelRunner, count: int) -> list[int]:
-    """Computes tokens after the prompt without drafts. The request leaves at the end."""
+    """The first `count` output tokens without drafts. The request is removed at the end."""
     tokens = [enter(runner)]
     for index in range(count - 1):
         tokens.append(int(runner.execute(step(2 + index, 1, 5 + index, 0)).token_ids[0]))
@@ -88,7 +88,7 @@ def test_a_step_continues_after_the_accepted_drafts(
     output = runner.execute(step(2, 1 + MOST, 5, MOST))
     assert output.token_ids.tolist() == tokens[1:3]
     assert output.num_draft_tokens.tolist() == [MOST]
-    # The next step was planned before that was known, as if all four drafts were accepted.
+    # The next step was planned as if all four drafts were accepted.
     scripted.next = tokens[3:5]
     output = runner.execute(step(3, 1 + MOST, 10, MOST))
     assert output.token_ids.tolist() == tokens[3:6]
@@ -97,7 +97,7 @@ def test_a_step_continues_after_the_accepted_drafts(
     output = runner.execute(step(4, 1 + MOST, 12, MOST))
     assert output.token_ids.tolist() == [tokens[6]]
     assert not len(output.num_draft_tokens)
-    # This step has no drafts, but is still planned after the four previous drafts.
+    # This step has no drafts, but was planned as if the previous step's four drafts were accepted.
     assert runner.execute(step(5, 1, 15, 0)).token_ids.tolist() == [tokens[7]]
     assert scripted.asked == [
         ([*PROMPT, tokens[0]], MOST),

@@ -1,6 +1,4 @@
-"""Tests workers with 8-bit keys and values: the size of their caches, and refused
-configurations.
-"""
+"""Tests workers with 8-bit keys and values: the sizes of KV caches, and refused configurations."""
 
 from pathlib import Path
 
@@ -36,8 +34,8 @@ def description(model: Path, **changes: object) -> WorkerDescription:
 def test_the_same_memory_has_more_blocks_of_8_bits(
     tmp_path: Path, dtype: DtypeSetting, least: float
 ) -> None:
-    """A head has 64 elements. It takes 64 bytes and a scale of 4 bytes in place of 128 or 256
-    bytes.
+    """A head has 64 elements. In 8 bits it takes 64 bytes and a scale of 4 bytes, in place of 128
+    or 256 bytes.
     """
     save_tiny_model(tmp_path, "qwen3", head_dim=64)
     plain, coded = (

@@ -1,4 +1,4 @@
-"""Libraries start as many threads as a worker needs."""
+"""Libraries start only as many threads as a worker needs."""
 
 import os
 import subprocess

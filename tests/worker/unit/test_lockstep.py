@@ -24,7 +24,7 @@ def step(generation: int, number: int) -> StepInput:
 
 
 def answering(token: int):
-    """A runner whose every step samples this token."""
+    """A function that runs a step and returns this token as sampled."""
     return lambda step: StepOutput(step.generation, step.step, ints(1), ints(token))
 
 
@@ -33,7 +33,7 @@ def lockstep(thread: RankThread, every: int = 1) -> Lockstep:
 
 
 def test_a_step_of_an_older_generation_is_dropped_when_a_newer_one_comes() -> None:
-    # Rank 0 begins a step that rank 1 never receives, since its stream ended before.
+    # Rank 0 begins a step that rank 1 never receives, as if rank 1's stream had ended.
     def work(thread: RankThread) -> list[int]:
         own, tokens = lockstep(thread), []
         for number in range(3):
@@ -185,7 +185,7 @@ def test_ranks_agree_on_their_common_values() -> None:
 
 
 def test_arrays_of_any_shape_join_a_digest() -> None:
-    # This includes empty arrays and matrices, such as an empty step and hidden states in bfloat16.
+    # The values include empty arrays and bfloat16 matrices, as in empty steps and hidden states.
     def work(thread: RankThread) -> int:
         own = lockstep(thread)
 

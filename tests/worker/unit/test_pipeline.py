@@ -1,5 +1,5 @@
-"""Tests how layers are divided into stages by bytes, and stages of which only some received a
-step.
+"""Tests the division of layers into pipeline stages by bytes, and steps that only some stages
+received.
 """
 
 import time
@@ -30,7 +30,7 @@ from tests.worker.staged_runner import StagedRunner
 @pytest.mark.parametrize(
     ("layer_bytes", "head_bytes", "num_stages", "expected"),
     [
-        ([1] * 30, 8, 2, [19, 11]),  # a head that weighs as much as eight layers
+        ([1] * 30, 8, 2, [19, 11]),  # the output head has the bytes of eight layers
         ([2] * 22, 3, 2, [12, 10]),
         ([1] * 4, 0, 3, [2, 1, 1]),
         ([1] * 7, 0, 3, [3, 3, 1]),
@@ -65,7 +65,7 @@ def test_no_other_division_has_a_lighter_heaviest_stage() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_counts_whether_it_is_tied_or_not(tied: bool, tmp_path: Path) -> None:
-    """A head of 320 rows of 48 numbers has a little more than half of the bytes of a layer."""
+    """The output head has a little more than half of the bytes of a layer."""
     save_tiny_model(tmp_path, "llama", num_hidden_layers=5, tie_word_embeddings=tied)
     checkpoint = open_checkpoint(tmp_path)
     stages = [layers_of_stage(checkpoint, 5, stage, 2) for stage in range(2)]
@@ -136,7 +136,7 @@ def test_each_stage_reads_its_own_layers_only(
 
 
 def test_hidden_states_of_a_generation_that_is_over_are_dropped(stages: StagedRunner) -> None:
-    # Only the first stage received two of the steps.
+    # Two steps are sent only to the first stage.
     expected = stages.execute(prompt_of(1, 0)).token_ids.tolist()
     for number in (1, 2):
         stages.submit_to(0, prompt_of(1, number)).result(10)
@@ -190,7 +190,7 @@ def test_a_stage_that_ends_ends_the_others(directory: Path) -> None:
         waiting = stages.submit_to(2, prompt_of(1, 0))
         stages.groups[0].close()
         for rank in (1, 2):
-            # Rank 2 may hear of it from rank 1: "rank 1 is gone: rank 0 is gone".
+            # Rank 2's message may be "rank 1 is gone: rank 0 is gone".
             assert "rank 0 is gone" in str(stages.broken[rank].result(1.5))
         with pytest.raises(GroupBroken):
             waiting.result(30)

@@ -1,4 +1,4 @@
-"""Each sampling parameter refuses invalid values, with its name."""
+"""Invalid values of sampling parameters are refused. The error names the parameter."""
 
 import math
 from dataclasses import replace

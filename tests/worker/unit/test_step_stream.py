@@ -1,4 +1,6 @@
-"""A stream of steps answers them in order, whichever thread sends an answer."""
+"""A stream of steps sends answers in the order of the steps, from the compute thread or from the
+event loop.
+"""
 
 import asyncio
 import threading
@@ -22,7 +24,7 @@ SECONDS = 60.0
 
 
 class EchoRunner:
-    """A runner whose steps sample their own number."""
+    """A model runner that returns the number of the step as the sampled token."""
 
     @property
     def limits(self) -> BatchLimits:
@@ -42,7 +44,7 @@ class EchoRunner:
 
 
 class Scheduler:
-    """Receives answers. It reads so slowly that some cannot be sent at once."""
+    """Receives answers. Answers to the steps `blocked` cannot be sent at once."""
 
     def __init__(self, blocked: frozenset[int]) -> None:
         self.answered: list[int] = []
@@ -52,7 +54,7 @@ class Scheduler:
 
     def write_at_once(self, response: worker_pb2.ExecuteResponse) -> bool:
         assert threading.get_ident() != self._loop_thread
-        for _ in range(3):  # the loop may look for answers meanwhile
+        for _ in range(3):  # the event loop may try to send answers now
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(SECONDS)
         if response.step in self._blocked:
             return False

@@ -1,7 +1,7 @@
 """Runs tests of xFormers' kernels in separate processes, with at most one process for each
-processor. At its first import, Triton selects whether it interprets kernels.
-tests/worker/interpreted runs the kernels on the CPU, and tests/worker/compiled compiles them for
-GPUs.
+processor. tests/worker/interpreted runs the kernels on the CPU, and tests/worker/compiled compiles
+them for GPUs. They need separate processes, because Triton selects its interpreter at its first
+import.
 """
 
 import os
@@ -16,10 +16,10 @@ import pytest
 WORKER_TESTS = Path(__file__).parents[1]
 INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
 RUNS = {"interpreted": INTERPRETED, "compiled": COMPILED}
-"""The test directories, each with its environment. The slowest one comes first."""
+"""Maps each test directory to its environment variables. The slowest directory is first."""
 SECONDS = 600
-"""The time limit of a directory, and so of each of its tests. The interpreter takes less than a
-minute, or several minutes on a busy machine.
+"""The time limit of a directory. The interpreter takes less than a minute, or several minutes on a
+busy machine.
 """
 
 Done = subprocess.CompletedProcess[str]
@@ -29,7 +29,7 @@ Done = subprocess.CompletedProcess[str]
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Done]]]:
-    """The runs of those directories whose tests were selected."""
+    """Starts the directories whose tests were selected. Maps each directory to its result."""
     pytest.importorskip("xformers", reason="xFormers has wheels for Linux on x86-64 alone")
     here = [item for item in request.session.items if item.path == request.path]
     selected = [
@@ -43,7 +43,7 @@ def runs(
 
 
 def run_apart(directory: str, cache: Path) -> Done:
-    """Runs the tests of a directory."""
+    """Runs the tests of a directory in a separate process."""
     return subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),

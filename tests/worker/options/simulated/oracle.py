@@ -1,4 +1,4 @@
-"""The simulated model in plain Python: the next token as a function of the tokens before it."""
+"""The simulated model in plain Python: the next token as a function of the previous tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,19 +10,23 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Oracle:
-    """`windows`: for each KV-cache group, its window. `ends` are never the next token."""
+    """Computes the simulated model's tokens. `windows` has the window of each KV-cache group.
+    Tokens in `ends` are never the next token.
+    """
 
     vocab_size: int
     ends: tuple[int, ...]
     windows: tuple[int | None, ...] = (None,)
 
     def next_token(self, token_ids: Sequence[int], adapter: int = 0) -> int:
-        """`adapter`: the number of the request's adapter plus 1, or 0 without an adapter."""
+        """The token after `token_ids`. `adapter` is the number of the request's adapter plus 1, or
+        0 without an adapter.
+        """
         candidates = [token for token in range(self.vocab_size) if token not in self.ends]
         return candidates[self._hash(token_ids, adapter) % len(candidates)]
 
     def drafts_right(self, token_ids: Sequence[int], acceptance_rate: float) -> bool:
-        """Whether a draft model with this rate finds the next token."""
+        """Whether a draft model with this acceptance rate proposes the right next token."""
         return _mix(self._hash(token_ids) ^ 0x5851F42D4C957F2D) / 2**64 < acceptance_rate
 
     def _hash(self, token_ids: Sequence[int], adapter: int = 0) -> int:
@@ -39,7 +43,7 @@ class Oracle:
         return token_ids[len(prompt) :]
 
     def _seen(self, numbers: Sequence[int]) -> list[int]:
-        """For each position, the sum over the numbers in the windows of all groups."""
+        """For each position, the sum of the numbers in the windows of all KV-cache groups."""
         sums = [0] * len(numbers)
         for group, window in enumerate(self.windows, start=1):
             terms = ((number + (group << 56)) * _factor(i) for i, number in enumerate(numbers))

@@ -39,26 +39,26 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Advances the clock by `seconds`."""
         self.now += seconds
 
 
 def save_profile(directory: Path, text: str = PROFILE) -> str:
-    """Saves a profile beside a model. Returns its path."""
+    """Saves a profile in a model's directory. Returns the profile's path."""
     path = directory / "profile.toml"
     path.write_text(text)
     return str(path)
 
 
 def save_configuration(directory: Path, kind: str = "llama") -> None:
-    """Saves a tiny model without its weights."""
+    """Saves the configuration of a tiny model, without weights."""
     save_tiny_model(directory, kind)
     for weights in directory.glob("*.safetensors"):
         weights.unlink()
 
 
 def save_draft(directory: Path) -> Path:
-    """Saves a draft model of one layer, without its weights, for the model in a directory."""
+    """Saves the configuration of a draft model of one layer for the model in a directory."""
     draft = directory / "draft"
     save_configuration(draft)
     vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
@@ -76,20 +76,20 @@ def build(directory: Path, group: Group | None = None, **settings: Any) -> Worke
 
 
 def simulated(directory: Path, kind: str = "llama", **settings: Any) -> Worker:
-    """A simulated worker of a kind of model."""
+    """A simulated worker of a kind of model, whose configuration is saved in `directory`."""
     save_configuration(directory, kind)
     return build(directory, **settings)
 
 
 def model_runner(worker: Worker) -> ModelRunner:
-    """The runner without the times of steps."""
+    """The worker's model runner, without the wrapper that simulates step times."""
     assert isinstance(worker.runner, TimedRunner)
     assert isinstance(worker.runner.runner, ModelRunner)
     return worker.runner.runner
 
 
 def timed_model(worker: Worker) -> TimedModel:
-    """The model with the times of its runs."""
+    """The worker's model, which records the simulated times of its runs."""
     model = model_runner(worker).model
     model = model.model if isinstance(model, StagedModel) else model
     assert isinstance(model, TimedModel)
@@ -97,6 +97,6 @@ def timed_model(worker: Worker) -> TimedModel:
 
 
 def oracle_of(worker: Worker) -> Oracle:
-    """The expected answers of a worker."""
+    """The oracle for a worker's model."""
     own = worker.description
     return Oracle(own.vocab_size, own.eos_token_ids, worker.runner.limits.windows)

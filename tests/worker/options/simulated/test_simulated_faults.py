@@ -1,4 +1,4 @@
-"""Scripts of faults, and the faults that a simulated worker has."""
+"""Tests scripts of faults, and their effects on a simulated worker."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.worker.options.simulated.test_simulated_features import LIMITS, PROMP
 
 
 class Run:
-    """Steps of one second each, one after the other, with a script of faults."""
+    """Runs steps of one second, one after another, with a script of faults."""
 
     def __init__(self, script: str, rank: int = 0, replica: int = 0) -> None:
         clock = Clock()
@@ -31,7 +31,7 @@ class Run:
         self.faults = Faults(rules, self.device, self.ended.append)
 
     def step(self) -> float | str:
-        """The time that a step takes, or how it fails."""
+        """Runs a step. Returns its time, or a text that describes its failure."""
         began = self.device.clock()
         self.device.begin_step()
         try:
@@ -43,7 +43,7 @@ class Run:
         return self.device.clock() - began
 
     def steps(self, count: int) -> list[float | str]:
-        """The times of some steps."""
+        """Runs `count` steps, and returns the results of `step`."""
         return [self.step() for _ in range(count)]
 
 

@@ -1,4 +1,6 @@
-"""A simulated worker with adapters, grammars, a tier, pooling, embedded prompts and other ranks."""
+"""Tests a simulated worker with adapters, grammars, a tier of offloaded blocks, pooling, embeddings
+as prompts, and several ranks.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,14 +42,14 @@ LIMITS: dict[str, Any] = {"block_size": 4, "num_blocks": 60, "max_model_len": 64
 
 
 def request(row: int, token_ids: Sequence[int] = PROMPT, **fields: Any) -> NewRequest:
-    """A greedy request with eight blocks of its own."""
+    """A greedy request with eight blocks that no other row has."""
     table = np.arange(1 + 8 * row, 9 + 8 * row, dtype=np.int32)
     known = {"sampling": SamplingParams(temperature=0), "block_tables": (table,)} | fields
     return NewRequest(row, ints(*token_ids), len(token_ids), **known)
 
 
 def answer(worker: Worker, new: NewRequest, count: int) -> list[int]:
-    """The first tokens of the answer to a request, alone."""
+    """The first `count` output tokens of a request that runs alone."""
     worker.runner.reset()
     length, row = len(new.token_ids), new.row
     output = worker.runner.execute(step(0, (row, length, 0), new_requests=(new,)))
@@ -101,7 +103,7 @@ def test_a_grammar_selects_among_the_other_tokens(tmp_path: Path) -> None:
 def test_blocks_come_back_from_the_tier_unless_a_copy_is_lost(
     tmp_path: Path, is_lost: bool
 ) -> None:
-    """The first two blocks are stored, loaded into other blocks, and read there."""
+    """The first two blocks of a request are stored in the tier, and loaded into other blocks."""
     worker = simulated(tmp_path, kv_offloading_size=0.001, **LIMITS)
     keys = tuple(bytes(35) + bytes([n]) for n in range(2))
     worker.runner.execute(step(0, (0, 9, 0), new_requests=(request(0),)))
@@ -210,7 +212,7 @@ def test_a_classifier_has_a_score_for_each_class(tmp_path: Path) -> None:
 
 
 def test_answers_have_the_mean_length_of_the_profile(tmp_path: Path) -> None:
-    """An end token follows a token with a probability of one in five."""
+    """The mean length is five tokens, so each token is an end token with a probability of 1/5."""
     save_configuration(tmp_path)
     profile = tmp_path / "ending.toml"
     profile.write_text(

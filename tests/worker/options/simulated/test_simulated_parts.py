@@ -1,4 +1,4 @@
-"""A simulated model in pipeline stages, with quantized weights, and with a draft model."""
+"""Tests a simulated model in pipeline stages, with quantized weights, and with a draft model."""
 
 import json
 import time
@@ -50,7 +50,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 class Stages:
-    """A simulated worker of each stage, in threads of its own."""
+    """A simulated worker for each pipeline stage, each in a separate thread."""
 
     def __init__(self, directory: Path, num_stages: int, num_ranks: int = 1, **settings: Any):
         size, port = num_stages * num_ranks, free_port()
@@ -68,7 +68,7 @@ class Stages:
         self._groups, self.workers = zip(*(each.result() for each in joining), strict=True)
 
     def execute(self, one: Any) -> StepOutput:
-        """Runs a step on all stages, and returns the last one's output."""
+        """Runs a step on all stages, and returns the last stage's output."""
         running = [
             thread.submit(worker.runner.execute, one)
             for thread, worker in zip(self._threads, self.workers, strict=True)
@@ -92,7 +92,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def answer(run: Callable[[StepInput], StepOutput], count: int) -> list[int]:
-    """The first tokens of the answer to PROMPT. Stages are sent the last token of each step."""
+    """The first `count` output tokens after PROMPT. Each decode step has the previous token."""
     tokens = [PROMPT[-1]]
     for number in range(count):
         start = (0, 1, 4 + number) if number else (0, 5, 0)
@@ -122,7 +122,7 @@ def test_a_wrong_block_in_any_stage_changes_the_answer(directory: Path, stage: i
     with closing(Stages(directory, 3, **LIMITS)) as stages:
 
         def run(one: StepInput) -> StepOutput:
-            if one.step == 1:  # the first block of the first group gets other contents
+            if one.step == 1:  # overwrite the first block of the first KV-cache group
                 planes = model_runner(stages.workers[stage]).attention.planes
                 planes[:, 1] = planes[:, 40]
             return stages.execute(one)
@@ -152,7 +152,7 @@ def test_stages_divide_the_weights_of_a_computed_profile(directory: Path) -> Non
 
 
 def model_of(worker: Worker) -> SimulatedModel:
-    """The model, without its times."""
+    """The worker's model, without the wrapper that simulates its times."""
     model = timed_model(worker).model
     assert isinstance(model, SimulatedModel)
     return model
@@ -162,7 +162,7 @@ def model_of(worker: Worker) -> SimulatedModel:
 def test_weights_in_eight_bits_are_read_four_times_as_fast_and_leave_more_memory(
     directory: Path, setting: QuantizationSetting
 ) -> None:
-    """The model's own weights have 32 bits. Its embedding is not quantized."""
+    """Unquantized weights have 32 bits. The embedding is not quantized."""
     profile = save_profile(directory, HARDWARE)
     plain, quantized = (
         build(directory, profile=profile, quantization=each, **LIMITS | NO_BLOCKS)
@@ -186,7 +186,7 @@ def test_weights_that_are_stored_in_four_bits_stay_so(directory: Path) -> None:
         model_of(build(directory, quantization=each, **LIMITS)).size
         for each in (QuantizationSetting.AUTO, QuantizationSetting.INT8)
     ]
-    assert sizes[0].read_bytes > sizes[1].read_bytes  # of the head
+    assert sizes[0].read_bytes > sizes[1].read_bytes  # by the bytes of the head
     assert sizes[0].products_per_token == sizes[1].products_per_token
 
 
@@ -194,8 +194,8 @@ def test_weights_that_are_stored_in_four_bits_stay_so(directory: Path) -> None:
 def test_exactly_the_drafts_that_their_hash_makes_right_are_accepted(
     directory: Path, rate: float
 ) -> None:
-    """Four drafts are planned for each step. A draft that is right only by chance would be accepted
-    too, which is why the seed of the prompt matters.
+    """Four drafts are planned for each step. A draft that is right by chance would be accepted too.
+    The seed of the prompt is such that this does not happen.
     """
     worker = drafting(directory, f"draft_acceptance_rate = {rate}\n{FREE}\n[draft]\nseconds = 0")
     oracle, known, accepted = oracle_of(worker), list(PROMPT), []
@@ -214,7 +214,7 @@ def test_exactly_the_drafts_that_their_hash_makes_right_are_accepted(
 
 
 def test_the_runs_of_a_draft_model_take_its_time(directory: Path) -> None:
-    """The first draft takes one run over the last token, and each further draft one more."""
+    """The first draft takes a run over the last token, and each further draft another run."""
     worker = drafting(directory, f"{FREE}\n[draft]\nseconds = 10")
     runner = worker.runner
     assert isinstance(runner, TimedRunner)

@@ -1,5 +1,5 @@
-"""Random schedules of the real scheduler and pool over a simulated worker. Each request gets the
-tokens that the oracle gives for it alone.
+"""The real scheduler and pool serve requests in random schedules on a simulated worker. Each
+request gets the oracle's tokens, which depend only on the request.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _GENERATIONS = count(1)
 
 
 class OracleProposer:
-    """Proposes the right tokens, except that about one in three is wrong."""
+    """Proposes the oracle's tokens, but makes about one in three wrong."""
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
@@ -64,8 +64,8 @@ class OracleProposer:
 
 
 class Workers:
-    """The worker, as a Story calls its model. All steps and answers are encoded as messages. At
-    first the cache has random contents.
+    """Adapts a worker to the interface of a Story's model. Steps and outputs are encoded as
+    messages and decoded again. The KV cache begins with random contents.
     """
 
     def __init__(self, worker: Worker, num_speculative_tokens: int) -> None:
@@ -78,12 +78,12 @@ class Workers:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests in the batch."""
+        """The number of requests in the worker's batch."""
         return len(model_runner(self._worker)._batch.sampling)
 
     def next_position(self, row: int, num_computed_tokens: int) -> int:
-        """The first position that the request's next step writes. The scheduler counts drafts that
-        may have been rejected.
+        """The first position that the request's next step writes. It is below `num_computed_tokens`
+        if drafts that the scheduler counts as computed were rejected.
         """
         if not self._num_speculative_tokens:
             return num_computed_tokens
@@ -136,7 +136,7 @@ class SimulatedLife(Life):
 
 
 def _num_blocks(num_groups: int) -> int:
-    """The blocks of one sequence of the maximum length, and a few more."""
+    """The number of blocks for one sequence of the maximum length, and a few more."""
     return 1 + num_groups * (MAX_MODEL_LEN // BLOCK_SIZE) + 6
 
 
@@ -145,8 +145,8 @@ def _num_blocks(num_groups: int) -> int:
     params=["llama", "mistral_window", "gemma2 drafts"],
 )
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """A worker that proposes drafts, some with a draft model, and whose vocabulary has the tokens
-    of the worlds.
+    """A worker that proposes drafts, in some cases with a draft model. Its vocabulary contains the
+    tokens of the stories' worlds.
     """
     kind, _, has_draft_model = request.param.partition(" ")
     directory = tmp_path_factory.mktemp(kind)
@@ -173,7 +173,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_every_request_gets_its_own_tokens(worker: Worker, async_scheduling: bool) -> None:
-    """Requests are preempted, aborted, and admitted with prefix hits. Pool and worker are lost."""
+    """Requests are preempted, aborted, and admitted with prefix hits. Pool and worker restart."""
     happened: Counter[str] = Counter()
     groups = tuple(
         group.kv_cache_group(BLOCK_SIZE, MAX_MODEL_LEN) for group in worker.description.groups
@@ -199,7 +199,7 @@ def test_every_request_gets_its_own_tokens(worker: Worker, async_scheduling: boo
 
 
 async def test_a_wrong_block_table_is_seen_in_the_answer(worker: Worker) -> None:
-    """Tables of new requests begin with block 7, in place of their own first blocks."""
+    """Block tables of new requests begin with block 7 in place of the right block."""
 
     class Confused(Workers):
         def _changed(self, step: Any) -> Any:

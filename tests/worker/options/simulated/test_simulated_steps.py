@@ -1,4 +1,4 @@
-"""Random steps of a simulated worker give the tokens that the oracle gives."""
+"""The tokens of a simulated worker in random steps equal the oracle's tokens."""
 
 from pathlib import Path
 from random import Random
@@ -25,7 +25,9 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """Workers of models without windows, with one in all layers, and with groups of both."""
+    """Workers of models without windows, with a window in all layers, and with KV-cache groups of
+    both kinds.
+    """
     limits = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "max_num_seqs": 16}
     worker = simulated(
         tmp_path_factory.mktemp(request.param), request.param, max_model_len=200, **limits
@@ -36,8 +38,8 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("number", range(12))
 def test_no_schedule_changes_a_token(worker: Worker, number: int) -> None:
-    """Prompts are computed in chunks of any size, alone or with others. Requests are preempted, and
-    start with blocks of other requests.
+    """Prompts are computed in chunks of any size, alone or with other requests. Requests are
+    preempted, and start with blocks of other requests.
     """
     worker.runner.reset()
     random, oracle = Random(number), oracle_of(worker)
@@ -85,8 +87,8 @@ def llama(tmp_path: Path) -> Worker:
 
 
 def _prompt_and_decode(worker: Worker, *, before_decode: dict[int, int], **changes) -> list[int]:
-    """The tokens of a prompt's step and of a decode step. Between both, blocks are overwritten:
-    `before_decode` maps blocks to the blocks whose contents they get.
+    """Runs a prompt's step and a decode step, and returns their tokens. Blocks are overwritten
+    between the two steps: `before_decode` maps a block to the block whose contents it gets.
     """
     worker.runner.reset()
     first = worker.runner.execute(step(0, (0, 5, 0), new_requests=(new(0, SamplingParams()),)))
@@ -105,7 +107,7 @@ def test_a_block_with_other_contents_changes_the_next_token(llama: Worker) -> No
 
 
 def test_two_blocks_that_change_places_change_the_next_token(llama: Worker) -> None:
-    """The table of the second request has the right blocks in the wrong order."""
+    """The second request's block table has the right blocks in the wrong order."""
     prompt, count = list(range(20, 32)), 12
     outputs = []
     for table in ([1, 2, 3, 4], [2, 1, 3, 4]):
@@ -123,7 +125,9 @@ def test_two_blocks_that_change_places_change_the_next_token(llama: Worker) -> N
 
 
 def test_the_right_tokens_after_a_wrong_prefix_change_the_next_token(llama: Worker) -> None:
-    """The second block of the prefix hit has the right tokens, computed after another block."""
+    """The second block of the prefix hit has the right tokens, but was computed after another
+    block.
+    """
     oracle, shared = oracle_of(llama), [40, 41, 42, 43]
     llama.runner.reset()
     mine, other = _request(0, [1, 3, 5, 7, *shared, 9], [1, 2, 3]), [30, 31, 32, 33, *shared]

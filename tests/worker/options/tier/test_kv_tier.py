@@ -1,4 +1,4 @@
-"""Tests the tier of offloaded blocks in examples, with the caches of both implementations."""
+"""Tests the tier of offloaded KV blocks, with the KV caches of torch and of the native kernels."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ def shape(request: pytest.FixtureRequest) -> AttentionShape:
 def attention(
     request: pytest.FixtureRequest, native: Native, shape: AttentionShape
 ) -> PagedAttention:
-    """A cache with different numbers in each block."""
+    """A KV cache with different numbers in each block."""
     made: dict[str, Callable[[], PagedAttention]] = {
         "torch": lambda: TorchPagedAttention(shape),
         "native": lambda: native.kernels.paged_attention(shape),
@@ -64,8 +64,8 @@ def key(number: int) -> bytes:
 
 
 def blocks(*pairs: tuple[int, int], keys: list[int] | None = None) -> TierBlocks:
-    """Pairs of cache blocks and tier blocks. Keys are numbers, by default the numbers of the tier
-    blocks.
+    """Transfers between pairs of a cache block and a tier block. `keys` are the tier's keys of the
+    blocks, by default the numbers of the tier blocks.
     """
     return TierBlocks(
         ints(*(mine for mine, _ in pairs)),
@@ -80,7 +80,7 @@ def make_tier(attention: PagedAttention) -> KVTier:
 
 
 def load(tier: KVTier, wanted: TierBlocks) -> EndedTierLoad:
-    """Runs a load until it has ended."""
+    """Loads blocks from the tier, and waits for the end of the load."""
     tier.begin_loads([TierLoad(7, wanted)])
     while not (ended := tier.take_ended(is_idle=True)):
         pass

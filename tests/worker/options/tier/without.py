@@ -1,4 +1,4 @@
-"""A worker from which the tier was removed. test_removed_option.py runs this."""
+"""Runs a worker without the tier's code. test_removed_option.py starts this program."""
 
 from pathlib import Path
 

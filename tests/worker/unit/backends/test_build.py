@@ -1,4 +1,4 @@
-"""Compiling the kernels: how many compilers run at once."""
+"""Tests how many compilers run at once when the kernels are compiled."""
 
 import os
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""A CUDA worker that lacks a requirement ends at its start, with an error of one sentence that
-names the remedy.
+"""A CUDA worker that lacks a requirement ends at its start. The error is one sentence, and names
+the remedy.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""States of recurrent layers are stored in the pool's blocks, in the memory of keys and values."""
+"""States of recurrent layers are stored in KV-cache blocks, in the memory of keys and values."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ LARGE = StateLayer((((3, 2), torch.bfloat16), ((10, 10), torch.float32)))
 
 
 def shape(state: StateLayer, num_states: int = 1, **changes: int) -> AttentionShape:
-    """One attention layer, and `num_states` groups of one recurrent layer each."""
+    """One attention layer, and `num_states` KV-cache groups of one recurrent layer each."""
     sizes = {"block_size": 4, "num_blocks": 6, **changes}
     groups = tuple((index,) for index in range(num_states))
     return AttentionShape(
@@ -103,8 +103,8 @@ def test_blocks_are_copied_one_after_the_other() -> None:
 
 
 def test_single_tokens_with_a_state_are_one_run_and_every_other_sequence_is_its_own() -> None:
-    # Two decodes without a past, three after 4, 4 and 8 tokens, a chunk after 4 tokens, and a chunk
-    # without a past.
+    # Two prompts of one token, decodes after 4, 4 and 8 tokens, a chunk after 4 tokens, and a
+    # prompt of two tokens.
     counts, seq_lens = np.array([1, 1, 1, 1, 1, 3, 2]), ints(1, 1, 5, 5, 9, 7, 2)
     tables = np.arange(7 * 3, dtype=np.int32).reshape(7, 3) + 1
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def numpy_codes(heads: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
-    """The codes of heads [..., head_dim], and their scales [...]."""
+    """Quantizes heads [..., head_dim]. Returns codes of the same shape, and scales [...]."""
     most = np.abs(heads).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most >= 1e-30)
     scales = np.where(most >= 1e-30, most / np.float32(127), np.float32(0))
@@ -70,8 +70,8 @@ def test_a_head_that_is_not_finite_stays_so(bad: float) -> None:
 
 
 def tokens_of(pages: torch.Tensor, *, is_key: bool) -> torch.Tensor:
-    """The pages of keys or of values of a native cache, [num_blocks, block_size, num_kv_heads,
-    bytes], in the order in which torch's cache has them.
+    """Converts the keys or the values of a native cache to the layout of torch's cache,
+    [num_blocks, block_size, num_kv_heads, bytes].
     """
     num_blocks, block_size, heads, width = pages.shape
     if block_size % 16:

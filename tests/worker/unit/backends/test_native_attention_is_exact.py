@@ -1,4 +1,4 @@
-"""Attention of a token in C++ is bitwise equal for any steps, threads, batches and page sizes."""
+"""Attention in C++ has the same bits for any steps, threads, batches and page sizes."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.paged_attention import NativePagedAttention
 
 LENGTH = 1100
-"""The length of a sequence. Its keys are computed in three parts."""
+"""The length of a sequence. The kernels compute so many keys in three parts."""
 
 # Number of heads, number of key heads, head size, half of the rotated elements, window, softcap.
 CASES = {
@@ -30,7 +30,7 @@ WAYS = {
 
 
 class Inputs:
-    """The attention inputs of every token of a sequence, and of another sequence's tokens."""
+    """The attention inputs of all tokens of a sequence, and of all tokens of a second sequence."""
 
     def __init__(
         self, case: str, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO

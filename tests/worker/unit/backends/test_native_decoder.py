@@ -1,5 +1,5 @@
-"""A call that computes all layers gives the same tokens with one thread, with two threads, and
-operation by operation.
+"""One call of C++ that computes all layers has the same tokens as separate calls for each
+operation, with one thread and with two.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.parity.exact import ExactModel, assert_same_bits
 from tests.worker.rank_threads import RankThread, on_ranks
 from tests.worker.runner_driver import Driver, Request, build_runner
 
-# Large enough to use two threads for a decode.
+# A model that is large enough for two threads in a decode step.
 SHAPE = Shape(512, 4, 8, 2, 1024, 600, tied_embeddings=True)
 LENGTHS = (1, 7, 40, 150, 200, 33, 90, 300, 64)
 
@@ -30,7 +30,7 @@ def directory(tmp_path: Path) -> Path:
 def outputs(
     directory: Path, setting: KernelsSetting, num_threads: int, ranks: Ranks = ALONE
 ) -> list[list[int]]:
-    """The tokens of requests whose prompts run in chunks together with decodes."""
+    """The output tokens of requests. Chunks of prompts run in the same steps as decodes."""
     torch.set_num_threads(num_threads)
     runner = build_runner(directory, num_blocks=200, kernels_setting=setting, ranks=ranks)
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The operations in C++ equal their torch twins, computed in double precision."""
+"""The operations in C++ equal torch's operations in double precision."""
 
 import os
 
@@ -81,8 +81,8 @@ def test_a_gate_far_from_zero_is_closed_or_open(native, activation: Activation) 
     assert_near(native, output, ACTIVATIONS[activation](gates.double())[None])
 
 
-# Narrow and wide matrices, with one chunk of depth or several, also with rows whose distance is a
-# power of two.
+# Narrow and wide matrices with one or several chunks of depth. The distance of rows in memory may
+# be a power of two.
 @pytest.mark.parametrize("in_features", [256, 1100, 2048, 5632])
 def test_a_row_does_not_depend_on_other_rows(native, in_features: int) -> None:
     torch.manual_seed(3)
@@ -119,7 +119,7 @@ def test_delayed_threads_compute_every_panel_once(native) -> None:
     x = drawn(native, 9, 2048)
     torch.set_num_threads(1)
     alone = linear(x)
-    torch.set_num_threads(7)  # some wait for a processor, and others take their panels
+    torch.set_num_threads(7)  # other threads compute the panels of threads without a processor
     try:
         for _ in range(200):
             assert torch.equal(linear(x), alone)
@@ -162,9 +162,7 @@ def test_a_width_that_is_no_multiple_of_lanes_is_computed_too(
 
 
 def test_denormals_are_kept_even_if_the_process_flushes_them(native) -> None:
-    """If one thread flushed small numbers to zero and another did not, results would depend on the
-    thread.
-    """
+    """If only some threads flushed small numbers to zero, results would depend on the thread."""
     linear = NativeLinear(
         native.functions, LargePages(), drawn(native, 1000, 2048, scale=1e-21), None
     )

@@ -14,7 +14,7 @@ from services.worker.backends.native.lora import NativeLora, NativeLoraStep
 from services.worker.backends.quantized import Weight, quantize_int8
 
 COLUMNS = (176, 48, 64)
-"""The number of output columns of three factors, such as queries, keys and values."""
+"""The numbers of output columns of three factors, as for queries, keys and values."""
 DEPTH = 90
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def factors(rank: int, depth: int = DEPTH) -> tuple[LoraFactors, ...]:
 
 
 def stored(weight: torch.Tensor, form: str) -> Weight:
-    """The weight in a packed format. A quantized format differs from the weight by rounding."""
+    """The weight in the packed format `form`. Quantized formats round the weight."""
     if form == "plain":
         return weight
     quantized = quantize_int8(weight, quantizes_inputs=form == "w8a8")
@@ -77,9 +77,7 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
 def test_adapters_of_rows_in_turn_add_what_each_adds_alone(
     native, num_rows: int, num_adapters: int, depth: int
 ) -> None:
-    """Rows of an adapter are at equal distances. Many rows with a large depth need several
-    blocks.
-    """
+    """Rows use the adapters in rotation. Many rows with a large depth need several blocks."""
     torch.manual_seed(5)
     shape = LoraShape(sum(COLUMNS), depth)
     weight = torch.randn(shape.columns, depth).to(native.dtype)
@@ -105,8 +103,8 @@ def test_large_adapters_begin_at_different_places_in_their_pages(native) -> None
 
 
 def test_adapters_of_the_same_ranks_share_where_their_columns_begin(native) -> None:
-    """Adapters share one copy, which a step with many adapters can read from the processor's
-    cache.
+    """Adapters share one copy of the array, so that it stays in the processor's cache in a step
+    with many adapters.
     """
     shape = LoraShape(sum(COLUMNS), DEPTH)
     layers = [LoraLayer(qkv=factors(rank)) for rank in (8, 8, 12)]
@@ -125,9 +123,9 @@ def packed(layers: list[LoraLayer], shape: LoraShape, native) -> list[NativeLora
 def assert_rows_are_those_alone(
     linear: NativeLinear, x: torch.Tensor, adapters: list[NativeLora], parts: list[np.ndarray]
 ) -> torch.Tensor:
-    """Asserts that a row has the same result alone and together with others. All rows are projected
-    in one step, with each part's adapter. Then each row is projected in a separate step. Returns
-    the results of the first step.
+    """Asserts that a row has the same result alone and together with other rows. All rows are
+    projected in one step, `parts[i]` with adapter i. Then each row is projected in a separate step.
+    Returns the results of the first step.
     """
     together = projected(linear, x, adapters, parts)
     for adapter, rows in zip(adapters, parts, strict=True):

@@ -1,4 +1,4 @@
-"""Attention in C++ equals its torch twin, over the same steps."""
+"""Attention in C++ equals torch's attention in the same steps."""
 
 from dataclasses import dataclass
 
@@ -58,7 +58,7 @@ CASES = [
 
 
 class Sequences:
-    """Sequences that grow. Their blocks are in a shuffled order."""
+    """Growing sequences, whose blocks are in a shuffled order."""
 
     def __init__(self, longest: list[int], block_size: int) -> None:
         counts = [-(-length // block_size) for length in longest]
@@ -71,7 +71,7 @@ class Sequences:
         self._lengths = [0] * len(longest)
 
     def grow(self, counts: list[int]) -> StepLayout:
-        """Appends the given number of tokens to each sequence. The number may be 0."""
+        """Appends `counts[i]` tokens, 0 or more, to sequence i. Returns the layout of the step."""
         grown = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         rows = [row for row, count in enumerate(counts) if count]
         rows.sort(key=lambda row: (counts[row] != 1, grown[row] if counts[row] == 1 else 0))
@@ -90,8 +90,8 @@ class Sequences:
 def assert_equal_step(
     native, case: Case, layout: StepLayout, attentions: list[PagedAttention]
 ) -> None:
-    """Asserts that both attentions give equal results for heads of a fused projection with rows of
-    padding.
+    """Asserts that both attentions have equal results. The heads are slices of a fused projection
+    with rows of padding.
     """
     total, heads, kv_heads = layout.num_tokens, case.num_heads, case.num_kv_heads
     fused = torch.randn(total + 2, heads + 2 * kv_heads, case.head_dim).to(native.dtype)
@@ -168,7 +168,7 @@ def test_stale_values_in_a_block_do_not_change_results(native, kept: KVCacheDtyp
 
 @pytest.mark.parametrize("kept", KVCacheDtype, ids=lambda kept: kept.value)
 def test_cleared_blocks_hold_zeros(native, kept: KVCacheDtype) -> None:
-    """A new key of zero gets the same attention as each cleared key of zero."""
+    """A new key of zeros gets the same score as each cleared key."""
     case = Case(2, 2, 32, 16, half=0)
     shape = AttentionShape((case.layer,), 16, 4, native.dtype, kv_cache_dtype=kept)
     attention = NativePagedAttention(native.functions, LargePages(), shape)

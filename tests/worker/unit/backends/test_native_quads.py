@@ -16,7 +16,7 @@ WAYS = {
     "avx512": (("-march=x86-64-v4",), {"avx512f", "avx512bw"}),
     "avx512_vnni": (("-march=x86-64-v4", "-mavx512vnni"), {"avx512bw", "avx512_vnni"}),
 }
-"""Compiler flags, each with the processor features that it requires."""
+"""Pairs of compiler flags and the processor features that they require."""
 PROGRAM = """
 #include "quads.h"
 using namespace stepwell;
@@ -33,8 +33,8 @@ extern "C" void sums(const KeyByte* keys, const KeyByte* query, const ValueByte*
 
 
 def assert_exact(sums: Callable[..., object], copy: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Compares the sums of random bytes with exact ones. `copy` puts an array where `sums`, the
-    function of PROGRAM, can access it.
+    """Compares the sums of random bytes with exact sums. `sums` is the function of PROGRAM. `copy`
+    copies an array into memory that `sums` can access.
     """
     random = np.random.default_rng(1)
     for steps in (1, 16, 64):

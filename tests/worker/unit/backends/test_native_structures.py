@@ -1,4 +1,4 @@
-"""Structures that are declared in both Python and C++ agree."""
+"""Structures that Python and C++ both declare have the same layout."""
 
 import ctypes
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from services.worker.backends.native.library import (
 
 @dataclass(frozen=True, slots=True)
 class OneMoreNorm(LayerWeights):
-    """The weights of a layer with a norm that C++ does not have."""
+    """A structure with one more field than its declaration in C++."""
 
     value_norm: torch.Tensor | None
 

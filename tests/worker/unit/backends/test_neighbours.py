@@ -1,4 +1,4 @@
-"""NaN and infinities of one row, or of one request's pages, change no bit of other rows."""
+"""NaN and infinities in one row or in one request's pages do not change the bits of other rows."""
 
 from dataclasses import replace
 
@@ -73,8 +73,8 @@ def bits(outputs: torch.Tensor) -> torch.Tensor:
 
 
 def outputs(native, case: Case, kept: KVCacheDtype, value: float | None) -> torch.Tensor:
-    """Outputs of all tokens of other sequences than SPOILED. That sequence, and the contents of all
-    pages before the first step, are `value`, unless it is None.
+    """The outputs of all tokens, except tokens of SPOILED. If `value` is not None, it replaces all
+    numbers of SPOILED and the initial contents of all pages.
     """
     torch.manual_seed(4)
     sequences = Sequences([300] * len(STEPS[0]), case.block_size)

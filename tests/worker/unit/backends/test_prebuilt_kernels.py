@@ -23,8 +23,8 @@ AMX, VBMI, BF16, AVX512, AVX2 = (kind.features for kind in X86_KINDS)
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that compiles one function in place of all sources. The function returns the kind
-    of processor, from the compiler's macros.
+    """Replaces the sources of the kernels with one function. It returns the kind of processor for
+    which it was compiled.
     """
     found = shutil.which("c++")
     if found is None:
@@ -154,7 +154,7 @@ def test_without_usable_tiles_the_next_kernels_are_loaded(
     caplog: pytest.LogCaptureFixture,
     refusal: str | None,
 ) -> None:
-    """The system refuses permission, or grants it on a machine whose processor has no palette."""
+    """The system refuses permission to use tiles, or the processor has no palette of tiles."""
     build(tmp_path, X86_KINDS[:2])
     monkeypatch.setattr(
         compiled, "load_prebuilt", lambda features: load_prebuilt(features, tmp_path)

@@ -1,4 +1,4 @@
-"""Products of quantized weights equal those of the dequantized ones in double precision."""
+"""Products of quantized weights equal products of the dequantized weights in double precision."""
 
 from dataclasses import replace
 
@@ -23,13 +23,15 @@ _SHAPES = st.tuples(
 
 
 FLOAT8 = 0
-"""Stands for codes that are floats."""
+"""Number of bits that stands for codes that are 8-bit floats."""
 
 
 def drawn(
     rows: int, groups: int, group: int, bits: int, dtype: torch.dtype, *, offsets: bool
 ) -> QuantizedWeight:
-    """Codes of the whole range, with scales and offsets of several magnitudes."""
+    """A random weight with codes of the whole range, and scales and offsets of several
+    magnitudes.
+    """
     most = 2 ** ((bits or 8) - 1)
     codes = torch.randint(-most, most, (rows, groups * group), dtype=torch.int8)
     if bits == FLOAT8:
@@ -41,7 +43,9 @@ def drawn(
 
 
 def in_double(weight: QuantizedWeight) -> torch.Tensor:
-    """The weight in double precision, computed element by element as the class defines it."""
+    """The weight in double precision, computed element by element by the definition of
+    QuantizedWeight.
+    """
     exact = torch.empty(weight.shape, dtype=torch.double)
     for column in range(weight.shape[1]):
         group = column // weight.group
@@ -69,7 +73,7 @@ def test_a_projection_of_any_shape(
     weight = drawn(*shape, bits, native.dtype, offsets=offsets)
     linear = NativeLinear(native.functions, LargePages(), weight, None)
     assert (linear.out_features, linear.in_features) == tuple(weight.shape)
-    # Groups of an odd width are stored in bfloat16, like weights that are not quantized.
+    # Weights with groups of an odd width are stored unquantized in bfloat16.
     is_odd = native.dtype is torch.bfloat16 and shape[1] > 1 and shape[2] % 2
     exact = weight.dequantized().double() if is_odd else in_double(weight)
     x = torch.randn(max(ROWS), weight.shape[1]).to(native.dtype)
@@ -84,7 +88,7 @@ def test_a_projection_of_any_shape(
 )
 def test_a_large_projection_is_computed_in_several_blocks(native, bits: int, group: int) -> None:
     """The weight has more rows than a block, a depth of several chunks, and panels for two threads.
-    The number of panels is odd, also if few rows are multiplied by pairs of panels.
+    The number of panels is odd, although few rows are multiplied by pairs of panels.
     """
     torch.manual_seed(1)
     weight = drawn(800, 2816 // group, group, bits, native.dtype, offsets=True)

@@ -69,7 +69,7 @@ def test_numbers_are_exchanged(kernels: Kernels) -> None:
 
 
 def test_a_fast_rank_does_not_overwrite_slots_that_others_read() -> None:
-    """Each rank sometimes waits. It must read the data that the other wrote for the same
+    """Ranks sometimes wait. A rank must still read the data that the other rank wrote for the same
     collective.
     """
     random = np.random.default_rng(0)
@@ -115,7 +115,7 @@ def test_the_end_of_a_rank_ends_the_waits_of_others() -> None:
         began = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 1 of the 2 that share these layers"):
             thread.ranks.sum(torch.ones(1, 1))
-        with pytest.raises(RuntimeError):  # and later collectives
+        with pytest.raises(RuntimeError):  # later collectives fail too
             thread.ranks.exchange([1])
         return time.monotonic() - began
 

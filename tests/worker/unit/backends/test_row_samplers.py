@@ -21,9 +21,7 @@ from tests.worker.programs import compiled_program
 def native(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> NativeRowSampler:
-    """The compiled sampler for a kind of processor. Skips, with the reason, if it cannot
-    be built.
-    """
+    """The compiled sampler for a kind of processor. Skips the test if it cannot be built."""
     kind = request.param
     program, scratch = '#include "sampling.cpp"', tmp_path_factory.mktemp(kind.name)
     return NativeRowSampler(compiled_program(program, scratch, kind.flags, kind.features))
@@ -45,8 +43,8 @@ def assert_equal(
     parameters: RowParameters,
     masks: RowMasks | None = None,
 ) -> np.ndarray:
-    """Compares the draws of rows in another order than in the matrix, all at once and the last one
-    alone.
+    """Compares compiled draws with NumPy's. Rows are drawn in another order than in `logits`, all
+    at once and the last row alone. Returns the draws.
     """
     rows = np.arange(len(logits))[::-1].copy()
     expected = NumpyRowSampler(len(rows), logits.shape[1]).sample(logits, rows, parameters, masks)
@@ -60,8 +58,8 @@ def assert_equal(
 
 
 def drawn_masks(kinds: list[str], generator: np.random.Generator, size: int) -> RowMasks:
-    """Masks in random order that allow all tokens, a few, about half, or none. Other rows have no
-    mask.
+    """Masks in random order. A row's kind determines whether it has no mask, or a mask that allows
+    all tokens, a few, about half, or none.
     """
     fractions = {"all": 1.0, "few": 0.01, "half": 0.5, "none": 0.0}
     allowed = np.zeros((len(kinds), -(-size // 32) * 32), np.bool_)
@@ -228,8 +226,8 @@ def test_masked_copies_equal_numpys(
 def test_tokens_come_as_often_as_their_probabilities_say(
     native: NativeRowSampler, filters: tuple[int, float, float]
 ) -> None:
-    """Frequencies are compared among the tokens that a filter leaves. Each filter leaves the same
-    three tokens.
+    """Each filter allows the same three tokens. Their frequencies are compared with their
+    probabilities.
     """
     probabilities = np.array([0.1, 0.4, 0.05, 0.25, 0.15, 0.05])
     kept = [1, 3, 4] if filters != (0, 1.0, 0.0) else list(range(6))
@@ -243,7 +241,7 @@ def test_tokens_come_as_often_as_their_probabilities_say(
     counts = np.bincount(found, minlength=6)
     assert counts[kept].sum() == count
     chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
-    assert chi_square < 35.9  # 5 degrees of freedom: exceeded by chance once in a million
+    assert chi_square < 35.9  # with 5 degrees of freedom, exceeded by chance once in a million
 
 
 def test_a_value_that_compiled_code_does_not_read_is_refused(native: NativeRowSampler) -> None:

@@ -1,4 +1,4 @@
-"""Tests the meaning and the errors of the setting speculative_config."""
+"""Tests how the setting speculative_config is read, and the errors of wrong values."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Keys are split if there are too few lanes for a GPU's processors, and enough keys."""
+"""Keys are split into parts if there are too few lanes for a GPU's multiprocessors, and enough
+keys.
+"""
 
 import pytest
 
@@ -9,11 +11,11 @@ from services.worker.backends.cuda.sub_chunks import num_splits
     ("num_lanes", "num_keys", "splits"),
     [
         (1, 131072, 32),  # the maximum, though 8 * 32 programs leave processors idle
-        (1, 4096, 16),  # parts of 256 keys
+        (1, 4096, 16),  # 16 parts of 256 keys
         (1, 300, 1),
-        (4, 8192, 16),  # 4 * 8 * 16 programs are the first count of at least 2 * 132
+        (4, 8192, 16),  # 16 is the lowest count with at least 2 * 132 programs
         (16, 8192, 4),
-        (32, 8192, 1),  # 256 programs
+        (32, 8192, 1),  # 256 programs without a split
         (1024, 8192, 1),
     ],
 )

@@ -106,7 +106,7 @@ LENGTHS = (1, 70, 300, 520, 1100, 1300)
 
 
 class World:
-    """Sequences of fixed queries, keys and values over one cache."""
+    """Sequences of fixed queries, keys and values in one KV cache."""
 
     def __init__(self, layer: AttentionLayer, dtype: torch.dtype) -> None:
         random = torch.Generator().manual_seed(1)
@@ -122,15 +122,15 @@ class World:
         self.empty(seed=0)
 
     def empty(self, seed: int) -> None:
-        """Replaces the cache by an empty one, whose blocks are assigned in another order."""
+        """Replaces the cache by an empty cache, whose blocks are assigned in another order."""
         self._attention = TorchPagedAttention(self._shape)
         width = -(-max(LENGTHS) // BLOCK_SIZE)
         blocks = np.random.default_rng(seed).permutation(np.arange(1, NUM_BLOCKS))
         self._tables = blocks[: len(LENGTHS) * width].reshape(-1, width).astype(np.int32)
 
     def step(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Computes tokens [begin, end) of sequences, and returns each part's result. Parts of one
-        token must be first, in order of length.
+        """Computes parts, each a tuple (sequence, begin, end) of the tokens [begin, end). Returns
+        the result of each part. Parts of one token must be first, in order of `end`.
         """
         rows, begins, ends = (np.array(column, np.int32) for column in zip(*parts, strict=True))
         layout = StepLayout(
@@ -172,8 +172,8 @@ def test_attention_has_the_same_bits_for_whole_and_chunked_prompts_in_any_batch(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_batch_invariance_no_rows_or_keys_are_padded(dtype: torch.dtype) -> None:
-    """One row stays one row, and a query is multiplied only by the keys that it sees, with torch's
-    own operations.
+    """Torch's own operations compute one row as one row, and multiply a query only by the keys to
+    which it attends.
     """
     torch.manual_seed(0)
     kernels = TorchKernels(batch_invariant=False)
@@ -202,5 +202,5 @@ def test_without_batch_invariance_no_rows_or_keys_are_padded(dtype: torch.dtype)
 
 
 def test_the_libraries_here_agree_from_four_rows_on() -> None:
-    """The slower method is used only where it is necessary. With these libraries it is not."""
+    """With the libraries of this machine, the slower method with more padding is not necessary."""
     assert row_multiple(PLAIN, torch.float32) == row_multiple(PLAIN, torch.bfloat16) == 4

@@ -19,7 +19,7 @@ def shape_of(block_size: int, num_blocks: int, layer: AttentionLayer = PLAIN) ->
 
 
 class Sequence:
-    """A sequence's keys and values, stored in full outside the cache, and its blocks."""
+    """All keys and values of a sequence, as the reference, and the sequence's block ids."""
 
     def __init__(self, block_ids: list[int]) -> None:
         self.block_ids = block_ids
@@ -30,7 +30,7 @@ class Sequence:
 def attend_plainly(
     queries: torch.Tensor, sequence: Sequence, layer: AttentionLayer
 ) -> torch.Tensor:
-    """Softmax attention of the last tokens of a sequence, query by query and head by head."""
+    """Softmax attention of a sequence's last tokens, computed query by query and head by head."""
     context = len(sequence.keys) - len(queries)
     output = torch.empty(len(queries), NUM_HEADS, HEAD_DIM)
     for index, query in enumerate(queries):
@@ -67,8 +67,8 @@ def run_step(
     block_size: int,
     layer: AttentionLayer = PLAIN,
 ) -> None:
-    """Computes new tokens of each sequence, followed by padding, and compares them with explicit
-    attention.
+    """Computes `counts[i]` new tokens of sequence i, with padding at the end. Compares the results
+    with explicit attention.
     """
     total, padding = sum(counts), 3
     queries = torch.randn(total + padding, NUM_HEADS, HEAD_DIM)
@@ -105,11 +105,11 @@ def test_decodes_of_different_lengths_share_a_step_with_chunks(
     sequences = [Sequence(blocks[320 * i : 320 * (i + 1)]) for i in range(len(lengths))]
     shape = shape_of(block_size, 1 + 7 * 320, layer)
     attention = TorchPagedAttention(shape, batch_invariant=batch_invariant)
-    # Prompts, one of a single token.
+    # Prompts, one of which has a single token.
     run_step(attention, sequences[:1], [1], block_size, layer)
     run_step(attention, sequences[1:], lengths[1:], block_size, layer)
-    # Decodes in increasing order of length, then chunks with a past, of which one is longer than a
-    # tile.
+    # Decodes in increasing order of length, then chunks of prompts whose beginnings were computed.
+    # One chunk is longer than a tile.
     order = [0, 1, 2, 4, 5, 3, 6]
     mixed = [sequences[index] for index in order]
     run_step(attention, mixed, [1, 1, 1, 1, 9, MOST_ROWS + 5, 2], block_size, layer)
@@ -120,7 +120,7 @@ def test_decodes_of_different_lengths_share_a_step_with_chunks(
 
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
 def test_stale_values_in_a_block_do_not_change_results(batch_invariant: bool) -> None:
-    """This includes NaN, which a mask alone does not remove."""
+    """The stale values include NaN, which a mask alone does not remove."""
     torch.manual_seed(3)
     attention = TorchPagedAttention(shape_of(4, 41), batch_invariant=batch_invariant)
     broken = Sequence(list(range(1, 41)))
@@ -144,8 +144,8 @@ def test_decodes_over_a_group_limit_are_cut() -> None:
 
 
 def test_keys_and_queries_are_rotated_before_they_meet() -> None:
-    """Rotations are computed with complex numbers for comparison. The last two elements of a head
-    are not rotated.
+    """The reference rotates with complex numbers. The last two elements of a head are not
+    rotated.
     """
     torch.manual_seed(4)
     angles = torch.rand(9, 3)
@@ -186,21 +186,21 @@ def test_zeroed_blocks_are_clear_in_every_layer() -> None:
     for layer in range(2):
         step(layer, torch.ones(8, NUM_HEADS, HEAD_DIM), stale.clone(), stale.clone(), None)
     attention.zero_blocks(np.array([1, 2], np.int32))
-    # Another request gets both blocks. Of its nine tokens the last one is new.
+    # Another request of nine tokens gets both zeroed blocks. Only its last token is computed.
     sequence = Sequence([1, 2, 3])
     sequence.keys = torch.empty(9, NUM_KV_HEADS, HEAD_DIM)
     step = attention.begin_step([layout_of([sequence], [1], 4)])
     new = torch.ones(1, NUM_KV_HEADS, HEAD_DIM)
     for layer in range(2):
         output = step(layer, torch.zeros(1, NUM_HEADS, HEAD_DIM), new.clone(), new.clone(), None)
-        # No score prefers one token to another: eight zeros and a one.
+        # All scores are equal. The values are eight zeros and a one.
         torch.testing.assert_close(output, torch.full_like(output, 1 / 9))
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
 def test_groups_share_pages_and_a_window_reads_only_its_own_keys(batch_invariant: bool) -> None:
-    """There are two groups of one layer each. One sees all tokens, and one the last five. The
-    blocks that the window has left belong to another request, and contain NaN.
+    """There are two KV-cache groups of one layer. The first attends to all tokens, and the second
+    to the last five. Blocks outside the window belong to another request, and contain NaN.
     """
     torch.manual_seed(5)
     windowed = replace(PLAIN, window=5)
@@ -227,7 +227,7 @@ def test_groups_share_pages_and_a_window_reads_only_its_own_keys(batch_invariant
 
 
 def poison(attention: TorchPagedAttention, block_id: int) -> None:
-    """Fills a block with NaN for another request, in the pages of both groups."""
+    """Fills a block with NaN in the pages of both groups, as another request."""
     broken = Sequence([block_id])
     broken.keys = broken.values = torch.full((4, NUM_KV_HEADS, HEAD_DIM), torch.nan)
     step = attention.begin_step([layout_of([broken], [4], 4)] * 2)

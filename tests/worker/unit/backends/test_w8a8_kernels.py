@@ -18,15 +18,17 @@ ROWS = (1, 2, 3, 4, 5, 12, 13, 18, 40)
 
 
 def drawn(rows: int, columns: int, dtype: torch.dtype) -> QuantizedWeight:
-    """Codes of the whole range, including -128, with scales of several magnitudes."""
+    """A random weight with codes of the whole range, including -128, and scales of several
+    magnitudes.
+    """
     codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
     scales = torch.rand(rows, 1) * 10.0 ** torch.randint(-3, 1, (rows, 1))
     return QuantizedWeight(codes, scales, None, 8, dtype, quantizes_inputs=True)
 
 
 def of_numpy(weight: QuantizedWeight, x: torch.Tensor) -> npt.NDArray[np.float32]:
-    """The product without a bias. The codes of a row are its elements divided by a 127th of the
-    largest magnitude. Sums are integers, and are multiplied by the scales in float32.
+    """The product without a bias. Inputs are rounded to multiples of a 127th of the row's largest
+    magnitude. The sums of codes are integers, and are multiplied by the scales in float32.
     """
     rows = x.float().numpy()
     most = np.abs(rows).max(1, keepdims=True)

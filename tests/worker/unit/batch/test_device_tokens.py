@@ -1,4 +1,4 @@
-"""Steps that begin before the previous step's tokens are on the host produce the same tokens."""
+"""Steps that begin before the previous step's tokens are on the host have the same results."""
 
 from pathlib import Path
 
@@ -80,7 +80,8 @@ def test_a_step_is_answered_later_if_the_device_samples_any_of_it(model: Path) -
         else [indexes.tolist() for indexes, _ in output.known.parts]
         for output in begun
     ]
-    # The request that the device samples leaves before the fifth step.
+    # Penalties are sampled on the host. The greedy request, which the device samples, ends before
+    # the fifth step.
     assert on_host == [[[0]], [[0]], [[0]], [[0, 1]], None, None]
     outputs = [output if isinstance(output, StepOutput) else output.wait() for output in begun]
     assert [output.num_tokens.tolist() for output in outputs[3:]] == [[1, 1, 1], [1, 1], [1, 1, 1]]

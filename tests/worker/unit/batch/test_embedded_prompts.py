@@ -1,4 +1,4 @@
-"""A runner's results for embeddings in place of prompt tokens."""
+"""Tests prompts that are embeddings in place of token ids."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def generate(
     sampling: SamplingParams = GREEDY,
     chunk: int = len(PROMPT),
 ) -> list[int]:
-    """Generates eight tokens. The prompt is computed in chunks."""
+    """Generates eight tokens. The prompt is computed in chunks of `chunk` tokens."""
     runner.reset()
     tokens = PROMPT if embeds is None else [*embeds.placeholders, *PROMPT[embeds.num_tokens :]]
     output: list[int] = []
@@ -71,7 +71,7 @@ def test_embeddings_of_tokens_give_what_the_tokens_give(tmp_path: Path, kind: st
 
 
 def test_penalties_ignore_placeholders(tmp_path: Path) -> None:
-    """A penalty for tokens of the prompt does not apply to placeholders."""
+    """Embeddings have placeholders in place of token ids."""
     model = save_tiny_model(tmp_path, "llama")
     runner = build_runner(tmp_path, block_size=4, num_blocks=60)
     first = generate(runner)[0]
@@ -109,9 +109,7 @@ def test_a_matrix_of_another_width_is_refused_and_the_batch_unchanged(
 
 
 def test_embeddings_of_computed_tokens_may_be_omitted(tmp_path: Path) -> None:
-    """After a prefix hit of a block, only the rows of later tokens are needed. If all tokens are
-    computed, no rows are needed.
-    """
+    """After a prefix hit, only the embeddings of later tokens are needed."""
     model = save_tiny_model(tmp_path, "llama")
     runner = build_runner(tmp_path, block_size=4, num_blocks=60)
     whole = embed(model, PROMPT)

@@ -1,5 +1,5 @@
-"""The persistent batch applies differences. It refuses contradictory differences and stays
-unchanged.
+"""The persistent batch applies the changes of each step. It refuses contradictory changes, and is
+then unchanged.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ def new(row: int, tokens: list[int], blocks: list[int]) -> NewRequest:
 def step(
     *entries: tuple[int, int, int], enter: tuple[NewRequest, ...] = (), **changes: object
 ) -> StepInput:
-    """A step. Entries are (row, scheduled, computed)."""
+    """A step. Entries are (row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     plain = StepInput(1, 7, ints(*rows), ints(*scheduled), ints(*computed), new_requests=enter)
     return replace(plain, **changes)
@@ -164,8 +164,8 @@ def test_sampling_parameters_are_checked_too(batch: InputBatch) -> None:
 
 @pytest.fixture
 def hybrid() -> InputBatch:
-    """A batch with two groups, the second with a window. Row 1 entered with a prefix hit of two
-    blocks. The second block is within the window.
+    """A batch with two KV-cache groups, the second with a window. Row 1 entered with a prefix hit
+    of two blocks. Only the second block is within the window.
     """
     batch = InputBatch(replace(LIMITS, windows=(None, 4)))
     tables = (ints(3, 4, 5), ints(0, 6, 7))
@@ -201,8 +201,8 @@ def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
 
 
 def stateful_batch(state_block_size: int = 4) -> InputBatch:
-    """A batch with a group of attention layers and a group of states. Row 2 has computed six
-    tokens.
+    """A batch with a KV-cache group of attention layers and a group of recurrent states. Row 2 has
+    six computed tokens.
     """
     limits = replace(LIMITS, windows=(None, None), state_block_sizes=(state_block_size,))
     batch = InputBatch(limits)

@@ -1,4 +1,4 @@
-"""Steps of a stream must arrive once each, in order, and with one generation."""
+"""Each step of a stream must arrive once, in order, and with the stream's generation."""
 
 import pytest
 

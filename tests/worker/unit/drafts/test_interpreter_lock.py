@@ -1,6 +1,6 @@
-"""If no draft is found, the compute thread keeps the interpreter's lock from the beginning of a
-step until the model computes. Meanwhile the event loop, which has to send the previous step's
-answer, waits for the lock. It should run while the model computes, and not before.
+"""The compute thread keeps the interpreter's lock from the beginning of a step until the model
+computes, if no draft is found. The event loop, which sends the previous step's answer, should run
+while the model computes, and not before.
 """
 
 import os
@@ -30,8 +30,8 @@ NUM_STEPS = 20
 
 
 class Waiting:
-    """A thread that acquires and releases the interpreter's lock, and counts how often it had the
-    lock.
+    """A thread that repeatedly acquires and releases the interpreter's lock. `num_turns` counts how
+    often it had the lock.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class Waiting:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Runs the thread. Until the end, no thread is forced to release the lock. The thread runs
-        on the processor of the caller, where it gets the lock even if the lock is free for a very
-        short time.
+        """Runs the thread inside the context, in which no thread is forced to release the lock. The
+        thread runs on the caller's processor. There it gets the lock even if the lock is free for a
+        very short time.
         """
         interval, processors = sys.getswitchinterval(), os.sched_getaffinity(0)
         sys.setswitchinterval(1000)
@@ -58,8 +58,8 @@ class Waiting:
             self._thread.join()
 
     def turns_when_waiting(self) -> int:
-        """The number of turns, when the thread waits for the lock. This call takes longer than the
-        thread sleeps.
+        """Waits until the thread waits for the lock, which takes longer than the thread sleeps.
+        Returns the number of turns so far.
         """
         until = time.perf_counter() + 0.002
         while time.perf_counter() < until:
@@ -73,7 +73,9 @@ class Waiting:
 
 
 class Watched:
-    """A model that records how many turns the thread had when the model began to compute."""
+    """A model that records the number of turns of the `Waiting` thread when it begins to
+    compute.
+    """
 
     def __init__(self, model: Any, waiting: Waiting) -> None:
         self._model = model
@@ -124,7 +126,7 @@ def test_the_lock_is_kept_until_the_model_computes(tmp_path: Path, method: str) 
             before = waiting.turns_when_waiting()
             if not runner.execute(step).num_draft_tokens.any():
                 turns.append(watched.num_turns - before)
-    # The first step adds prompts to suffix trees without the lock, which may take long.
+    # The first step may release the lock, because adding prompts to suffix trees may take long.
     assert len(turns) > 2
     assert not any(turns[1:])
     assert waiting.num_turns > 1

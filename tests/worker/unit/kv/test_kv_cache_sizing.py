@@ -1,5 +1,5 @@
-"""The size of the KV cache depends on memory, up to the size that the batch can use. Its
-description says why.
+"""The size of the KV cache depends on the memory, up to the size that the batch can use. The size's
+description names the reason.
 """
 
 from dataclasses import replace
@@ -121,8 +121,9 @@ def test_what_cannot_be_allocated_is_one_sentence() -> None:
 
 
 HYBRID = (LayerGroup(None, (3,)), LayerGroup(33, (0,)), LayerGroup(33, (1,)))
-"""For 160 tokens the first group needs 10 blocks. Each other group needs 7: 32 tokens of the window
-and two steps of 32 tokens take 6, and one more is needed.
+"""For 160 tokens the first group needs 10 blocks. Each of the other two groups needs 7 blocks: 6
+for 32 tokens of the window and two steps of 32 tokens, and one more, since a block may be partly
+used.
 """
 
 

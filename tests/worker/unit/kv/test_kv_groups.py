@@ -1,4 +1,4 @@
-"""Layers are grouped by their kind of attention, in groups of equal size."""
+"""Layers with the same kind of attention form KV-cache groups. All groups have the same size."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_groups_share_the_pages_of_a_block(num_layers: int) -> None:
 
 NARROW = AttentionLayer(8, 4, 16, 1.0, window=8)
 WIDE = AttentionLayer(8, 1, 32, 1.0)
-"""A layer whose keys take half of the memory of those of NARROW."""
+"""A layer whose keys take half of the memory of NARROW's keys."""
 
 
 def test_keys_of_another_shape_make_a_group_with_more_tokens_in_blocks_of_the_same_size() -> None:
@@ -105,7 +105,7 @@ def test_keys_whose_bytes_are_no_multiples_are_one_group_without_windows() -> No
     uneven = replace(NARROW, num_kv_heads=3)
     assert layer_kinds([uneven, WIDE]) == [LayerKind(), LayerKind()]
     assert layer_kinds([NARROW, WIDE], scales_blocks=False) == [LayerKind(), LayerKind()]
-    # In 8 bits a head needs 4 more bytes for its scale, so the ratio is 4 * 20 to 1 * 36.
+    # In 8 bits each head has a scale of 4 more bytes, so the ratio is 4 * 20 to 1 * 36.
     codes = KVCacheDtype.INT8_PER_TOKEN_HEAD
     assert layer_kinds([NARROW, WIDE], codes) == [LayerKind(), LayerKind()]
 

@@ -1,5 +1,5 @@
-"""Tests experts: tokens are grouped by expert, results are equal in every batch, and both formats
-of checkpoints are read.
+"""Tests experts: tokens are grouped by expert, results are equal in every batch, and both
+checkpoint formats are read.
 """
 
 from pathlib import Path

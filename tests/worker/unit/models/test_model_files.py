@@ -45,7 +45,9 @@ def load(directory: Path) -> None:
 
 
 def refusal(directory: Path, kind: type[ModelError]) -> str:
-    """The sentence that refuses the directory. It is one line and begins with a file's path."""
+    """The error message that refuses the directory. It is one line, and begins with a file's
+    path.
+    """
     with pytest.raises(kind) as caught:
         load(directory)
     sentence = caught.value.message

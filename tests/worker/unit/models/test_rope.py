@@ -1,4 +1,4 @@
-"""Rotary frequencies equal those of transformers, in both spellings of the settings."""
+"""Rotary frequencies equal transformers' frequencies, with both formats of the settings."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests which parts of a model a rank reads and stores, and which models cannot be divided."""
+"""Tests which parts of a model a rank reads and stores, and which models are not divisible."""
 
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class _CountingSlice:
 
 
 class CountingCheckpoint(Checkpoint):
-    """A checkpoint of one file that counts the bytes read from it."""
+    """A checkpoint of one file. It counts the elements that are read from each tensor."""
 
     def count(self, directory: Path) -> dict[str, int]:
         """The number of elements that rank 1 of 2 reads from each tensor."""
@@ -78,7 +78,7 @@ class CountingCheckpoint(Checkpoint):
 
 
 class _Opened:
-    """A checkpoint that is open already."""
+    """A checkpoint whose file is already open."""
 
     def __init__(self, checkpoint: Checkpoint, reader: TensorReader) -> None:
         self.tensors = checkpoint.tensors
@@ -107,7 +107,7 @@ def load(directory: Path, ranks: OneOf, checkpoint: Any = None) -> DecoderWeight
 
 
 def stack_experts(directory: Path) -> None:
-    """Rewrites a checkpoint so that all experts of a layer lie in one tensor."""
+    """Rewrites a checkpoint so that one tensor contains all experts of a layer."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for prefix in {name.partition(".mlp.experts.")[0] for name in tensors if ".experts." in name}:
@@ -159,9 +159,7 @@ def test_heads_of_keys_and_values_are_shared_by_neighbours() -> None:
 
 
 def test_heads_that_do_not_divide() -> None:
-    """There are nine heads of queries. Each three of them use one of three heads of keys and
-    values.
-    """
+    """There are nine query heads. Three of them share each of three key-value heads."""
     two = [Shard(rank, 2) for rank in range(2)]
     assert [shard.kv_heads(3) for shard in two] == [slice(0, 2), slice(2, 3)]
     assert [shard.heads(9, 3) for shard in two] == [slice(0, 6), slice(6, 9)]

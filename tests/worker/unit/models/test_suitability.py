@@ -1,4 +1,4 @@
-"""Whether a model can be served is decided from its files, without torch."""
+"""Tests the check whether a model can be served. The check reads files and does not need torch."""
 
 import json
 import subprocess

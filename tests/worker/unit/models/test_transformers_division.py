@@ -1,4 +1,4 @@
-"""Parts of models that transformers runs add up to the whole, or are refused in one sentence."""
+"""Models that transformers runs can be divided among ranks, or are refused with one sentence."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -135,7 +135,7 @@ class Causal:
 
 @torch.inference_mode()
 def logits_of(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits for token ids, and for the embeddings of these tokens."""
+    """The logits for token ids, and the logits for the embeddings of these tokens."""
     ids = positions = torch.arange(NUM_TOKENS)
     model, attention = loaded.model, Causal(loaded.attention)
     _, told = model.forward(ids, positions, attention)

@@ -1,4 +1,6 @@
-"""Decoders without native code run through transformers, or are refused in one sentence."""
+"""Decoders without a native implementation run through transformers, or are refused with one
+sentence.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -133,7 +135,7 @@ def test_a_loaded_model_has_its_architecture_sizes_and_eos_tokens(tmp_path: Path
 
 
 def test_recurrent_layers_are_counted_apart_from_those_that_attend(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "bamba")  # the third of four layers attends
+    save_tiny_model(tmp_path, "bamba")  # the third of four layers is an attention layer
     loaded = load(tmp_path)
     assert len(loaded.attention) == 1
     convolution, recurrence = (144 + 16, 4), (4, 24, 16)
@@ -143,7 +145,7 @@ def test_recurrent_layers_are_counted_apart_from_those_that_attend(tmp_path: Pat
 
 
 class Forgetful(nn.Module):
-    """A layer that adds up its tokens, and does not accept a state."""
+    """A recurrent layer that adds up its tokens, but ignores the state of earlier steps."""
 
     layer_idx = 0
 
@@ -186,7 +188,7 @@ def test_quantized_weights_are_refused_by_the_name_of_their_method(tmp_path: Pat
 def test_windows_equal_the_arguments_of_attention(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "cohere2")
     assert [x.window for x in load(tmp_path).attention] == [20, None, 20, None]
-    # A window that is longer than any sequence is no window.
+    # A window that is longer than any sequence has no effect.
     assert [x.window for x in load(tmp_path, max_model_len=20).attention] == [None] * 4
 
 

@@ -1,4 +1,4 @@
-"""A worker gets its rank from flags, from torch's environment variables, or from a pod's
+"""A worker reads its rank from flags, from torch's environment variables, or from a pod's
 ordinal.
 """
 

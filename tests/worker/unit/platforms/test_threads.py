@@ -1,4 +1,4 @@
-"""Tests the number of threads of a worker, in examples for large, small and shared machines."""
+"""Tests the number of threads of a worker on large, small and shared machines."""
 
 import pytest
 

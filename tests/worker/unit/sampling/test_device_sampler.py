@@ -60,7 +60,7 @@ def test_many_draws_of_every_kind(ties: bool) -> None:
 
 
 def test_draws_from_a_large_vocabulary_equal_the_hosts() -> None:
-    """In some rows hardly any token is left. There are more tokens than race at once."""
+    """In some rows only seven tokens are possible. The vocabulary needs several blocks."""
     vocab_size, num_rows = 70_000, 130
     host, device = Sampler(num_rows, vocab_size), Sampler(num_rows, vocab_size)
     for sampler in (host, device):
@@ -102,7 +102,7 @@ def test_edits_need_the_host_and_log_probabilities_do_not() -> None:
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_log_probabilities_are_those_of_the_host(ties: bool) -> None:
-    """Compares some rows and all rows, for tokens of any rank and any number of best tokens."""
+    """Compares the results for some rows and for all rows, with tokens of any rank."""
     logits = torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(7)) * 3
     if ties:
         logits = logits.round()

@@ -1,4 +1,4 @@
-"""Compares exponentials and logarithms with those of the C library, in higher precision."""
+"""Compares exponentials and logarithms with results of the C library in higher precision."""
 
 import math
 

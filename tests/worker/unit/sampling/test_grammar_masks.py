@@ -1,4 +1,4 @@
-"""Outputs constrained by a grammar conform to it, whatever the logits."""
+"""Outputs that are constrained by a grammar conform to it, for any logits."""
 
 import time
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.structured_forms import FORMS, Form, of_grammar, of_regex, of_schema
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 EOS = 2
 VOCAB_SIZE = 4096 + 40
-"""The tokenizer has 4096 tokens. A model may have more logits than that."""
+"""The tokenizer has 4096 tokens. A model may have more logits than its tokenizer has tokens."""
 LONGEST = 400
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 FREE = SamplingParams(seed=5)
@@ -57,7 +57,7 @@ def constrained(form: str, seed: int, **others: object) -> SamplingParams:
 def continued(
     grammars: Grammars, params: SamplingParams, output: list[int], longest: int = LONGEST
 ) -> list[int]:
-    """The whole output of a request that enters the batch with a part of its output."""
+    """The whole output of a request that enters the batch with the first part `output`."""
     sampler, prompt = Sampler(1, VOCAB_SIZE, grammars), [7, 8, 9]
     sampler.add(0, params, np.array(prompt + output, np.int32), len(prompt))
     output = list(output)
@@ -105,7 +105,7 @@ BOUNDED = of_schema(
 
 @pytest.mark.parametrize("form", [*FORMS.values(), BOUNDED], ids=[*FORMS, "bounded"])
 def test_masks_allow_exactly_the_tokens_that_conform(form: Form, grammars: Grammars) -> None:
-    """The compiler's tokenizer groups tokens, and allows a whole group at once."""
+    """The grammar library groups tokens, and allows or forbids a whole group at once."""
     text = (DEMO / "tokenizer.json").read_text()
     one_by_one = LLTokenizer(text, n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
     rng = np.random.default_rng(4)
@@ -155,8 +155,8 @@ def test_a_checked_token_is_allowed_where_the_mask_has_it(
 def test_greedy_tokens_are_the_same_drawn_before_their_masks(
     form: str, confidence: float, grammars: Grammars
 ) -> None:
-    """Requests that ask for log-probabilities always have masks. With probability `confidence` the
-    logits prefer the token that another output of the form had at the position.
+    """Requests with log-probabilities always draw after their masks. With probability `confidence`,
+    the logits at a position prefer a token from another output that conforms.
     """
     wanted = continued(grammars, constrained(form, 3), [])
     rng, sampler = np.random.default_rng(6), Sampler(2, VOCAB_SIZE, grammars)
@@ -210,7 +210,7 @@ def test_requests_without_a_form_sample_what_they_sample_alone(grammars: Grammar
 
 
 def sampled(grammars: Grammars, params: SamplingParams, output: str = "") -> SamplerOutput:
-    """The next token after a text."""
+    """Samples the next token after the text `output`."""
     sampler, token_ids = Sampler(1, VOCAB_SIZE, grammars), TOKENIZER.encode(output).ids
     sampler.add(0, params, np.array([7, *token_ids], np.int32), 1)
     return sampler.sample(logits(0), np.array([0]))
@@ -284,8 +284,8 @@ def test_a_form_that_cannot_be_compiled_refuses_every_token(grammars: Grammars) 
 def test_an_output_continues_when_the_shared_automaton_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An automaton of this expression gets one more state with each token, and at most 20,000. One
-    output reaches some of them. Many outputs would reach all of them.
+    """An automaton of this expression gets one more state with each token, and may have at most
+    20,000 states. Several outputs together exceed this limit.
     """
     shared, num_unshared = made_grammars(), 0
     unshared_matcher = shared.unshared_matcher
@@ -309,7 +309,7 @@ def test_an_output_continues_when_the_shared_automaton_is_full(
 def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The output ends instead when the shared automaton has reached its limit."""
+    """When the shared automaton has reached its limit, the output ends with an error."""
     monkeypatch.setattr(grammar, "_MAX_SECONDS_IN_STEP", 0.0)
     params = SamplingParams(seed=0, structured_outputs=HOSTILE["many states"].wanted)
     shared = made_grammars()
@@ -328,7 +328,7 @@ def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
 
 
 def test_forms_that_take_long_to_compile_are_kept_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preempted request may need its form again in a step."""
+    """A preempted request needs the compiled grammar again when it resumes in a step."""
     kept = made_grammars()
     forms = [of_regex(f"a{{{number}}}").wanted for number in range(1, 41)]
     monkeypatch.setattr(grammar, "_MAX_SECONDS_IN_STEP", 0.0)
@@ -356,9 +356,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_form_makes_a_token_expensive(name: str, grammars: Grammars) -> None:
-    """An output may end with an error to avoid an expensive token. It does not delay other
-    outputs.
-    """
+    """An output may end with an error, so that an expensive token does not delay other outputs."""
     sampler, took = Sampler(1, VOCAB_SIZE, grammars), list[float]()
     params = SamplingParams(seed=0, structured_outputs=HOSTILE[name].wanted)
     sampler.add(0, params, np.array([7], np.int32), 1)

@@ -1,6 +1,4 @@
-"""Tests each change of a request's logits before the filters with one example, through the
-sampler.
-"""
+"""Tests each change that a request's parameters make to the logits before the sampling filters."""
 
 import numpy as np
 import pytest
@@ -20,7 +18,7 @@ BAN = -np.inf
 def edited(
     params: SamplingParams, logits: list[float], prompt: list[int], output: list[int]
 ) -> list[float]:
-    """The row after all edits of a request with this prompt and output."""
+    """The logits of a row after all changes for a request with this prompt and output."""
     token_ids = np.array(prompt + output, dtype=np.int32)
     line = np.array(logits, dtype=np.float32)
     for edit in logit_edits(params, token_ids, len(prompt)):
@@ -29,7 +27,7 @@ def edited(
 
 
 def greedy_tokens(params: SamplingParams, rows: list[list[float]], prompt: list[int]) -> list[int]:
-    """The tokens sampled for a request with these logits, step by step."""
+    """The greedy tokens of a request. Row i of `rows` has the logits of step i."""
     sampler = Sampler(max_num_seqs=1, vocab_size=len(rows[0]))
     sampler.add(0, params, np.array(prompt, dtype=np.int32), len(prompt))
     batch_rows = np.zeros(1, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Compares filters with transformers' processors and with plain arithmetic."""
+"""Compares sampling filters with transformers' logits processors and with plain arithmetic."""
 
 import numpy as np
 import pytest

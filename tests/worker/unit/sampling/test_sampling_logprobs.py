@@ -1,4 +1,4 @@
-"""Log-probabilities are normalised, in order and ranked. They are computed from the model's
+"""Log-probabilities are normalised, sorted and ranked. They are computed from the model's
 unmodified logits.
 """
 

@@ -1,5 +1,5 @@
-"""Compares the counter-based generator with published vectors, and tests the states that are made
-from it.
+"""Compares the counter-based random generator with published vectors, and tests the states that it
+yields for seeds and positions.
 """
 
 import numpy as np

@@ -29,7 +29,9 @@ def drawn(logits: np.ndarray, states: np.ndarray, temperature: float = 1.0) -> n
 
 
 def exponentials_of(states: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The exponentials of all tokens for each of the states, [n, V]. No block is skipped."""
+    """The exponential variates of all tokens for each of the states, [n, V]. No block is
+    skipped.
+    """
     ids = np.arange(vocab_size)
     blocks, places = ids // 4096 * 128 + ids % 128, ids % 4096 // 128
     random = words(states[:, :1], blocks.astype(np.uint64))
@@ -67,8 +69,8 @@ def test_exponentials_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 4096, 5000, 33_000])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
 def test_skipping_blocks_changes_no_draw(vocab_size: int, spread: float) -> None:
-    """Rows are with and without bans, at high and low temperatures. A row may have only one token
-    left.
+    """Rows have high and low temperatures, and some have banned tokens. A row may have only one
+    token that is not banned.
     """
     generator = np.random.default_rng(vocab_size)
     logits = (generator.standard_normal((60, vocab_size)) * spread).astype(np.float32)
@@ -87,8 +89,8 @@ def test_skipping_blocks_changes_no_draw(vocab_size: int, spread: float) -> None
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_exponentials_are_independent_exponentials(varied: str) -> None:
-    """Independence holds over consecutive tokens, seeds and positions. The tokens of a block are
-    128 apart.
+    """The variates of consecutive tokens, seeds and positions are independent. The tokens of a
+    block are 128 apart.
     """
     rising, fixed = np.arange(200), np.full(200, 3)
     states = states_of(*((rising, fixed) if varied == "seed" else (fixed, rising)))
@@ -132,7 +134,7 @@ def test_tokens_come_as_often_as_their_probabilities_say(size: int) -> None:
 
 
 def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
-    """Pairs of draws have the frequency that the product of probabilities predicts."""
+    """The expected frequency of a pair of tokens is the product of their probabilities."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
     expected = 10_000 * np.outer(np.exp(logits), np.exp(logits))
     for seeds, positions in (
@@ -142,13 +144,13 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
         pairs = drawn(logits, states_of(seeds, positions)).reshape(-1, 2)
         found = np.zeros((4, 4))
         np.add.at(found, (pairs[:, 0], pairs[:, 1]), 1)
-        assert ((found - expected) ** 2 / expected).sum() < 56  # 15 degrees: once in a million
+        # With 15 degrees of freedom, exceeded by chance once in a million.
+        assert ((found - expected) ** 2 / expected).sum() < 56
 
 
 def test_a_small_change_of_logits_hardly_ever_changes_a_draw() -> None:
-    """The logits of half of the tokens grow by 1e-5, and the others shrink by as much. Hardly any
-    of 20,000 draws changes, since only a race whose first two tokens were as close can end
-    otherwise.
+    """The logits of half of the tokens grow by 1e-5, and all other logits shrink by 1e-5. A draw
+    changes only if the first two tokens of the race were as close.
     """
     generator = np.random.default_rng(5)
     logits = generator.standard_normal(1000).astype(np.float32) + np.float32(8)

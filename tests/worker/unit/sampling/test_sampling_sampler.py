@@ -1,5 +1,5 @@
-"""Compares the sampler with a slow reference. Other rows, their order and preemption do not change
-any token.
+"""Compares the sampler with a slow reference. Other rows, the order of rows and preemptions do not
+change a token.
 """
 
 from collections.abc import Callable
@@ -83,7 +83,7 @@ def reference_logits(params: SamplingParams, prompt: list[int], output: list[int
 
 
 def reference_token(params: SamplingParams, prompt: list[int], output: list[int]) -> int:
-    """The next token. Abandons the example if rounding could change the result."""
+    """The next token. Hypothesis skips the example if rounding could change the result."""
     x = [float(np.float32(value)) for value in reference_logits(params, prompt, output)]
     order = sorted(range(VOCAB_SIZE), key=lambda t: (-x[t], t))
     values = sorted(x)
@@ -120,7 +120,9 @@ def run(
     num_tokens: int,
     between: Callable[[Sampler, list[int]], None] = lambda _sampler, _token_ids: None,
 ) -> list[int]:
-    """Runs a request alone in row 0. `between` gets the sampler and the tokens after each step."""
+    """Runs a request alone in row 0. After each step, `between` is called with the sampler and the
+    tokens.
+    """
     sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB_SIZE)
     sampler.add(0, params, np.array(prompt, dtype=np.int32), len(prompt))
     token_ids = list(prompt)
@@ -190,7 +192,7 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(
 
 
 def sample_once(params: list[SamplingParams], logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Runs one step. Request i has a prompt of one token and is in row i. Returns the tokens, and
+    """Runs one step. Request i is in row i and has a prompt of one token. Returns the tokens, and
     the rows with NaN.
     """
     sampler = Sampler(max_num_seqs=len(params), vocab_size=logits.shape[1])
@@ -271,4 +273,4 @@ def test_tokens_come_as_often_as_their_probabilities_say(varied: str) -> None:
     found = np.bincount(token_ids, minlength=6)
     expected = count * probabilities.numpy()
     chi_square = ((found - expected) ** 2 / expected).sum()
-    assert chi_square < 35.9  # 5 degrees of freedom: exceeded by chance once in a million
+    assert chi_square < 35.9  # with 5 degrees of freedom, exceeded by chance once in a million

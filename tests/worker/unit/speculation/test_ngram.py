@@ -1,4 +1,4 @@
-"""Compares proposals by n-grams with a search through all tokens."""
+"""Compares the drafts of n-grams with a search through all tokens."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -9,7 +9,9 @@ from services.worker.speculation.ngram import NgramIndex, NgramProposer
 
 
 def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:
-    """The tokens after the first occurrence of the longest suffix that occurred before."""
+    """At most `most` tokens after the first occurrence of the longest suffix that occurred before.
+    The suffix has `shortest` to `longest` tokens.
+    """
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for start in range(len(tokens) - length):
             if tokens[start : start + length] == tokens[-length:]:
