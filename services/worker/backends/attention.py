@@ -30,8 +30,8 @@ class StepLayout:
     """The tokens that a step computes, and the slots of their keys and values in one KV-cache
     group.
 
-    Tokens of a request are consecutive. Requests with one token come first, in ascending order of
-    `seq_lens`. `num_decodes` is their number. Chunks of several tokens follow.
+    Tokens of a request are consecutive. Requests with one token (decodes) come first, in ascending
+    order of `seq_lens`. `num_decodes` is the number of decodes. Chunks of several tokens follow.
 
     * `query_starts` int32 [num_reqs + 1]: index of each request's first token, then the total
       number of tokens.
@@ -128,11 +128,14 @@ class PagedAttention(Protocol):
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
         """Prepares a step. The result is for all layers, and is valid until the next step begins.
 
-        There is one layout for each KV-cache group. They differ in `tables` and `block_size`.
+        There is one layout for each KV-cache group. Layouts differ only in `tables` and
+        `block_size`.
         """
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """Clears blocks in all layers. Must be called before the step that uses them begins."""
+        """Clears blocks in all layers. Must be called before the step that uses the
+        blocks begins.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,13 +241,15 @@ class AttentionShape:
 
     @property
     def pages_of(self) -> tuple[int, ...]:
-        """For each layer, the index of its page in a block, which is its index in its group."""
+        """For each layer, the index of its page in a block, which is the layer's index in its
+        group.
+        """
         pages = {layer: i for group in self.layer_groups for i, layer in enumerate(group)}
         return tuple(pages[layer] for layer in range(len(self.layers)))
 
     @property
     def page_layers(self) -> tuple[int, ...]:
-        """For each page of a block, a layer that uses it, from the largest group."""
+        """For each page of a block, the layer of the largest group that uses the page."""
         return max(self.layer_groups, key=len)
 
     def layer_pages(self, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:

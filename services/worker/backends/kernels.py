@@ -164,7 +164,7 @@ class Kernels(Protocol):
     @property
     def bfloat16_order(self) -> SumOrder:
         """The order in which products of bfloat16 are added. Keys, values and logits in bfloat16
-        depend on it.
+        depend on this order.
         """
 
     def padded_rows(self, num_rows: int) -> int:

@@ -15,7 +15,7 @@ Int32Array = npt.NDArray[np.int32]
 @dataclass(frozen=True, slots=True)
 class LoraFactors:
     """An adapter's factors for consecutive output columns of a projection, from column `first` on:
-    `a` [r, in] and `b` [columns, r], which is already multiplied by the adapter's scale.
+    `a` [r, in] and `b` [columns, r]. `b` is already multiplied by the adapter's scale.
     """
 
     a: torch.Tensor
@@ -65,7 +65,8 @@ class PackedLora(Protocol):
 @dataclass(frozen=True, slots=True)
 class LoraRows:
     """The rows of a step, grouped by adapter. Rows `rows[starts[i] : starts[i + 1]]`, ascending,
-    use `adapters[i]`. The other rows of `num_rows` use none. `device`: where the step is computed.
+    use `adapters[i]`. The other rows of `num_rows` use no adapter. `device`: where the step is
+    computed.
     """
 
     adapters: tuple[PackedLora, ...]

@@ -1,7 +1,8 @@
 """The collectives of the ranks that share a model's layers.
 
 As in Megatron-LM (Shoeybi et al.), the projections to heads and to the inner dimension of an MLP
-are divided by columns, and the projections back by rows. So a layer has two sums over the ranks.
+are divided by columns. The projections back to the hidden dimension are divided by rows. So a layer
+has two sums over the ranks.
 """
 
 import mmap

@@ -1,4 +1,6 @@
-"""The interface for drawing a token from a row of logits. Kernels may have compiled code for it."""
+"""The interface for drawing a token from a row of logits. Compiled kernels have their own
+implementation.
+"""
 
 from dataclasses import dataclass
 from typing import Protocol

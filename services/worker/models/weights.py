@@ -120,8 +120,8 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-    """The checkpoint's head, or the embedding `tied` if both are equal. For models whose
-    config.json ties the head to the embedding. The result is as in transformers.
+    """The head of a model whose config.json ties the head to the embedding, as in transformers:
+    `tied`, the embedding, if the checkpoint's `head` equals it, and `head` otherwise.
     """
     if torch.equal(head, tied):
         return tied

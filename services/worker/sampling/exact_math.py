@@ -2,7 +2,7 @@
 
 NumPy's own functions depend on the processor's instructions. The functions here use only operations
 that IEEE 754 rounds correctly, in a fixed order. So seeded outputs do not depend on the machine,
-and backends/native/cpp/exact_math.h gives the same results.
+and backends/native/cpp/exact_math.h returns the same results.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Structured outputs. A mask over a request's logits constrains the output to a JSON schema, a
 regular expression or a grammar. llguidance's matcher computes the mask of each token.
 
-A matcher's state depends only on the output so far. So it can be rebuilt after a preemption or the
-loss of a worker, and is the same on all ranks.
+A matcher's state depends only on the output so far. So a matcher can be rebuilt after a preemption
+or the loss of a worker, and is the same on all ranks.
 """
 
 import json
@@ -154,7 +154,7 @@ class GrammarMask:
         return self._matcher is not None and self._matcher.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """The tokenizer's encoding of the text that must follow. Empty if several texts may."""
+        """The tokenizer's encoding of the text that must follow. Empty if several may follow."""
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []
         return self._matcher.compute_ff_tokens()

@@ -1,4 +1,4 @@
-"""Draws tokens in NumPy. Used without compiled kernels, which must return the same tokens."""
+"""Draws tokens in NumPy, for workers without compiled kernels. Both draw the same tokens."""
 
 import numpy as np
 

@@ -84,9 +84,9 @@ class Race:
          fastest of these tokens is found.
       3. The same is done for each further block whose bound is not below that token's speed.
 
-    For any distribution, at most 32 blocks on average reach the third step. Mostly none does. The
-    result is the same as in a race of all tokens. backends/native/cpp/token_race.h skips other
-    blocks and draws the same tokens.
+    For any distribution, at most 32 blocks on average reach the third step, and mostly no block
+    does. The result is the same as in a race of all tokens. backends/native/cpp/token_race.h skips
+    other blocks and draws the same tokens.
     """
 
     def __init__(self, max_num_rows: int, vocab_size: int) -> None:

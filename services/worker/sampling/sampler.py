@@ -321,7 +321,7 @@ class Sampler:
         self, batch_rows: np.ndarray, token_ids: Int64Array, missing: AbstractSet[int]
     ) -> None:
         """Appends the sampled tokens to the requests. `missing`: indexes of requests without a
-        token. They end, so their state is not updated.
+        token. These requests end, so their state is not updated.
         """
         self._num_tokens[batch_rows] += 1
         if not self._constrained:

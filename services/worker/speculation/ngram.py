@@ -1,8 +1,8 @@
 """Drafts from the request's own tokens (prompt lookup decoding). If the request's last tokens
 occurred earlier, the drafts are the tokens that followed the earlier occurrence.
 
-The drafts are the same as with vLLM's method "ngram". n is the largest allowed number such that the
-last n tokens also occurred earlier. The two occurrences may overlap. If there are several earlier
+The rules are those of vLLM's method "ngram". n is the largest allowed number such that the last n
+tokens also occurred earlier. The two occurrences may overlap. If there are several earlier
 occurrences, the earliest is used. vLLM searches all tokens in each step. Here an index stores where
 n-grams first ended, so that a look-up takes a microsecond for any length. Appending a token adds
 one entry to the index. If the token ends an n-gram that occurred before, it adds up to one entry

@@ -38,7 +38,7 @@ class CudaDevice:
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Runs `work` to compile kernels, then captures one more run as a CUDA graph.
 
-        All runs are on the capture's stream, so that the workspace for its matrix products is
+        All runs are on the capture's stream, so that the stream's workspace for matrix products is
         allocated before the capture, outside of the graph's memory. Graphs share all memory except
         their results.
         """

@@ -31,8 +31,9 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,  # noqa: N803
     INNER: tl.constexpr,  # noqa: N803
 ):
-    """Computes one tile of x [num_rows, inner] times weight [num_columns, inner], transposed. Tiles
-    of the same columns are computed one after the other, so that the weight is read from a cache.
+    """Computes one tile of x W^T, for x [num_rows, inner] and a weight W [num_columns, inner].
+    Tiles of the same columns are computed one after the other, so that the weight is read from a
+    cache.
     """
     num_row_tiles = tl.cdiv(num_rows, ROWS)
     tile = tl.program_id(0)

@@ -77,7 +77,7 @@ def bucket(count: int) -> int:
 
 def largest_lane(window: int | None) -> int:
     """The maximum number of queries in a lane with which the lane's range of keys includes each
-    query's own key. A power of two.
+    query's own key. The result is a power of two.
     """
     if window is None or window >= MOST_QUERIES:
         return MOST_QUERIES

@@ -34,9 +34,9 @@ class LayerKind:
     `width`: the number of blocks of the longest sequence. Every block table has this many entries.
     `batch_invariant`: a query's output does not depend on other queries in the step. Then keys are
     not split, because the number of parts would depend on the number of lanes. All lanes have the
-    same number of queries, because the kernel's tiles depend on it. Lanes of decodes are padded.
-    With a window, each query is a lane of its own, because a lane's first key determines where
-    tiles of keys begin.
+    same number of queries, because the kernel's tiles depend on this number. Lanes of decodes are
+    padded. With a window, each query is a lane of its own, because a lane's first key determines
+    where tiles of keys begin.
     """
 
     ops: PagedOps
@@ -128,10 +128,11 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCall:
-    """One query in each lane. Lengths and `tables` [num_lanes, width] are replaced in place.
+    """A Call with one query in each lane. Lengths and `tables` [num_lanes, width] are replaced in
+    place.
 
-    The kernel computes `size` queries in a lane. All but the last are padding. `attend` is a
-    call of the kernel to which `bias` is already bound.
+    The kernel computes `size` queries in a lane. All queries of a lane except the last are padding.
+    `attend` is a call of the kernel to which `bias` is already bound.
     """
 
     device: Device
@@ -168,7 +169,9 @@ class DecodeCall:
 
 
 def _joined(first: Partial, second: Partial) -> Call:
-    """Attention over the union of two disjoint sets of keys. A query without keys returns NaN."""
+    """Attention over the union of two disjoint sets of keys. The output of a query without keys is
+    NaN.
+    """
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         output, sums = first(query, keys, values)

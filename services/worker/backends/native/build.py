@@ -1,4 +1,6 @@
-"""Compiles the kernels' sources in parallel and links them. Needs only C++ with OpenMP."""
+"""Compiles the kernels' sources in parallel and links them. Needs only a C++ compiler
+with OpenMP.
+"""
 
 import errno
 import os

@@ -17,7 +17,7 @@ _LINE = 64
 
 
 class LargePages:
-    """Allocates tensors. A tensor's memory is freed with the tensor and all views of it."""
+    """Allocates tensors. A tensor's memory is freed when the tensor and all its views are freed."""
 
     def __init__(self) -> None:
         self._rest = torch.empty(0, dtype=torch.uint8)

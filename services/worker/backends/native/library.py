@@ -297,7 +297,7 @@ class SuffixFunctions:
 
 
 class Functions:
-    """The library's functions for one data type. Their names end with `suffix`."""
+    """The library's functions for one data type. The names of the functions end with `suffix`."""
 
     def __init__(self, library: ctypes.CDLL, suffix: str) -> None:
         self.panel_width: int = library.panel_width()

@@ -1,6 +1,6 @@
 """Kernels that are compiled in advance for several kinds of processors, as in the worker's images.
 
-This command compiles the kernels. It needs a C++ compiler, and not torch:
+This command compiles the kernels. It needs a C++ compiler, but not torch:
 
     python -m services.worker.backends.native.prebuilt DIRECTORY
 

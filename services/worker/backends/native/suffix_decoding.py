@@ -28,7 +28,7 @@ class NativeSuffixDecoding:
         self._drafts = (ctypes.c_int32 * rules.max_tree_depth)()
         """Buffer for drafts. There are always fewer drafts than the depth of a tree."""
         self._read: set[int] = set()
-        """Rows whose prompts are in a tree."""
+        """Rows whose prompts are already in the request's tree."""
         self._arrays: tuple[Int32Array, Int32Array] | None = None
         self._addresses = 0, 0, 0
         """Results of `_known`: address of `token_ids`, its row length in tokens, address of

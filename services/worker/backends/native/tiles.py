@@ -22,7 +22,9 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
 
 @cache
 def refusal() -> str | None:
-    """Asks for permission to use tiles. Returns None if it is granted, or the system's reason."""
+    """Asks for permission to use tiles. Returns None, or the system's reason if permission is
+    refused.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(*map(ctypes.c_long, (_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA))) == 0:
         return None

@@ -32,7 +32,8 @@ def attend(
     *,
     alike: bool = False,
 ) -> torch.Tensor:
-    """Attention of queries [groups, heads, n, head_dim] over keys [groups, heads, keys, head_dim].
+    """Attention of queries [groups, heads, n, head_dim] over keys and values [groups, heads, keys,
+    head_dim].
 
     The mask is added to the scores. Capped scores are computed without torch's fused operation.
     With `alike`, the bits do not depend on the number of threads. A single head is then computed

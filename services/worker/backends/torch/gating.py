@@ -48,9 +48,9 @@ def gated(
     """Maps gates [n, d], concatenated with values [n, d], to activation(gate) * value.
 
     On the CPU, torch's SiLU and GELU compute the last elements of each thread's part with a
-    different exponential function. With `batch_invariant`, they are used only if both functions
-    agree for all numbers of the data type. Otherwise other operations compute all elements in the
-    same way.
+    different exponential function. With `batch_invariant`, torch's operation is used only if both
+    functions agree for all numbers of the data type. Otherwise other operations compute all
+    elements in the same way.
     """
     gate, value = product.chunk(2, dim=-1)
     if not batch_invariant or _is_uniform(activation, product.dtype):

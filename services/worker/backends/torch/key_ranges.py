@@ -121,4 +121,4 @@ class TightRanges:
 
 
 KeyRanges = FixedRanges | TightRanges
-"""A strategy for the keys of attention calls."""
+"""The strategies that choose key ranges."""

@@ -46,7 +46,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepCutter:
-    """Cuts steps over one cache. `max_group_tokens`: limit on the keys in a group of decodes."""
+    """Cuts the steps of one cache. `max_group_tokens`: limit on the keys in a group of decodes."""
 
     shape: AttentionShape
     device: Device

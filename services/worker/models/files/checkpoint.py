@@ -113,7 +113,9 @@ class Checkpoint:
 
 
 def check_dtype(tensor: TensorInfo, others: Collection[str] = ()) -> None:
-    """Raises ModelTensorError unless the data type is in `others` or one of plain weights."""
+    """Raises ModelTensorError unless the data type is in `others` or is one of
+    unquantized weights.
+    """
     if tensor.dtype not in _READABLE and tensor.dtype not in others:
         raise ModelTensorError(
             tensor.file, f"tensor {tensor.name} has data type {tensor.dtype}, which is not read"

@@ -24,7 +24,9 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """n blocks: codes [n, numbers in a block], scales and offsets [n, groups in a block]."""
+    """The numbers of n blocks: codes [n, numbers in a block], scales and offsets [n, groups in a
+    block].
+    """
 
     codes: npt.NDArray[np.int8]
     scales: Floats
@@ -104,7 +106,7 @@ def read_blocks(name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:
 
 
 class GgufFile:
-    """An open file. Its tensors are returned in the layout of Hugging Face checkpoints."""
+    """An open GGUF file. Its tensors are returned in the layout of Hugging Face checkpoints."""
 
     def __init__(self, file: Path) -> None:
         header, tensors = read_gguf_tensors(file)

@@ -1,8 +1,8 @@
 """Reads a checkpoint, or a rank's part of it, into a model of transformers.
 
 transformers' own loader handles names in checkpoints, tied weights, and buffers that no checkpoint
-contains. It receives lazy tensors, each of which reads its data, or this rank's part of it, when
-the loader copies it.
+contains. The loader receives lazy tensors. A lazy tensor reads its data, or this rank's part of the
+data, when the loader copies it.
 """
 
 import threading

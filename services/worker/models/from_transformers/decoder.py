@@ -4,10 +4,10 @@ Layers, norms and head are transformers' own. Only attention and the states of r
 replaced: see `recurrent`. vLLM's Transformers backend makes the same division.
 
 Models of transformers call the attention function that their configuration names. Stepwell
-registers one as ATTENTION_NAME. It forwards each call to the function that `_computing_with` has
-set for the thread: attention over a paged cache, or a probe, which examines the calls. No function
-that builds masks is registered, since the cache determines which tokens each token of a flattened
-batch attends to.
+registers a function as ATTENTION_NAME. This function forwards each call to the function that
+`_computing_with` has set for the thread: attention over a paged cache, or a probe, which examines
+the calls. No function that builds masks is registered, since the cache determines which tokens each
+token of a flattened batch attends to.
 """
 
 import copy

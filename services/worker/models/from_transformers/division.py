@@ -41,7 +41,7 @@ class Division:
         self._parts: dict[str, Part] = {}
 
     def apply(self, model: PreTrainedModel) -> None:
-        """Replaces whole layers by divided ones, without weights. Raises Refused, and
+        """Replaces whole layers by divided layers without weights. Raises Refused, and
         UnsupportedModel if the number of ranks cannot divide the model's heads.
         """
         self._prefix = f"{model.base_model_prefix}."
@@ -72,7 +72,9 @@ class Division:
         return self._parts.get(self._known_as(tensor), ())
 
     def _known_as(self, tensor: str) -> str:
-        """The tensor's name in the model, which may differ by a renaming or the body's prefix."""
+        """The name in the model of a tensor of a checkpoint. The two names may differ by a renaming
+        or by the prefix of the model's body.
+        """
         for renaming in self._renamings:
             tensor, _ = renaming.rename_source_key(tensor)
         for name in (self._prefix + tensor, tensor.removeprefix(self._prefix)):
@@ -146,8 +148,8 @@ class Division:
 
 
 def _count_kv_heads(model: PreTrainedModel, plan: Iterable[str], num_heads: int) -> int:
-    """The number of key-value heads, by the widths of a layer's projections. With one projection
-    for queries, keys and values, it is the number of query heads.
+    """The number of key-value heads, computed from the widths of a layer's projections. With one
+    projection for queries, keys and values, it is the number of query heads.
     """
     for name in plan:
         if name.endswith(".k_proj"):

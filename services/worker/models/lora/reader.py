@@ -46,7 +46,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class LoraReader:
-    """Reads adapters for a pipeline stage's layers on one rank. `config`: of the whole model."""
+    """Reads adapters for a pipeline stage's layers on one rank. `config`: the whole model's."""
 
     config: ModelConfig
     shard: Shard

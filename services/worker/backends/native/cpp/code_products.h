@@ -170,8 +170,8 @@ class CodeProducts {
   // Weights below 2 to the power of LOWEST_POWER are negligible, because the largest weight is 1.
   static constexpr int LOWEST_POWER = -100;
 
-  // The scale of a query, and what the 128 that is added to codes contributes to the products of
-  // the query's high parts and of its low parts.
+  // The scale of a query. The offsets are the contributions of the 128 that is added to codes, to
+  // the products of the query's high parts and of its low parts.
   struct QueryScale {
     float scale;
     float high_offset;
@@ -203,7 +203,7 @@ class CodeProducts {
     for (Vector& scales : value_steps_) scales = scales * scaling.inverse;
   }
 
-  // The contribution of the 128 that is added to codes, for parts of a query with this sum.
+  // The contribution of the 128 that is added to codes. `sums`: the lanes' sums of a query's parts.
   static float offset_of(IntRegister sums) {
     int sum = 0;
     for (int i = 0; i < int(sizeof sums / sizeof sums[0]); ++i) sum += sums[i];
@@ -287,12 +287,12 @@ class CodeProducts {
   std::int64_t token_stride_;
   bool has_records_;
   std::vector<std::uint8_t> codes_ = std::vector<std::uint8_t>(2 * sizes_.token());
-  KeyByte* query_ = nullptr;  // Of each row the high parts, then the low ones.
+  KeyByte* query_ = nullptr;  // For each row the high parts, then the low parts.
   QueryScale* query_scales_ = nullptr;
   float* weight_scales_ = nullptr;
   float* scores_ =
       nullptr;  // Integers: for each row the scores of the high parts, then of the low parts.
-  ValueByte* weights_ = nullptr;  // Of each row the high parts, then the low ones.
+  ValueByte* weights_ = nullptr;  // For each row the high parts, then the low parts.
   KeyByte* packed_keys_ = nullptr;
   ValueByte* packed_values_ = nullptr;
   SeeingRows rows_ = {};

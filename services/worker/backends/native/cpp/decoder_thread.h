@@ -68,7 +68,7 @@ struct StepBuffers {
   std::int64_t angles;
   T* residual;
   T* next_residual;  // The sum of the residual stream and an update.
-  T* cos_sin;        // By rotation, cosines and sines of the step's tokens.
+  T* cos_sin;        // For each rotation, the cosines and sines of the step's tokens.
   T* update;
   T* qkv;
   T* attended;
@@ -93,7 +93,8 @@ class StepThread {
         rows_(rows),
         team_(team) {}
 
-  // Fills the residual stream, and copies the tokens' angles. `embedded`: see run_decoder.
+  // Fills the residual stream, and copies the cosines and sines of the tokens' positions.
+  // `embedded`: see run_decoder.
   void begin(const std::int64_t* token_ids, const T* embedded, const int* positions) {
     const std::int64_t width = decoder_.hidden_size;
     const Range own = team_.part(rows_);

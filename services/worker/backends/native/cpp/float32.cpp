@@ -20,7 +20,8 @@ extern "C" int bfloat16_order() {
 // See num_tile_palettes. At least 1 if tiles are emulated.
 extern "C" int tile_palettes() { return tiles::ARE_EMULATED ? 1 : num_tile_palettes(); }
 
-// The bytes of a structure, or 0 for an unknown name. They are equal for all element types.
+// The bytes of a structure, or 0 for an unknown name. A structure has the same size for all element
+// types.
 extern "C" std::int64_t structure_size(const char* name) {
   const std::string_view wanted = name;
   if (wanted == "Projection") return sizeof(Projection<float>);

@@ -129,7 +129,7 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
 }
 
 // The functions that multiply rows by one panel, and up to MAX_PAIR_ROWS rows by two adjacent
-// panels. The second is null if there is no such function.
+// panels. `pair` is null if there is no such function.
 template <class T, class Out>
 struct PanelFunctions {
   using Function = decltype(&project_panel<T, Out, PlainPanel<T>, false>);

@@ -52,14 +52,14 @@ struct LoraLayer {
 template <class T>
 struct StepLora {
   const LoraLayer<T>* const* adapters;  // The layers of each adapter.
-  const int* rows;                      // Adapter by adapter; ascending for each.
+  const int* rows;                      // Row numbers, adapter by adapter, ascending for each.
   const int* starts;                    // [num_adapters + 1], in `rows`.
   std::int64_t width;                   // Maximum number of rows of an A.
   int num_adapters;
 };
 
 // The adapters of a step in one projection. `inside` [starts[num_adapters], width] has a row for
-// each of `rows`.
+// each entry of the step's `rows`.
 template <class T>
 struct LoraDelta {
   const StepLora<T>* step;

@@ -17,7 +17,7 @@ struct PanelRun {
   std::int64_t stride;  // Distance of the totals of adjacent panels.
 };
 
-// Rows of one adapter that are added to totals together.
+// Rows of one adapter whose products with B are added to totals together.
 template <class T>
 struct ExpandTile {
   const LoraProjection<T>* adapter;
@@ -42,8 +42,8 @@ constexpr int panels_of_tile() {
 
 // Adds ROWS rows times PANELS panels of B to the totals of the rows, whose panels are
 // `totals_stride` apart. The second vector of a panel is multiplied by elements of a row that begin
-// `apart` elements after those for the first. With PREFETCH, prefetches the same number of
-// following panels.
+// `apart` elements after the elements for the first vector. With PREFETCH, prefetches the same
+// number of following panels.
 template <class T, int ROWS, int PANELS, bool PREFETCH>
 __attribute__((noinline)) void add_panels(const ExpandTile<T>& tile, const T* rows,
                                           std::int64_t apart, const T* panel, float* totals,

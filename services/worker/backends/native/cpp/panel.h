@@ -33,7 +33,8 @@ template <>
 inline constexpr bool SUMS_LIKE_TILES<BFloat16> = true;
 #endif
 
-// The rounding and the state of a thread that computes with elements of T.
+// The scope in which a thread computes with elements of T. It sets the rounding and the state of
+// tiles.
 template <class T>
 using ComputeScope = std::conditional_t<SUMS_LIKE_TILES<T>, TileScope, StandardMode>;
 
@@ -213,7 +214,7 @@ constexpr bool has_short_tile(int rows) {
 }
 
 // Calls work.template operator()<ROWS>(first row) for tiles that cover [begin, end): tiles of
-// MAX_TILE_ROWS rows, then perhaps a short one, then one of the remaining rows.
+// MAX_TILE_ROWS rows, then perhaps a short tile, then a tile of the remaining rows.
 template <int ROWS = MAX_TILE_ROWS, class Work>
 inline void for_row_tiles(int begin, int end, Work&& work) {
   while (begin + ROWS <= end) {

@@ -27,7 +27,7 @@ template <class T>
 constexpr int MAX_UNPACKED_HEADS = SUMS_LIKE_TILES<T> ? HEADS_PER_PASS : 8;
 
 // Rows of a task, of one key head, that attend to a block: `count` rows from `first` on.
-// `is_single`: they belong to one query.
+// `is_single`: whether they belong to one query.
 struct SeeingRows {
   int head;
   int first;
@@ -176,7 +176,7 @@ class PlainProducts {
   bool has_panels_;
   T* query_ = nullptr;
   T* weights_ = nullptr;
-  T* packed_ = nullptr;  // A block's keys, then its values.
+  T* packed_ = nullptr;  // A block's packed keys, later its packed values.
   float* scores_ = nullptr;
   SeeingRows rows_ = {};
   const KeyBlock* block_ = nullptr;

@@ -19,9 +19,9 @@ namespace stepwell {
 // The activation that is applied to a projection's columns.
 enum class Epilogue : int { PLAIN, SILU_GATED, GELU_TANH_GATED };
 
-// A packed weight. `packed` depends on `format`. PLAIN: elements of T. Quantized: records as in
-// quantized.h, with groups of `group` depths, a divisor of the depth. W8A8: panels as in
-// coded_projection.h, with one group.
+// A packed weight. The content of `packed` depends on `format`. PLAIN: elements of T. Quantized:
+// records as in quantized.h, with groups of `group` depths, a divisor of the depth. W8A8: panels as
+// in coded_projection.h, with one group.
 template <class T>
 struct Projection {
   char* packed;
@@ -68,8 +68,8 @@ namespace {  // Internal, so that functions with one caller are inlined.
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
 constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
 
-// BLOCK_BYTES for weights that are unpacked once for each block. AVX2's tiles have few rows, and
-// the tile that unpacks takes much longer than others. So with AVX2 blocks have BLOCK_ROWS.
+// As BLOCK_BYTES, for weights that are unpacked once for each block. AVX2's tiles have few rows,
+// and the tile that unpacks takes much longer than others. So with AVX2 blocks have BLOCK_ROWS.
 #ifdef __AVX512F__
 constexpr std::int64_t UNPACKED_BLOCK_BYTES = 640 * 1024;
 #else

@@ -39,12 +39,12 @@ inline void store_bytes(std::uint8_t* to, IntRegister value) {
   std::memcpy(to, &low, sizeof low);
 }
 
-// Elements of panels of keys, unsigned. The rows that they are multiplied by are signed.
+// An unsigned byte of a panel of keys. Panels of keys are multiplied by rows of signed bytes.
 struct KeyByte {
   std::uint8_t bits;
 };
 
-// Elements of panels of values, signed. The rows that they are multiplied by are unsigned.
+// A signed byte of a panel of values. Panels of values are multiplied by rows of unsigned bytes.
 struct ValueByte {
   std::uint8_t bits;
 };

@@ -134,7 +134,7 @@ std::int64_t place_of_int4(std::int64_t element) {
 
 }  // namespace
 
-// Packs a group of a panel. `code_of(column, depth)` returns its codes.
+// Packs a group of a panel. `code_of(column, depth)` returns the group's codes.
 template <class T, class CodeOf>
 void pack_codes(WeightFormat format, char* to, std::int64_t depth, CodeOf&& code_of) {
   constexpr int DEPTH = PanelOps<T>::DEPTH;

@@ -41,8 +41,8 @@ float sum_of(const T* row, std::int64_t count) {
 
 // The prefetches of a tile of rows while it is multiplied by an unpacked piece. Each of the last
 // two tiles prefetches half of the codes after the piece, and a single tile prefetches all of them.
-// See prefetch_of_tile. Without this the tile that unpacks would wait for codes of 8 bits, but not
-// for codes of 4 bits.
+// See prefetch_of_tile. Without these prefetches, the tile that unpacks would wait for codes of 8
+// bits, but not for codes of 4 bits.
 template <class T, WeightFormat FORMAT>
 Prefetch prefetch_of_codes(const Piece& piece, const Groups& groups, int rows_left, int all_rows) {
   if (FORMAT == WeightFormat::INT4 || rows_left > 2 * MAX_TILE_ROWS) return {};

@@ -81,7 +81,7 @@ inline bool copy_row(const float* logits, std::int64_t size, const std::uint32_t
   return !any_nan && most - most == 0;
 }
 
-// Samples a token for the row at an index. Returns the token, UNUSABLE, or REFUSED.
+// Samples a token for the row at `index` of `rows`. Returns the token, UNUSABLE, or REFUSED.
 inline std::int64_t sample_row(const LogitRows& rows, const RowMasks& masks, std::int64_t index,
                                const RowParameters& parameters) {
   const std::int64_t size = rows.size;

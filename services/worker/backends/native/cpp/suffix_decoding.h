@@ -14,7 +14,7 @@ namespace stepwell {
 
 struct SuffixSettings {
   std::int64_t depth;       // Maximum of tokens in a match and its drafts.
-  std::int64_t max_cached;  // Maximum of kept responses of requests that have left.
+  std::int64_t max_cached;  // Maximum number of responses that are kept after their requests leave.
   std::int64_t max_bytes;   // Maximum memory of the trees of responses.
   DraftRules rules;
 };
@@ -143,7 +143,8 @@ class SuffixDecoding {
     own.response = NO_SEQUENCE;
   }
 
-  // An eighth of the memory is left free, since a new token may need more than removed ones free.
+  // An eighth of the memory is left free, since a new token may need more memory than removed
+  // tokens free.
   bool has_too_much() const {
     const std::size_t most = settings_.max_bytes - settings_.max_bytes / 8;
     const bool is_large = responses_.bytes() > most;

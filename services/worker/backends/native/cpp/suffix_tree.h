@@ -156,8 +156,8 @@ class SuffixTree {
     }
   }
 
-  // The node of a string: an inner node, or the leaf of the string or of its prefix. NO_NODE if it
-  // does not occur, or only as the end of `own`.
+  // The node of a string: an inner node, or the leaf of the string or of its prefix. NO_NODE if the
+  // string does not occur, or occurs only at the end of `own`.
   NodeId find(NodeId root, SequenceId own, const Token* tokens, std::size_t length) const {
     if (own != NO_SEQUENCE && length <= size(own)) {
       const std::vector<NodeId>& ends = sequences_[own].ends;

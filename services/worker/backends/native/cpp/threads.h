@@ -185,14 +185,14 @@ class WorkItems {
   std::int64_t count_;
   std::uint64_t round_ = 0;
   std::int64_t taken_ = 0;  // Items taken so far, if the team is one thread.
-  int others_ = 0;          // Exhausted parts, from the thread's own on.
+  int others_ = 0;          // Number of exhausted parts, beginning with the thread's own part.
 };
 
 // Pins each thread to its own processor if the team needs all processors that its first thread may
-// use. Otherwise the operating system puts several threads on one processor. A thread that is woken
-// at a barrier starts on the processor of the waking thread, since a virtual processor that has
-// just become idle counts as busy. Two threads that run alternately never count as too much load
-// for one processor. A smaller team leaves room for itself and for other processes, and is not
+// use. Otherwise the operating system may put several threads on one processor. A thread that is
+// woken at a barrier starts on the processor of the waking thread, since a virtual processor that
+// has just become idle counts as busy. Two threads that run alternately never count as too much
+// load for one processor. A smaller team leaves room for itself and for other processes, and is not
 // pinned.
 class ProcessorPins {
  public:

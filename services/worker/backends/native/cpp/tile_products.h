@@ -119,8 +119,8 @@ inline void add_tiles(const float* from, std::int64_t from_stride, const char* r
   }
 }
 
-// What rows from `row` on prefetch while they are multiplied by a chunk of `count` tiles of depth:
-// with few rows the stream of panels, otherwise their part of the next chunk.
+// The prefetches of the rows from `row` on while they are multiplied by a chunk of `count` tiles of
+// depth: with few rows the stream of panels, otherwise the rows' part of the next chunk.
 inline Prefetch prefetch_of_rows(const char* chunk, std::int64_t count, int row, int rows) {
   if (rows <= PAIR_ROWS) return {chunk + TILES_AHEAD[rows > TILE_ROWS ? 1 : 0], PANEL_TILE_BYTES};
   const std::int64_t lines = count * PANEL_TILE_BYTES / LINE_BYTES;

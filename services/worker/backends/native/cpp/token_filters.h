@@ -117,7 +117,7 @@ class TokenFilters {
 
   static double ones(std::int64_t) { return 1; }
 
-  // A mass, rounded so that the sum over a row is exact.
+  // The mass of a weight: the weight, rounded so that the sum over a row is exact.
   double rounded(double weight) const { return weight + rounder_ - rounder_; }
 
   // A logit below all logits with at least this weight.
