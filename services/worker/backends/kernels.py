@@ -35,7 +35,6 @@ class Linear(Protocol):
     """Multiplication by a fixed weight [out, in], plus a fixed bias [out] if there is one."""
 
     out_features: int
-    """Number of output columns."""
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
         """Maps [n, in] to [n, out]. n must be a result of `Kernels.padded_rows`. `delta`: what LoRA
@@ -102,7 +101,6 @@ class DecoderWeights:
     norm: torch.Tensor | None
     """The norm after the last layer. `norm` and `head` are None in stages before the last."""
     head: Linear | None
-    """The projection to the vocabulary."""
     ranks: Ranks = ALONE
     """The ranks that layers are divided over. The outputs of attention and of MLPs are summed over
     these ranks.
@@ -116,13 +114,11 @@ class DecoderConstants:
     """The numbers that a decoder computes with in addition to its weights."""
 
     embedding_scale: float
-    """Factor of the embeddings."""
     rotations: tuple[Rotation, ...]
     """Cos and sin of all positions, for each distinct rotary embedding."""
     rotation_of: tuple[int, ...]
     """For each layer, the index of its rotation in `rotations`."""
     epsilon: float
-    """The epsilon of all norms."""
 
 
 class FusedDecoder(Protocol):

@@ -49,13 +49,10 @@ class ModelConfig:
     """Rotary positions of layers without a window."""
     tie_word_embeddings: bool
     qkv_bias: bool
-    """Whether the projections to queries, keys and values have biases."""
     output_bias: bool
     """Whether the projection after attention has a bias."""
     mlp_bias: bool
-    """Whether the projections of MLPs have biases."""
     embedding_scale: float
-    """Factor of the embeddings."""
     attention_scale: float
     """Factor of the products of queries and keys."""
     attention_softcap: float | None

@@ -44,7 +44,6 @@ class QuantizationConfig:
 
     format: StoredFormat
     bits: int
-    """Bits of a weight's code."""
     group_size: int | None
     """The number of input features that share a scale. None means all input features. In FP8
     formats with blocks, the same number of output features shares the scale.

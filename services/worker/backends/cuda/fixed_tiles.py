@@ -66,7 +66,6 @@ class FixedTilesLinear:
         self._bias = bias
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
-        """[n, in] -> [n, out]."""
         product = self._product(x, x.dtype)
         return product if delta is None else delta.added_to(product, x)
 

@@ -73,7 +73,6 @@ class PackedLinear:
         self._needs_tiles = batch_invariant and not self._rows_agree(weight.dtype)
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
-        """[n, in] -> [n, out]."""
         product = in_tiles(self._multiply, x) if self._needs_tiles else self._multiply(x)
         return product if delta is None else delta.added_to(product, x)
 
@@ -150,7 +149,6 @@ class CodedLinear:
         self._bias = bias
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
-        """[n, in] -> [n, out]."""
         product = self.full(x).to(x.dtype)
         return product if delta is None else delta.added_to(product, x)
 

@@ -82,11 +82,9 @@ class SequenceStates:
         return given
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The last inputs of the convolution."""
         return self._only(state_idx)[_CONVOLUTION]
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The matrix of the recurrence."""
         return self._only(state_idx)[_RECURRENCE]
 
     def update_conv_state(

@@ -28,11 +28,8 @@ struct CodeSizes {
 
   explicit CodeSizes(int head_dim) : dim(round_up(head_dim, LANES)) {}
 
-  // Bytes of one token.
   int token() const { return dim + int(sizeof(float)); }
-  // Bytes of a record.
   int record() const { return LANES * token(); }
-  // The scales of a record.
   template <class Byte>
   const float* scales(const Byte* record) const {
     return reinterpret_cast<const float*>(record + LANES * dim);

@@ -196,7 +196,6 @@ int row_multiple(const Projection<T>& p, std::int64_t rows) {
   return uses_tiles(p, rows) ? PAIR_ROWS : MAX_TILE_ROWS;
 }
 
-// Maximum number of rows in a block.
 template <class T>
 std::int64_t most_block_rows(const Projection<T>& p, std::int64_t rows) {
   const std::int64_t multiple = row_multiple(p, rows);

@@ -124,7 +124,6 @@ class LoraReadAhead {
   }
 
  private:
-  // The number of elements of an adapter's A.
   std::int64_t size_of(std::int64_t adapter) const {
     const LoraProjection<T>& p = delta_.of(int(adapter));
     return p.a == nullptr ? 0 : p.width * depth_;

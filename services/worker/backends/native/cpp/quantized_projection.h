@@ -29,7 +29,6 @@ constexpr int MAX_PAIR_ROWS = 4;
 constexpr int MAX_PAIR_ROWS = 0;
 #endif
 
-// The sum of a row's elements.
 template <class T>
 float sum_of(const T* row, std::int64_t count) {
   Vector total = {};

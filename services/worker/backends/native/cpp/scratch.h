@@ -11,7 +11,6 @@ namespace stepwell {
 
 class Scratch {
  public:
-  // This thread's scratch memory.
   static Scratch& own() {
     static thread_local Scratch scratch;
     return scratch;

@@ -82,7 +82,6 @@ class SuffixDecoding {
     rows_.erase(found);
   }
 
-  // Removes all requests and responses.
   void clear() {
     rows_.clear();
     trees_.clear();

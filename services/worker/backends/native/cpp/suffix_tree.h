@@ -24,7 +24,6 @@ struct Draft {
   std::vector<Token> tokens;
 };
 
-// The rules for drafts.
 struct DraftRules {
   double max_spec_factor;  // Maximum of drafts, as a multiple of the matching tokens.
   double min_token_prob;   // Minimum of the product of frequencies up to a draft.

@@ -26,7 +26,6 @@ constexpr int PAIR_ROWS = 2 * TILE_ROWS;
 // Bytes of the two tiles of columns of a panel.
 constexpr std::int64_t PANEL_TILE_BYTES = 2 * TILE_BYTES;
 
-// Tiles of depth in a chunk.
 constexpr std::int64_t CHUNK_TILES = 8;
 
 // The maximum size of the rows of a block. They stay in the second-level cache.
@@ -158,7 +157,6 @@ void project_panel_in_tiles(const Projection<T>& p, const InputRows<T>& rows, Ou
   }
 }
 
-// Unpacks a piece of a panel.
 template <class T, WeightFormat FORMAT>
 void unpack(const Groups& groups, const Piece& piece, T* unpacked) {
   using Columns = UnpackingColumns<T, FORMAT>;

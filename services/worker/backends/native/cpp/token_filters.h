@@ -130,7 +130,6 @@ class TokenFilters {
     return exact_exponential((load_register<Register>(logits) - row_.largest) / temperature_);
   }
 
-  // The mass of all tokens.
   double mass_of_row() const {
     DoubleRegister mass = {};
     const auto add = [&](const float* logits) {
@@ -171,7 +170,6 @@ class TokenFilters {
     }
   }
 
-  // Drops collected logits that are minus infinity.
   void drop_banned() { count_ = std::remove(logits_, logits_ + count_, NO_LOGIT) - logits_; }
 
   // Drops the first collected logits that equal `tied`, until `limit` logits are left.
@@ -185,7 +183,6 @@ class TokenFilters {
     count_ = left;
   }
 
-  // Computes the weights of the collected logits.
   void weigh() {
     for (std::int64_t i = 0; i < count_; i += FLOATS) {
       store_register(weights_ + i, weights_at(logits_ + i));
