@@ -26,7 +26,7 @@ async def served(model: Path) -> AsyncIterator[Serving]:
 
 @pytest.fixture
 async def hermes(calling: Path) -> AsyncIterator[Serving]:
-    """A gateway that parses tool calls and reasoning, with the model of the test's module."""
+    """A gateway that parses tool calls and reasoning, with the model `calling` of a test module."""
     async with serving_with(calling, "hermes", "qwen3") as served:
         yield served
 

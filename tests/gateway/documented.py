@@ -1,4 +1,4 @@
-"""Checks answers against an OpenAPI document."""
+"""Checks HTTP answers against an OpenAPI document."""
 
 import json
 from typing import Any
@@ -10,11 +10,11 @@ STANDARD_HEADERS = {
     *("content-type", "content-length", "date", "transfer-encoding", "connection"),
     *("cache-control", "x-accel-buffering"),
 }
-"""Headers of HTTP itself, which the document does not list."""
+"""General HTTP headers, which the OpenAPI document does not list."""
 
 
 class Documented:
-    """Validates answers against closed schemas: undocumented fields are errors."""
+    """Validates answers against an OpenAPI document. Undocumented fields are errors."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
@@ -22,7 +22,7 @@ class Documented:
         self._validators: dict[int, Draft202012Validator] = {}
 
     def check(self, path: str, response: httpx.Response) -> None:
-        """Fails unless a complete answer to a request is documented for its path."""
+        """Asserts that the document describes this answer: status, headers and body."""
         method = response.request.method.lower()
         operation = self.document["paths"][path][method]
         documented = operation["responses"].get(str(response.status_code))
@@ -62,7 +62,7 @@ class Documented:
 
 
 def _closed(node: Any) -> Any:
-    """The schema with all objects closed: they allow only the listed properties."""
+    """The schema with all objects closed, so that they allow only the listed properties."""
     if isinstance(node, list):
         return [_closed(item) for item in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""A fleet over fake links, with a clock that the test advances."""
+"""The gateway's fleet of replicas over fake links, with a clock that the test advances."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ MAX_LOAD_DELTA = 4
 
 @dataclass(eq=False)
 class FakeTimer:
-    """A call that the clock makes at a given time."""
+    """A call that ManualClock makes at a given time."""
 
     when: float
     callback: Callable[[], object]
@@ -38,7 +38,7 @@ class FakeTimer:
 
 
 class ManualClock:
-    """The core's Clock, advanced by the test."""
+    """The port Clock. The test advances its time."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -72,7 +72,7 @@ class ManualClock:
 
 @dataclass
 class FakeLink:
-    """The core's Link. It records the messages that are sent."""
+    """The port Link. It records the messages to the scheduler."""
 
     added: dict[int, Inflight] = field(default_factory=dict)
     aborted: list[int] = field(default_factory=list)
@@ -105,7 +105,7 @@ class FakeFleet:
     ) -> None:
         self.clock = ManualClock()
         self.directory: dict[str, int] = {}
-        """For each node, the number of cached blocks of every prompt."""
+        """Maps a node to the number of leading blocks that it has cached of every prompt."""
         parts = RoutingParts(random.Random(0), self.clock, self, max_load_delta)
         self.links: dict[str, FakeLink] = {}
         self.opened: list[str] = []
@@ -127,7 +127,7 @@ class FakeFleet:
         """Maps each replica's address to the replica."""
         return {replica.address: replica for replica in self.fleet.membership.replicas}
 
-    # Methods of the core's Links.
+    # Methods of the ports Links and PrefixDirectory.
 
     def make(self, address: str) -> FakeLink:
         link = self.links[address] = FakeLink()
@@ -140,9 +140,7 @@ class FakeFleet:
         self.opened.remove(replica.address)
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """The number of leading blocks that each node has cached, as in the core's
-        PrefixDirectory.
-        """
+        """Maps each node to the number of leading `keys` that it has cached."""
         return {node: min(depth, len(keys)) for node, depth in self.directory.items()}
 
     def connect(
@@ -153,7 +151,7 @@ class FakeFleet:
         max_num_seqs: int = 0,
         retains_contexts: bool = False,
     ) -> None:
-        """Opens sessions with replicas that can run steps."""
+        """Opens the sessions of replicas, which are ready."""
         for name in names:
             replica = self.replicas[name]
             description = ReplicaDescription(
@@ -181,7 +179,7 @@ class FakeFleet:
         caller: Caller = ANYONE,
         priority: int = 0,
     ) -> Mailbox:
-        """A request for `n` answers to each prompt. The prompts have a common prefix."""
+        """Starts a request for `n` answers to each prompt. The prompts share a prefix."""
         sampling = SamplingParams(max_tokens=max_tokens)
         requests = [
             EngineRequest(
@@ -218,7 +216,7 @@ async def only_delta(mailbox: Mailbox) -> Delta:
 
 
 async def error_of(mailbox: Mailbox) -> StepwellError:
-    """The error with which the only sequence ended."""
+    """The error that ended the only sequence."""
     error = (await only_delta(mailbox)).error
     assert error is not None
     return error

@@ -1,8 +1,8 @@
-"""A scheduler without an engine: the real contract over real gRPC, with tokens from a formula.
+"""A scheduler service without an engine. It has the real contract over gRPC.
 
-As in the real scheduler, the token at a position is a pure function of prompt, seed and position. A
-request that is sent again with its output so far therefore continues with the same tokens. If
-`answer` is set, every request gets those tokens instead.
+As in the real scheduler, the token at a position is a pure function of prompt, seed and position.
+So a request that is sent again with its output so far continues with the same tokens. If `answer`
+is set, every request gets the tokens of `answer` instead.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ VOCAB_SIZE = 320
 FIRST_ORDINARY = 4
 # The number of tokens for printable ASCII characters in the tests' tokenizers.
 NUM_WHOLE_CHARACTERS = 94
-# Seeds set by tests are smaller. Seeds drawn by a gateway have 64 bits.
+# Seeds that tests set are smaller. Seeds that a gateway draws have 64 bits.
 FIRST_DRAWN_SEED = 2**32
 
 FULL = scheduler_pb2.Rejection(
@@ -47,7 +47,7 @@ class Sequence:
 
 
 def same_logprob(_token_id: int) -> float:
-    """Gives every token the same log-probability."""
+    """The same log-probability for every token."""
     return -0.5
 
 
@@ -55,7 +55,7 @@ def same_logprob(_token_id: int) -> float:
 class FakeScheduler(
     scheduler_pb2_grpc.SchedulerServicer, scheduler_pb2_grpc.SchedulerAdminServicer
 ):
-    """Serves sessions. Its attributes may be changed at any time."""
+    """Serves the sessions of gateways. Tests may change the attributes at any time."""
 
     model_name: str = "tiny"
     max_model_len: int = 512
@@ -63,7 +63,7 @@ class FakeScheduler(
     eos_token_ids: tuple[int, ...] = (0,)
     priority_scheduling: bool = True
     hidden_size: int = 4
-    # The tokens of every answer. With None they come from the formula.
+    # The tokens of every answer. With None, `formula` computes them.
     answer: list[int] | None = None
     # The number of steps that may run. None means no limit.
     permits: int | None = None
@@ -74,7 +74,7 @@ class FakeScheduler(
     # The maximum number of concurrent requests. Further requests are refused.
     max_requests: int | None = None
     num_cached_tokens: int = 0
-    # The reported number of sequences that run at once. With 0 none is reported.
+    # The reported maximum number of sequences that run at once. 0 means that none is reported.
     max_num_seqs: int = 0
     fingerprint: bytes = b"f" * 32
     tokenizer_fingerprint: bytes = b""
@@ -85,24 +85,24 @@ class FakeScheduler(
     logprob: Callable[[int], float] = same_logprob
     # Whether resets of the prefix cache are refused.
     blocks_in_use: bool = False
-    # The last announced state of the queue.
+    # The last reported state of the waiting queue.
     queue: scheduler_pb2.QueueState | None = None
-    # The served metrics text, with "{labels}" in place of the labels. None means no metrics.
+    # The text of the metrics, in which "{labels}" is replaced. With None no metrics are served.
     metrics: str | None = None
     # The steps that GetActivity reports.
     steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
     blocks: common_pb2.BlockMap | None = None
     programs: list[scheduler_pb2.PausedProgram] = field(default_factory=list)
-    # The received messages.
+    # The received messages, by kind.
     looks: list[scheduler_pb2.GetActivityRequest] = field(default_factory=list)
     asked_for_spans: list[scheduler_pb2.GetRunningSpansRequest] = field(default_factory=list)
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
-    # The number of requests in each message with several requests.
+    # The number of requests in each message that adds several requests.
     added_together: list[int] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     # Aborted requests whose text a stop string had ended.
     stopped: list[str] = field(default_factory=list)
-    # How many further messages with aborts are lost.
+    # The number of further messages with aborts that are lost.
     num_lost_aborts: int = 0
     keeps: list[scheduler_pb2.KeepTrace] = field(default_factory=list)
     num_sessions: int = 0
@@ -116,10 +116,10 @@ class FakeScheduler(
         self._state = scheduler_pb2.ReplicaState(ready=True)
         self._is_hung = False
         self.refusal: StepwellError | None = None
-        """The error with which every session is refused. With None sessions are accepted."""
+        """The error that refuses every session. With None, sessions are accepted."""
 
     async def start(self, address: str = "") -> str:
-        """Starts to serve, at the previous address if there is one. Returns the address."""
+        """Serves at `address`, the previous address or a free port. Returns the address."""
         self._is_hung = False
         self._server = GrpcServer()
         register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
@@ -138,7 +138,7 @@ class FakeScheduler(
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        """Serves until the end of the block, and yields the address."""
+        """Serves until the `with` block ends. Yields the address."""
         try:
             yield await self.start()
         finally:
@@ -163,7 +163,7 @@ class FakeScheduler(
     def set_state(
         self, *, ready: bool, reason: str = "", draining: bool = False, stalled: bool = False
     ) -> None:
-        """Announces to sessions whether steps can run. The fake still runs the allowed steps."""
+        """Reports to gateways whether steps can run. The fake itself runs all allowed steps."""
         self._state = scheduler_pb2.ReplicaState(
             ready=ready, reason=reason, draining=draining, stalled=stalled
         )
@@ -172,7 +172,7 @@ class FakeScheduler(
         self.wake()
 
     def set_queue(self, **fields: Any) -> None:
-        """Announces the state of the queue to sessions."""
+        """Reports the state of the waiting queue to gateways."""
         self.queue = scheduler_pb2.QueueState(**fields)
         for session in self._sessions:
             session.queue_unsent = True
@@ -183,7 +183,7 @@ class FakeScheduler(
         self._is_hung = True
 
     def end_sessions(self) -> None:
-        """Ends every session, like a scheduler that has found a defect in each of them."""
+        """Ends every session, like a scheduler with an internal error."""
         for session in self._sessions:
             session.is_over = True
         self.wake()
@@ -321,16 +321,16 @@ class FakeScheduler(
         )
 
     def token_at(self, sequence: Sequence, position: int) -> int:
-        """The token at a position of the output."""
+        """The token of a sequence at an output position."""
         if self.answer is not None:
             return self.answer[position] if position < len(self.answer) else 0
         return formula(sequence.prompt, sequence.add.sampling.seed, position)
 
 
 def formula(prompt: list[int], seed: int, position: int) -> int:
-    """The token at a position. For a seed that a test has set, it is any ordinary token. For a seed
-    that a gateway has drawn, it is a token of a whole character. A gateway delays incomplete
-    characters, so the text after a number of tokens would otherwise depend on the drawn seed.
+    """The token at an output position. With the seed of a test it may be any ordinary token. With a
+    seed that a gateway has drawn it is a whole character, because a gateway delays incomplete
+    characters, and the text so far would depend on the random seed.
     """
     digest = sha256(f"{prompt}|{seed}|{position}".encode()).digest()
     drawn = seed >= FIRST_DRAWN_SEED
@@ -409,7 +409,7 @@ class _Session:
         )
 
     async def news(self) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """Yields the state at each change and as heartbeats, and one message for each step."""
+        """Yields the messages of a session: changed states, one message a step, and heartbeats."""
         scheduler = self._scheduler
         while not self.is_over:
             if scheduler.is_hung:
@@ -497,7 +497,7 @@ class _Session:
 def rows_of(
     token_ids: list[int], num_top: int, logprob: Callable[[int], float] = same_logprob
 ) -> common_pb2.Logprobs:
-    """Log-probabilities whose best tokens are the token itself and its successors."""
+    """Log-probabilities. The best tokens of a row are the sampled token and the next ids."""
     rows = common_pb2.Logprobs(width=1 + num_top)
     for token in token_ids:
         best = [(token + k) % VOCAB_SIZE for k in range(num_top)]

@@ -1,4 +1,4 @@
-"""The gateway as a process of its own, whose log is read."""
+"""Runs the gateway as a process, and reads the process's log."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def serving_address(child: subprocess.Popen[str]) -> str:
 
 
 def line_with(child: subprocess.Popen[str], text: str) -> str:
-    """The next line of the log that contains the text."""
+    """The next line of the gateway's log that contains `text`."""
     assert child.stderr is not None
     for line in child.stderr:
         if text in line:

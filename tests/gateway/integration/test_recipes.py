@@ -1,5 +1,5 @@
-"""Executes the recipes for a route and for a setting in docs/contributing.md on a copy of the tree.
-Their blocks are applied, and their own tests must pass.
+"""Applies the recipes "A route" and "A service setting" of docs/contributing.md to a copy of the
+repository. The tests in the recipes must pass.
 """
 
 import os
@@ -25,7 +25,7 @@ class Tree:
             (root / name).symlink_to(REPOSITORY / name)
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file. Links to its folders are replaced by folders."""
+        """Writes a file. Links to folders on its path are replaced by folders."""
         for folder in reversed(Path(name).parents[:-1]):
             path = self._root / folder
             if path.is_symlink():
@@ -38,7 +38,7 @@ class Tree:
         (self._root / name).write_text(text)
 
     def change(self, name: str, hunk: str) -> None:
-        """Replaces the only lines of a file that equal the hunk's old lines by its new lines."""
+        """Replaces the old lines of a diff hunk, which occur once in the file, by the new lines."""
         lines = hunk.splitlines()
         old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
         new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
@@ -62,7 +62,7 @@ class Tree:
 
 
 def apply(recipe: str, tree: Tree) -> list[str]:
-    """Applies the blocks of a section of the page in order, and returns the tests that it adds."""
+    """Applies the code blocks of a recipe in order. Returns the test files that it adds."""
     (section,) = re.findall(rf"^## {recipe}\n(.*?)^## ", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     added = []
     for kind, name, text in re.findall(

@@ -1,4 +1,4 @@
-"""A running gateway finds schedulers by itself in Redis and in DNS."""
+"""A gateway finds its schedulers in Redis and in DNS."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +18,7 @@ from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.streams import Stream, expected
 from tests.redis_servers import RedisServer, needs_redis, redis_server
 
-# The registry is read every second and registrations are renewed every second. Leases last three.
+# Every second the gateway reads the registry and schedulers renew their leases of three seconds.
 UP, ADDRESSES, FAILURES = (
     f'stepwell_discovery_{name}{{source="redis"}}' for name in ("up", "addresses", "failures_total")
 )
@@ -32,7 +32,7 @@ def redis(shared_redis: RedisServer) -> RedisServer:
 
 @asynccontextmanager
 async def discovering(model: Path, redis: RedisServer, **settings: Any) -> AsyncIterator[Serving]:
-    """A gateway without configured schedulers."""
+    """A gateway that finds its schedulers in Redis alone."""
     values = {"schedulers": None, "redis_url": redis.url, "num_ready": 0} | settings
     async with serving(model, **values) as served:
         yield served
@@ -44,7 +44,7 @@ def addresses(served: Serving) -> list[str]:
 
 
 async def until_ready(served: Serving, *schedulers: FakeScheduler) -> None:
-    """Waits until exactly these schedulers accept requests."""
+    """Waits until these schedulers are the gateway's replicas, and are all ready."""
     wanted = {scheduler.address for scheduler in schedulers}
 
     def holds() -> bool:
@@ -55,7 +55,7 @@ async def until_ready(served: Serving, *schedulers: FakeScheduler) -> None:
 
 
 async def complete(served: Serving) -> int:
-    """The status of the answer to a request for a few tokens."""
+    """The HTTP status of a short completion."""
     answer = await served.http.post("/v1/completions", json={"prompt": "the", "max_tokens": 4})
     return answer.status_code
 
@@ -122,11 +122,11 @@ async def test_one_that_drains_leaves_without_an_error_for_what_runs_there(
         late = [Stream(served) for _ in range(8)]
         await asyncio.gather(*(stream.task for stream in late))
         assert len(leaves.scheduler.adds) == 8, "it gets no new requests"
-        await asyncio.sleep(1.5)  # no longer registered, but kept: streams run there
+        await asyncio.sleep(1.5)  # the gateway keeps the unregistered replica for its streams
         assert leaves.scheduler.address in addresses(served)
         leaves.scheduler.allow(5)
         await until(lambda: sum(len(stream.token_ids) for stream in streams) == 8 * 30 + 80)
-        # The drain is over. The sequences that still run continue at another scheduler.
+        # The drain ends. Sequences that still run continue at the other scheduler.
         await leaves.scheduler.die()
         await asyncio.gather(*(stream.task for stream in streams))
         await until_ready(served, stays.scheduler)

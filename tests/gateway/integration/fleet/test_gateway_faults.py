@@ -1,4 +1,4 @@
-"""When clients disconnect or schedulers die, no token is lost and no state remains."""
+"""If clients disconnect or schedulers die, no token is lost and no state of requests remains."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ async def test_a_stream_goes_on_when_the_scheduler_comes_back(served: Serving) -
 async def four_streams(
     served: Serving, first: FakeScheduler, second: FakeScheduler
 ) -> list[Stream]:
-    """Streams that wait after their fourth token. Replicas are chosen by load, so each has two."""
+    """Four streams that wait after their fourth token, two at each scheduler."""
     first.permits = second.permits = 0
     streams = [Stream(served) for _ in range(4)]
     await until(lambda: first.num_running == second.num_running == 2)
@@ -73,7 +73,7 @@ class Damaged(FakeScheduler):
     """A scheduler behind a proxy, which damages the next message of a session on request."""
 
     damage: Callable[[bytes], bytes | None] | None = None
-    """Returns the damaged message, or None for a message that it does not damage."""
+    """A function that returns a damaged message, or None if it does not damage this message."""
 
     async def start(self, address: str = "") -> str:
         self._proxy = PeerProxy(await super().start(address))
@@ -98,7 +98,7 @@ def garbled(message: bytes) -> bytes:
 
 
 def with_unequal_arrays(message: bytes) -> bytes | None:
-    """A step's deltas, with one count more than there are requests."""
+    """Damages the deltas of a step: they get one count more than there are requests."""
     response = scheduler_pb2.SessionResponse.FromString(message)
     if not response.deltas.handles:
         return None
@@ -172,7 +172,7 @@ async def test_logprobs_and_n_survive_a_loss(served: Serving) -> None:
     again = (await served.http.post("/v1/completions", json=ask)).json()
     assert [c["text"] for c in body["choices"]] == [c["text"] for c in again["choices"]]
     assert [c["logprobs"] for c in body["choices"]] == [c["logprobs"] for c in again["choices"]]
-    # Log-probabilities of the prompt that arrived are not requested again.
+    # The gateway does not request the prompt's log-probabilities again once they have arrived.
     assert [add.sampling.HasField("prompt_logprobs") for add in scheduler.adds[:4]] == [
         True,
         True,
@@ -191,7 +191,7 @@ async def test_without_a_replica_a_request_waits_no_longer_than_said(model: Path
         assert stream.token_ids == expected(3)
         assert stream.error is not None
         assert stream.error["type"] == "service_unavailable_error"
-        # A new request also waits before it is refused.
+        # A new request also waits for `resubmit_timeout_seconds` before it is refused.
         refused = await served.http.post("/v1/completions", json={"prompt": "the"})
         assert refused.status_code == 503
         assert 1000 <= int(refused.headers["retry-after-ms"]) <= 1251
@@ -213,7 +213,8 @@ async def test_a_replica_that_refuses_is_not_the_last_word(model: Path) -> None:
     full = scheduler_pb2.Rejection(code=8, reason="QUEUE_FULL", message="full")
     first.rejection = full
     async with serving(model, first, second) as served:
-        # Equal replicas are chosen at random, so the refusing one is asked first sooner or later.
+        # The gateway chooses between equal replicas at random, so it sends a request to `first`
+        # sooner or later.
         while not first.adds:
             response = await served.http.post("/v1/completions", json={"prompt": "the"})
             assert response.status_code == 200
@@ -242,7 +243,7 @@ async def test_a_request_that_was_taken_once_outwaits_a_full_queue(model: Path) 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("permits", [0, 3])
 async def test_a_client_that_goes_away_aborts(served: Serving, stream: bool, permits: int) -> None:
-    """This also holds while the request waits, and for an answer that is not streamed."""
+    """The requests are aborted before and after their first token, streamed or not."""
     scheduler = served.scheduler
     scheduler.permits = permits
     body = json.dumps(BODY | {"stream": stream, "n": 2}).encode()
@@ -285,7 +286,7 @@ async def test_500_clients_that_vanish_leave_nothing(served: Serving) -> None:
 
 
 async def test_a_reader_that_stalls_costs_its_tokens_and_no_more(model: Path) -> None:
-    """The engine goes on. Tokens that were not read are merged into fewer, larger events."""
+    """The engine continues. Tokens that the client has not read are merged into larger events."""
     scheduler = FakeScheduler(
         permits=0, max_model_len=40_000, max_request_tokens=40_000, tokens_per_step=20
     )
@@ -329,7 +330,7 @@ async def test_a_cancelled_call_aborts(served: Serving) -> None:
 
 
 async def test_a_lost_abort_is_repeated(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A message may be damaged on the way. The scheduler then aborts nothing."""
+    """The scheduler loses the message with the abort. The gateway sends the abort again."""
     scheduler = FakeScheduler(permits=2, num_lost_aborts=1)
     async with serving(model, scheduler, session_timeout_seconds=0.5) as served:
         call = served.stub.Generate(

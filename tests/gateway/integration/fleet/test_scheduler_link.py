@@ -1,4 +1,6 @@
-"""The session with a scheduler: which messages are batched, and how far a slow gateway may lag."""
+"""The gateway's session with a scheduler: batched messages, lost connections, and the number of
+steps by which a busy gateway may lag.
+"""
 
 import asyncio
 import threading
@@ -37,8 +39,8 @@ def admitted(index: int) -> scheduler_pb2.Admitted:
 
 
 class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Runs steps of NUM_RUNNING requests as fast as its session reads them. It runs in a thread, so
-    it goes on while the event loop of the test is blocked.
+    """Runs steps of NUM_RUNNING requests as fast as the gateway reads them. The scheduler runs in a
+    thread, so it continues while the event loop of the test is blocked.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,7 @@ class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 class BusyReplica(Replica):
-    """Blocks when the queue's state arrives, like an event loop that is busy with other work."""
+    """Blocks the event loop when the queue's state arrives, like other work in the gateway."""
 
     def __init__(self, address: str, link: SchedulerLink, scheduler: SteadyScheduler) -> None:
         super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
@@ -146,7 +148,7 @@ async def test_a_gateway_that_is_busy_is_a_few_steps_behind_and_then_reads_on(
 
 
 async def test_after_two_sessions_without_an_answer_the_next_has_another_connection() -> None:
-    """The connection seems to work. Only a new connection restores the session."""
+    """The proxy loses all data without closing the connection, so only a new connection helps."""
     scheduler = FakeScheduler(heartbeat_seconds=0.02)
     async with scheduler.running() as target:
         proxy = CuttableProxy(target)
@@ -168,7 +170,7 @@ async def test_after_two_sessions_without_an_answer_the_next_has_another_connect
 
 
 async def test_a_scheduler_that_answers_in_another_protocol_opens_no_session() -> None:
-    """An old scheduler may not compare protocols itself."""
+    """The gateway compares the protocols too, because an old scheduler may not."""
 
     class OtherScheduler(FakeScheduler):
         def opened(self) -> scheduler_pb2.SessionOpened:
@@ -200,7 +202,7 @@ def test_a_scheduler_that_is_away_for_long_is_tried_less_often(
 
 
 async def test_sequences_of_one_moment_go_in_one_message(model: Path) -> None:
-    """A message is sent when the previous message has been sent."""
+    """All sequences that are added while a message is sent are in the next message."""
     scheduler = FakeScheduler()
     async with serving_gateway(model, scheduler) as served:
         body = {"prompt": [10, 11], "max_tokens": 1, "n": 8, "seed": 1}

@@ -1,4 +1,4 @@
-"""The gRPC service Inference."""
+"""The gateway's gRPC service Inference."""
 
 import asyncio
 from pathlib import Path

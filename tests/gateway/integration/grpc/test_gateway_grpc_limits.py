@@ -1,4 +1,4 @@
-"""Limits on gRPC clients before their requests are served."""
+"""The gateway's limits on gRPC clients: messages, connections and their waits."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ KEY = (("authorization", "Bearer right"),)
 
 
 def raw_call(served: Serving, method: str) -> Any:
-    """A call whose messages are bytes of the test. Some tests send none."""
+    """A call whose messages are raw bytes, or that sends no message."""
     return served.channel.stream_stream(METHOD_PREFIX + method)
 
 
@@ -91,7 +91,7 @@ async def test_silent_connections_are_ended(model: Path):
 
 
 async def test_there_are_no_more_connections_than_allowed(model: Path):
-    # No connection ends because it sends nothing.
+    # With this time limit, no connection ends because it is silent.
     async with serving(model, max_connections=3, receive_timeout_seconds=600.0) as served:
         streams = [await connect(served) for _ in range(10)]
         ended = [asyncio.create_task(reader.read()) for reader, _ in streams]

@@ -1,5 +1,5 @@
-"""Adds a parameter `top_a` to a copy of the tree, layer by layer. Checks report each layer that
-lacks the parameter.
+"""Adds a sampling parameter `top_a` to a copy of the repository, layer by layer. The imports and
+tests report each layer that lacks the parameter.
 """
 
 import shutil
@@ -20,7 +20,7 @@ DOCUMENT = "docs/sampling.md"
 FLAGS = "services/cli/arguments.py"
 COPIED = ("services", "gen", "pyproject.toml", PROTO, DOCUMENT, CHECK)
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
-"""Bytecode files that another process is writing, and has not renamed yet."""
+"""Temporary bytecode files that other processes are still writing."""
 
 
 class Tree:
@@ -46,16 +46,16 @@ class Tree:
         self.changed.add(name)
 
     def generate(self) -> None:
-        """Generates code as `make` does after a contract change."""
+        """Generates the protobuf code, as `make` does after a change of the contract."""
         failed = self._run("-m", "grpc_tools.protoc", "-Iprotos", "--python_out=gen", PROTO)
         assert not failed
 
     def import_problem(self, module: str) -> str:
-        """Why a module cannot be imported. The text is empty if it can be."""
+        """The error output of a failed import of a module. Empty if the import succeeds."""
         return self._run("-c", f"import {module}")
 
     def failed_checks(self) -> set[str]:
-        """The tests of the check that fail."""
+        """The names of the tests in CHECK that fail."""
         report = self._run("-m", "pytest", "-q", "-rf", CHECK)
         failures = [line for line in report.splitlines() if line.startswith("FAILED ")]
         return {line.split("::")[1].split(" ")[0] for line in failures}

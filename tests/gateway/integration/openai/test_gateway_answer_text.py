@@ -1,4 +1,4 @@
-"""Tests the beginning and the special tokens of the text of chat answers."""
+"""The text of chat answers: its beginning, and its special tokens."""
 
 import json
 from pathlib import Path

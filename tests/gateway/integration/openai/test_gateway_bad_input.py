@@ -1,4 +1,4 @@
-"""Errors of a request name the wrong field, and nothing is queued."""
+"""The error of an invalid request names the wrong field, and no sequence reaches the scheduler."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ JSON = {"Content-Type": "application/json"}
 CHAT = [{"role": "user", "content": "hi"}]
 SAID = {"role": "assistant", "content": "hello"}
 
-# (what is wrong, body, the field that the error names)
+# Each entry: what is wrong, the body, the field that the error names.
 COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("empty prompt", {"prompt": ""}, "prompt"),
     ("no tokens", {"prompt": []}, "prompt"),
@@ -284,8 +284,8 @@ async def test_the_message_of_a_long_prompt_has_the_counts(served: Serving) -> N
 
 
 async def test_clients_know_an_error_of_length_by_its_words_and_its_code(served: Serving) -> None:
-    """LiteLLM searches for the words in lower case, and LangChain for the code. OpenAI's API has
-    both.
+    """Like OpenAI's API, the error has a text for LiteLLM, which searches it in lower case, and a
+    code for LangChain.
     """
     messages = [{"role": "user", "content": "z" * 600}]
     for path, body, field in (
@@ -316,7 +316,7 @@ async def test_a_body_of_10_mb_is_not_read(served: Serving) -> None:
         for start in range(0, len(body), 65_536):
             yield body[start : start + 65_536]
 
-    # The same holds without a content-length.
+    # The limit also applies to a chunked body without a content-length.
     response = await served.http.post("/v1/completions", content=pieces(), headers=JSON)
     assert response.status_code == 413
     assert response.json()["error"]["type"] == "invalid_request_error"
@@ -375,16 +375,14 @@ async def test_the_engine_may_give_up(served: Serving) -> None:
 async def test_embeddings_that_the_model_cannot_compute_with_are_the_clients(
     served: Serving,
 ) -> None:
-    """The numbers are finite, but too large. A NaN that results from them is not a defect of the
-    server.
-    """
+    """If finite but large embeddings make the model compute NaN, this is the client's error."""
     served.scheduler.engine_error = "the logits held NaN"
     file = base64.b64encode(save({"a": torch.full((3, 4), 3e38)})).decode()
     await refused(served, "/v1/completions", {"prompt_embeds": file}, "prompt_embeds")
 
 
 async def test_what_would_be_costly_is_refused_before_it_is_done(served: Serving) -> None:
-    """Each of these fits into a body of 4 MiB, and would take seconds or more to process."""
+    """Each body is smaller than the limit of 4 MiB, but would take seconds to process."""
     costly: list[tuple[dict[str, Any], str | None]] = [
         ({"prompt": "x" * 3_000_000}, "prompt"),
         ({"prompt": ["the"] * 500_000}, "prompt"),

@@ -1,4 +1,4 @@
-"""Wishes to keep a prompt cached reach the scheduler, and answers tell what counts of them."""
+"""The time for which a client wants to keep its prompt cached reaches the scheduler."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ async def test_an_answer_and_its_prompt(served: Serving) -> None:
     (add,) = served.scheduler.adds
     prompt = served.tokens("<|user|>hello<|end|><|assistant|>")
     assert add.prompt_token_ids == b"".join(t.to_bytes(4, "little") for t in prompt)
-    # The rest of the tokens for which the model and the pool have room.
+    # By default an answer may have all tokens that still fit in the model's length and the pool.
     assert add.sampling.max_tokens == served.scheduler.max_request_tokens - len(prompt)
     assert list(add.sampling.eos_token_ids) == [0]
     assert add.sampling.HasField("seed")
@@ -80,7 +80,7 @@ async def test_logprobs_have_bytes_and_the_best(served: Serving) -> None:
     assert [len(entry.top_logprobs) for entry in content] == [2] * 3
     assert bytes(byte for entry in content for byte in entry.bytes) == "the é".encode()[:5]
     assert content[0].token == "the"
-    # Half a character is written as bytes.
+    # A token that is a part of a character is shown as its bytes.
     assert content[2].token == "bytes:\\xc3"
     assert completion.choices[0].message.content == "the "
 

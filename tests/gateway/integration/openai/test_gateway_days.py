@@ -1,7 +1,8 @@
-"""Runs thirty turns of an agent through each common client package, unchanged. The model's answers
-are given: tool calls, plain texts, refusals, reasoning without an answer, and calls that are broken
-or cut off. Every history that a package builds from them must be accepted, and no text of it may be
-lost.
+"""Runs thirty turns of an agent through each common client package, unchanged.
+
+The model's answers are scripted: tool calls, plain texts, refusals, reasoning without an answer,
+and calls that are broken or cut off. The gateway must accept every history that a package builds
+from these answers, and lose no text of the history.
 """
 
 import re
@@ -35,7 +36,7 @@ ANSWERS = (
     f"{THOUGHT}{CALL[:60]}",
 )
 BROKEN_ANSWERS = (5, 6)
-"""Indexes in ANSWERS of those answers whose calls OpenAI's package refuses to parse."""
+"""Indexes in ANSWERS of the answers whose tool calls OpenAI's package refuses to parse."""
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -53,7 +54,7 @@ class Weather(BaseModel):
 
 @dataclass
 class ScriptedScheduler(FakeScheduler):
-    """Answers each sequence with the next text of a script."""
+    """Answers each sequence with the next text of `script`."""
 
     script: Iterator[list[int]] = field(default_factory=lambda: iter(()))
     begun: dict[int, tuple[Sequence, list[int]]] = field(default_factory=dict)
@@ -86,16 +87,14 @@ async def served(tmp_path: Path) -> AsyncIterator[Serving]:
 
 
 def turns(served: Serving) -> Iterator[int]:
-    """Numbers of the user's messages, until the model has received enough requests."""
+    """Yields the numbers of the user's messages, until the model has got NUM_TURNS requests."""
     for turn in range(NUM_TURNS):
         if len(served.scheduler.adds) < NUM_TURNS:
             yield turn
 
 
 def check_day(served: Serving) -> None:
-    """Asserts that the last request contains the texts of the user and of the tools in
-    every turn.
-    """
+    """Asserts that the last prompt has the texts of the user and the tools of all turns."""
     (last,) = served_prompts(served)[-1:]
     said = [int(number) for number in re.findall(r"user:turn (\d+)\.", last)]
     assert said == list(range(len(said)))

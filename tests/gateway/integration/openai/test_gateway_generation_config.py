@@ -1,6 +1,4 @@
-"""Default sampling parameters come from several sources. The client's parameters take
-precedence.
-"""
+"""generation_config.json has default sampling parameters, which those of a request override."""
 
 import json
 from pathlib import Path
@@ -30,14 +28,14 @@ NEUTRAL = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_pen
 
 
 def write(directory: Path, **values: Any) -> Path:
-    """A model with these values in generation_config.json."""
+    """Writes a model with `values` in generation_config.json."""
     write_tokenizer(directory)
     (directory / "generation_config.json").write_text(json.dumps(values))
     return directory
 
 
 async def asked(served: Serving, path: str = "/v1/completions", **body: Any) -> Any:
-    """The sampling parameters that reach the scheduler for a body."""
+    """The sampling parameters that reach the scheduler for an HTTP request."""
     chat = path.endswith("chat/completions")
     prompt = {"messages": [{"role": "user", "content": "the"}]} if chat else {"prompt": "the"}
     response = await served.http.post(path, json={**prompt, "max_tokens": 2, **body})
@@ -56,9 +54,7 @@ async def asked_over_grpc(served: Serving, **sampling: Any) -> Any:
 
 
 def numbers(sampling: common_pb2.SamplingParams) -> dict[str, float]:
-    """The parameters that the file may contain. A parameter that the message lacks has its
-    default.
-    """
+    """The values of the parameters in NEUTRAL. Parameters that the message lacks are neutral."""
     return {
         name: pytest.approx(getattr(sampling, name)) if sampling.HasField(name) else value
         for name, value in NEUTRAL.items()
@@ -94,7 +90,7 @@ async def test_vllm_means_no_file_and_a_directory_means_its_own(tmp_path: Path) 
 
 
 async def test_max_new_tokens_is_the_length_where_a_client_names_none(tmp_path: Path) -> None:
-    """This excludes completions, as in vLLM, because they have their own default."""
+    """As in vLLM, /v1/completions keeps its own default of 16 tokens."""
     async with serving(write(tmp_path, max_new_tokens=7)) as served:
         chat = "/v1/chat/completions"
         assert (await asked(served, chat, max_tokens=None)).max_tokens == 7

@@ -1,6 +1,4 @@
-"""Streams that wait get keep-alive messages before the first token and between tokens, in each
-API.
-"""
+"""In each API, a stream that waits gets keep-alive messages, before and between tokens."""
 
 import json
 from collections.abc import AsyncIterator
@@ -34,7 +32,7 @@ async def waiting(model: Any) -> AsyncIterator[Serving]:
 
 
 def without_signs(text: str, sign: str) -> list[Any]:
-    """The names of the fields of each event, without the keep-alive messages `sign`."""
+    """The field names of each event of a stream, without the keep-alive messages `sign`."""
     lines = [line for line in text.replace(sign, "").splitlines() if line.startswith("data: {")]
     return [sorted(json.loads(line[6:])) for line in lines]
 

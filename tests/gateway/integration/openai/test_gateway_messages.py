@@ -1,4 +1,4 @@
-"""Tests Anthropic's Messages API with Anthropic's own client: texts, tools, thinking, and errors in
+"""Anthropic's Messages API, tested with Anthropic's client: texts, tools, thinking, and errors in
 Anthropic's format.
 """
 
@@ -44,7 +44,7 @@ def tool(name: str = "get_weather", **others: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template has tools and reasoning."""
+    """A model whose chat template renders tools and reasoning."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=THOUGHT)
 
 
@@ -79,7 +79,7 @@ async def test_recorded_answers_whole_and_streamed(calling: Path, recorded: Reco
 
 
 def _told(message: anthropic.types.Message) -> dict[str, Any]:
-    """The content of a message without its ids and the ids of its calls."""
+    """The content of a message without the ids of the message and its tool calls."""
     told = message.model_dump(exclude={"id", "parsed_output"})
     for block in told["content"]:
         block.pop("id", None)
@@ -130,7 +130,7 @@ async def test_the_tool_runner_of_the_client(
         hermes.scheduler.answer = hermes.tokens("Sunny.")
         return "sunny"
 
-    # The runner requests a thread, and is told to send whole conversations.
+    # The tool runner calls the tool, and sends the whole conversation again with the result.
     runner = client.beta.messages.tool_runner(**BASE, tools=[get_weather])
     last = await runner.until_done()
     assert ([block.text for block in last.content], last.stop_reason) == (["Sunny."], "end_turn")
@@ -402,7 +402,7 @@ async def test_an_error_within_a_stream(model: Path) -> None:
 
 
 def test_every_field_of_the_client_is_known() -> None:
-    """Each is honoured, or refused with its own error text. A field of a new version fails here."""
+    """A field that a new version of the client's package adds fails here."""
     for params, body in (
         (message_create_params.MessageCreateParamsBase, MessagesBody),
         (MessageCountTokensParams, CountTokensBody),

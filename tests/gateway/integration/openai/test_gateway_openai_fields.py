@@ -1,7 +1,7 @@
-"""Tests every field that the `openai` package can send. A field is honoured, has no effect because
-it requests the default behaviour, or is refused by name. docs/http-api.md has the same table.
+"""Every field that the `openai` package can send is honoured, has no effect because it requests the
+default behaviour, or is refused by name. docs/http-api.md has the same table.
 
-A new version of the package that adds a field fails here.
+A field that a new version of the package adds fails here.
 """
 
 import re
@@ -30,16 +30,14 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "http-api.md"
 
 @dataclass(frozen=True)
 class Honoured:
-    """A field with bodies that each change the message to the scheduler or the answer."""
+    """A field that has an effect. Each body changes the message to the scheduler or the answer."""
 
     bodies: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Each of these values is accepted and changes nothing. The values in `refused` are not
-    accepted.
-    """
+    """A field whose values in `accepted` change nothing. The values in `refused` are refused."""
 
     accepted: tuple[Any, ...]
     refused: tuple[Any, ...] = ()
@@ -47,7 +45,7 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Refused:
-    """None of these values is accepted."""
+    """A field whose `values` are all refused."""
 
     values: tuple[Any, ...]
 
@@ -204,7 +202,7 @@ def test_the_package_has_no_other_fields(
 
 
 async def effect(served: Serving, path: str, body: dict[str, Any]) -> tuple[Any, ...]:
-    """All effects of a request: the message to the scheduler, its destination, and the answer."""
+    """All effects of a request: the messages to the scheduler, the session ids, and the answer."""
     served.scheduler.adds.clear()
     sessions: list[str] = []
     fleet = served.gateway.fleet
@@ -237,7 +235,9 @@ async def expect(
     handling: Handling,
     *where: str | int,
 ) -> None:
-    """Asserts the effect of other values of a field, in the part of `base` at `where`."""
+    """Asserts that the field `name` is handled as `handling` says. The field is set in `base`, or
+    in the part of `base` at the path `where`.
+    """
 
     def changed(values: dict[str, Any]) -> dict[str, Any]:
         if not where:
@@ -309,10 +309,10 @@ async def test_each_field_of_chat_completions_is_handled_as_its_table_says(serve
 
 async def test_each_field_of_a_message_is_handled_as_its_table_says(served: Serving) -> None:
     path = "/v1/chat/completions"
-    for role in ("assistant", "user", "system"):  # the template knows no developer
+    for role in ("assistant", "user", "system"):  # the chat template has no role "developer"
         base = {**CHAT, "messages": [{"role": role, "content": "hi"}, *MESSAGES]}
         for name, handling in (ASSISTANT if role == "assistant" else OTHER_ROLES).items():
-            if name != "name":  # the template of this model does not read it
+            if name != "name":  # the chat template of this model does not read the field `name`
                 await expect(served, path, base, name, handling, "messages", 0)
 
 

@@ -1,6 +1,4 @@
-"""The OpenAPI document is correct: every kind of answer is documented, with its status
-and schema.
-"""
+"""The OpenAPI document describes every kind of answer, with its status and schema."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests OpenAI's Responses API with OpenAI's own client: texts, tools and reasoning."""
+"""OpenAI's Responses API, tested with OpenAI's client: texts, tools and reasoning."""
 
 import json
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ def tool(name: str = "get_weather", **others: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template has tools and reasoning."""
+    """A model whose chat template renders tools and reasoning."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=THOUGHT)
 
 
@@ -48,14 +48,14 @@ async def client(hermes: Serving) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Any, list[Any]]:
-    """The response of a stream's last event, and all events."""
+    """Streams a response. Returns the response in the last event, and all events."""
     stream = await client.responses.create(**BASE | fields, stream=True)
     events = [event async for event in stream]
     return events[-1].response, events
 
 
 def told(response: Any) -> dict[str, Any]:
-    """The content of a response without its ids and the ids of its items."""
+    """The content of a response without the ids of the response and its items."""
     body: dict[str, Any] = response.model_dump(exclude={"id", "created_at"})
     for item in body["output"]:
         item.pop("id")
@@ -117,7 +117,7 @@ async def test_events_of_a_stream(hermes: Serving, client: openai.AsyncOpenAI) -
 
 
 async def test_calls_and_their_results_go_back(hermes: Serving, client: openai.AsyncOpenAI) -> None:
-    """The whole conversation is sent each time, with received items unchanged."""
+    """The second request contains the items of the first response unchanged."""
     hermes.scheduler.answer = hermes.tokens(f"<think>\nhm\n</think>\n\nso {CALL}")
     asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
     ask: dict[str, Any] = {"model": "tiny", "instructions": "be kind", "tools": [tool()]}
@@ -287,7 +287,7 @@ async def test_effort_and_what_is_stored_are_served_without_a_parser(served: Ser
 
 
 def test_every_field_of_the_client_is_known() -> None:
-    """Each is honoured, or refused with its own error text. A field of a new version fails here."""
+    """A field that a new version of the client's package adds fails here."""
     params = response_create_params.ResponseCreateParamsBase
     assert params.__annotations__.keys() <= ResponsesBody.model_fields.keys()
     known = {field.alias or name for name, field in ResponsesTool.model_fields.items()}

@@ -1,4 +1,4 @@
-"""The scheduler receives the right values for thinking_token_budget of chat requests."""
+"""The field `thinking_token_budget` of a chat request reaches the scheduler."""
 
 from pathlib import Path
 from typing import Any

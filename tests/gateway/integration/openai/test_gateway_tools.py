@@ -1,5 +1,5 @@
-"""Tests tools and reasoning in chat completions with OpenAI's client: answers in the formats of
-models, and grammars that force calls.
+"""Tools and reasoning in chat completions, tested with OpenAI's client: answers in the formats of
+several models, and grammars that force tool calls.
 """
 
 import json
@@ -45,11 +45,11 @@ def tool(name: str = "get_weather", **others: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose template has tools."""
+    """A model whose chat template renders tools."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=TEMPLATE)
 
 
-# For this tokenizer, harmony's marker of the end of a message ends the answer.
+# Without answers in harmony's format, whose end marker <|end|> is this tokenizer's end of sequence.
 REPLAYED = [one for one in RECORDED if "<|end|>" not in one.text]
 
 
@@ -107,7 +107,7 @@ async def test_reasoning_that_the_prompt_began_is_apart_and_counted(hermes: Serv
     answer = (await hermes.http.post("/v1/chat/completions", json=body)).json()
     message = answer["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("hm", "yes")
-    # The end marker is recognized only at its last character, so the tokens before count.
+    # All tokens up to the last one of the end marker count as reasoning tokens.
     counted = len(hermes.tokens("hm\n</think>")) - 1
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
     body |= {"include_reasoning": False, "reasoning_effort": "low"}
@@ -132,13 +132,13 @@ async def test_a_conversation_with_calls_is_rendered(hermes: Serving) -> None:
 
 
 def served_prompts(served: Serving) -> list[str]:
-    """The prompts that the model received, request by request."""
+    """The text of each prompt that the scheduler received, in order."""
     prompts = [unpack_token_ids(add.prompt_token_ids) for add in served.scheduler.adds]
     return [served.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
 
 
 def wanted(served: Serving) -> Any:
-    """The structured output that the last request requires."""
+    """The structured output in the last request to the scheduler."""
     return served.scheduler.adds[-1].sampling.structured_outputs
 
 
@@ -221,7 +221,7 @@ async def test_strict_tools_are_held_or_served_without_the_guarantee(
 
 
 REFERRED = ("Resp[int]", "Map<string,int>", "My Type", "名前", "a%b", "A|B")
-"""Names that are not allowed in a URI."""
+"""Names of definitions that are not allowed in a URI."""
 
 
 async def test_a_reference_may_have_any_name_in_every_api(hermes: Serving) -> None:
@@ -244,7 +244,7 @@ async def test_a_reference_may_have_any_name_in_every_api(hermes: Serving) -> No
 
 
 def bodies_with(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """A request of each API whose second tool, which must be called, has this schema."""
+    """For each API, a request that must call a tool and has a tool with this schema."""
     choice = {"type": "function", "name": "g"}
     return {
         "/v1/chat/completions": {

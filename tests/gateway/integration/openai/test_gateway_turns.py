@@ -1,4 +1,4 @@
-"""Answers that client packages send back, complete or from streams, are accepted."""
+"""The gateway accepts its own answers when client packages send them back in the next turn."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ MORE: list[Any] = [{"role": "user", "content": "more"}]
 
 
 Turn = Callable[[Serving, str], Awaitable[None]]
-"""Asks for an answer, whole and streamed, and sends it back."""
+"""A function that requests an answer, whole and streamed, and sends it back."""
 
 
 class Weather(BaseModel):
@@ -125,7 +125,7 @@ PARTS = (
     "{% for m in messages %}<{{ m['role'] }}>{% for p in m['content'] %}"
     "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}<assistant>"
 )
-"""A template that reads lists of parts, like the one of Llama-Guard-3-1B."""
+"""A chat template that reads content as lists of parts, like the template of Llama-Guard-3-1B."""
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 

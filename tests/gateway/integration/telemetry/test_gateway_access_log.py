@@ -1,4 +1,4 @@
-"""The access log has one line for each call, and every line has the request's ids."""
+"""The access log has one line for each call. Every log line of a request has the request's ids."""
 
 import logging
 from pathlib import Path
@@ -140,8 +140,8 @@ async def test_it_can_be_turned_off(model: Path, caplog: pytest.LogCaptureFixtur
 async def test_lines_that_are_logged_meanwhile_name_the_request(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, api: str
 ) -> None:
-    """A defect is logged deep inside. The formatter takes the request's ids from the context
-    variable.
+    """An internal error is logged. The log formatter reads the ids of the request from the context
+    variable REQUEST_FIELDS.
     """
     seen: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Tests operator calls: their address, the messages to schedulers, and the reports of failures."""
+"""Operators' calls: their address, the messages to schedulers, and the reports of failures."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ CALLS = (
 async def administered(
     model: Path, *schedulers: FakeScheduler, **settings: Any
 ) -> AsyncIterator[tuple[Serving, httpx.AsyncClient]]:
-    """A gateway that serves operators' calls, and a client of them."""
+    """A gateway that serves operators' calls, and an HTTP client at their address."""
     settings = {"admin_address": "127.0.0.1:0"} | settings
     async with serving(model, *schedulers, **settings) as served:
         url = f"http://{served.admin_address}"
@@ -76,8 +76,8 @@ async def test_a_call_reaches_every_replica_and_says_so(model: Path) -> None:
     ],
 )
 async def test_a_pause_is_vllms(model: Path, query: str, heard: list[str]) -> None:
-    """By default it aborts requests and clears the cache. If requests are kept, the cache is kept
-    too.
+    """A pause aborts requests and clears the prefix cache by default. With mode=keep the cache is
+    kept by default.
     """
     fake = FakeScheduler()
     async with administered(model, fake) as (_, admin):
@@ -173,8 +173,8 @@ async def test_passwords_in_addresses_are_not_shown(model: Path) -> None:
 
 
 async def test_clients_do_not_reach_operators_calls(model: Path) -> None:
-    """The clients' address does not serve them. The operators' address refuses clients' keys, and
-    requests without a key.
+    """The clients' address does not have these routes. The operators' address refuses calls without
+    a key and calls with a client's key.
     """
     fake = FakeScheduler()
     async with administered(model, fake, admin_key="operator") as (served, admin):
@@ -193,8 +193,8 @@ async def test_clients_do_not_reach_operators_calls(model: Path) -> None:
 
 
 async def test_web_pages_do_not_reach_operators_calls(model: Path) -> None:
-    """Browsers let a page of any site post to a local address. If the site's own name resolves to
-    that address, the page could also read the answer.
+    """A browser lets a page of any site post to a local address. If the name of the site resolves
+    to the local address, the page could also read the answer.
     """
     fake = FakeScheduler()
     async with administered(model, fake) as (_, admin):
@@ -227,7 +227,7 @@ async def test_a_wrong_query_is_refused_by_name(model: Path, query: str, named: 
 
 async def test_a_unix_socket_is_for_its_user_alone(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
-    for _ in range(2):  # the second gateway replaces the first one's socket
+    for _ in range(2):  # the second gateway replaces the socket file of the first
         async with serving(model, admin_address=f"unix:{path}") as served:
             assert path.stat().st_mode & 0o777 == 0o600
             transport = httpx.AsyncHTTPTransport(uds=str(path))

@@ -1,6 +1,4 @@
-"""The gateway serves the metrics of every replica, and counts of HTTP answers. Metrics are also
-sent over OTLP.
-"""
+"""The gateway serves the metrics of every replica, counts HTTP answers, and sends OTLP metrics."""
 
 import asyncio
 import re
@@ -115,7 +113,7 @@ async def test_the_scheduler_is_told_whether_a_stop_string_or_a_client_ended_a_s
 
 
 def points(reader: InMemoryMetricReader) -> dict[str, list[tuple[dict, int, float]]]:
-    """Attributes, count and sum of each histogram."""
+    """Maps each histogram to the attributes, the count and the sum of its data points."""
     data = reader.get_metrics_data()
     assert data is not None
     return {

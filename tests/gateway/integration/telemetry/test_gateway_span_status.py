@@ -1,4 +1,4 @@
-"""The span of a call has a status with the error code, and shows whether the server is at fault."""
+"""The span of a failed call has the error code, and shows whether the server is at fault."""
 
 import asyncio
 from contextlib import suppress
@@ -43,7 +43,7 @@ def codes(span: ReadableSpan) -> dict[str, object]:
 
 
 def assert_fault(span: ReadableSpan, error: str, *, is_server: bool) -> None:
-    """Asserts that the span has this error as an error of the server or of the client."""
+    """Asserts that the span records `error` as an error of the server or of the client."""
     assert span.attributes is not None
     assert span.status.status_code is (StatusCode.ERROR if is_server else StatusCode.UNSET)
     assert span.attributes.get("error.type") == (error if is_server else None)

@@ -1,4 +1,4 @@
-"""Tests the attributes of the gateway's spans of a request. The spans cover all of its time."""
+"""The gateway's spans of a request and their attributes. The spans cover the whole request."""
 
 import asyncio
 import time
@@ -132,7 +132,7 @@ async def test_the_parts_of_a_request_are_all_of_its_time(model: Path, api: str)
             assert route.attributes["stepwell.routing.reason"] == ["only", "same_prompt"][number]
             assert (engine.name, engine.kind) == ("gateway.engine", SpanKind.CLIENT)
             assert engine.attributes["stepwell.outcome"] == "finished"
-            # The scheduler's spans are children of this span.
+            # The scheduler gets this span as the parent of its own spans.
             assert parse_traceparent(add.traceparent).span_id == span_id(engine)
 
 
@@ -140,7 +140,7 @@ async def test_the_parts_of_a_request_are_all_of_its_time(model: Path, api: str)
 async def test_what_is_not_the_replicas_time_is_on_the_way_there_or_back(
     model: Path, late: float
 ) -> None:
-    """This holds for any difference between its clock and the gateway's."""
+    """The clock of the replica may be behind or ahead of the gateway's clock."""
     tracer, scheduler = Tracer(), FakeScheduler()
     scheduler.times = scheduler_pb2.RequestTimes(
         queue_nanos=100, prefill_nanos=200, queued_unix_nanos=time.time_ns() + int(late * 1e9)
@@ -222,7 +222,7 @@ async def test_a_refusal_by_one_replica_is_the_cause_of_asking_another(model: Pa
 
 
 async def test_the_time_of_a_client_that_reads_slowly_is_that_of_writing(model: Path) -> None:
-    """All tokens arrive long before the client has read them."""
+    """All tokens arrive at the gateway long before the client has read them."""
     tracer = Tracer()
     big = {"max_model_len": 60_000, "max_request_tokens": 60_000, "tokens_per_step": 500}
     async with serving(model, FakeScheduler(**big), tracing=tracer.tracing) as served:
@@ -247,7 +247,7 @@ async def test_what_is_not_sampled_goes_without_a_trace(model: Path) -> None:
     async with serving(model, scheduler, tracing=tracer.tracing) as served:
         for headers in ({}, {"traceparent": UNSAMPLED}, {"traceparent": "nonsense"}):
             await served.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-        # A client's own mistake is not the server's failure.
+        # An error of the client does not count as a failure that is always traced.
         await served.http.post("/v1/completions", json={"prompt": "a", "top_p": 7})
         assert [add.traceparent for add in scheduler.adds] == ["", "", ""]
         assert tracer.spans == ()
@@ -266,7 +266,7 @@ async def test_a_request_that_fails_is_traced_though_it_was_not_sampled(model: P
         assert_adds_up(trace)
         assert trace.root.attributes["stepwell.kept_for"] == "failed"
         assert f"{trace.root.context.trace_id:032x}" == TRACE
-        # The scheduler is asked for its spans. They are below the span of the request's time there.
+        # The gateway requests the scheduler's spans. Their parent is the span `gateway.engine`.
         await until(lambda: len(scheduler.keeps) == 1)
         (keep,), (add,) = scheduler.keeps, scheduler.adds
         assert keep.request_id == add.request_id
@@ -285,7 +285,7 @@ async def test_a_request_that_takes_long_is_traced_though_it_was_not_sampled(mod
     async with serving(model, scheduler, tracing=tracer.tracing, **settings) as served:
         stream = Stream(served)
         await until(lambda: scheduler.num_running == 1)
-        await asyncio.sleep(0.2)  # this makes the request slow
+        await asyncio.sleep(0.2)  # after this time, the request counts as slow
         scheduler.run_freely()
         await stream.task
         trace = await tracer.trace()
@@ -306,8 +306,8 @@ async def test_the_spans_of_a_request_with_many_answers_are_all_there(model: Pat
 
 
 async def test_the_spans_of_a_request_with_more_answers_are_bounded(model: Path) -> None:
-    """Each of its sequences may have the same number of spans. Omitted spans are counted, and their
-    time is included in the spans that are kept.
+    """Each sequence may have the same number of spans. Dropped spans are counted, and the remaining
+    spans cover their time.
     """
     tracer = Tracer()
     settings = {"max_choices_per_request": 700}
@@ -340,7 +340,7 @@ async def test_a_tracestate_goes_on(model: Path) -> None:
 
 
 async def test_baggage_goes_on_and_is_on_the_span(model: Path) -> None:
-    """This holds whether the request is sampled or not."""
+    """The baggage reaches the scheduler whether the request is sampled or not."""
     tracer, scheduler = Tracer(), FakeScheduler()
     async with serving(model, scheduler, tracing=tracer.tracing) as served:
         baggage = "user.id=a%20b;secret=1, stage = canary ,none"
@@ -374,7 +374,7 @@ async def test_a_grpc_call_ends_with_the_names_of_its_request_and_its_trace(mode
         trailing = dict(await call.trailing_metadata())
         assert trailing["x-trace-id"] == TRACE
         assert answer_id == f"gen-{trailing['x-request-id']}"
-        # The same holds for a refused request.
+        # A refused request has these names in its trailing metadata too.
         request = gateway_pb2.GenerateRequest(text="", request_id="mine")
         call = served.stub.Generate(request, metadata=(("traceparent", PARENT),))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

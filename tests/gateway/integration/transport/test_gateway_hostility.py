@@ -1,4 +1,4 @@
-"""No client input blocks the gateway's event loop, makes its memory grow, or leaves a file open."""
+"""No input of a client blocks the gateway's event loop, leaks memory, or leaves a file open."""
 
 import asyncio
 import json
@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[4]
 SEED = 1
 NUM_ATTACKERS = 6
 ATTACK_SECONDS = 3.0
-# Maximum seconds of the event loop's own uninterrupted work, and of a pause that a client may
-# notice while two threads compute.
+# The maximum seconds of uninterrupted work in the event loop, and of a pause that a client may
+# notice while other threads compute.
 MOST_WORK, MOST_PAUSE = 0.02 * slowness(), 0.1 * slowness()
 MOST_GROWTH_BYTES = 50e6
 _SERVING = re.compile(r"HTTP on (\S+), gRPC on (\S+)")
@@ -94,7 +94,9 @@ def watched(model: Path, scheduler: str, *flags: str) -> Iterator[WatchedGateway
 
 
 async def ready(gateway: WatchedGateway, key: str = "") -> Target:
-    """The gateway as a target. It serves, and all of its code has run once."""
+    """Waits until the gateway serves, and sends a first request. Returns the gateway's addresses as
+    the target of attacks.
+    """
     await until(lambda: gateway.addresses() is not None)
     addresses = gateway.addresses()
     assert addresses is not None
@@ -111,15 +113,15 @@ async def ready(gateway: WatchedGateway, key: str = "") -> Target:
 
 
 def long_context() -> FakeScheduler:
-    """A model with a large context, so that large prompts are served and not refused."""
+    """A scheduler of a model with a large context, so that large prompts are not refused."""
     return FakeScheduler(max_model_len=131_072, max_request_tokens=131_072, answer=[70] * 1000)
 
 
 async def slow_twice(
     gateway: WatchedGateway, send: Callable[[], Awaitable[None]]
 ) -> dict[str, float]:
-    """The event loop's pauses that are too long, by input. An input is reported only if a second
-    try is too long as well, since the machine may have caused the first pause.
+    """Sends an input. Returns the pauses of the event loop if they are too long in two attempts, as
+    the machine may have caused the first pause. Otherwise returns an empty dictionary.
     """
     pauses: dict[str, float] = {}
     for _ in range(2):
@@ -163,8 +165,8 @@ async def test_seconds_of_hostility_leave_nothing(model: Path):
 
 
 async def leave_nothing(model: Path, key: str = "") -> None:
-    """Seconds of attacks end without a defect, and free what they used. With a key, the gateway
-    needs the key "right".
+    """Attacks a gateway for some seconds. It must log no error, and free files and memory. With a
+    key, the gateway requires the API key "right", and the attackers send `key`.
     """
     scheduler = long_context()
     async with scheduler.running() as address:

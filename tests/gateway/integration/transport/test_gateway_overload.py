@@ -1,4 +1,4 @@
-"""More requests than the replicas can serve, and requests with a timeout."""
+"""The gateway refuses requests that the replicas cannot serve, or not before their deadline."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ async def full_for(served: Serving, timeout_seconds: float | None) -> None:
 async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_scheduler(
     model: Path,
 ) -> None:
-    """The answer arrives although no byte of the body and no message was sent."""
+    """The refusal arrives before the HTTP client sends the body or the gRPC client the message."""
     async with serving(model, FakeScheduler()) as served:
         served.scheduler.set_queue(num_waiting=3, max_num_waiting=3)
         await full_for(served, None)
@@ -40,7 +40,7 @@ async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_sche
                 size = int(re.findall("content-length: ([0-9]+)", head.lower())[0])
                 error = json.loads(await reader.readexactly(size))["error"]
             assert error["code"] == "queue_full"
-            writer.write(body)  # and the connection can be used again
+            writer.write(body)  # after the body, the connection can be used again
         writer.close()
         call = served.channel.stream_stream(GENERATE)()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -84,9 +84,7 @@ async def test_a_queue_is_too_long_for_those_alone_who_cannot_wait_for_it(model:
 
 
 async def test_requests_on_their_way_to_the_scheduler_count_as_queued(model: Path) -> None:
-    """By the last state of the queue, one more request fits. The second one finds the queue
-    full.
-    """
+    """The queue has room for one request. The second request arrives before the next report."""
     async with serving(model, FakeScheduler(permits=0)) as served:
         served.scheduler.set_queue(num_waiting=2, max_num_waiting=3, seconds_per_request=0.1)
         await full_for(served, 0.1)
@@ -113,7 +111,7 @@ async def test_deadlines_travel_to_the_scheduler(model: Path) -> None:
             headers = {"x-request-timeout": "20.5"}
             assert (await served.http.post(path, json=body, headers=headers)).is_success
         grpc_one, without, *http_ones = [add.timeout_millis for add in scheduler.adds]
-        assert 15_000 < grpc_one <= 22_000  # grpc rounds timeouts up
+        assert 15_000 < grpc_one <= 22_000  # gRPC rounds timeouts up
         assert without == 0
         assert all(15_000 < millis <= 20_500 for millis in http_ones)
 

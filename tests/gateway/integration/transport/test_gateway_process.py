@@ -107,7 +107,7 @@ def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_needed(model: Path) -> None:
-    """Without torch the tokenizer loads, and nothing is logged about the absence."""
+    """Without torch the tokenizer loads, and nothing is logged about the missing package."""
     program = (
         "import sys\n"
         "sys.modules['torch'] = None\n"

@@ -1,4 +1,4 @@
-"""Each HTTP answer has the id of its request: the client's own or a new one."""
+"""Each HTTP answer has the id of its request, which the client or the gateway has chosen."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clients that stop reading are disconnected after a limit, and other clients are not affected."""
+"""A client that stops reading is disconnected after a while. Other clients are not affected."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ async def test_a_grpc_client_that_stops_reading_is_cut(model: Path) -> None:
         await until(lambda: served.gateway.gate.inside == 0)
         await until(lambda: scheduler.num_running == 0)
         assert num_cut(await metrics(served), "grpc") == 1
-        # The client can still read what was sent before it stopped, and then the reason.
+        # The client can still read the messages that were sent before, and then the status.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(read_on(call), 60)
         assert caught.value.code() == grpc.StatusCode.ABORTED
@@ -67,7 +67,7 @@ async def until_cut(served: Serving, num_clients: int) -> None:
 
 
 def slow_socket(served: Serving) -> socket.socket:
-    """A connection of a client with a small receive buffer."""
+    """A client's connection with a small receive buffer."""
     host, port = served.base_url.removeprefix("http://").split(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -82,7 +82,7 @@ def ask(client: socket.socket, **body: Any) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_http_client_that_stops_reading_is_cut(model: Path, stream: bool) -> None:
-    """A completely written answer occupies no slot, but its connection is closed too."""
+    """A whole answer is buffered and frees its slot at once, but its connection is closed too."""
     scheduler = FakeScheduler(**LONG)
     async with serving(model, scheduler, reader_timeout_seconds=0.5) as served:
         with slow_socket(served) as client:
@@ -101,7 +101,7 @@ async def test_many_slow_readers_do_not_hurt_others(model: Path) -> None:
                 ask(clients.enter_context(slow_socket(served)))
             other = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "a"}))
             await until(lambda: scheduler.num_running == 21)
-            # The kernel does not buffer so much of each answer.
+            # The answers are larger than the kernel's buffers.
             scheduler.allow(8)
             assert (await other).status_code == 200
             await until(lambda: served.gateway.gate.inside == 0)
@@ -140,9 +140,7 @@ async def test_a_slow_but_steady_grpc_reader_is_not_cut(model: Path) -> None:
 async def test_an_answer_that_is_being_written_at_its_deadline_stays_in_one_piece(
     model: Path, stream: bool
 ) -> None:
-    """An answer that is not streamed is written to its end. A stream is written to the end of an
-    event.
-    """
+    """After its deadline, a whole answer is written to its end, a stream to the end of an event."""
     scheduler = FakeScheduler(**LONG | {"tokens_per_step": 4000})
     async with serving(model, scheduler) as served:
         reader, writer = await asyncio.open_connection(sock=slow_socket(served), limit=1024)

@@ -1,5 +1,5 @@
-"""A gateway without requests ends at once. Otherwise it refuses new requests, and ends after the
-running ones.
+"""When a gateway stops, it refuses new requests and ends after the running requests. Without
+running requests it ends at once.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from tests.slowness import slowness
 
 
 async def stop_seconds(model: Path) -> float:
-    """The time to stop a gateway that has an open, unused connection, in seconds."""
+    """The seconds that a gateway with an idle connection needs to stop."""
     async with serving(model) as served:
         assert (await served.http.get("/health")).status_code == 200
         loop = asyncio.get_running_loop()
@@ -23,13 +23,13 @@ async def stop_seconds(model: Path) -> float:
 
 
 async def test_nothing_is_waited_for_if_nothing_runs(model: Path) -> None:
-    """Measures the quickest of five, since the others may have waited for a processor."""
+    """The shortest of five times counts, because the others may include waits for a processor."""
     assert min([await stop_seconds(model) for _ in range(5)]) < 0.08 * slowness()
 
 
 async def test_clients_connect_elsewhere_from_the_beginning_of_a_drain(model: Path) -> None:
-    """An idle connection ends at once, so that a client's connection pool does not go on sending
-    requests here. A gRPC channel finds no listener.
+    """Idle HTTP connections end at once, so that clients' connection pools do not use them again.
+    gRPC channels disconnect too.
     """
     async with serving(model, drain_seconds=DEADLINE_SECONDS) as served:
         url = httpx.URL(served.base_url)
@@ -37,7 +37,7 @@ async def test_clients_connect_elsewhere_from_the_beginning_of_a_drain(model: Pa
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert (await reader.readuntil(b"}}")).startswith(b"HTTP/1.1 200")
         await served.channel.channel_ready()
-        with served.gateway.gate.enter():  # a request that runs
+        with served.gateway.gate.enter():  # a running request
             drained = asyncio.create_task(served.gateway.drain())
             assert await asyncio.wait_for(reader.read(), DEADLINE_SECONDS / 2) == b""
             async with asyncio.timeout(DEADLINE_SECONDS / 2):
@@ -52,11 +52,11 @@ async def test_clients_connect_elsewhere_from_the_beginning_of_a_drain(model: Pa
 
 
 async def test_a_first_request_that_comes_during_a_drain_gets_an_answer(model: Path) -> None:
-    """A proxy connects as soon as its client does. The request follows later."""
+    """A proxy may connect long before it sends the first request."""
     async with serving(model, drain_seconds=DEADLINE_SECONDS) as served:
         url = httpx.URL(served.base_url)
         reader, writer = await asyncio.open_connection(url.host, url.port)
-        with served.gateway.gate.enter():  # a request that runs
+        with served.gateway.gate.enter():  # a running request
             drained = asyncio.create_task(served.gateway.drain())
             await until(lambda: not served.gateway.gate.is_open)
             writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")

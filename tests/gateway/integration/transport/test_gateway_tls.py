@@ -1,5 +1,5 @@
-"""The gateway's HTTP and gRPC over TLS behave as without TLS, and connections are also limited
-before the handshake.
+"""The gateway's HTTP and gRPC APIs over TLS: they behave as without TLS, and connections are also
+limited before the end of the handshake.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def client(authority: Authority, tmp_path: Path) -> Files:
 async def serving_tls(
     model: Path, own: Files, *schedulers: FakeScheduler, mutual: bool = False, **settings: Any
 ) -> AsyncIterator[Serving]:
-    """A gateway with TLS. The client `served.http` trusts it."""
+    """A gateway with TLS. The client `served.http` trusts the gateway's certificate."""
     async with serving(
         model, *schedulers, tls=own.tls(mutual=mutual), http_verify=trusting(own), **settings
     ) as served:
@@ -164,7 +164,7 @@ JSON = {"Content-Type": "application/json"}
 async def test_a_client_that_goes_away_aborts(
     model: Path, own: Files, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over TLS a client that ends only its own side has disconnected, too."""
+    """Over TLS, a client that ends only its sending side counts as disconnected."""
     async with serving_tls(model, own, FakeScheduler(permits=2)) as served:
         reader, writer = await connect(served, trusting(own))
         writer.write(post("/v1/completions", json.dumps(BODY | {"stream": True}).encode()))
@@ -185,7 +185,7 @@ LONG = {"max_model_len": 400_000, "max_request_tokens": 400_000, "tokens_per_ste
 
 
 def small_socket(served: Serving) -> socket.socket:
-    """A connected socket of a client with a small receive buffer."""
+    """A client's connected socket with a small receive buffer."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(host_and_port(served))
@@ -219,7 +219,7 @@ async def test_a_client_that_stops_reading_is_cut(model: Path, own: Files) -> No
 
 
 async def test_a_client_that_reads_slowly_gets_all(model: Path, own: Files) -> None:
-    """In each 0.5 s it reads about 100 KB. It must read at least 16 KiB."""
+    """The client reads about 100 KB in each 0.5 s. At least 16 KiB are required."""
     async with serving_tls(model, own, FakeScheduler(**LONG), reader_timeout_seconds=0.5) as served:
         reader, writer = await ask_for_much(served, own, 6_000)
         answer = b""
@@ -256,8 +256,8 @@ async def test_half_a_handshake_is_dropped(model: Path, own: Files) -> None:
 def test_a_handshake_that_came_before_it_was_accepted_goes_on(
     model: Path, own: Files, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """This happens on a busy server: uvloop reads from a connection in the iteration that accepts
-    it.
+    """On a busy server, data arrives before the connection is accepted. uvloop then reads the data
+    in the iteration in which it accepts the connection.
     """
 
     async def handshake() -> bytes:
@@ -267,7 +267,7 @@ def test_a_handshake_that_came_before_it_was_accepted_goes_on(
             with pytest.raises(ssl.SSLWantReadError):
                 tls.do_handshake()
             with socket.create_connection(host_and_port(served)) as client:
-                client.sendall(outgoing.read())  # the event loop has not run since it connected
+                client.sendall(outgoing.read())  # the event loop has not accepted the connection
                 client.setblocking(False)
                 loop = asyncio.get_running_loop()
                 async with asyncio.timeout(SECONDS / 4):
@@ -279,7 +279,7 @@ def test_a_handshake_that_came_before_it_was_accepted_goes_on(
 
 
 async def test_stalled_handshakes_make_room_for_others(model: Path, own: Files) -> None:
-    # No connection ends because the time for its handshake is over.
+    # With this time limit, no connection ends because its handshake takes too long.
     settings = {"max_connections": 8, "receive_timeout_seconds": 600.0}
     async with serving_tls(model, own, **settings) as served:
         stalled = [await connect(served, None) for _ in range(30)]
