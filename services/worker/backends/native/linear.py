@@ -1,4 +1,6 @@
-"""Multiplication by a fixed weight in C++: see cpp/linear.h."""
+"""Multiplication by a fixed weight in C++ (cpp/linear.h). Weights are packed into panels, each of
+which has some of the output columns (cpp/panel.h).
+"""
 
 import ctypes
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Adapters in the compiled library's format: see cpp/lora.h."""
+"""Adapters in the compiled library's format (cpp/lora.h). A and B are packed into panels
+(cpp/panel.h).
+"""
 
 import ctypes
 from collections.abc import Mapping, Sequence

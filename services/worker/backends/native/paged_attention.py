@@ -28,7 +28,7 @@ _BYTES_PER_THREAD = 2**22
 
 _PART_KEYS = 512
 _MOST_ROWS = 128
-"""Upper bound of TASK_ROWS in cpp/attention_plan.h, which also defines PART_KEYS."""
+"""Upper bound of TASK_ROWS in cpp/attention_plan.h. _PART_KEYS is PART_KEYS in the same file."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:

@@ -1,10 +1,10 @@
 // The inputs of attention, and the division of a step's attention into tasks.
 //
 // If many requests decode, a task has all key heads of a request, since the keys of a token are
-// adjacent in memory. A context consists of parts, whose sums are merged in order (Flash-Decoding).
-// Parts begin at multiples of PART_KEYS. If there are fewer than two tasks for each thread, each
-// part is a task. Otherwise one task computes all parts of a context. The output is the same in
-// both cases.
+// adjacent in memory. The keys that a query attends to are its context. A context consists of
+// parts, whose sums are merged in order (Flash-Decoding). Parts begin at multiples of PART_KEYS. If
+// there are fewer than two tasks for each thread, each part is a task. Otherwise one task computes
+// all parts of a context. The output is the same in both cases.
 
 #pragma once
 
@@ -39,6 +39,7 @@ struct Layout {
 
   std::int64_t num_tokens() const { return query_starts[num_requests]; }
   int new_tokens(int request) const { return query_starts[request + 1] - query_starts[request]; }
+  // The number of tokens before the step.
   int context(int request) const { return seq_lens[request] - new_tokens(request); }
   const std::int32_t* blocks(int request) const { return tables + rows[request] * table_width; }
 };

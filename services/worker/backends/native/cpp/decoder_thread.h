@@ -73,7 +73,7 @@ struct StepBuffers {
   T* qkv;
   T* attended;
   T* gated;
-  T* inside;  // For adapters, see LoraDelta.
+  T* inside;  // See LoraDelta.
   T* normed;
   std::int64_t normed_stride;  // Distance of the threads' `normed`; 0 if the team shares one.
 };

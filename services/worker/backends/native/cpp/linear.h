@@ -1,11 +1,11 @@
 // Multiplication by a packed weight.
 //
-// Panels of the weight are contiguous. So a small batch, which is bound by memory, reads one
-// sequential stream per thread. Large batches are cut into blocks of rows that stay in the
-// second-level cache while all panels are read. A panel is cut into chunks of depth. A chunk stays
-// in a cache while it is multiplied by the tiles of rows of a block. For any number of rows, an
-// element's products are added in order of depth, and totals are float32, also between chunks. The
-// blocking is from Goto and van de Geijn's matrix multiplication.
+// The panels of the weight (panel.h) are contiguous. So a small batch, which is bound by memory,
+// reads one sequential stream per thread. Large batches are cut into blocks of rows that stay in
+// the second-level cache while all panels are read. A panel is cut into chunks of depth. A chunk
+// stays in a cache while the block's tiles of rows (panel.h) are multiplied by it. For any number
+// of rows, an element's products are added in order of depth, and totals are float32, also between
+// chunks. The blocking is from Goto and van de Geijn's matrix multiplication.
 
 #pragma once
 

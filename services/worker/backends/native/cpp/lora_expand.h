@@ -1,4 +1,5 @@
-// Products with the B matrices of adapters, added to the totals of a projection: see lora.h.
+// Adds products with the B matrices of adapters to the totals of a projection: see lora.h for
+// adapters and `inside`, and panel.h for panels and tiles of rows.
 
 #pragma once
 

@@ -1,4 +1,5 @@
-// Products of rows and the A matrices of their adapters: see lora.h.
+// Products of rows and the A matrices of their adapters: see lora.h for adapters and `inside`, and
+// panel.h for panels and tiles of rows.
 
 #pragma once
 

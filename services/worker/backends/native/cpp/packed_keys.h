@@ -1,4 +1,5 @@
-// Attention of many rows over a block of keys, whose keys and values are packed into panels.
+// Attention of many rows over a block of keys, whose keys and values are packed into panels
+// (panel.h).
 
 #pragma once
 

@@ -1,4 +1,5 @@
-// Pieces of memory that are prefetched one after the other while a tile of rows is multiplied.
+// Pieces of memory that are prefetched one after the other while a tile of rows is multiplied by a
+// panel (panel.h).
 //
 // The pieces are spread over the steps of the multiplication. Memory delivers a limited number of
 // bytes in each step, and the processor drops prefetches beyond those that it keeps in flight.

@@ -1,4 +1,5 @@
-// Products with the groups of a panel of a quantized weight, and with parts of groups.
+// Products with the groups of a panel of a quantized weight (quantized.h), and with parts of
+// groups.
 
 #pragma once
 

@@ -121,7 +121,7 @@ class SuffixTree {
   struct Sequence {
     NodeId root = NO_NODE;
     bool is_open = false;
-    std::size_t first = 0;  // The first token that was not removed.
+    std::size_t first = 0;  // Index of the first token that was not removed.
     std::vector<Token> tokens;
     std::vector<NodeId> ends;  // Inner nodes of the last 1, 2, 3, ... tokens.
   };

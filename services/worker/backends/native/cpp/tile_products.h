@@ -1,4 +1,4 @@
-// Products of rows and panels with tiles: see tiles.h.
+// Products of rows and panels (panel.h), computed with the processor's tiles (tiles.h).
 //
 // The rows of a block are copied into tiles once. A panel is read as it is stored. It has two tiles
 // of columns side by side, whose rows are PANEL_WIDTH groups of depth apart. Two tiles of rows are

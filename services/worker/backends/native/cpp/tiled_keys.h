@@ -1,9 +1,9 @@
 // Attention of rows over a block of keys by the processor's products of tiles. The sums have the
 // same bits as in packed_keys.h and single_query.h.
 //
-// Panels of keys and of values are tiles already: a row of a tile is one step of depth of LANES
-// columns. The rows of the other operand are queries, or query heads of one query, or their
-// weights. A tile is SUM_STEPS steps deep.
+// Panels of keys and of values (key_block.h, packed_keys.h) have the layout of tiles: a row of a
+// tile is one step of depth of LANES columns. The rows of the other operand are queries, or query
+// heads of one query, or their weights. A tile is SUM_STEPS steps deep.
 
 #pragma once
 

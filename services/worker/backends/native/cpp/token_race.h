@@ -1,4 +1,5 @@
-// Draws a token, with the same result as Race in sampling/race.py.
+// Draws a token, with the same result as Race in sampling/race.py, which explains blocks, lanes,
+// bounds and speeds.
 
 #pragma once
 
