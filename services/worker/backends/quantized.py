@@ -21,8 +21,8 @@ class QuantizedWeight:
     """A weight [out, in] whose element in row n and column k is `codes[n, k] * scales[n, k //
     group] + offsets[n, k // group]`.
 
-    `codes` [out, in] have `bits` bits. Their data type is int8 for 8 bits, int8 for 4 bits (-8 to
-    7), or float8_e4m3fn without NaN. `scales`, and `offsets` if not None, are float32 [out,
+    `codes` [out, in] have `bits` bits. Their data type is int8, with values from -8 to 7 for 4
+    bits, or float8_e4m3fn without NaN. `scales`, and `offsets` if not None, are float32 [out,
     groups]. `group` is the number of columns in a group, `in / groups`. `dtype`: the data type of
     the computation. `quantizes_inputs`: whether inputs are rounded to 8 bits too, see
     quantized_rows. If so, codes are int8 with 8 bits, and each row has one scale and no offset.

@@ -83,7 +83,7 @@ class Traits:
     window.
     """
     experts: ExpertLayout | None = None
-    """The names of experts. None means all MLPs are dense."""
+    """How the tensors of experts are named. None means all MLPs are dense."""
     activation_key: str = "hidden_act"
     """The key of config.json for the activation of MLPs. The key's value must be `activation`."""
     activation: Activation = Activation.SILU

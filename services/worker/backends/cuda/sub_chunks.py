@@ -124,8 +124,8 @@ def num_splits(num_lanes: int, num_kv_heads: int, num_keys: int, num_processors:
 
     The number is the smallest power of two that results in two programs for each processor, limited
     by the number of keys. `num_keys`: the number of keys of a whole block table, not of a sequence.
-    A call's scratch memory is proportional to the number of parts. With xFormers' own choice it can
-    be gigabytes.
+    A call's scratch memory is proportional to the number of parts. With xFormers' own number of
+    parts, it can be gigabytes.
     """
     programs, splits = num_lanes * num_kv_heads, 1
     if programs >= ENOUGH_PROGRAMS:
