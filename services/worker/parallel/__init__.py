@@ -1,1 +1,1 @@
-"""Tensor and pipeline parallelism: ranks that each have a part of one model and run all steps."""
+"""Tensor and pipeline parallelism. Each rank has a part of the model and runs all steps."""

@@ -1,4 +1,4 @@
-"""Communication by torch.distributed: gloo between machines, and NCCL between GPUs."""
+"""Collectives of torch.distributed: gloo between machines, and NCCL between GPUs."""
 
 import datetime
 from collections import deque
@@ -19,10 +19,10 @@ class GlooRanks(GatheringRanks):
     """Ranks with tensors on the CPU. A call raises RuntimeError if it exceeds the timeout, or if
     another rank has ended.
 
-    A sum is computed from gathered parts. gloo's ring adds parts of a tensor in different orders,
-    so a row's last bit would depend on its index in the step. With two ranks the order does not
-    matter, so the ring is used for large tensors. The ring takes half the time for 4 MiB, and twice
-    the time for 2 KiB.
+    A sum is computed from gathered parts, because gloo's ring adds the parts of a tensor in
+    different orders, so that a row's last bit would depend on the row's index in the step. With two
+    ranks the order does not matter, so the ring is used for large tensors. The ring takes half the
+    time for 4 MiB, and twice the time for 2 KiB.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class GlooRanks(GatheringRanks):
 
 
 def gloo_group(store: Any, rank: int, size: int, host: str, timeout: datetime.timedelta) -> Any:
-    """A gloo process group over the network interface with the address `host`."""
+    """Creates a gloo process group over the network interface with the address `host`."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
@@ -83,9 +83,9 @@ class NcclRanks:
 
 
 class StageLink:
-    """Sends tensors to the next stage, and receives tensors from the previous stage, over gloo. It
-    connects ranks with the same index in their stages. Tensors arrive unchanged, in the order in
-    which they were sent. The receiver must know their shapes.
+    """Sends tensors to the next pipeline stage, and receives tensors from the previous one, over
+    gloo. It connects ranks with the same index in their stages. Tensors arrive unchanged, in the
+    order in which they were sent. The receiver must know their shapes.
 
     A call raises RuntimeError if it exceeds the timeout, or if the other rank has ended.
     """
@@ -100,11 +100,11 @@ class StageLink:
         )
         self._most_unsent = 2 * (membership.pipeline_parallel_size + 1)
         self._unsent: deque[tuple[Any, torch.Tensor]] = deque()
-        """Sends in progress, with their tensors, which gloo may still read."""
+        """The sends in progress and their tensors, which gloo may still read."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begins to send a tensor, which the caller must not change afterwards. Waits while 2 *
-        (stages + 1) sent tensors have not been received. A step sends two tensors.
+        """Begins to send a tensor, which the caller must not change afterwards. A step sends two
+        tensors. Waits while the next stage has not received 2 * (stages + 1) tensors.
         """
         while len(self._unsent) >= self._most_unsent:
             work, _ = self._unsent.popleft()

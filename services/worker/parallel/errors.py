@@ -1,16 +1,14 @@
 """Errors of groups of ranks.
 
-Unavailable
-└── GroupBroken          the ranks cannot continue together, so all of them end
-    └── RankLost         the process of a rank has ended
-        └── RankStopped  a rank was told to stop
+Unavailable └── GroupBroken the ranks cannot continue, so all of them end └── RankLost the process
+of a rank has ended └── RankStopped a rank received a stop signal
 """
 
 from services.common.errors import Unavailable
 
 
 class GroupBroken(Unavailable):
-    """The ranks cannot continue together, for the reason in the message. The process must end."""
+    """The ranks cannot continue together. The message has the reason. The process must end."""
 
     reason = "GROUP_BROKEN"
 

@@ -38,19 +38,19 @@ _RANK_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Limits on the time that ranks wait for each other, as the group forms and in a collective."""
+    """Limits on the ranks' waits for each other, while the group forms and in a collective."""
 
     join_seconds: float = 600.0
     collective_seconds: float = 60.0
 
 
 class Group:
-    """A group of ranks, which the constructor forms. `link` connects to the previous and next
-    pipeline stages, and is None if there is one stage.
+    """A group of ranks, which the constructor forms. `link` connects this pipeline stage to the
+    previous and next stages. It is None if there is one stage.
 
-    `local_ranks`: the ranks of this machine or container, which share its memory and processors.
-    `checkpoint_reached` is called repeatedly while the constructor waits, and may raise to abort
-    it.
+    `local_ranks` are the ranks on this machine or in this container, which share its memory and
+    processors. `checkpoint_reached` is called repeatedly while the constructor waits, and may raise
+    to abort it.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Group:
         logger.info("rank %d of %d: all ranks are here", membership.rank, membership.size)
 
     def ranks_on(self, device: torch.device, kernels: Kernels) -> Ranks:
-        """The collectives of this rank's stage, for tensors on the CPU or on the current CUDA
-        device, which `kernels` compute. Every rank of the group must call this method once.
+        """Returns the collectives of this rank's stage, for tensors on the CPU or on the current
+        CUDA device, where `kernels` compute. Every rank of the group must call this method once.
         """
         own, on_cpu = self.membership, device.type == "cpu"
         place = own.tensor_parallel_rank, own.tensor_parallel_size
@@ -107,8 +107,8 @@ class Group:
         return ranks if on_cpu else NcclRanks(self._store, ranks, self._timeout)
 
     def gather(self, what: str, value: str) -> list[str]:
-        """The values of all ranks, in rank order. `what`: a unique name of this exchange. Waits for
-        all ranks without a deadline, until a rank's process ends.
+        """Returns the values of all ranks, in rank order. `what` is a unique name of this exchange.
+        Waits for all ranks without a deadline, until a rank's process ends.
         """
         size = self.membership.size
         self._store.set(f"{what}/{self.membership.rank}", value)
@@ -126,7 +126,7 @@ class Group:
                     )
 
     def smallest(self, what: str, value: int) -> int:
-        """The minimum of all ranks' values. `what`: a unique name of this exchange."""
+        """Returns the minimum of all ranks' values. `what` is a unique name of this exchange."""
         return min(map(int, self.gather(what, str(value))))
 
     def close(self, *, is_stopped: bool = False) -> None:
@@ -140,13 +140,13 @@ class Group:
             try:
                 family, _, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
                 with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(address)  # sends nothing, since it is a datagram socket
+                    probe.connect(address)  # sends nothing on a datagram socket
                     return str(probe.getsockname()[0])
             except OSError as error:
                 self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
 
     def _open_store(self, own_address: str) -> Any:
-        """The store. Rank 0 hosts it, and listens only at the address that the other ranks use."""
+        """Opens the store. Rank 0 hosts it, and listens only at the address used by other ranks."""
         membership = self.membership
         address, port = membership.master_addr, membership.master_port
         given: dict[str, Any] = {}
@@ -220,8 +220,8 @@ class Group:
 
     def _sharing(self, shared: SharedRanks | None) -> SharedRanks | None:
         """Returns `shared` with memory that all ranks of this stage have mapped, or None if a rank
-        cannot map it. Every rank of the group must call this method, with None if it has no
-        collectives in shared memory.
+        cannot map it. Every rank of the group must call this method. A rank without collectives in
+        shared memory passes None.
         """
         size, memory, address = self.membership.tensor_parallel_size, None, ""
         first = self.membership.stage * size
@@ -251,7 +251,7 @@ class Group:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raises GroupBroken if a gloo connection fails."""
+        """Converts the RuntimeError of a failed gloo connection to GroupBroken."""
         try:
             yield
         except RuntimeError as error:
@@ -268,7 +268,7 @@ class Group:
             self._wait(f"{keys[0].partition('/')[0]} is not known")
 
     def _wait(self, why: str) -> None:
-        """Sleeps briefly. Raises GroupBroken with the reason `why` after the join timeout."""
+        """Sleeps briefly. After the join timeout, raises GroupBroken with the reason `why`."""
         self._checkpoint_reached()
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise GroupBroken(
@@ -283,14 +283,14 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def select_cuda_device(local_ranks: list[int], rank: int) -> None:
-    """Selects a GPU for this rank alone. Raises GroupBroken if local ranks outnumber GPUs."""
+    """Selects one GPU for this rank. Raises GroupBroken if there are more local ranks than GPUs."""
     available = torch.cuda.device_count()
     if 0 < available < len(local_ranks):
         raise GroupBroken(
             f"{len(local_ranks)} ranks are on this machine, which has {available} GPUs: each "
             "takes one, or set --device cpu"
         )
-    if available:  # without a GPU, the platform raises
+    if available:  # otherwise the platform raises
         torch.cuda.set_device(local_ranks.index(rank))
 
 

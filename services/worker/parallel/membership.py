@@ -1,4 +1,4 @@
-"""Determines this process's rank and group from flags or environment variables.
+"""Determines this process's rank and group from settings or environment variables.
 
 torch's launchers set WORLD_SIZE, RANK, MASTER_ADDR and MASTER_PORT. In a Kubernetes StatefulSet a
 pod's host name ends with its ordinal.
@@ -32,22 +32,22 @@ class Membership:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """The number of ranks in a stage. All of them have the stage's layers."""
+        """The number of ranks in a stage, each of which has a part of all the stage's layers."""
         return self.size // self.pipeline_parallel_size
 
     @property
     def stage(self) -> int:
-        """The pipeline stage of this rank, from 0."""
+        """The pipeline stage of this rank, from 0 on."""
         return self.rank // self.tensor_parallel_size
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """This rank's index in its stage, from 0."""
+        """This rank's index in its stage, from 0 on."""
         return self.rank % self.tensor_parallel_size
 
 
 def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Membership:
-    """Flags override environment variables. Raises SettingError for contradictory values."""
+    """Settings override environment variables. Raises SettingError for contradictory values."""
     stages = settings.pipeline_parallel_size
     size = _size(settings, environ)
     if size == 1:
@@ -78,7 +78,7 @@ def _size(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
 
 
 def _rank(settings: WorkerSettings, environ: Mapping[str, str]) -> tuple[int, str]:
-    """The rank, and the name of the flag or variable that sets it."""
+    """Returns the rank, and the name of the flag or variable that sets it."""
     if settings.rank is not None:
         return settings.rank, "--rank"
     rank = _number(environ, "RANK")

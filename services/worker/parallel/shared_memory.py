@@ -1,9 +1,9 @@
-"""Memory that processes of one machine share. One process allocates the memory, and the others map
+"""Memory that processes on one machine share. One process allocates the memory, and the others map
 it by its address.
 
-The memory has no name in a file system, so it is freed however its processes end. Other processes
-open it through /proc, which requires the same user and the same process namespace. A random token
-in its last bytes identifies the memory.
+The memory has no name in a file system, so that it is freed when its processes end, whatever the
+reason. Other processes open it through /proc, which requires the same user and the same process
+namespace. A random token in its last bytes identifies the memory.
 """
 
 import mmap
@@ -18,8 +18,8 @@ _TOKEN_BYTES = 16
 
 @contextmanager
 def made_memory(num_bytes: int) -> Iterator[tuple[mmap.mmap, str]]:
-    """Allocates zeroed memory. Yields the memory and its address, which other processes can map
-    until the context ends. Raises OSError.
+    """Allocates zeroed memory. Yields the memory and its address. Other processes can map it by
+    this address until the context ends. Raises OSError.
     """
     descriptor = os.memfd_create("stepwell-ranks", os.MFD_CLOEXEC)
     try:
@@ -33,7 +33,7 @@ def made_memory(num_bytes: int) -> Iterator[tuple[mmap.mmap, str]]:
 
 
 def mapped_memory(address: str, num_bytes: int) -> mmap.mmap | None:
-    """Maps the memory of `num_bytes` at an address. Returns None if this process cannot do so."""
+    """Maps the `num_bytes` of memory at an address. Returns None if this process cannot map it."""
     path, token = address.split()
     with suppress(OSError, ValueError), Path(path).open("r+b") as file:
         memory = mmap.mmap(file.fileno(), num_bytes + _TOKEN_BYTES)

@@ -1,9 +1,9 @@
 """Notices at once when another rank has ended.
 
 Every pair of ranks has an idle connection. When a process ends for any reason, the kernel closes
-its connections. So the other ranks notice within a network round trip, even while no step runs or
-while a collective waits. Keepalive probes detect a machine that does not respond. A rank that ends
-for a known reason, such as a signal to stop, sends the reason first.
+its connections. Therefore the other ranks notice within a network round trip, even if no step runs
+or a collective waits. Keepalive probes detect a machine that does not respond. A rank that ends for
+a known reason, such as a stop signal, sends the reason first.
 """
 
 import selectors
@@ -20,8 +20,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class Watch:
-    """Watches the connections to all other ranks, in its own thread. `peers` maps ranks to
-    connections.
+    """Watches the connections to all other ranks in a thread. `peers` maps ranks to connections.
 
     `on_broken` is called once with the reason, in the watching thread or in the thread that calls
     `report`. It is never called after `close`.
@@ -58,16 +57,16 @@ class Watch:
         return reported
 
     def explain(self, error: GroupBroken, patience_seconds: float = 0.5) -> GroupBroken:
-        """Reports a failure. First waits for up to `patience_seconds`, since the end of another
-        rank may be its cause.
+        """Reports a failure. First waits up to `patience_seconds`, because the end of another rank
+        may be the cause.
         """
         self._is_broken.wait(patience_seconds)
         return self.report(error)
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Stops watching and closes the connections. Other ranks then notice this rank's end. If
-        the group is not broken, `is_stopped` first notifies them that this rank received a stop
-        signal.
+        """Stops watching and closes the connections. The other ranks then notice that this rank has
+        ended. If `is_stopped`, and the group is not broken, they are notified before that this rank
+        received a stop signal.
         """
         with self._lock:
             self._closed = True
@@ -100,7 +99,7 @@ class Watch:
         reason = ""
         with suppress(OSError):
             reason = self._peers[rank].recv(_LONGEST_REASON).decode(errors="replace")
-        # That rank or an earlier one stopped.
+        # That rank received a stop signal, or ended because an earlier one did.
         kind = RankStopped if reason.endswith(_STOPPED) else RankLost
         self.report(kind(f"rank {rank} is gone: {reason}" if reason else f"rank {rank} is gone"))
 
@@ -109,5 +108,5 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setblocking(True)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # not every system has all of these options
+        if hasattr(socket, name):  # some systems lack some of these options
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

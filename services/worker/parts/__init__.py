@@ -1,1 +1,1 @@
-"""The parts of a worker, each built from the settings and from the parts built before it."""
+"""The parts of a worker. Each is built from the settings and from earlier parts."""

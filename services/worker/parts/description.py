@@ -17,7 +17,7 @@ def describe(
     fingerprint: bytes,
     incarnation: str,
 ) -> WorkerDescription:
-    """The description of a worker with a KV cache. `parts` must have a sized cache."""
+    """Describes a worker with a KV cache. `parts` must be sized already."""
     settings, own = setup.settings, setup.membership
     loaded, shape, limits = parts.loaded, parts.shape, parts.limits
     dtype = dtype_name(loaded.dtype)

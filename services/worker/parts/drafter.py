@@ -1,4 +1,4 @@
-"""Builds the drafter, with a draft model if the settings name one."""
+"""Builds the drafter, and loads a draft model if the settings name one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from services.worker.speculation.ngram import NgramProposer
 
 
 def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
-    """`parts` with a drafter, if speculation is set. Raises NoSpeculation and ModelError."""
+    """Adds a drafter to `parts` if speculation is set. Raises NoSpeculation and ModelError."""
     if setup.settings.speculative_config is None:
         return parts
     refuse_speculation(setup, parts)
@@ -43,8 +43,8 @@ def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
 
 
 def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
-    """Suffix trees in the compiled library, on the CPU also with a model on CUDA. Raises
-    NoSpeculation if the library cannot be compiled.
+    """Creates suffix trees in the compiled library. They are on the CPU even if the model is on
+    CUDA. Raises NoSpeculation if the library cannot be compiled.
     """
     try:
         library = compiled.load_compiled(
@@ -58,12 +58,12 @@ def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
 
 
 def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> DraftModelParts:
-    """The draft model in a directory, or this rank's part of it, with the shape of its cache.
+    """Loads a draft model, or this rank's part of it, and determines the shape of its KV cache.
 
-    It is divided among the ranks like the target model, and the same setting determines its data
-    type. Its maximum sequence length is the shorter of its own limit and the target model's. Raises
-    NoSpeculation if the draft model cannot draft for the model of `parts`, ModelError and
-    NotEnoughMemory.
+    The draft model is divided among the ranks like the target model, and the same setting
+    determines its data type. Its maximum sequence length is the smaller of both models' limits.
+    Raises NoSpeculation if the draft model cannot draft for the model of `parts`. Also raises
+    ModelError and NotEnoughMemory.
     """
     refuse_draft_model(setup, parts, directory)
     checkpoint = setup.platform.open(directory)

@@ -1,4 +1,4 @@
-"""Sizes the KV cache of a rank."""
+"""Determines the size of a rank's KV cache, and creates the storage of LoRA adapters."""
 
 import logging
 from dataclasses import replace
@@ -16,8 +16,8 @@ from services.worker.platforms.interface import RunnerParts
 
 
 def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
-    """The storage of adapters, or None if LoRA is not enabled. Raises UnsupportedModel if LoRA is
-    enabled and the model does not support it.
+    """Creates the storage of LoRA adapters, or returns None if LoRA is not enabled. Raises
+    UnsupportedModel if the model does not support LoRA.
     """
     settings, device = setup.settings, setup.platform.torch_device
     num_places, reader = settings.num_lora_places, loaded.lora
@@ -39,7 +39,7 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
 
 
 def adapter_bytes(setup: RankSetup, loaded: LoadedModel) -> int:
-    """Bytes of memory that the maximum number of loaded adapters needs."""
+    """The memory that the maximum number of loaded adapters needs, in bytes."""
     settings, reader = setup.settings, loaded.lora
     if reader is None or not settings.num_lora_places:
         return 0
@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 def size_rank_kv_cache(
     setup: RankSetup, parts: RunnerParts, groups: tuple[LayerGroup, ...]
 ) -> kv_cache.KVCacheSizing:
-    """Sizes this rank's cache. The number of blocks is lowered to the minimum over all ranks, since
-    the ranks share block tables. Raises KVCacheTooSmall and NotEnoughMemory.
+    """Determines the size of this rank's KV cache. The number of blocks is lowered to the minimum
+    of all ranks, because the ranks share block tables. Raises KVCacheTooSmall and NotEnoughMemory.
     """
     own = kv_cache.size_kv_cache(_demand(setup, parts, groups), _memory(setup, parts))
     num_blocks = setup.least_of_ranks("num_blocks", own.num_blocks)
@@ -81,7 +81,7 @@ def _demand(
 
 
 def _memory(setup: RankSetup, parts: RunnerParts) -> kv_cache.KVCacheMemory:
-    """The memory for the cache, without the memory for LoRA adapters that are loaded later."""
+    """The memory for the KV cache, without the memory for LoRA adapters that are loaded later."""
     settings, free = setup.settings, setup.platform.free_memory(parts)
     if parts.adapters is not None:
         adapters = adapter_bytes(setup, parts.loaded)

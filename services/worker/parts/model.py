@@ -1,4 +1,4 @@
-"""Loads the model, and determines the shape of its cache and the limits of its batch."""
+"""Loads the model, and determines the shape of its KV cache and the limits of its batch."""
 
 from dataclasses import replace
 
@@ -18,8 +18,8 @@ from services.worker.platforms.interface import RunnerParts
 def load_parts(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig | None
 ) -> tuple[RunnerParts, tuple[LayerGroup, ...]]:
-    """The loaded model, or this rank's part of it, with a cache shape of 0 blocks, and the groups
-    of its layers.
+    """Loads the model, or this rank's part of it. Returns the parts, with a KV cache of 0 blocks,
+    and the KV-cache groups.
     """
     settings, kernels = setup.settings, setup.platform.kernels()
     options = LoadOptions(
@@ -56,8 +56,8 @@ def load_parts(
 def _cache_shape(
     setup: RankSetup, loaded: LoadedModel, groups: tuple[LayerGroup, ...]
 ) -> AttentionShape:
-    """The shape of the cache, with 0 blocks. The block size is the setting, or the size that states
-    of recurrent layers need.
+    """Returns the shape of a KV cache of 0 blocks. The block size is the setting's, or the size
+    that the states of recurrent layers need.
     """
     shape = AttentionShape(
         loaded.own_attention,

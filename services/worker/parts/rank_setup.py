@@ -1,4 +1,4 @@
-"""The setup of a rank: its settings, platform and group."""
+"""The setup of a rank, from which its parts are built."""
 
 import logging
 import time
@@ -23,8 +23,7 @@ _QUIET_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The arguments from which all parts of one rank are built. `group` is None for a single
-    worker.
+    """The settings, platform and group of a rank. `group` is None for a single worker.
 
     `checkpoint_reached` is called often during startup, and may raise to abort it. `ranks` are the
     tensor-parallel ranks, whose collectives exchange tensors on the platform's device.
@@ -41,14 +40,14 @@ class RankSetup:
         return value if self.group is None else self.group.smallest(name, value)
 
     def wait_for_ranks(self) -> None:
-        """Waits until every rank has called this."""
+        """Waits until every rank has called this method."""
         if self.group is not None:
             self.group.gather("loaded", "")
 
     def progress(self, what: str) -> Callable[[int, int], None]:
-        """Returns a function to call with the numbers of parts done and of all parts. It logs
-        `what` and the percentage after each tenth of the parts, at most once in _QUIET_SECONDS, and
-        calls `checkpoint_reached`.
+        """Returns a function to call with the numbers of completed parts and of all parts. It calls
+        `checkpoint_reached`, and logs `what` and the percentage after each tenth of the parts, at
+        most once in _QUIET_SECONDS.
         """
         logged = time.monotonic()
 
@@ -69,8 +68,8 @@ def set_up_rank(
     group: Group | None,
     select: SelectPlatform = select_platform,
 ) -> RankSetup:
-    """Selects the platform and its collectives. Raises UnsuitableDevice, KernelsUnavailable and
-    SettingError.
+    """Selects the platform and the collectives of a rank. Raises UnsuitableDevice,
+    KernelsUnavailable and SettingError.
     """
     platform = select(settings, checkpoint_reached, group)
     return RankSetup(
@@ -84,8 +83,8 @@ def set_up_rank(
 
 
 def with_group(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> RunnerParts:
-    """`parts` with a Lockstep and a pipeline stage, if there are other ranks. Raises GroupBroken
-    unless all ranks have the same model and settings.
+    """Adds a Lockstep and a pipeline stage to `parts` if there are other ranks. Raises GroupBroken
+    if not all ranks have the same model and settings.
     """
     group = setup.group
     if group is None:
@@ -101,7 +100,7 @@ def with_group(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> Runn
 
 
 def _in_common(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> dict[str, str]:
-    """The values that must be equal on all ranks, by name."""
+    """The values that must be equal on all ranks, each with its name."""
     settings = setup.settings
     return {
         "kv_cache_dtype": settings.kv_cache_dtype.value,

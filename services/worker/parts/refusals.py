@@ -1,4 +1,4 @@
-"""Refuses incompatible settings and models. These checks need the loaded model."""
+"""Checks of settings and models that are incompatible. They need a rank's setup."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from services.worker.platforms.interface import RunnerParts
 
 
 def refuse_for_whole_prompts(setup: RankSetup) -> None:
-    """Raises UnsupportedModel, NoSpeculation or NoTier for settings that do not apply to a model
-    that processes whole prompts.
+    """Raises UnsupportedModel, NoSpeculation or NoTier for settings that a model that processes
+    whole prompts does not support.
     """
     settings = setup.settings
     config = settings.model / "config.json"
@@ -35,7 +35,7 @@ def refuse_for_whole_prompts(setup: RankSetup) -> None:
 
 
 def refuse_speculation(setup: RankSetup, parts: RunnerParts) -> None:
-    """Raises NoSpeculation if the model, or its division, does not support verifying drafts."""
+    """Raises NoSpeculation if the model or its parallelism does not support drafts."""
     if parts.pooler is not None:
         raise NoSpeculation("speculative_config: this model answers with vectors, not tokens")
     if parts.limits.state_block_sizes:
@@ -46,7 +46,7 @@ def refuse_speculation(setup: RankSetup, parts: RunnerParts) -> None:
 
 def refuse_draft_model(setup: RankSetup, parts: RunnerParts, draft: Path) -> None:
     """Raises NoSpeculation or UnsupportedModel if the draft model in a directory is incompatible
-    with the target model, before the draft model is loaded.
+    with the target model. Called before the draft model is loaded.
     """
     if not setup.platform.has_draft_models:
         raise NoSpeculation("speculative_config: only workers on the CPU run a draft model")
@@ -71,7 +71,7 @@ def refuse_draft_model(setup: RankSetup, parts: RunnerParts, draft: Path) -> Non
 
 
 def without_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
-    """`parts` without a tier of offloaded blocks. Raises NoTier if the settings ask for one."""
+    """Returns `parts`, which has no tier. Raises NoTier if the settings ask for one."""
     if setup.settings.kv_offloading_size is not None:
         raise NoTier("kv_offloading_size: this worker keeps no offloaded blocks")
     return parts

@@ -18,7 +18,7 @@ from services.worker.platforms.prompt_shapes import PromptShape, run_prompts
 
 _WARM_UP_TOKENS = 256
 _GROUPS = (LayerGroup(None, ()),)
-"""One KV-cache group without layers. The scheduler allocates its blocks, but they store nothing."""
+"""One KV-cache group without layers. The scheduler allocates its blocks, which store nothing."""
 
 
 def build_whole(

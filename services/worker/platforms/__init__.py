@@ -1,1 +1,1 @@
-"""What a worker uses of its machine: a backend, memory and processors."""
+"""Platforms: the devices, memory and processors that a worker uses."""

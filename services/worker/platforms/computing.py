@@ -1,4 +1,4 @@
-"""The part of platforms that all devices that compute models have in common."""
+"""The common part of platforms whose devices compute models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class ComputingPlatform(ABC):
 
     @abstractmethod
     def kernels(self) -> Kernels:
-        """The operations that the model runs with."""
+        """Returns the operations with which the model runs."""
 
     def open(self, directory: Path) -> Checkpoint:
         return open_checkpoint(directory, self.torch_device)

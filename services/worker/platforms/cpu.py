@@ -1,4 +1,4 @@
-"""A worker on the CPU."""
+"""The CPU as a platform."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -22,7 +22,7 @@ from services.worker.platforms.prompt_shapes import PromptShape, first_shapes
 
 
 class CpuPlatform(ComputingPlatform):
-    """The Platform of the CPU. `num_sharers`: workers that share the machine's memory."""
+    """The Platform of the CPU. `num_sharers` workers share the machine's memory."""
 
     torch_device = CPU
     default_block_size = 16
@@ -31,7 +31,7 @@ class CpuPlatform(ComputingPlatform):
     has_draft_models = True
     scales_blocks = True
     num_speculative_rows = 12
-    """Rows that a step computes in the time of reading the weights, at 0.4 TFLOP/s and 35 GB/s."""
+    """Rows that a step computes while it reads the weights, at 0.4 TFLOP/s and 35 GB/s."""
 
     def __init__(
         self, kernels: Kernels, memory_utilization: float | None, num_sharers: int = 1
@@ -50,12 +50,12 @@ class CpuPlatform(ComputingPlatform):
         """Accepts every model."""
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
-        """The machine's available memory, and an upper estimate of what the largest step needs.
+        """Returns the machine's available memory, and an upper estimate for the largest step.
 
         The estimate is a sum. For each token it includes residual, normalized and attended states,
         and the fused projections. For each sampled row it includes logits in float32 and the
         sampler's copies. It also includes the memory of attention. A draft model computes the
-        step's tokens too, or up to a block of each request. Other drafters may need
+        step's tokens too, and up to a block of each request. Other drafters may need
         `drafter_bytes`.
         """
         loaded, limits, draft = parts.loaded, parts.limits, parts.draft_model
@@ -111,13 +111,13 @@ class CpuPlatform(ComputingPlatform):
 
 
 def _bytes_per_token(loaded: LoadedModel) -> int:
-    """Bytes that a token needs while a step runs."""
+    """Bytes that a token needs during a step."""
     width = 6 * loaded.hidden_size + 4 * loaded.intermediate_size
     return width * loaded.dtype.itemsize
 
 
 def _tier(parts: RunnerParts, caches: Sequence[PagedAttention]) -> Tier | None:
-    """The tier of offloaded blocks, with their pages in all caches, if there is memory for it."""
+    """Creates the tier of host memory for the pages of all `caches`, or None without a tier."""
     if parts.make_tier is None:
         return None
     pages = [page for cache in caches for page in cast(PagesOfKeys, cache).pages]

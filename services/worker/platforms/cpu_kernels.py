@@ -1,4 +1,4 @@
-"""Selects the kernels on the CPU, once at a worker's start."""
+"""Selects the kernels on the CPU, once when a worker starts."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelsUnavailable(StepwellError):
-    """The setting requires compiled kernels, and there are none for this machine."""
+    """The setting requires compiled kernels, but there are none for this machine."""
 
     reason = "KERNELS_UNAVAILABLE"
 
@@ -27,8 +27,8 @@ def select_kernels(
     *,
     batch_invariant: bool = True,
 ) -> Kernels:
-    """Selects the kernels for the setting. AUTO selects compiled kernels if there are any, and
-    otherwise torch's.
+    """Selects the kernels for the setting. AUTO selects compiled kernels if there are any,
+    otherwise kernels of torch.
 
     `batch_invariant` affects only torch's kernels. Compiled kernels are always batch-invariant.
     Logs the choice and its reason. Raises KernelsUnavailable if the setting is NATIVE and there are

@@ -1,4 +1,4 @@
-"""Checks the machine for what a worker on CUDA needs, before weights are read.
+"""Checks, before weights are read, whether the machine has everything that a worker on CUDA needs.
 
 The error for a missing part is one sentence with a remedy. `load_xformers` finds problems that
 appear only when xFormers is imported.
@@ -34,7 +34,7 @@ _INSTALL = "pip install 'stepwell[gpu]'"
 
 @dataclass(frozen=True, slots=True)
 class CudaSetup:
-    """The machine's CUDA setup. Missing parts are None or False. Versions are package versions."""
+    """The machine's CUDA setup. Missing parts are None or False. Packages have versions."""
 
     device_name: str | None
     capability: tuple[int, int]
@@ -95,7 +95,7 @@ def check_setup(setup: CudaSetup) -> None:
 
 
 def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
-    """Whether xFormers' kernel can compute the layers. It does not cap scores (softcap)."""
+    """Whether xFormers' kernel can compute these layers. It does not support softcap."""
     return all(layer.softcap is None for layer in layers)
 
 
@@ -145,10 +145,10 @@ def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool
 def load_xformers() -> None:
     """Imports xFormers with its CUDA library. Raises UnsuitableDevice.
 
-    The published library needs CUDA 12's runtime. A torch built for CUDA 13 does not contain it, so
-    it is loaded into the process first.
+    The published library needs the runtime of CUDA 12. It is loaded into the process first, because
+    a torch built for CUDA 13 does not contain it.
     """
-    # The path in the package nvidia-cuda-runtime-cu12, or the library's name for the loader.
+    # The file in the package nvidia-cuda-runtime-cu12, or the name with which the loader finds it
     paths = (Path(folder, "nvidia/cuda_runtime/lib", RUNTIME_LIBRARY) for folder in sys.path)
     library = str(next(filter(Path.exists, paths), RUNTIME_LIBRARY))
     try:
@@ -167,7 +167,7 @@ def load_xformers() -> None:
 
 
 def _scheme() -> str:
-    """The sysconfig scheme with which Triton finds headers. Debian's default is another one."""
+    """The sysconfig scheme with which Triton finds headers. It differs from Debian's default."""
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
 

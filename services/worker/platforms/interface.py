@@ -1,4 +1,4 @@
-"""The interface of platforms. A platform is the code for one kind of device."""
+"""The interface of platforms. A platform has the code for one kind of device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,11 +31,11 @@ from services.worker.sampling.grammar import Grammars
 class DraftModelParts:
     loaded: LoadedModel
     shape: AttentionShape
-    """The shape of the draft model's cache. It has as many blocks as the target model's cache."""
+    """The shape of the draft model's cache, which has as many blocks as the target model's."""
     group: int
     """The target model's KV-cache group whose block tables the draft model uses."""
     fingerprint: bytes
-    """Fingerprint of the draft model, see model_fingerprint."""
+    """The fingerprint of the draft model (see `model_fingerprint`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +47,20 @@ class RunnerParts:
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
-    """Runs steps together with the other ranks, if there are any."""
+    """Runs steps together with the other ranks. None if there are none."""
     pooler: PromptPooler | None = None
-    """Pools prompts. It is None if the model generates."""
+    """Pools prompts. None if the model generates."""
     stage: PipelineStage | None = None
-    """This rank's pipeline stage, or None if the model is not divided into stages."""
+    """This rank's pipeline stage. None if the model is not divided into stages."""
     make_tier: Callable[[Sequence[torch.Tensor]], Tier] | None = None
-    """Makes the tier of offloaded blocks, given the pages of all caches. None without a tier."""
+    """Creates the tier of host memory, given the pages of all KV caches. None without a tier."""
     grammars: Grammars | None = None
-    """Compiles grammars. It is None if the rank does not sample."""
+    """Compiles grammars. None if the rank does not sample."""
     adapters: LoraAdapters | None = None
-    """The loaded LoRA adapters. They are None if LoRA is not enabled."""
+    """The loaded LoRA adapters. None if LoRA is not enabled."""
     drafter: Drafter | None = None
-    """Proposes drafts. None without speculation, and with `draft_model`, whose drafter the platform
-    builds.
+    """Proposes drafts. None without speculation. Also None with a `draft_model`, for which the
+    platform builds the drafter.
     """
     drafter_bytes: int = 0
     """Limit on the host memory that `drafter` may allocate later, in bytes."""
@@ -73,7 +73,7 @@ class RunnerParts:
         return own if draft is None else own + draft.shape.bytes_per_block
 
     def sized(self, num_blocks: int, max_model_len: int) -> "RunnerParts":
-        """The parts with a cache of `num_blocks`, for sequences of up to `max_model_len` tokens."""
+        """Returns parts with a cache of `num_blocks`, for sequences of up to `max_model_len`."""
         draft = self.draft_model
         if draft is not None:
             draft = replace(draft, shape=replace(draft.shape, num_blocks=num_blocks))
@@ -86,28 +86,28 @@ class RunnerParts:
 
 
 class Platform(Protocol):
-    """A kind of device that a worker computes on."""
+    """A kind of device on which a worker computes."""
 
     torch_device: torch.device
     default_block_size: int
-    """Tokens per block if the settings do not set it."""
+    """The number of tokens per block if it is not configured."""
     has_tier: bool
-    """Whether this platform's runners support a tier of offloaded blocks."""
+    """Whether this platform's runners support a tier of host memory for offloaded blocks."""
     scales_blocks: bool
-    """Whether block sizes may differ between groups, see kv_groups."""
+    """Whether block sizes may differ between KV-cache groups (see `kv_groups`)."""
     has_draft_models: bool
     """Whether this platform's runners support a draft model."""
     num_speculative_rows: int
     """Rows that a decode step computes in about the time of one row. 0 means unlimited."""
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """The data type for loading the model, given the setting."""
+        """Returns the data type in which the model is loaded, given the setting."""
 
     def kernels(self) -> Kernels:
-        """The operations that the model runs with."""
+        """Returns the operations with which the model runs."""
 
     def open(self, directory: Path) -> Checkpoint:
-        """The tensors of a model directory. Raises ModelError if the model cannot be served."""
+        """Opens a model directory's tensors. Raises ModelError if the model cannot be served."""
 
     def load(
         self,
@@ -117,19 +117,19 @@ class Platform(Protocol):
         ranks: Ranks,
         wait_for_ranks: Callable[[], None],
     ) -> LoadedModel:
-        """Loads a decoder, or this rank's part of it, see load_model."""
+        """Loads a decoder, or this rank's part of it (see `load_model`)."""
 
     def check(self, shape: AttentionShape, loaded: LoadedModel) -> None:
         """Raises UnsuitableDevice for a model that this device cannot compute."""
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
-        """The memory that is available to the KV cache. `parts` must not have a cache yet."""
+        """Returns the memory that is available for the KV cache. `parts` must not be sized yet."""
 
     def stored_block_bytes(self, parts: RunnerParts) -> int:
-        """Bytes of all pages of a block, as they are stored in a tier."""
+        """The bytes of all pages of a block, as the tier stores them."""
 
     def runner(self, parts: RunnerParts) -> StepRunner:
         """Builds a runner with its KV cache."""
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """Steps to run at startup, so that the first request's steps are as fast as later ones."""
+        """Steps to run at startup, so that the first requests' steps are as fast as later ones."""

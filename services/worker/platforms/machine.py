@@ -1,4 +1,4 @@
-"""The memory that the machine or container allows this process."""
+"""Determines the memory that the machine or the container leaves to this process."""
 
 import os
 from pathlib import Path

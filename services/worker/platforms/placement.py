@@ -1,14 +1,14 @@
-"""Places a worker's threads on processors, if the machine has several NUMA nodes.
+"""Places a worker's threads on processors if the machine has several NUMA nodes.
 
-The memory of a node is read faster by its own cores, and a barrier between threads is faster inside
-a node. Linux allocates memory on the node of the thread that first writes it. A worker's compute
-thread is therefore bound to the cores of one node before it loads the model, and the threads of its
-team inherit the binding. Weights, KV cache and activations are then on this node, as long as its
-memory suffices. By default the cache is sized by the node's part of the memory. Other threads of
-the process, such as the event loop's, are not bound.
+The memory of a node is read faster by the node's own cores, and a barrier between threads is faster
+inside a node. Linux allocates memory on the node of the thread that first writes to it. Therefore a
+worker's compute thread is bound to the cores of one node before it loads the model, and the threads
+of its team inherit the binding. Weights, KV cache and activations are then on this node if its
+memory suffices. By default the KV cache is sized by the node's part of the memory. Other threads of
+the process, such as the event loop's thread, are not bound.
 
-On a single node threads are not bound, since the operating system also places other processes.
-Under a quota they are not bound either, since other containers would choose the same cores.
+On a single node, threads are not bound, because the operating system also places other processes.
+Under a CPU quota they are not bound either, because other containers would choose the same cores.
 
 The values of the setting are those of vLLM's VLLM_CPU_OMP_THREADS_BIND.
 """
@@ -29,7 +29,7 @@ FLAG = "--cpu-omp-threads-bind"
 
 @dataclass(frozen=True, slots=True)
 class LocalWorker:
-    """The number of a worker, from 0, among the `count` workers that share this machine."""
+    """The number of a worker, from 0 on, among the `count` workers on this machine."""
 
     index: int = 0
     count: int = 1
@@ -41,8 +41,8 @@ def place_threads(
     asked: int | None = None,
     bind: str = BIND_AUTO,
 ) -> ThreadChoice:
-    """The threads of a worker, and the processors to which they are bound. Raises SettingError if
-    `bind` has no list for this worker, or processors that it may not use.
+    """Chooses a worker's threads, and the processors to which they are bound. Raises SettingError
+    if `bind` has no list for this worker, or a list with processors that it may not use.
     """
     if bind == BIND_NONE or (bind == BIND_AUTO and not _suits(processors)):
         return choose_threads(processors, worker.count, asked)
@@ -58,8 +58,8 @@ def place_threads(
 
 
 def memory_sharers(processors: Processors, worker: LocalWorker, bind: str = BIND_AUTO) -> int:
-    """The number of equal parts of the machine's memory. Each local worker may use one. A worker
-    that is bound to a node gets at most the node's part, even if other nodes have no worker.
+    """The number of equal parts of the machine's memory. A local worker may use one part. A worker
+    that is bound to a node may use at most the node's memory, even if other nodes have no worker.
     """
     if bind != BIND_AUTO or not _suits(processors):
         return worker.count
@@ -76,7 +76,7 @@ def bind_and_set(choice: ThreadChoice) -> None:
 
 
 def cores_first(processors: Sequence[Processor]) -> list[Processor]:
-    """One processor of each core, then the second processors of the cores, and so on."""
+    """Returns one processor of each core, then the second processors of all cores, and so on."""
     num_before: dict[int, int] = {}
     ranked = []
     for processor in sorted(processors, key=lambda each: each.number):
@@ -86,7 +86,7 @@ def cores_first(processors: Sequence[Processor]) -> list[Processor]:
 
 
 def list_text(numbers: Sequence[int]) -> str:
-    """Ascending numbers as the kernel writes them, such as 0-3,8."""
+    """Formats ascending numbers as the kernel does, for example 0-3,8."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -102,10 +102,10 @@ def _suits(processors: Processors) -> bool:
 
 
 def _own_cores(processors: Processors, worker: LocalWorker) -> tuple[list[Processor], str]:
-    """The worker's cores on one node, with all their processors, and why.
+    """Returns the processors of the worker's cores, all on one node, and why they were chosen.
 
-    Workers are spread over the nodes in order, so that the ranks of a replica are on as few nodes
-    as possible. The workers of a node divide its cores.
+    Workers are distributed over the nodes in order, so that the ranks of a replica are on as few
+    nodes as possible. The workers of a node divide its cores.
     """
     nodes = sorted({processor.node for processor in processors.allowed})
     node_of = [nodes[index * len(nodes) // worker.count] for index in range(worker.count)]

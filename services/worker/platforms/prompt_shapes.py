@@ -11,7 +11,7 @@ from services.worker.core.step import NewRequest, StepInput
 from services.worker.core.worker import StepRunner
 
 _SAMPLING = SamplingParams(temperature=1, top_p=0.9)
-"""The sampling parameters that need the most work on a device."""
+"""The sampling parameters that cause the most work on a device."""
 
 _FIRST_TOKENS = 256
 """Maximum length of the first prompt. It is enough to use every weight and kernel."""
@@ -19,7 +19,7 @@ _FIRST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """A step of new requests. Each computes `num_tokens`, after `num_computed` computed tokens."""
+    """A step of new requests, which compute `num_tokens` after `num_computed` others."""
 
     num_requests: int
     num_tokens: int
@@ -27,8 +27,8 @@ class PromptShape:
 
 
 def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
-    """The steps that need the most memory: decode steps, which the device may record, then the step
-    with the most tokens and sampled rows.
+    """Returns the steps that need the most memory: decode steps, which the device may record, then
+    the step with the most tokens and sampled rows.
     """
     tokens = limits.max_num_batched_tokens
     num_requests = max(min(limits.max_num_seqs, tokens // 2), 1)
@@ -38,7 +38,7 @@ def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
 
 
 def first_shapes(limits: BatchLimits) -> list[PromptShape]:
-    """A prompt, a chunk after it, and a decode after both, within the limits."""
+    """Returns a prompt, a chunk after the prompt, and a decode after both, within the limits."""
     prompt = min(_FIRST_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 1)
     first = max(prompt // 2, 1)
     shapes = PromptShape(1, first), PromptShape(1, prompt - first, first), PromptShape(1, 1, prompt)
@@ -46,11 +46,11 @@ def first_shapes(limits: BatchLimits) -> list[PromptShape]:
 
 
 def every_shape(limits: BatchLimits) -> list[PromptShape]:
-    """Steps that together need every kernel that is compiled for a number of lanes.
+    """Returns steps that together use every kernel that is compiled for a number of lanes.
 
     The largest steps are first, so that the device can record later steps in the same memory. If
-    layers have windows, chunks follow as many computed tokens as the widest window, since this case
-    needs further kernels.
+    layers have windows, chunks follow as many computed tokens as the widest window, because this
+    case requires additional kernels.
     """
     buckets = _powers_of_two(bucket(limits.max_num_batched_tokens))
     chunks = [_chunks(num_lanes, limits) for num_lanes in buckets]
@@ -58,7 +58,7 @@ def every_shape(limits: BatchLimits) -> list[PromptShape]:
 
 
 def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> None:
-    """Runs one step over an empty batch, then empties the batch. All its tokens share block 1."""
+    """Runs a step over an empty batch, then empties the batch. All tokens share block 1."""
     length = shape.num_computed + shape.num_tokens
     tables = tuple(np.ones(-(-length // size), np.int32) for size in limits.block_sizes)
     count = shape.num_requests
@@ -80,19 +80,18 @@ def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> 
 
 
 def _decodes(limits: BatchLimits) -> list[PromptShape]:
-    """A decode step for every power of two, in descending order."""
+    """Returns a decode step for every power of two, in descending order."""
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     return [PromptShape(min(count, most), 1) for count in _powers_of_two(bucket(most))]
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """The powers of two up to `most`, in descending order."""
     return [1 << exponent for exponent in reversed(range(most.bit_length()))]
 
 
 def _chunks(most_lanes: int, limits: BatchLimits) -> PromptShape | None:
-    """A step of chunks that need more than half of `most_lanes` lanes, and at most all of them, or
-    None if there is no such step. The chunks are short, so they need many lanes for few tokens.
+    """Returns a step of chunks that needs more than half of `most_lanes` lanes and at most all of
+    them, or None if there is none. The chunks are short, so that few tokens need many lanes.
     """
     fewest_lanes = most_lanes // 2 + 1
     for lanes_each in range(1, fewest_lanes + 1):

@@ -24,8 +24,8 @@ ENOUGH_TO_SPARE = 8
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """The number of threads, and the reason as a clause for the log. `processors`: the processors
-    to which they are bound, or none if the operating system places them.
+    """The number of threads, and the reason as a clause for the log. `processors` are those to
+    which the threads are bound. It is empty if the operating system places the threads.
     """
 
     num_threads: int
@@ -39,7 +39,7 @@ class ThreadChoice:
 def choose_threads(
     processors: Processors, num_sharers: int = 1, asked: int | None = None
 ) -> ThreadChoice:
-    """The number of threads, at least one, for one of `num_sharers` workers on these processors."""
+    """Chooses the number of threads, at least one, for one of `num_sharers` workers."""
     cores, reasons = _cores(processors)
     if cores >= ENOUGH_TO_SPARE and processors.num_allowed == processors.num_cores:
         cores -= 1
@@ -54,7 +54,7 @@ def choose_threads(
 
 
 def _cores(processors: Processors) -> tuple[int, list[str]]:
-    """The number of cores that can be kept busy, and how it was determined."""
+    """Returns the number of cores that can be used, and how it was determined."""
     cores, allowed = processors.num_cores, processors.num_allowed
     text = f"{cores} core{'s' if cores > 1 else ''}"
     reasons = [text if cores == allowed else f"{allowed} processors on {text}"]

@@ -16,7 +16,7 @@ from services.common.process.settings import SettingError
 from services.worker.core.kv.free_memory import FreeMemory
 from services.worker.core.step_times import NO_SERVING, ServingCosts, StepCosts, StepTimes
 
-if TYPE_CHECKING:  # `stepwell simulate` reads profiles without torch
+if TYPE_CHECKING:  # not imported by `stepwell simulate`, which runs without torch
     from services.worker.core.batch.input_batch import BatchLimits
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 DRAFT_ACCEPTANCE_RATE = 0.7
 _DEFAULT_UTILIZATION = 0.9
 _ANSWERS = ("mean_output_tokens", "draft_acceptance_rate")
-"""Keys of both kinds of profiles, which describe the model's answers."""
+"""Keys of all profiles that describe the model's answers."""
 _CURVE = "seconds_by_tokens"
 _LOADED = "seconds_per_loaded_token"
 _TOO_MUCH = 1e18
@@ -33,22 +33,22 @@ _PROFILES = files("services.worker.profiles")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """The numbers of a model, or of one rank's part of it, from which step times are computed."""
+    """The sizes of a model, or of one rank's part of it, from which step times are computed."""
 
     weight_bytes: int
     """Bytes of all weights."""
     read_bytes: int
     """Bytes of weights that a step reads: all weights except rows of the embedding."""
     products_per_token: int
-    """Multiplications of a weight for each token. Only the experts of a token are counted."""
+    """Weights with which a token is multiplied. Only the experts of the token are counted."""
     attention_width: int
-    """Elements of all queries of a token: heads times head size, summed over layers."""
+    """Elements of all queries of a token: heads times head size, summed over all layers."""
     kv_bytes_per_token: int
     hidden_size: int
     intermediate_size: int
     vocab_size: int
     itemsize: int
-    """Bytes of an element of the model's data type."""
+    """Bytes of one element of the model's data type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +56,24 @@ class MeasuredProfile:
     times: StepTimes
     kv_cache_memory_bytes: int
     mean_output_tokens: int = 0
-    """The mean length of answers that no limit ends. 0 means that answers end at limits only."""
+    """The mean length of answers. 0 means that only limits end an answer."""
     draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
-    """The probability that a draft model's draft is the next token, if the drafts before it are."""
+    """The probability that a draft is the next token if all drafts before it were accepted."""
     draft: StepCosts | None = None
     """The costs of a run of the draft model."""
     serving: ServingCosts = NO_SERVING
-    """What the other services add to steps. Only simulations without these services use it."""
+    """The other services' costs in steps. Only simulations without these services use them."""
     seconds_per_loaded_token: float = 0.0
-    """The time to copy a token's keys and values from the tier. 0 means that it is unknown. Only
-    `stepwell simulate` uses it.
+    """The time to copy a token's keys and values from the tier of host memory. 0 means unknown.
+    Only `stepwell simulate` uses it.
     """
 
     def step_times(self, size: ModelSize) -> StepTimes:
-        """The times of steps. A measured profile has the times of one model and ignores `size`."""
+        """Returns the step times of the measured model. `size` is ignored."""
         return self.times
 
     def draft_times(self, size: ModelSize) -> StepTimes:
-        """The times of runs of the draft model. Raises SettingError if there are none."""
+        """Returns the times of the draft model's runs. Raises SettingError if there are none."""
         if self.draft is None:
             raise SettingError("--profile: no table [draft] has the times of a draft model")
         return StepTimes(self.draft, self.draft)
@@ -81,34 +81,34 @@ class MeasuredProfile:
     def free_memory(
         self, size: ModelSize, limits: "BatchLimits", utilization: float | None
     ) -> FreeMemory:
-        """The memory for the KV cache. `utilization`: the share to use, by default all of it."""
+        """Returns the memory for the KV cache. `utilization` is a fraction, by default 1."""
         share = utilization or 1.0
         return FreeMemory(self.kv_cache_memory_bytes, share, 0, of_what="in the profile")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedProfile:
-    """A device by the numbers of its data sheet.
+    """A device, described by the numbers of its data sheet.
 
-    The formula. A step reads all weights once, and all keys and values that single tokens attend
-    to, at `bandwidth_efficiency` of the bandwidth. It multiplies at `compute_efficiency` of the
-    speed: two operations for each weight and token, and four for each element of a query and each
-    token in its context.
+    A step reads all weights once, and the keys and values to which single tokens attend, at
+    `bandwidth_efficiency` of the bandwidth. It computes at `compute_efficiency` of the speed: two
+    operations for each weight and token, and four operations for each element of a query and each
+    token of its context.
     """
 
     memory_bytes: int
     bandwidth_bytes_per_second: float
     operations_per_second: float
-    """The speed of products in the model's data type, of two operations for each product."""
+    """The speed of products in the model's data type. A product is two operations."""
     bandwidth_efficiency: float
     compute_efficiency: float
     seconds_per_step: float
-    """Time of a step besides reading and computing, such as launches of kernels and sampling."""
+    """Time of a step besides reading and computing, as for kernel launches and sampling."""
     mean_output_tokens: int = 0
     draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
 
     def step_times(self, size: ModelSize) -> StepTimes:
-        """The times of steps of a model of this size."""
+        """Returns the step times of a model of this size."""
         bandwidth = self.bandwidth_bytes_per_second * self.bandwidth_efficiency
         speed = self.operations_per_second * self.compute_efficiency
         costs = StepCosts(
@@ -120,13 +120,13 @@ class ComputedProfile:
         return StepTimes(costs, costs)
 
     def draft_times(self, size: ModelSize) -> StepTimes:
-        """The times of runs of a draft model of this size."""
+        """Returns the times of runs of a draft model of this size."""
         return self.step_times(size)
 
     def free_memory(
         self, size: ModelSize, limits: "BatchLimits", utilization: float | None
     ) -> FreeMemory:
-        """The device's memory, less the weights and an estimate of what the largest step needs."""
+        """Returns the device's memory, minus the weights and an estimate for the largest step."""
         width = 6 * size.hidden_size + 4 * size.intermediate_size
         activation_bytes = limits.max_num_batched_tokens * width * size.itemsize
         activation_bytes += limits.max_sampled_rows * 4 * 4 * size.vocab_size
@@ -140,13 +140,13 @@ Profile = MeasuredProfile | ComputedProfile
 
 
 def profile_names() -> list[str]:
-    """The names of the profiles that come with Stepwell."""
+    """The names of the profiles that are part of Stepwell."""
     paths = (Path(entry.name) for entry in _PROFILES.iterdir())
     return sorted(path.stem for path in paths if path.suffix == ".toml")
 
 
 def read_profile(name: str | None) -> Profile:
-    """The profile with this name, or in this TOML file. Raises SettingError."""
+    """Reads the profile with this name, or the TOML file at this path. Raises SettingError."""
     if name is None:
         raise SettingError(f"--device simulated needs --profile: a file, or {_listed()}")
     if name in profile_names():
@@ -169,7 +169,7 @@ def _listed() -> str:
 
 
 def _parse(table: dict[str, Any]) -> Profile:
-    """Raises ValueError that names the key with a problem."""
+    """Raises ValueError that names the invalid key."""
     table.pop("about", None)
     answers = _numbers({key: table.pop(key) for key in _ANSWERS if key in table}, "")
     if answers.get("draft_acceptance_rate", 0) > 1:
@@ -222,7 +222,7 @@ def _refuse_others(table: dict[str, Any]) -> None:
 
 
 def _read(cls: type[T], table: dict[str, Any], where: str) -> T:
-    """An object of a dataclass of numbers, from the table `where`."""
+    """Creates an object of a dataclass of numbers from the table `where`."""
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(table.keys() - known):
         raise ValueError(f"has {where}.{unknown[0]}, which is none of {', '.join(sorted(known))}")
