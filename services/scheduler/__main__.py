@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0
-"""Limit on the wait, after the drain, for the last step, which completes the step's trace."""
+"""Limit on the wait for the last step after the drain. The wait completes the step's trace."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 async def _serve(
     settings: SchedulerSettings, tracing: Tracing, tls: "Tls | None", stop: asyncio.Event
 ) -> None:
-    """Opens pool and workers, builds the service over them, serves until `stop`, and drains."""
+    """Opens the pool and the workers, builds the service, serves until `stop`, and drains."""
     ecosystem, registration = Ecosystem(settings, tls), Registration(settings)
     await registration.require_usable()
     pool_channel = open_channel(settings.kvpool, tls)
@@ -136,7 +136,7 @@ async def _serve(
 
 
 async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> ReplicaShape:
-    """Waits for pool and workers. Raises Aborted if `stop` is set first."""
+    """Opens the pool and the workers. Raises Aborted if `stop` is set first."""
     opening = asyncio.create_task(replica.open())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -150,9 +150,7 @@ async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> Replic
 
 
 class SchedulerService:
-    """The gRPC server, and all parts that it calls. `replica.open()` has opened pool and workers
-    before.
-    """
+    """The gRPC server and the parts that it calls. `replica.open()` must have returned."""
 
     def __init__(
         self,
@@ -215,7 +213,7 @@ class SchedulerService:
         serve_collect(self._server, metrics.collect)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Runs engine and server until `stop`, then drains. A defect in the engine ends both."""
+        """Runs the engine and the server until `stop`, then drains. An engine error ends both."""
         own = self._settings
         address = await self._server.start(own.address, own.health_address, own.health_file)
         try:
@@ -249,9 +247,10 @@ class SchedulerService:
         )
 
     async def _drain(self) -> None:
-        """Refuses new requests, waits up to the drain time for running requests, and waits for the
-        last step. If no step can run any more, for example because the whole replica stops, ends
-        the gateways' sessions at once. The gateways then send their requests to other replicas.
+        """Refuses new requests, waits up to the drain time for running requests, and then waits for
+        the last step. If no step can run any more, for example because the whole replica stops,
+        ends the gateways' sessions at once. The gateways then send their requests to other
+        replicas.
         """
         self.parts.readiness.drain()
         self.parts.submitter.drain()

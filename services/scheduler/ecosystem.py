@@ -1,5 +1,5 @@
-"""Builds the interfaces for gateways and routers of other projects: vllm.grpc.engine and KV events.
-Only interfaces that the settings enable are imported and built.
+"""Builds the interfaces for gateways and routers of other projects: the gRPC service
+vllm.grpc.engine, and KV events. Imports and builds only interfaces that the settings enable.
 """
 
 import logging
@@ -31,13 +31,15 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 
 
 class Ecosystem:
-    """The interfaces for other projects, created before the pool is opened, because `recorder` must
-    receive all changes of the prefix index. `recorder` is None if no interface needs these changes.
+    """The interfaces for other projects. Must be created before the pool is opened, because
+    `recorder` must receive all changes of the pool's prefix index. `recorder` is None if no
+    interface needs these changes.
     """
 
     def __init__(self, settings: SchedulerSettings, tls: "Tls | None" = None) -> None:
-        """`tls` secures vllm.grpc.engine too, because its clients are services. Raises
-        InvalidArgument if a required package is not installed, or a setting needs another one.
+        """`tls` also secures vllm.grpc.engine, because its clients are services. Raises
+        InvalidArgument if a required package is not installed, or if a setting requires another
+        setting.
         """
         self._settings = settings
         self._tls = tls
@@ -133,7 +135,7 @@ class Ecosystem:
             logger.info("serving %s on %s", VLLM_ENGINE, address)
 
     async def run(self) -> None:
-        """Replays events to subscribers that request it, until cancelled."""
+        """Replays KV events to subscribers that request them, until cancelled."""
         if self._publisher is not None:
             await self._publisher.serve_replay()
 

@@ -1,4 +1,4 @@
-"""Builds the core of a scheduler and the adapters around it."""
+"""Builds the engine core of a scheduler and the adapters around it."""
 
 import itertools
 import time
@@ -55,7 +55,7 @@ class Parts:
         cache_node: str,
         set_ready: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`cache_node` names the pool in the directory. `set_ready` publishes whether steps run."""
+        """`cache_node` names the pool in the directory. `set_ready` publishes the readiness."""
         description, config = shape.description, scheduler.config
         incarnation, counts, steps = (
             uuid.uuid4().hex,
@@ -107,7 +107,7 @@ class Parts:
             speculation,
             *_program_metrics(scheduler),
         )
-        """Collectors of the metrics of the engine and its requests."""
+        """Collectors of metrics of the engine and its requests."""
         self.adapters = AdapterLoader(
             workers,
             description.max_cpu_loras,
@@ -126,7 +126,7 @@ class Parts:
             self.engine, self.statistics, counts, steps, pool_channel, settings.replica
         )
         self.opened = session_opened_to_proto(shape, config, incarnation)
-        """The first message that is sent to a gateway in each session."""
+        """The first message to a gateway in each session."""
         self.opened.cache_node = cache_node
         self.opened.kvpool_address, self.opened.pool_id = settings.kvpool, settings.replica
 

@@ -1,1 +1,1 @@
-"""Parts of the scheduler that not every replica needs. `listed.py` has the list."""
+"""Options: parts of the scheduler that only some replicas need. `listed.py` lists them."""

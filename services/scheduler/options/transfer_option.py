@@ -1,4 +1,4 @@
-"""The interface of an option that moves keys and values. Without an option, it does nothing."""
+"""The interface of an option that transfers keys and values. The base classes transfer nothing."""
 
 from collections.abc import Sequence
 
@@ -24,32 +24,32 @@ class TransferMessages:
         """Records the transfers that begin with a step."""
 
     def add(self, request: worker_pb2.ExecuteRequest, metadata: KVConnectorMetadata) -> None:
-        """Adds the transfers of a step to its message."""
+        """Adds the transfers of a step to the message that sends the step to the workers."""
 
     def note(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:  # noqa: ARG002
-        """Records the ended transfers in a rank's answer. Raises ValueError if a transfer is not in
-        progress, or if the rank has already reported its end.
+        """Records the ends of transfers that a rank reports. Raises ValueError if a transfer is not
+        in progress, or if the rank has already reported its end.
         """
         raise ValueError("ended_tier_loads: no load is under way")
 
     def take(self) -> KVTransferResults:
-        """Returns the transfers that ended since the last call."""
+        """Returns the results of the transfers that ended since the last call."""
         return NO_RESULTS
 
     def forget(self) -> None:
-        """Removes all transfers, because pool and workers are opened again."""
+        """Removes all transfers, because the pool and the workers are opened again."""
 
 
 class TransferOption:
-    """Transfers between the KV cache and another tier or replica."""
+    """Transfers between the KV cache and host memory or another replica."""
 
     messages: type[TransferMessages] = TransferMessages
     connect: Connect | None = None
-    """Makes the transfers of a scheduler. None if the replica has none."""
+    """Creates the transfers of a scheduler. None if the replica has no transfers."""
     collectors: Sequence[Collector] = ()
 
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
-        """`num_tier_blocks` is the number of blocks in each worker's tier."""
+        """`num_tier_blocks` is the number of blocks in each worker's tier of host memory."""
 
     @staticmethod
     def role(num_tier_blocks: int) -> KVRole | None:  # noqa: ARG004
@@ -58,17 +58,15 @@ class TransferOption:
 
     @staticmethod
     def conflict(config: SchedulerConfig) -> str | None:  # noqa: ARG004
-        """Why transfers cannot work with this configuration. None if they can."""
+        """Why transfers cannot work with this configuration, as a sentence, or None."""
         return None
 
     @staticmethod
     def replaying(answers: LoggedAnswers) -> Connect:  # noqa: ARG004
-        """Makes the transfers of a replay, whose connector returns the logged answers. Raises
-        FailedPrecondition if the scheduler has no transfers.
+        """Creates the transfers of a replay. Their KV connector returns the results in the log.
+        Raises FailedPrecondition if this scheduler has no transfers.
         """
         raise FailedPrecondition("the log is of a scheduler with a connector, which is not here")
 
     def on_new_workers(self) -> None:
-        """Called after the workers were opened for the first time, and after any of them was
-        replaced by a new process.
-        """
+        """Called after workers were opened for the first time, or a new process replaced one."""

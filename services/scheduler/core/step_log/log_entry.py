@@ -1,69 +1,68 @@
-"""The entries of the step log: the calls of a scheduler and its decisions.
+"""The entries of the step log, which records the calls and decisions of a scheduler.
 
 An entry is a JSON object. `call` is the name of the called method. The other fields are the
 method's arguments and results. A scheduler's decisions depend only on its calls, so a log of all
-calls, in order, can be replayed.
+calls, in order, can be replayed. Requests are identified by `key`, a number.
 
-    add                  the request: key, id, tokens (prompt, earlier output), num_prompt_tokens,
-                         max_tokens, eos_token_ids, stop_token_ids, repetition_detection (longest
-                         and shortest pattern, count), min_tokens, priority, arrival_time,
-                         cache_salt, reads_prefix_cache; adapter (SHA-256 of its files, in
-                         hexadecimal) and grammar (compiling, ready or failed) if it has one;
-                         encoder_inputs, if it has any (identifier, offset, length, embeds or
-                         null); resumable, if it is a session; program (id, parent_id, tool, ends,
-                         keep_seconds) and tenant (hexadecimal) with its tenant_weight and
-                         tenant_max_retained_share, if the request has them and the policy decides
-                         about contexts
-    grammar_compiled key, error (why it cannot be compiled. Empty if it is) and, with an error,
-                         reason (how the request ends; error without it)
-    add_chunk            key of a session, and its next input: tokens, arrival_time, how the turn
-                         ends, as in `add`; without these, the end of the session
-    end_turn             context (the number of the context that the turn left), tool, ends
-    pause                mode: keep or abort the requests, and no step until resume, or wait
+    add                  the request: key, id, tokens (prompt and earlier output),
+                         num_prompt_tokens, max_tokens, eos_token_ids, stop_token_ids,
+                         repetition_detection (longest pattern, shortest pattern, count),
+                         min_tokens, priority, arrival_time, cache_salt, reads_prefix_cache.
+                         Only if present: adapter (SHA-256 of its files, in hexadecimal), grammar
+                         (compiling, ready or failed), encoder_inputs (identifier, offset, length,
+                         embeds or null), resumable (true for a session). Only if the policy
+                         decides about contexts: program (id, parent_id, tool, ends,
+                         keep_seconds), tenant (in hexadecimal), tenant_weight,
+                         tenant_max_retained_share
+    grammar_compiled     key, error (empty unless compilation failed); with an error: reason (how
+                         the request ends, by default "error")
+    add_chunk            key of a session. For a next input: tokens, arrival_time, and the fields
+                         of `add` from max_tokens to min_tokens. The end of the session has only
+                         the key
+    end_turn             context (number of the context that the turn left), tool, ends
+    pause                mode
     resume
     abort                key, reason
-    schedule             the plan: step, keys in scheduling order with num_scheduled_tokens and
-                         num_computed_tokens before the step, new, resumed, preemptions (victim,
-                         cause, tokens lost), block_tables and appended_blocks and draft_token_ids
-                         by key, copies (group, source, target), wait_reason (why no waiting
-                         request was admitted),
-                         passed_over (reasons of single requests by key, if there are any),
-                         loads (key, tokens, whether between steps; if any begin),
-                         encoder_inputs (by key) and evicted_encoder_inputs, if there are any,
-                         throttle_prefills, if the caller made prompts wait,
-                         removed_rows; then num_running, num_waiting and num_free_blocks
-    update_from_output   step, and parallel to its keys token_ids and draft_token_ids; nan_requests
-                         and not_taken (the tokens appended instead; null: none) by index;
-                         refused_tokens (the first token that the grammar refuses, by index) and
-                         grammar_errors (why one failed, by index), if there are any;
-                         ended (key, reason, stop token); turns, if any of sessions ended,
-                         likewise; pooled, if there are any: indexes of the requests whose
-                         prompt was pooled; kv_transfers, if there are any: finished_recving,
-                         finished_sending and failed_recving (keys), invalid_block_ids
+    schedule             the plan: step, keys in scheduling order, num_scheduled_tokens and
+                         num_computed_tokens (before the step) parallel to keys, new, resumed,
+                         preemptions (victim, cause, lost tokens), block_tables, appended_blocks
+                         and draft_token_ids by key, copies (group, source, target), wait_reason,
+                         removed_rows; then num_running, num_waiting and num_free_blocks. Only if
+                         present: passed_over (reasons by key), loads (key, tokens, whether between
+                         steps), encoder_inputs (by key), evicted_encoder_inputs,
+                         throttle_prefills
+    update_from_output   step; token_ids and draft_token_ids parallel to the step's keys;
+                         nan_requests (indexes); not_taken (by index, the tokens that were appended
+                         instead of the sampled tokens, or null); ended (key, reason, stop token).
+                         Only if present: refused_tokens (by index, the position of the first token
+                         that the grammar refuses), grammar_errors (by index), turns (ended turns
+                         of sessions, as in ended), pooled (indexes), kv_transfers
+                         (finished_recving, finished_sending and failed_recving as keys,
+                         invalid_block_ids)
     preempt_all          preempted
     forget_pool          preempted
-    end_failed           ended (as above), where no step was in flight
-    admit_only           keys: all other requests are held back; null: no request is
+    end_failed           ended (as in update_from_output); recorded if no step was in flight
+    admit_only           keys of the only requests that may be admitted; null for all requests
     flush                num_free_blocks
     reset_prefix_cache   done
     reset_encoder_cache
-    end                  the last entry; a log without it was cut short
+    end                  the last entry; a log without this entry is incomplete
 
-If the policy decides about the contexts of ended requests, as `program` does, an entry has further
-fields. `now` is the reading of a monotonic clock in seconds, in each `schedule`, and in other calls
-if the policy asked for the time. `observed_steps` of a `schedule` lists the steps whose times
-became known before it: the number of requests, the number of tokens, and seconds. A replay counts
-contexts as the scheduler did, so the log does not name those that requests leave.
+If the policy decides about the contexts of ended requests, as the policy `program` does, entries
+have two further fields. `now` is the time of a monotonic clock in seconds. Each `schedule` has it,
+and other calls have it if the policy read the clock. `observed_steps` of a `schedule` lists the
+steps whose durations became known before the call: number of requests, number of tokens, seconds.
+The ids of new contexts are not logged, because a replay numbers contexts in the same way.
 
-If the scheduler queried a connector during a call, the field `connector` of the entry has the
-connector's answers in order. There are three kinds of answers: the number of tokens that can be
-loaded and whether they are loaded between steps (null if not known yet); whether blocks of an ended
-request are still read; whether transfers will free blocks.
+If the scheduler queried a KV connector during a call, the field `connector` of the entry lists the
+results in order. There are three kinds of results: the number of tokens that can be loaded and
+whether they are loaded between steps (null if not known yet); whether blocks of an ended request
+are still read; whether transfers will free blocks.
 
-Requests are identified by their key. A block table is a list of block ids for each group. A pause
-calls `abort` and `flush`. The entries of these calls follow the entry of the pause. A reset that
-preempts requests is recorded as preempt_all and reset_prefix_cache. VERSION increases with every
-change that makes older logs unreadable. Logs with times have TIMED_VERSION.
+A block table is a list of block ids for each KV-cache group. A pause calls `abort` and `flush`,
+whose entries follow the entry of the pause. A reset that preempts requests is recorded as
+preempt_all and reset_prefix_cache. VERSION increases with every change that makes older logs
+unreadable. Logs with times have TIMED_VERSION.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,12 +85,11 @@ VERSION = 4
 TIMED_VERSION = 5
 
 Entry = dict[str, Any]
-"""A dictionary of JSON types. An entry that was written as JSON and read again equals the original.
-"""
+"""A dictionary of JSON types. Writing an entry as JSON and reading it returns an equal entry."""
 
 
 def config_entry(config: SchedulerConfig) -> Entry:
-    """A configuration without `fingerprint` and `groups`, which the header has separately."""
+    """A configuration without `fingerprint` and `groups`, which the log's header has separately."""
     values = {name.name: getattr(config, name.name) for name in fields(config)}
     del values["fingerprint"], values["groups"]
     return {
@@ -100,7 +98,7 @@ def config_entry(config: SchedulerConfig) -> Entry:
 
 
 def group_entry(group: KVCacheGroup) -> Entry:
-    """A KV-cache group as an element of the header's list of groups."""
+    """A KV-cache group in the log's header."""
     return {
         name: value.value if isinstance(value, Enum) else value
         for name, value in asdict(group).items()
@@ -141,7 +139,7 @@ def grammar_entry(request: Request) -> str | None:
 
 
 def program_entry(request: Request) -> Entry:
-    """What the client says about the program of a request, and the request's tenant."""
+    """The program that the client declares for a request, and the request's tenant."""
     program = request.program
     shares = {
         "tenant_weight": request.tenant_weight,

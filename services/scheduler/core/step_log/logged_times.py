@@ -1,4 +1,4 @@
-"""The times that a step log has: those for which a policy asks, and those of steps."""
+"""The times in a step log: the times that a policy reads, and the durations of steps."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from services.scheduler.core.engine.step_costs import ObservedStep, StepCosts
 
 
 class NotedCosts(StepCosts):
-    """Notes each observed step until it is taken."""
+    """Stores each observed step until `take` returns it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class NotedCosts(StepCosts):
 
 
 class CallClock:
-    """A clock that is read once for each call of the scheduler, when the call asks for the time."""
+    """A clock that stands still during a call of the scheduler, from its first reading on."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -35,6 +35,6 @@ class CallClock:
         return self._now
 
     def take(self) -> float | None:
-        """The time of the call that ends. None if it did not ask."""
+        """Ends a call. Returns the time that the call read, or None if it read none."""
         now, self._now = self._now, None
         return now

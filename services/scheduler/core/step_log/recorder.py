@@ -39,14 +39,14 @@ from services.scheduler.core.step_log.logged_times import CallClock, NotedCosts
 class RecordingScheduler(Scheduler):
     """A scheduler that calls `record` with an entry for each call of its methods.
 
-    Some calls, such as `admit_only`, are recorded before they change anything, all others
-    afterwards. If a call failed because the pool was lost, its entry has a field `lost_after`, the
-    number of transactions that the pool had answered during the call. If the connector was queried
-    during a call, its entry has a field `connector`. If the policy asked for the time, its entry
-    has a field `now`. During one call the clock stands still.
+    Some calls, such as `admit_only`, are recorded before they change anything. All other calls are
+    recorded afterwards. If a call failed because the pool was lost, its entry has the field
+    `lost_after`: the number of transactions that the pool executed during the call. If a KV
+    connector was queried, the entry has the field `connector`. If the policy read the clock, the
+    entry has the field `now`. The clock stands still during a call.
 
-    With a policy that decides about contexts, `step_costs` passes the times of steps to the policy
-    only when the next step is planned, so that the entry of that call can list them.
+    If the policy decides about the contexts of ended requests, it receives the durations of steps
+    only when the next step is planned, so that the entry of that call can list the durations.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RecordingScheduler(Scheduler):
             self.transfers.record_answers()
         self._pass_entry = record
         self._observed: list[ObservedStep] = []
-        """The steps whose times the policy got in this call."""
+        """The steps whose durations the policy received in this call."""
         self._policy_costs = self.step_costs
         self._noted_costs = None if self.retention is None else NotedCosts()
         if self._noted_costs is not None:
@@ -86,7 +86,7 @@ class RecordingScheduler(Scheduler):
         self._pass_entry(entry)
 
     def _pass_times(self) -> None:
-        """Passes the times of steps to the policy, and reads the clock."""
+        """Passes the durations of steps to the policy, and reads the clock."""
         if self._noted_costs is not None:
             self._observed = self._noted_costs.take()
             for observed in self._observed:
@@ -285,7 +285,7 @@ def _by_index(values: Mapping[int, int | str]) -> Entry:
 
 
 class _CountedAnswers:
-    """Wraps a pool, and counts the transactions that it answered."""
+    """A pool that passes transactions to another pool, and counts the successful ones."""
 
     def __init__(self, pool: KVPool) -> None:
         self.count = 0

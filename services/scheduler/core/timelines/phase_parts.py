@@ -1,4 +1,4 @@
-"""The parts of a phase: waits with their reasons, and prefill chunks, in Unix nanoseconds."""
+"""The parts of a timeline's phase: waits and prefill chunks. Times are Unix nanoseconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,39 +9,40 @@ from services.common.telemetry.time_parts import TimePart, part_of_reason
 MAX_WAITS = 16
 """Limit on the number of waits in a phase. If there are more, neighbouring waits are merged."""
 RETAINED = "retained"
-"""The wait reason whose holder is no request."""
+"""The wait reason for which `holder` is a text and not the id of a request."""
 MAX_CHUNKS = 32
-"""When a phase has twice this number of parts, neighbouring chunks of the phase are merged."""
+"""If a phase has twice this number of parts, neighbouring chunks of the phase are merged."""
 
 
 class ReasonStart(NamedTuple):
-    """The time from which a request waits for a reason. The reason applies until the next start."""
+    """When a request begins to wait for a reason. The reason applies until the next start."""
 
     start: int
     reason: str
     step: int | None = None
-    """The first step that left the request out for this reason. None if there was no step."""
+    """Number of the first step that did not admit the request for this reason. None without a step.
+    """
     holder: str = ""
-    """Id of the request that held most of the missing resource. Empty if there was none. For the
-    reason RETAINED, a text about the context that is kept.
+    """Id of the request that held most of the missing resource. Empty if no request held it. For
+    the reason RETAINED, a text about the context that is kept.
     """
 
 
 @dataclass(slots=True)
 class Wait:
-    """A part of a phase in which a request waits."""
+    """A part of a phase in which the request waits."""
 
     start: int
     end: int
     reasons: dict[str, int]
-    """Maps reasons to nanoseconds. There are several reasons if waits were merged."""
+    """Maps each reason to nanoseconds. Merged waits may have several reasons."""
     step: int | None = None
     holder: str = ""
-    """`step` and `holder` are as in ReasonStart. If waits were merged, they are of the longest."""
+    """`step` and `holder` are as in `ReasonStart`. If waits were merged, the longest sets both."""
 
     @property
     def reason(self) -> str:
-        """The reason with the largest part of the time."""
+        """The reason for most of the wait."""
         return max(self.reasons, key=self.reasons.__getitem__)
 
     def merge(self, later: "Wait") -> None:
@@ -52,7 +53,7 @@ class Wait:
             self.reasons[reason] = self.reasons.get(reason, 0) + nanos
 
     def time_parts(self) -> list[TimePart]:
-        """One part for each reason. Only the part of the longest reason has `holder` and `step`."""
+        """One part for each reason. Only the part of the main reason has `holder` and `step`."""
         longest = self.reason
         holder = "" if longest == RETAINED else self.holder
         return [
@@ -74,11 +75,11 @@ class Chunk:
     num_steps: int
     num_tokens: int
     num_step_tokens: int
-    """Number of tokens of all requests in the step. For merged chunks, the sum over their steps."""
+    """Number of tokens of all requests in the step. For merged chunks, the sum over all steps."""
     num_requests: int
-    """Number of requests in the step. For merged chunks, the largest number of a step."""
+    """Number of requests in the step. For merged chunks, the largest number in one step."""
     compute_nanos: int
-    """Compute time of the workers for the whole step."""
+    """Time in which the workers computed the step, with all its requests."""
     wait_nanos: int = 0
     """Total duration, in nanoseconds, of the waits that were merged into this chunk."""
 
@@ -106,7 +107,7 @@ def merged_waits(waits: list[Wait]) -> list[Wait]:
 
 
 def merged_chunks(parts: Sequence[Wait | Chunk]) -> list[Wait | Chunk]:
-    """Merges neighbouring chunks in pairs, including the waits between the two chunks of a pair."""
+    """Merges neighbouring chunks in pairs, and each pair with the waits between its chunks."""
     merged: list[Wait | Chunk] = []
     pending: list[Wait | Chunk] = []
     is_open = False

@@ -1,7 +1,7 @@
-"""The timeline of a request at a replica, which consists of phases that follow each other without a
-gap. Every request has a timeline, because a timeline stores only a few numbers for each phase.
-Spans are made from the timeline only if the request is traced. Times are nanoseconds since the
-epoch, which callers pass in.
+"""The timeline of a request at a replica: phases that follow each other without a gap. Every
+request has a timeline, because a timeline stores only a few numbers for each phase. Spans are
+created from it only if the request is traced. Times are Unix nanoseconds. Callers pass the present
+time as `now`.
 """
 
 from collections.abc import Sequence
@@ -29,24 +29,25 @@ from services.scheduler.core.timelines.phase_parts import (
 )
 
 MAX_PHASES = 64
-"""Limit on the number of phases. Beyond it, the oldest phases after the first are merged."""
+"""Limit on the number of phases. If there are more, the oldest phases after the first are merged.
+"""
 
 
 class PhaseKind(Enum):
     QUEUE = "queue"
     """The request waits for its first admission."""
     PREFILL = "prefill"
-    """Tokens are computed until one can be sampled. Each interruption is followed by a prefill."""
+    """Tokens are computed until the next token can be sampled. Also after an interruption."""
     DECODE = "decode"
     """Output tokens are sampled."""
     PREEMPTED = "preempted"
     """The request's blocks were freed, and it waits for its next admission."""
     RECOVERY = "recovery"
-    """Pool or workers were lost. The request waits for the recovery and its next admission."""
+    """The pool or the workers were lost. The request waits for the recovery and an admission."""
     PAUSE = "pause"
     """The request keeps its blocks while the engine is paused."""
     SEVERAL = "several"
-    """Several phases that were merged because there were more than MAX_PHASES."""
+    """Several merged phases, because there were more than MAX_PHASES."""
 
 
 _INTERRUPTIONS = (PhaseKind.PREEMPTED, PhaseKind.RECOVERY, PhaseKind.PAUSE)
@@ -59,21 +60,21 @@ _UNEXPLAINED = {
     PhaseKind.PAUSE: "pause",
     PhaseKind.SEVERAL: "other",
 }
-"""Maps the kind of a phase to the name of the time part for the time outside waits."""
+"""Maps the kind of a phase to the name of the time part for all time that is not a wait."""
 
 
 class StepTotals(NamedTuple):
-    """Running sums over steps. The sums of a phase are the difference of two totals."""
+    """Sums over all steps so far. A phase's own sums are the difference of two totals."""
 
     num_steps: int = 0
     nanos: int = 0
-    """Duration of the steps. A step lasts from the end of the previous step, or from its own
-    planning if that was later, until its tokens arrive.
+    """Duration of the steps. A step lasts until its tokens arrive. It begins when the previous step
+    ends, or when its own planning begins, if that is later.
     """
     compute_nanos: int = 0
-    """The part of `nanos` in which the workers computed."""
+    """The time within `nanos` in which the workers computed."""
     prompt_nanos: int = 0
-    """The part of `compute_nanos` for prefill tokens."""
+    """The time within `compute_nanos` that is attributed to prefill tokens."""
     num_requests: int = 0
     """Number of requests, summed over the steps."""
 
@@ -81,7 +82,7 @@ class StepTotals(NamedTuple):
         return StepTotals(*map(add, self, other))
 
     def minus(self, other: "StepTotals") -> "StepTotals":
-        """The sums since an earlier total."""
+        """The sums over the steps after an earlier total."""
         return StepTotals(*map(sub, self, other))
 
 
@@ -93,16 +94,16 @@ class Interruption:
     """Why a request stopped running before its end."""
 
     kind: PhaseKind
-    """The kind of the phase that begins with the interruption."""
+    """The kind of the phase that the interruption begins."""
     cause: str
     step: int | None = None
-    """Number of the step during whose planning the interruption occurred. None between steps."""
+    """Number of the step whose planning interrupted the request. None between steps."""
     preempted_for: str = ""
-    """Id of the request that needed the blocks. Empty if blocks were not the cause."""
+    """Id of the request that needed the blocks. Empty if missing blocks were not the cause."""
     num_lost_tokens: int = 0
     """Number of computed tokens that must be computed again."""
     message: str = ""
-    """A sentence that describes the loss of pool or workers. Empty if nothing was lost."""
+    """A sentence that describes the loss of the pool or the workers. Empty if none was lost."""
 
 
 @dataclass(slots=True)
@@ -111,20 +112,20 @@ class Phase:
     start: int
     end: int = 0
     parts: list[Wait | Chunk] = field(default_factory=list)
-    """The waits of a waiting phase, or the chunks and waits of a prefill, without a gap."""
+    """The waits of a waiting phase, or the chunks and waits of a prefill, without gaps."""
     interruption: Interruption | None = None
     first_step: int = 0
     last_step: int = 0
     num_output_tokens: int = 0
-    """While the phase is open, the output tokens at its start. Afterwards, its own."""
+    """While the phase is open, the number of output tokens before it. Afterwards, in it."""
     totals: StepTotals = NO_STEPS
-    """While the phase is open, the totals at its start. Afterwards, its own sums."""
+    """While the phase is open, the totals at its start. Afterwards, the sums over its steps."""
     behind: StepTotals = NO_STEPS
     """The sums over the steps during the phase that did not contain the request."""
     max_requests: int = 0
     """The largest number of requests in a step of the phase."""
     merged: dict[PhaseKind, int] | None = None
-    """Maps the kinds of merged phases to their nanoseconds. None if none were merged."""
+    """Maps the kinds of the merged phases to nanoseconds. None if no phases were merged."""
     merged_parts: Sequence[TimePart] = ()
     """The time parts of the merged phases."""
 
@@ -154,31 +155,31 @@ class Phase:
 
 
 class RequestTimes(NamedTuple):
-    """The parts of a request's total time. The first three are vLLM's, and add up to it."""
+    """The parts of a request's total time. The first three are vLLM's. Their sum is the total."""
 
     queue_nanos: int
     prefill_nanos: int
     decode_nanos: int
     interrupted_nanos: int
-    """Time within prefill and decode in which the request did not run."""
+    """Time, within `prefill_nanos` and `decode_nanos`, in which the request did not run."""
     queued_unix_nanos: int
     """Time at which the request arrived."""
     parts: tuple[TimePart, ...] = ()
-    """Parts of the total time, by cause. They add up to the total time."""
+    """Parts of the total time, by cause. Their sum is the total time."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """The phases of one request. The last phase is open until `finish`."""
+    """The phases of one request."""
 
     queued: int
     phases: list[Phase] = field(init=False)
     current: Phase = field(init=False)
-    """The last phase, which is open until `finish`."""
+    """The last phase. It is open until `finish` is called."""
     admitted: int | None = None
-    """Time at which the request was first scheduled. None before."""
+    """Time at which the request was first scheduled. None until then."""
     first_token: int | None = None
-    """Time at which the first token arrived. None before."""
+    """Time at which the first token arrived. None until then."""
     interrupted_nanos: int = 0
     """Time after the first admission in which the request did not run."""
 
@@ -208,10 +209,10 @@ class Timeline:
         self.enter(PhaseKind.PREFILL, now).first_step = step
 
     def wait(self, changes: Sequence[ReasonStart], now: int) -> None:
-        """Adds waits to the open phase, from the end of its last part up to `now`. `changes` are
-        the reasons in that time, with their starts.
+        """Adds waits to the open phase, from the end of its last part up to `now`. `changes` lists
+        the reasons in that time, in order.
         """
-        if len(changes) == 1:  # as in most phases
+        if len(changes) == 1:  # fast path for most phases
             start, (_, reason, step, holder) = self.covered_until, changes[0]
             if now > start:
                 self.current.parts.append(Wait(start, now, {reason: now - start}, step, holder))
@@ -228,7 +229,7 @@ class Timeline:
         self.current.parts += merged_waits(waits)
 
     def add_chunk(self, chunk: Chunk, wait_reason: str) -> None:
-        """Adds a chunk to the prefill. The time since the last part becomes a wait."""
+        """Adds a chunk to the open prefill. A gap before the chunk becomes a wait."""
         parts, covered = self.current.parts, self.covered_until
         chunk.end = max(covered, chunk.end)
         chunk.start = min(max(covered, chunk.start), chunk.end)
@@ -264,7 +265,7 @@ class Timeline:
         return now
 
     def _merge_oldest(self) -> None:
-        """Merges the first two phases after the queue."""
+        """Merges the first two phases after the queue phase."""
         first, later = self.phases[1:3]
         nanos = first.merged or {first.kind: first.nanos}
         nanos[later.kind] = nanos.get(later.kind, 0) + later.nanos

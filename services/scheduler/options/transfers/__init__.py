@@ -1,4 +1,4 @@
-"""Transfers of keys and values, with a connector to the workers' tier of offloaded blocks."""
+"""Transfers of keys and values. The KV connector of this option offloads blocks to host memory."""
 
 from services.scheduler.options.transfers.option import OffloadedBlocks
 

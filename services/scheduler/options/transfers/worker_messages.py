@@ -1,4 +1,4 @@
-"""The messages about the workers' tier, which is their memory for offloaded blocks."""
+"""The messages about the workers' tier, which is host memory for offloaded KV blocks."""
 
 from collections.abc import Iterable
 
@@ -16,16 +16,17 @@ from services.scheduler.options.transfer_option import TransferMessages
 
 
 class TierLoads(TransferMessages):
-    """Sends stores and loads, and collects the reports of ended loads. A load has ended when every
-    rank has reported its end. A block is invalid if any rank reports it as invalid.
+    """Sends stores and loads to the workers, and collects the reports of ended loads. A load has
+    ended when every rank has reported its end. A block is invalid if any rank reports it as
+    invalid.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._blocks: dict[int, frozenset[int]] = {}
-        """Maps the request of each load in progress to the blocks of the load."""
+        """For each load in progress, maps its request to its blocks."""
         self._reported: dict[int, set[str]] = {}
-        """Maps the request of each load in progress to the ranks that have reported its end."""
+        """For each load in progress, maps its request to the ranks that have reported its end."""
         self._invalid: dict[int, set[int]] = {}
         self._ended: list[int] = []
 

@@ -26,8 +26,8 @@ class _DeferredFree:
 
 
 class DeferredFrees:
-    """Blocks that a step in flight still writes or copies, and that no request holds. As in vLLM,
-    the blocks are freed strictly in the order in which they were added.
+    """The blocks that a step in flight still writes or copies, although their request has ended. As
+    in vLLM, the blocks are freed strictly in the order in which they were added.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
@@ -39,14 +39,15 @@ class DeferredFrees:
 
     @property
     def blocks(self) -> list[list[BlockId]]:
-        """One list of blocks for each ended request, and one for the copies of each step. A
-        request's blocks are listed by KV-cache group, the blocks of copies in reverse order.
+        """One list of blocks for each ended request, and one list for the copies of each step. The
+        blocks of a request are in the order of its KV-cache groups. The blocks of copies are in
+        reverse order.
         """
         return [list(free.blocks) for free in self._waiting]
 
     def add_request(self, request: Request, tables: BlockTables, fence: int) -> None:
-        """Adds the blocks of an ended request. They are freed after the output of step `fence`, and
-        become the request's context if it has one.
+        """Adds the blocks of an ended request. They are freed after the output of step `fence` has
+        arrived. If the request has a context, the blocks become this context.
         """
         held = (block for table in tables for block in dropwhile(lambda block: not block, table))
         contexts = () if request.context is None else (request.context,)
@@ -59,7 +60,7 @@ class DeferredFrees:
         self._waiting.append(_DeferredFree(ReleaseCopies(len(copies)), blocks[::-1], fence))
 
     def give_back(self, step: int) -> None:
-        """Makes the next transaction free the blocks that waited for this step's output."""
+        """Makes the next transaction free the blocks that were kept until this step's output."""
         while self._waiting and self._waiting[0].fence <= step:
             self._kv_cache_manager.pending.give_back_in_order(self._waiting.popleft().operation)
 

@@ -1,4 +1,6 @@
-"""Prefix hits in another tier or replica, which a connector loads for waiting requests."""
+"""External prefix hits: tokens of waiting requests that a KV connector can load, because their keys
+and values are stored outside the KV cache, in host memory or in another replica.
+"""
 
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -16,17 +18,19 @@ if TYPE_CHECKING:
     from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
 
 LOOKUP_BATCH = 8
-"""Number of further waiting requests whose prefixes are looked up in the same transaction. It is
-small because the hits of all waiting requests become invalid with each admission.
+"""Number of further waiting requests whose prefixes are looked up in the same transaction. The
+number is small because each admission makes the hits of all waiting requests invalid.
 """
 
 
 class ExternalHits:
-    """Queries the connector, before a request is admitted, for the tokens after its local hit.
+    """Queries the KV connector, before a request is admitted, for the tokens after its local hit
+    (the prefix that is cached in the pool).
 
     These tokens are loaded either within the request's first step, or asynchronously between steps.
-    For an asynchronous load, blocks are allocated at once, and the request waits in `kv_waiting`
-    without using budget or a row of the batch. After the load it is admitted like other requests.
+    For an asynchronous load, blocks are allocated at once. The request waits in `kv_waiting`, where
+    it uses neither budget nor a row of the batch. After the load it is admitted like other
+    requests.
     """
 
     def __init__(self, state: ReplicaState, transfers: "KVTransfers") -> None:
@@ -68,13 +72,14 @@ class ExternalHits:
 
     def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
         """The number of tokens that the connector can load after the local hit, and whether they
-        are loaded between steps. None if the connector cannot answer yet and must be queried again
-        later. If the connector supplies states, the local hit may change to a hit that counts
-        full-attention layers only.
+        are loaded between steps. None if the connector does not know this yet and must be queried
+        again. If the connector loads states, the local hit may change to a hit that counts only
+        full-attention layers.
 
-        If the hit ends inside a block, the connector is queried for the tokens after the last whole
-        block, as in vLLM. If the connector has more tokens than the hit's part of that block, they
-        are loaded and replace this part, so that no block is copied. Otherwise nothing is loaded.
+        If the local hit ends inside a block, the connector is queried for the tokens after the last
+        whole block, as in vLLM. Suppose that n tokens of the hit are in the partial block. If the
+        connector has more than n tokens, it loads them, and the hit is cut to whole blocks, so that
+        no block is copied. Otherwise nothing is loaded.
 
         If all layers are state-space layers, a prompt of one token needs no load, because the state
         before the first token is empty.
@@ -97,8 +102,8 @@ class ExternalHits:
         return match
 
     def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
-        """Returns why a request must be passed over, or None. First completes the request's load,
-        if the load has ended.
+        """Returns why a request must be skipped, or None. If a load of the request has ended, makes
+        the request ready for admission first.
         """
         is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_loading and self._transfers.promote(request):
@@ -110,8 +115,8 @@ class ExternalHits:
         return builder.passing_over.reason(request)
 
     async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Looks up the prefixes of a request and of further waiting requests. Does nothing if the
-        request's hit was looked up after the last admission.
+        """Looks up the cached prefixes of a request and of further waiting requests. Does nothing
+        if the request's hit was looked up after the last admission.
         """
         if request not in builder.prefixes.hits:
             others = (other for other in self._queues.waiting if other not in builder.prefixes.hits)
@@ -121,7 +126,7 @@ class ExternalHits:
     async def _begin_load(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> WaitReason | None:
-        """Allocates the blocks of a load, and begins it. Returns why it cannot begin, or None."""
+        """Allocates blocks for a load, and begins it. Returns why it cannot begin, or None."""
         terms = self._load_terms(builder, request)
         num_reserved = terms.num_blocks_kept_free
         if self._retention is not None:
@@ -146,12 +151,12 @@ class ExternalHits:
         return None
 
     def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
-        """The terms of an admission for an asynchronous load. The admission allocates blocks only
-        up to the end of the loaded tokens, and publishes nothing.
+        """The terms on which the pool admits a request for an asynchronous load. The pool allocates
+        blocks only up to the end of the loaded tokens, and publishes no blocks.
 
-        If the whole prompt is loaded, its last token is computed again afterwards. With sliding
-        windows, the blocks to which the last token attends are kept. vLLM keeps the blocks to which
-        the token after the prompt attends, and so may free a block to which the last token attends.
+        If the whole prompt is loaded, its last token is computed again after the load. With sliding
+        windows, the blocks to which this last token attends are kept. vLLM keeps the blocks to
+        which the token after the prompt attends, and may free a block that the last token needs.
         """
         prefixes = builder.prefixes
         hit, num_external = prefixes.hits[request], prefixes.external[request]

@@ -1,4 +1,6 @@
-"""Undoes failed loads: resets requests to the position before their first invalid block."""
+"""Handles failed loads: resets requests to the start of their first invalid block. A block is
+invalid if it could not be loaded.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,7 +15,7 @@ from services.scheduler.core.request import Request
 
 
 def scheduled_tokens(plans: Iterable[SchedulerOutput]) -> Mapping[Request, int]:
-    """The number of tokens of each request that these steps computed or compute."""
+    """Maps each request of these steps to the total number of its scheduled tokens."""
     scheduled: Counter[Request] = Counter()
     for plan in plans:
         scheduled.update(dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True)))
@@ -27,16 +29,16 @@ def set_back(
     invalid: Collection[BlockId],
     scheduled: Mapping[Request, int],
 ) -> tuple[set[Request], list[BlockId]]:
-    """Resets the computed tokens of requests to the start of their first invalid block. Only for
+    """Resets the computed tokens of each request to the start of its first invalid block. Only for
     models with one KV-cache group.
 
     As in vLLM, if several requests share an invalid block, only the first request computes the
-    block again, and the block counts as computed for the others. `scheduled` maps a request to its
-    number of tokens in flight, which count as computed but are not. Blocks outside the sliding
-    window are skipped, because another request may own them now.
+    block again. For the other requests, the block counts as computed. `scheduled` maps a request to
+    its number of tokens in flight, which count as computed although they are not. Blocks outside
+    the sliding window are skipped, because another request may own them now.
 
-    Returns the requests that have an invalid block, and a list of all their blocks from the first
-    invalid one on.
+    Returns the requests that have an invalid block, and the list of the blocks that these requests
+    have from their first invalid block on.
     """
     affected: set[Request] = set()
     recomputed: set[BlockId] = set()
@@ -63,21 +65,21 @@ def set_back(
 
 @dataclass(slots=True)
 class Recomputations:
-    """The blocks in the prefix index with wrong contents, until running requests have computed them
-    again. The load of such a block failed, or the block was computed from one whose load failed. As
-    in vLLM, its hash stays in the prefix index meanwhile. Only for models with one KV-cache group.
+    """Tracks blocks with wrong contents until running requests have computed them again. A block
+    has wrong contents if it could not be loaded, or if it was computed from such a block. As in
+    vLLM, its hash stays in the pool's prefix index. Only for models with one KV-cache group.
     """
 
     _group: KVCacheGroup
     _block_tables: Mapping[Request, BlockTables]
     _ranges: dict[Request, tuple[int, int]] = field(default_factory=dict)
-    """Maps a request to the range of its blocks that it computes again."""
+    """Maps a request to the range of block positions that it computes again."""
     _left: list[tuple[int, Sequence[BlockId]]] = field(default_factory=list)
-    """Tables of requests that have left while steps in flight computed them. A table follows the
-    number of the last of these steps.
+    """Block tables of requests whose blocks were freed while steps in flight computed tokens of the
+    requests. Before each table is the number of the last of these steps.
     """
     _orphaned: set[BlockId] = field(default_factory=set)
-    """Blocks that requests have left before they computed them again."""
+    """Wrong blocks that requests have freed before they computed the blocks again."""
 
     def __contains__(self, request: Request) -> bool:
         return request in self._ranges
@@ -86,14 +88,14 @@ class Recomputations:
         return bool(self._ranges)
 
     def add(self, request: Request, num_computed: int) -> None:
-        """Records that a request was set back. Before, `num_computed` tokens were computed."""
+        """Records that a request was reset. It had `num_computed` computed tokens before."""
         size = self._group.block_size
         _, end = self._ranges.get(request, (0, 0))
         self._ranges[request] = request.num_computed_tokens // size, max(end, num_computed // size)
 
     def leave(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> Sequence[BlockId]:
-        """Records that the blocks of a request are freed. Returns the blocks whose hashes must be
-        removed, because the request has not computed them again.
+        """Records that the blocks of a request are freed. Returns the wrong blocks that the request
+        has not computed again. Their hashes must be removed.
         """
         blocks = self._block_tables[request][0]
         if any(request in plan.requests for plan in in_flight):
@@ -117,8 +119,8 @@ class Recomputations:
         in_flight: Sequence[SchedulerOutput],
         running: Iterable[Request],
     ) -> set[Request]:
-        """Resets and returns the requests whose tokens of a step were computed from blocks that
-        other requests have not computed again yet. They repeat the step.
+        """Resets and returns the requests whose tokens of the step `plan` were computed from wrong
+        blocks, which other requests have not computed again yet. These requests repeat the step.
         """
         pending = self._pending(in_flight)
         scheduled = scheduled_tokens([plan, *in_flight])
@@ -139,7 +141,9 @@ class Recomputations:
     def left_behind(
         self, invalid: Collection[BlockId], in_flight: Sequence[SchedulerOutput]
     ) -> list[BlockId]:
-        """Wrong blocks of requests that have left, without those that others compute again."""
+        """The blocks of freed block tables from the first wrong block on. Blocks that running
+        requests compute again are left out.
+        """
         pending = self._pending(in_flight)
         wrong = pending.union(invalid)
         return [
@@ -156,7 +160,7 @@ class Recomputations:
         self._orphaned.clear()
 
     def _pending(self, in_flight: Sequence[SchedulerOutput]) -> set[BlockId]:
-        """The blocks that requests compute again in the steps in flight or later."""
+        """The wrong blocks that requests still compute again, in steps in flight or later."""
         scheduled, pending = scheduled_tokens(in_flight), set[BlockId]()
         for request, (first, end) in list(self._ranges.items()):
             num_computed = request.num_computed_tokens - scheduled.get(request, 0)

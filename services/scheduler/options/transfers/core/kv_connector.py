@@ -1,6 +1,6 @@
-"""Connectors load keys and values from another tier or replica, and store them there.
-Names and rules follow the scheduler's side of vLLM's KVConnectorBase_V1. The workers' side of a
-connector moves the data.
+"""The interface of KV connectors, which store keys and values outside the KV cache (in host memory
+or in another replica), and load them again. Names and rules follow the scheduler side of vLLM's
+KVConnectorBase_V1. The worker side of a connector moves the data.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from services.scheduler.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """How many tokens after a local hit can be loaded. If `is_async` is true, the tokens are loaded
-    between steps, while the request waits. Otherwise the request's first step loads them.
+    """How many tokens can be loaded after a local prefix hit. If `is_async` is true, the tokens are
+    loaded between steps, while the request waits. Otherwise the request's first step loads them.
     """
 
     num_tokens: int
@@ -22,8 +22,8 @@ class ExternalMatch:
 
 
 class KVConnector:
-    """Tracks the keys and values that are stored in another tier or replica. Never blocks. The base
-    class has nothing stored, and a subclass overrides the methods that it uses.
+    """Tracks the keys and values that are stored outside the KV cache. Methods must not block. The
+    base class stores nothing. A subclass overrides the methods that it needs.
     """
 
     def get_num_new_matched_tokens(
@@ -31,9 +31,9 @@ class KVConnector:
         request: Request,  # noqa: ARG002
         num_computed_tokens: int,  # noqa: ARG002
     ) -> ExternalMatch | None:
-        """Returns how many tokens, in whole blocks, can be loaded after a local hit of
-        `num_computed_tokens` tokens. None if the number is not known yet. Called at every attempt
-        to admit the request. Has no side effect.
+        """Returns how many tokens, in whole blocks, can be loaded after a local prefix hit of
+        `num_computed_tokens` tokens. None if the number is not known yet. Called at each attempt to
+        admit the request. Must not begin a load.
         """
         return ExternalMatch(0, is_async=False)
 
@@ -41,16 +41,16 @@ class KVConnector:
         self, request: Request, blocks: BlockTables, num_external_tokens: int
     ) -> None:
         """Called when a request's blocks are allocated. Keys and values of `num_external_tokens`
-        tokens are loaded into the blocks from this step on.
+        tokens are loaded into the blocks, from the planned step on.
 
-        For state-space layers, the state after these tokens is loaded. If the request's last token
-        is one of them, the state before the last token is loaded instead.
+        For state-space layers, the state after these tokens is loaded. If these tokens include the
+        request's last token, the state before the last token is loaded instead.
         """
 
     def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
-        """Called when another block of a request is full, and before the request's blocks are
-        freed. The first `num_tokens` tokens of the request are known, and steps planned earlier
-        compute them.
+        """Called when a request has filled a further block, and before the request's blocks are
+        freed. The first `num_tokens` tokens of the request are known. Steps that are already
+        planned compute these tokens.
         """
 
     def blocks_released(self, request: Request) -> None:
@@ -64,30 +64,30 @@ class KVConnector:
         """Called with the transfer results in the output of each step."""
 
     def reset_cache(self) -> None:
-        """Removes everything that is stored. No request holds blocks, and no load is running."""
+        """Removes everything that is stored. Called only if no blocks are held and no load runs."""
 
     def forget(self) -> None:
-        """Called when pool or workers are lost. No request holds blocks any more, no transfer is in
-        progress, and steps in flight may not have run.
+        """Called when the pool or the workers are lost. All blocks and transfers are lost too, and
+        it is unknown which steps in flight have run.
         """
 
     def request_finished(self, request: Request, blocks: BlockTables) -> bool:  # noqa: ARG002
         """Called when a request has ended. `blocks` contain its computed keys and values. Returns
-        True if a transfer still reads the blocks. In that case they are freed only after the output
+        True if a transfer still reads the blocks. The blocks are then freed only after the output
         of a step has listed the request in `finished_sending`.
         """
         return False
 
     def has_pending_block_frees(self) -> bool:
         """Whether the end of a transfer will free blocks. If so, a running request that lacks
-        blocks waits for them instead of preempting another request.
+        blocks waits for these blocks, and no request is preempted.
         """
         return False
 
 
 class LoggedConnector(KVConnector):
-    """Returns logged answers in the order of calls. A replay has no storage, so the methods without
-    an answer do nothing.
+    """The connector of a replay. Returns the results in a step log, in the order of calls. Methods
+    without a result do nothing, because a replay stores no keys and values.
     """
 
     def __init__(self, answers: LoggedAnswers) -> None:

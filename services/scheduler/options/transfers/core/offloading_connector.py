@@ -1,11 +1,11 @@
-"""A connector to a tier in the workers' own memory. Blocks stay in the tier after the KV cache has
-evicted them. Named after vLLM's OffloadingConnector.
+"""A KV connector that offloads blocks to host memory of the workers, which is called the tier.
+Blocks stay in the tier after the KV cache has evicted them. Named after vLLM's OffloadingConnector.
 
-The scheduler decides which blocks are in the tier, and the workers copy them. A full block of a
-request is copied to the tier with the first step that is planned after the block's tokens are known
-and computed. The workers make the copy before that step writes anything. Blocks of the tier that
-follow a local hit are loaded between steps. A reset of the pool does not change the tier and its
-index. New workers begin with an empty tier, so the index is then cleared.
+The scheduler decides which blocks are in the tier, and the workers copy the blocks. A full block of
+a request is copied to the tier with the first step that is planned after the block's tokens are
+known and computed. The workers make the copy before this step writes any block. If blocks of the
+tier continue a local prefix hit, they are loaded between steps. A reset of the pool does not change
+the tier and its index. New workers begin with an empty tier, so the index is then cleared.
 """
 
 from collections import deque
@@ -27,9 +27,9 @@ class TierStats:
     """Totals since the process started. As in vLLM, only tokens of admitted requests count."""
 
     num_query_tokens: int = 0
-    """Number of tokens after local prefix hits that were looked up in the tier."""
+    """Number of tokens, after local prefix hits, that were looked up in the tier."""
     num_hit_tokens: int = 0
-    """Number of these tokens that were loaded from the tier."""
+    """Number of looked-up tokens that were loaded from the tier."""
     num_stored_blocks: int = 0
     num_loaded_blocks: int = 0
     num_invalid_blocks: int = 0
@@ -38,17 +38,15 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """The copies to the tier that a step begins. Whether they succeeded is uncertain until the
-    step's output has arrived.
-    """
+    """Copies to the tier that a step begins. Only the step's output confirms them."""
 
     step: int
     blocks: tuple[kv_transfer.BlockTransfer, ...]
 
 
 class OffloadingConnector(KVConnector):
-    """A connector to the workers' tier. Stores are made before blocks get another owner. All groups
-    have the same block size, which is also the number of tokens in a block hash.
+    """A connector to the workers' tier. A block is stored before it can get another owner. All
+    KV-cache groups have the same block size, which is also the number of tokens in a block hash.
     """
 
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
@@ -65,12 +63,12 @@ class OffloadingConnector(KVConnector):
         ]
         self._windows = [number for number in range(len(groups)) if number not in self._full]
         self._num_stored: dict[Request, int] = {}
-        """Number of leading blocks of each request that were considered for storing."""
+        """Number of leading blocks of each request that were already considered for storing."""
         self._num_asked: dict[Request, int] = {}
-        """Number of tokens of a waiting request after its local prefix hit, at the last query."""
+        """Number of tokens after a waiting request's local prefix hit, at the last query."""
         self._stores: dict[kv_transfer.TierBlockId, kv_transfer.BlockTransfer] = {}
-        """Copies to the tier. The next step begins them. If a tier block is assigned to another
-        key before that step, only the last copy to the block remains.
+        """Copies to the tier that the next step begins. If a tier block is assigned to another key
+        before this step, only the last copy to the tier block remains.
         """
         self._loads: list[kv_transfer.ConnectorLoad] = []
         self._uncertain: deque[_Stores] = deque()
@@ -164,8 +162,8 @@ class OffloadingConnector(KVConnector):
             self.index.unpin(transfer.tier_block)
 
     def _longest(self, request: Request, begin: int) -> int:
-        """The end of the longest run of blocks from position `begin` on that the tier has for all
-        full-attention layers. As with every hit, at least one token remains to be computed.
+        """The end of the longest run of blocks, from position `begin` on, that the tier has for all
+        full-attention layers. The run leaves at least one token to be computed.
         """
         hashes = request.block_hashes
         most = min((request.num_tokens - 1) // self._size, len(hashes))
@@ -175,9 +173,9 @@ class OffloadingConnector(KVConnector):
         return max(begin, most)
 
     def _has_windows(self, request: Request, begin: int, end: int) -> bool:
-        """Whether a request can continue at block position `end`. The tier must have all blocks
-        from position `begin` on that the next query's sliding windows contain, and the state before
-        that query.
+        """Whether a request can continue at block position `end`. For this the tier must have the
+        blocks, from position `begin` on, in the sliding windows of the next token, and the state
+        before this token.
         """
         hashes = request.block_hashes
         return all(

@@ -1,4 +1,4 @@
-"""Counts, as vLLM does, the blocks that prefills in progress will still need."""
+"""Counts the blocks that prefills in progress will still need, as vLLM does."""
 
 from collections.abc import Mapping
 
@@ -9,15 +9,15 @@ from services.scheduler.core.request import Request
 
 
 class ReservedBlocks:
-    """Counts the blocks that running prefills need, which a load must leave free."""
+    """Counts the blocks that a KV load must leave free for prefills in progress."""
 
     def __init__(
         self, config: SchedulerConfig, block_tables: Mapping[Request, BlockTables]
     ) -> None:
-        """`block_tables` are the tables of the requests that hold blocks. They change later."""
+        """`block_tables` maps the requests that hold blocks to their tables, and changes later."""
         self.prefills: set[Request] = set()
-        """Requests that are being loaded or whose prompt is partly computed. Blocks are reserved
-        for their remaining tokens.
+        """Requests that are being loaded, or whose prompt is only computed in part. Blocks are
+        reserved for their remaining tokens.
         """
         self._block_tables = block_tables
         self._longest = config.max_model_len
@@ -26,7 +26,7 @@ class ReservedBlocks:
             group.max_admission_blocks(config.max_in_flight_tokens, config.max_model_len)
             for group in config.all_groups
         ]
-        """For each group, the limit on the blocks that are counted for one request, or None."""
+        """For each KV-cache group, the limit on the blocks that count for one request, or None."""
         self._num_step_tokens = 0
         if config.num_speculative_tokens:
             self._num_step_tokens = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
@@ -35,18 +35,18 @@ class ReservedBlocks:
             for group in config.all_groups
             if group.attention_type is not AttentionType.STATE_SPACE
         )
-        """Number of blocks for the first drafts of a loading request, without states."""
+        """Number of blocks for the first drafts of a request to be loaded, without states."""
 
     def count(self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool) -> int:
-        """Number of blocks that a load must leave free, because it cannot be preempted to free
-        blocks for a prefill. These are the blocks that prefills in progress still need, and the
-        blocks for the first drafts of the loading request. `appended_blocks` are the blocks that
-        the planned step has allocated so far.
+        """Number of blocks that a load must leave free. A load cannot be preempted to free blocks
+        for a prefill. So it leaves the blocks that prefills in progress still need, and the blocks
+        for the first drafts of the request to be loaded. `appended_blocks` are the blocks that the
+        planned step has allocated so far.
 
-        As in vLLM, a request whose load filled no valid block counts as a prefill, even if that
-        request is to be loaded now. `is_alone` means that no request runs and no transfer is in
-        progress. Drafts and requests without blocks do not count then, because the request could
-        otherwise wait for itself, or two requests for each other.
+        As in vLLM, a request for which no block could be loaded counts as a prefill, even for its
+        own next load. `is_alone` means that no request runs and no transfer is in progress. Drafts
+        and requests without blocks then do not count. Otherwise the request could wait for itself,
+        or two requests could wait for each other.
         """
         num_of_drafts = 0 if is_alone else self._num_of_drafts
         return num_of_drafts + sum(
@@ -74,9 +74,9 @@ class ReservedBlocks:
     def _lacking_in(
         self, group: KVCacheGroup, most: int | None, num_held: int | None, num_tokens: int
     ) -> int:
-        """Number of blocks that a request still needs in one group. In groups with sliding windows,
-        `most` limits the number. A group that caches states needs one block. If the request holds
-        no block yet, it also needs blocks for drafts.
+        """Number of blocks that a request still needs in one KV-cache group. In a group with
+        sliding windows, `most` limits the number. In a group that caches states, the request needs
+        one block, and also blocks for drafts if it holds no block yet.
         """
         size, num_drafts = group.block_size, group.num_speculative_blocks
         if group.aligns_states:

@@ -1,6 +1,4 @@
-"""An index of the blocks in the workers' tier (their memory for offloaded blocks), with
-least-recently-used eviction.
-"""
+"""An LRU index of the blocks in the workers' tier (host memory for offloaded KV blocks)."""
 
 from collections import OrderedDict
 
@@ -9,17 +7,17 @@ from services.scheduler.core.kv_transfer import TierBlockId
 
 
 def tier_key(block_hash: BlockHash, group: int) -> bytes:
-    """The key of a block of the tier, as in vLLM's offloading. The key consists of the hash of the
-    tokens and the KV-cache group, because the groups store different layers of the same tokens.
+    """The key of a block of the tier, as in vLLM's offloading. The key consists of the block hash
+    and the number of the KV-cache group, because groups store different layers of the same tokens.
     """
     return block_hash + group.to_bytes(4, "big")
 
 
 class TierIndex:
-    """Maps keys to blocks of the tier, in the order of the keys' last use.
+    """Maps keys to blocks of the tier, the least recently used key first.
 
-    A block is pinned while a load reads it. Pinned blocks are not evicted. The tiers of all ranks
-    have the same keys in the same blocks, so one index is enough.
+    A block is pinned while a load reads it. Pinned blocks are not evicted. One index is enough for
+    all ranks, because their tiers have the same keys in the same blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -56,7 +54,7 @@ class TierIndex:
         return block
 
     def unpin(self, block: TierBlockId) -> None:
-        """Ends a load from a block."""
+        """Unpins a block after a load has read it."""
         self._pins[block] -= 1
         if not self._pins[block]:
             del self._pins[block]
@@ -65,7 +63,7 @@ class TierIndex:
                 self._free.append(block)
 
     def discard(self, key: bytes, block: TierBlockId) -> None:
-        """Removes a key if it still maps to this block."""
+        """Removes a key. Does nothing if the key no longer maps to this block."""
         if self._blocks.get(key) == block:
             del self._blocks[key]
             if block in self._pins:
@@ -94,8 +92,8 @@ class TierIndex:
         return False
 
     def check(self) -> None:
-        """Raises AssertionError if the index is inconsistent. Each block must be free, mapped by
-        one key, or an orphan.
+        """Raises AssertionError if the index is inconsistent. Each block must either be free, or
+        have one key, or be an orphan.
         """
         named = list(self._blocks.values())
         every = sorted([*named, *self._free, *self._orphans])
