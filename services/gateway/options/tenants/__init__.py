@@ -1,5 +1,5 @@
-"""Tenants. Each API key belongs to a tenant. A tenant has limits on its requests and tokens, a fair
-share of the replicas, and its own prefix cache. Without this option, or without keys in its
+"""Tenants, the owners of API keys. A tenant has limits on its requests and tokens, a fair share of
+the replicas, and its own prefix cache. Without this option, or without API keys in the option's
 settings, the gateway serves every client.
 """
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of each tenant: counters, and the lengths of queues."""
+"""Prometheus metrics of each tenant: counters of requests, and numbers of sequences."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
@@ -45,11 +45,11 @@ NUM_RUNNING = _specs.gauge(
 SPECS = _specs.all
 
 MAX_TENANTS = 256
-"""Limit on the number of tenants with series of their own. Counters have series for the first
-tenants, and gauges for the tenants with the most sequences.
+"""Limit on the number of tenants with their own time series. Counters have series for the tenants
+that were counted first, and gauges for the tenants with the most sequences.
 """
 OTHERS = "(others)"
-"""The label of all further tenants."""
+"""The label of all other tenants together."""
 
 
 class TenantMetrics(Collector):
@@ -61,7 +61,7 @@ class TenantMetrics(Collector):
             Counter(spec.name, spec.text, spec.labels, registry=self._registry)
             for spec in (REQUESTS, TOKENS, REFUSALS)
         )
-        # The series is cached, since a tenant's flood of requests is refused many times a second.
+        # The series is cached, since a tenant may be refused many times per second.
         self._refusals_for = cache(partial(self._refusals.labels, model_name))
 
     def collect(self) -> Iterable[Metric]:
@@ -80,7 +80,7 @@ class TenantMetrics(Collector):
             self._tokens.labels(self._model, label, kind).inc(count)
 
     def refused(self, tenant: Caller, reason: str) -> None:
-        """Counts a refused request. `reason` is the code of its error."""
+        """Counts a refused request. `reason` is the code of the request's error."""
         if tenant != ANYONE:
             self._refusals_for(self._label(tenant), reason).inc()
 
@@ -94,7 +94,7 @@ class TenantMetrics(Collector):
 
 
 class TenantQueueCollector(Collector):
-    """The numbers of waiting and running sequences of each tenant, read at each scrape."""
+    """Counts the waiting and running sequences of each tenant at each scrape of the metrics."""
 
     def __init__(self, admission: TenantQueues) -> None:
         self._admission = admission

@@ -1,4 +1,6 @@
-"""Tenants. Each tenant has its own limits, a fair share of the replicas, and its own cache."""
+"""Tenants. Each tenant has its own limits, a fair share of the replicas, and its own prefix
+cache.
+"""
 
 from dataclasses import dataclass
 
@@ -10,16 +12,16 @@ from services.gateway.core.caller import Caller
 class Tenant(Caller):
     """The owner of one or more API keys. A limit of None means no limit.
 
-    If requests of several tenants compete, the tenants' shares are proportional to `weight`. The
-    limit on tokens per minute counts uncached prompt tokens and generated tokens.
+    If requests of several tenants compete, the tenants' shares of the replicas are proportional to
+    `weight`. `tokens_per_minute` limits the sum of uncached prompt tokens and generated tokens.
     """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent_requests: int | None = None
     priority_ceiling: int | None = None
-    """The smallest `priority` that requests of the tenant can have. Requests with smaller values
-    are scheduled earlier. None means no limit.
+    """The smallest `priority` that the tenant's requests can have. Requests with smaller values
+    are scheduled earlier.
     """
     models: frozenset[str] | None = None
     """The models that the request's API key may use. None means all models."""
@@ -42,8 +44,7 @@ class Tenant(Caller):
         return priority if ceiling is None else max(priority, ceiling)
 
     def effective_cache_salt(self, cache_salt: str) -> str:
-        """Puts the tenant's own salt, if it has one, in front.
-
+        """Returns the client's salt with the tenant's own salt, if there is one, in front of it.
         Clients' salts cannot contain NUL, so no client can construct the salt of another tenant.
         """
         if not self.cache_salt:

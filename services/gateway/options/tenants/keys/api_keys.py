@@ -1,4 +1,4 @@
-"""API keys of tenants: those of the settings, and those of a store."""
+"""The API keys of tenants, from the settings and from a store of keys."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ from services.gateway.options.tenants.keys.store import KeyStore, KnownKey
 
 
 class ApiKeys(Access):
-    """The accepted API keys. If there are none, every request is accepted.
+    """Accepts requests with an API key from `plain` or `store`. If there are neither keys in
+    `plain` nor a store, accepts every request.
 
-    Each key of `plain` has its own tenant without limits, named `key-1`, `key-2` and so on. Other
-    keys are in `store`.
+    Each key in `plain` has its own tenant without limits, named `key-1`, `key-2` and so on.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ApiKeys(Access):
         self.needs_key = bool(plain) or store is not None
 
     async def authenticate(self, authorization: str) -> Caller:
-        """Looks up keys in the store that are not in memory."""
+        """Returns the caller of a request. Looks up a key in the store if it is not in memory."""
         caller = self._known(authorization)
         if caller is not None:
             return caller
@@ -45,16 +45,16 @@ class ApiKeys(Access):
         return self._checked(await self._store.find(key_id_of(key) or ""), key)
 
     def recognize(self, authorization: str) -> Caller | None:
-        """Returns the caller of a request if the key is in memory and its tenant has no limits.
-        Raises Unauthenticated if the key is known to be invalid.
+        """Returns the caller of a request if the key is in memory and its tenant has no limits,
+        and otherwise None. Raises Unauthenticated if the key is known to be invalid.
         """
         caller = self._known(authorization)
         is_limited = isinstance(caller, Tenant) and not LimitSet.of(caller).is_empty
         return None if is_limited else caller
 
     def _known(self, authorization: str) -> Caller | None:
-        """Returns the caller of a request whose key is in memory. Returns None if the key is not in
-        memory. Raises Unauthenticated if the key is known to be invalid.
+        """Returns the caller of a request, or None if the key is not in memory. Raises
+        Unauthenticated if the key is known to be invalid.
         """
         if not self.needs_key:
             return ANYONE

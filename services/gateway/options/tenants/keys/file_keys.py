@@ -1,4 +1,4 @@
-"""API keys in a file, which is read again whenever it changes."""
+"""API keys in a file, which is read again after each change."""
 
 import asyncio
 import logging
@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class FileKeys:
-    """A KeyStore that caches all keys of a file. If the file becomes damaged or is removed, the
-    known keys stay valid.
+    """A KeyStore that caches all keys of a file. If the file is damaged or removed, the cached keys
+    stay valid.
     """
 
     def __init__(self, path: Path, *, share_cache: bool) -> None:
@@ -31,7 +31,7 @@ class FileKeys:
         return self._keys.get(key_id)
 
     async def find(self, key_id: str) -> KnownKey | None:
-        """Reads the file again first if it has changed."""
+        """Finds a key. If the file has changed, reads it again first."""
         await self._follow()
         return self._keys.get(key_id)
 

@@ -1,10 +1,10 @@
-"""API keys in Redis. Used keys are cached in memory.
+"""API keys in Redis. Keys that were used are cached in memory.
 
-1. A key that is not in memory is looked up within at most LOOK_UP_SECONDS.
+1. The look-up of a key that is not in memory takes at most LOOK_UP_SECONDS.
 2. Every REFRESH_SECONDS, the version number of the keys in Redis is read. If it has changed, the
-   keys in memory are read again. So a revoked key is refused after at most this time.
-3. While Redis cannot be reached, or has lost its data, keys in memory are accepted for
-   `cache_seconds`. With any other key, a request fails with Unavailable and not with
+   keys in memory are read again. So a key is refused at most REFRESH_SECONDS after it was revoked.
+3. While Redis is unreachable, or after it has lost its data, keys in memory are accepted for
+   `cache_seconds`. A request with any other key fails with Unavailable, and not with
    Unauthenticated, because the key may exist in Redis.
 """
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisKeys:
-    """A KeyStore in Redis. It owns the connection and closes it at the end."""
+    """A KeyStore in Redis. `run` closes the connection when it is cancelled."""
 
     def __init__(self, redis: RedisConnection, *, cache_seconds: float, share_cache: bool) -> None:
         self._redis = redis
@@ -36,7 +36,7 @@ class RedisKeys:
         self._share_cache = share_cache
         self._keys: dict[str, KnownKey] = {}
         self._version: str | None = None
-        """The version number of the keys in memory. It is None if the keys must be read again."""
+        """The version number of the keys in memory, or None if the keys must be read again."""
         self._contact_at = asyncio.get_running_loop().time()
         self._is_lost = False
         self._num_look_ups = 0
@@ -58,7 +58,7 @@ class RedisKeys:
         if not answer.version and self._keys:
             raise _keys_unavailable()
         if answer.version != self._version:
-            self._version = None  # The keys in memory may be older.
+            self._version = None  # The keys in memory may be outdated.
         self._take(answer, (key_id,))
         return self._keys.get(key_id)
 

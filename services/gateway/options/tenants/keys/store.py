@@ -9,15 +9,15 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
-    """An API key's record, and the tenant of requests with this key."""
+    """An API key's record in a store, and the tenant of requests with this key."""
 
     record: KeyRecord
     tenant: Tenant
 
     @classmethod
     def of(cls, key: KeyRecord, tenant: TenantRecord, *, share_cache: bool) -> "KnownKey":
-        """Makes a KnownKey from its records in the store. If `share_cache` is true, all tenants
-        share the prefix cache.
+        """Makes a KnownKey from records of the store. If `share_cache` is true, all tenants share
+        the prefix cache.
         """
         owner = Tenant(
             key.tenant_id,
@@ -37,14 +37,12 @@ class KeyStore(Protocol):
     """Finds keys by their ids, from memory if possible."""
 
     def known(self, key_id: str) -> KnownKey | None:
-        """Returns the key if it is in memory. None means that it is not in memory, even if it
-        exists.
-        """
+        """Returns a key from memory, or None if the key is not in memory."""
         ...
 
     async def find(self, key_id: str) -> KnownKey | None:
-        """Looks up a key that was not in memory. Returns None if it does not exist. Raises
-        Unavailable if the lookup is not possible at the moment.
+        """Looks up a key that is not in memory. Returns None if the key does not exist. Raises
+        Unavailable if the look-up is not possible at the moment.
         """
         ...
 
@@ -53,5 +51,5 @@ class KeyStore(Protocol):
         ...
 
     async def run(self) -> None:
-        """Follows changes until cancelled."""
+        """Updates the keys in memory when they change in the store, until cancelled."""
         ...

@@ -1,4 +1,5 @@
-"""Determines the tenant of an HTTP request and checks its limits, before the body is read."""
+"""Determines the tenant of an HTTP request and checks the tenant's limits before the body is read.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -26,8 +27,8 @@ RATE_LIMIT_HEADERS = tuple(
 
 
 def rate_limit_headers(limits: LimitSet, standing: Standing) -> list[tuple[str, str]]:
-    """Returns three headers for each limit per minute that the tenant has. `standing` has the
-    levels of the limits.
+    """Returns three headers for each of the tenant's limits per minute: the limit, the remaining
+    amount, and the time until the whole amount is available again.
     """
     return [
         *_headers("requests", limits.requests_per_minute, standing.requests_level),
@@ -46,7 +47,7 @@ def _headers(what: str, limit: int | None, level: int) -> list[tuple[str, str]]:
 
 
 def duration(millis: int) -> str:
-    """Formats a duration as OpenAI does: 120ms, 1.5s, 6m0s."""
+    """Formats a duration like OpenAI's API: 120ms, 1.5s, 6m0s."""
     if millis < 1000:
         return f"{millis}ms"
     minutes, rest = divmod(millis, 60_000)
@@ -61,9 +62,9 @@ class TenantChecks:
     """Checks POST requests to `paths`: the declared size of the body, the API key, and the tenant's
     limits.
 
-    The tenant is stored in the request's state. The allowance is closed when the application has
-    returned. Headers of the answer contain the remaining amounts of the tenant's
-    limits.
+    The tenant is stored in the request's state. The request's Allowance, its part of the tenant's
+    limits, is closed when the application has returned. Headers of the answer contain the remaining
+    amounts of the limits.
     """
 
     def __init__(

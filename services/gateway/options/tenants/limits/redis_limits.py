@@ -1,10 +1,10 @@
 """Counts tenants' requests and tokens in Redis, for all gateways together. While Redis is
 unreachable, each gateway applies its own part of the limits.
 
-No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. After a failed call,
-no request calls Redis until this gateway has renewed its lease. Meanwhile each gateway divides the
-limits by the last known number of gateways with leases. A tenant's local levels start from its last
-levels in Redis, divided by the same number.
+No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. After a failed call
+to Redis, this gateway counts in memory until it has renewed its lease in Redis. It then divides the
+limits by the last known number of gateways with a lease. A tenant's levels in memory start from the
+tenant's last levels in Redis, divided by the same number.
 """
 
 import asyncio
@@ -32,23 +32,23 @@ RENEW_SECONDS = 1.0
 _LOST_SECONDS = 0.25
 _RENEW_CALL_SECONDS = 0.2
 _LEASE_MILLIS = 3000
-"""Milliseconds without a renewal after which a gateway is not counted."""
+"""Milliseconds without a renewal of its lease after which a gateway is not counted."""
 SLOT_LEASE_MILLIS = 15_000
 _SLOTS_PER_CALL = 500
 _MAX_UNRELEASED = 10_000
 _MAX_CALLS = 32
-"""Limit on the number of concurrent calls. Each call uses its own connection."""
+"""Limit on the number of concurrent calls to Redis. Each call uses its own connection."""
 _QUOTAS = (None, Quota.REQUESTS, Quota.TOKENS, Quota.CONCURRENCY)
 
 logger = logging.getLogger(__name__)
 
 
 class RedisLimits:
-    """A LimitStore in Redis. It owns the connection and closes it at the end.
+    """A LimitStore in Redis. `run` closes the connection when it is cancelled.
 
-    This gateway's slots (one for each concurrent request) are also in `local`. This gateway renews
-    the leases in Redis of all slots in `local`. While Redis is unreachable, only the slots in
-    `local` count.
+    Each concurrent request of a tenant occupies a slot, which has a lease in Redis. `local` also
+    has the slots of this gateway. This gateway renews the leases of all slots in `local`. While
+    Redis is unreachable, only the slots in `local` are counted.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class RedisLimits:
         take_seconds: float = TAKE_SECONDS,
         slot_lease_millis: int = SLOT_LEASE_MILLIS,
     ) -> None:
-        """Slots in `local` do not expire. No request waits for Redis longer than `take_seconds`.
+        """Slots must not expire in `local`. No request waits for Redis longer than `take_seconds`.
         The slots of a dead gateway expire in Redis after `slot_lease_millis`.
         """
         self._take_seconds = take_seconds
@@ -71,9 +71,9 @@ class RedisLimits:
         self._local = local
         self._is_lost = False
         self._last: dict[str, Standing] = {}
-        """Maps tenants to their levels in the last answer from Redis."""
+        """Maps tenants' ids to the levels of their limits in the last answer from Redis."""
         self._unreleased: deque[tuple[LimitSet, str]] = deque(maxlen=_MAX_UNRELEASED)
-        """Slots that may still be occupied in Redis, although no request uses them."""
+        """Slots that no request uses any more, but that may still be occupied in Redis."""
         self._in_flight = asyncio.Semaphore(_MAX_CALLS)
         self._sending: set[asyncio.Task[None]] = set()
 
@@ -173,10 +173,10 @@ class RedisLimits:
         return Standing(_QUOTAS[refused_by], wait, requests, tokens, num_slots, now)
 
     async def _renew(self) -> None:
-        """Renews this gateway's lease. This call also detects that Redis is reachable again."""
+        """Renews this gateway's lease. Success shows that Redis is reachable."""
         arguments = (_LEASE_MILLIS, self._process_name)
         num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, _RENEW_CALL_SECONDS)
-        if self._is_lost:  # A call for a request has less time than this call had.
+        if self._is_lost:  # Calls for requests must succeed in less time than this call.
             num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, self._take_seconds)
         self.num_gateways = max(1, num_gateways)
         if self._is_lost:
@@ -189,8 +189,7 @@ class RedisLimits:
             await self._change(limits, release)
 
     async def _hold_slots(self) -> None:
-        """Renews the leases of the slots of running requests, and restores slots
-        that Redis has lost.
+        """Renews the leases of the slots of running requests. Restores slots that Redis has lost.
         """
         for tenant_id, slots in self._local.slots().items():
             _, key = tenant_keys(tenant_id)
@@ -221,7 +220,7 @@ _DIGESTS = {script: hashlib.sha1(script.encode()).hexdigest() for script in (TAK
 async def _evaluate(
     client: Client, script: str, keys: tuple[str, ...], arguments: tuple[Any, ...]
 ) -> Any:
-    """Runs a script by its digest. Sends the script if the server does not know it."""
+    """Runs a Lua script by its digest. Sends the whole script if Redis does not know it."""
     run: Awaitable[Any] = client.evalsha(_DIGESTS[script], len(keys), *keys, *arguments)
     try:
         return await run

@@ -1,9 +1,11 @@
 """The Lua scripts that count tenants' limits in Redis. Each script is atomic. The keys are:
 
     `limit:{t:ID}`    hash: bucket levels of tenant ID, and their time; expires when full
+    `slots:{t:ID}`    sorted set: names of tenant ID's occupied slots, by their deadlines
+    `limit:gateways`  sorted set: names of gateways, by the deadlines of their leases
 
-Times are the server's, in milliseconds. The braces put the two keys of a tenant into one slot of
-Redis Cluster. TAKE implements the rule of
+Times are in milliseconds on the clock of Redis. The braces put the two keys of a tenant into the
+same hash slot of a Redis Cluster. TAKE implements the rule in
 `services.gateway.options.tenants.core.limits.rule` with the same integers.
 """
 
@@ -11,7 +13,7 @@ GATEWAYS = "limit:gateways"
 
 
 def tenant_keys(tenant_id: str) -> tuple[str, str]:
-    """Returns a tenant's two keys: the keys of its levels and of its slots."""
+    """Returns the key of a tenant's levels, and the key of its slots."""
     return f"limit:{{t:{tenant_id}}}", f"slots:{{t:{tenant_id}}}"
 
 
@@ -88,8 +90,8 @@ redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return redis.status_reply('OK')
 """
 )
-"""Renews slots. The first argument is the duration of the leases in milliseconds. The others are
-the slots' names.
+"""Renews the leases of slots. The first argument is the duration of the leases in milliseconds. The
+other arguments are the names of the slots.
 """
 
 LEASE = (

@@ -1,4 +1,5 @@
-"""Estimates how many tokens of a prompt are cached at the replica that has the most of them."""
+"""Estimates how many tokens of a prompt are cached at the replica with the longest cached prefix.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -21,8 +22,8 @@ class CachedEstimate:
         self._chain_keys = ChainKeys(_MAX_SEGMENTS)
 
     def num_cached_tokens(self, request: EngineRequest) -> int:
-        """Returns the number of cached tokens of the prompt. It is less than the prompt's length,
-        and 0 if nothing is known.
+        """Returns the number of cached tokens of the prompt, which is less than the prompt's
+        length. The result is 0 if the directory knows no cached prefix.
         """
         served = next((one.description for one in self._replicas() if one.is_ready), None)
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:

@@ -30,9 +30,7 @@ class _State:
 
 
 class MemoryLimits:
-    """A LimitStore in memory. A slot expires `lease_millis` after it was last taken or renewed
-    (HOLD).
-    """
+    """A LimitStore in memory. A slot expires `lease_millis` after the last change with HOLD."""
 
     def __init__(self, now_millis: Callable[[], int], lease_millis: int = FOREVER_MILLIS) -> None:
         self._now_millis = now_millis
@@ -46,7 +44,6 @@ class MemoryLimits:
         self.apply(limits, change)
 
     async def run(self) -> None:
-        """Waits until cancelled, since nothing needs renewal."""
         await asyncio.Event().wait()
 
     def apply(self, limits: LimitSet, change: Change) -> Standing:
@@ -82,8 +79,8 @@ class MemoryLimits:
         )
 
     def begin(self, limits: LimitSet, requests_level: int, tokens_level: int) -> None:
-        """Sets the levels of a tenant that has no levels here yet. These levels may be a part of
-        the tenant's levels in Redis.
+        """Sets the levels of a tenant's limits, unless they are already counted here. The levels
+        are this gateway's part of the tenant's levels in Redis.
         """
         state = self._states.setdefault(limits.tenant_id, _State(at=self._now_millis()))
         if state.requests is None and state.tokens is None:
@@ -92,12 +89,12 @@ class MemoryLimits:
             state.tokens = tokens_level if limits.tokens_per_minute else None
 
     def forget_levels(self) -> None:
-        """Resets all levels to full. Slots are kept."""
+        """Resets all levels to full, but keeps the slots."""
         for state in self._states.values():
             state.requests = state.tokens = None
 
     def slots(self) -> dict[str, list[str]]:
-        """Maps tenants to the names of their occupied slots."""
+        """Returns a map from tenants' ids to the names of their occupied slots."""
         return {name: list(state.slots) for name, state in self._states.items() if state.slots}
 
 
@@ -105,7 +102,8 @@ def _refusal(
     limits: LimitSet, change: Change, requests: int, tokens: int, slots: dict[str, int]
 ) -> tuple[Quota | None, int]:
     """Returns the limit that refuses a change at these levels, and the milliseconds until the
-    change would fit. Returns None and 0 if no limit refuses the change.
+    change would be allowed, or 0 if this time is not known. If no limit refuses the change,
+    returns None and 0.
     """
     limit = limits.requests_per_minute
     if limit is not None and change.num_requests > 0:

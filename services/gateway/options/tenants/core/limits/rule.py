@@ -1,13 +1,13 @@
-"""The rule by which limits are counted. It uses integers, so that every store computes the same
-results.
+"""The rule by which tenants' limits are counted. It uses integers, so that the store in memory and
+the store in Redis compute the same results.
 
-A limit per minute is a token bucket. Its capacity is one minute's amount, and it starts full, so
-that a burst of one minute's amount is allowed. Levels are in units of 1/60,000 of a request or
-token, so that a bucket with a limit of n per minute gains n units per millisecond. A level is
-negative if an answer used more than was reserved for it.
+A limit per minute is a token bucket. Its capacity is one minute's amount. It starts full, so a
+burst of one minute's amount is allowed. Levels are in units of 1/60,000 of a request or token, so
+a bucket with a limit of n per minute gains n units per millisecond. A level is negative if an
+answer used more tokens than were reserved for it.
 
-Concurrent requests are counted by slots. A slot is occupied under a name until a deadline, so that
-a dead gateway's slots become free.
+Each concurrent request of a tenant occupies a slot, which has a name and a deadline. The gateway
+renews the slot before the deadline, so the slots of a dead gateway become free.
 """
 
 import enum
@@ -17,8 +17,8 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 UNITS = 60_000
 MAX_ELAPSED_MILLIS = 3_600_000
-"""A longer time between two changes counts as this time. This keeps products below 2**53, the limit
-for exact integers in doubles, which Redis uses.
+"""A longer time between two changes of a bucket counts as this time. This keeps products below
+2**53. Redis computes with doubles, in which larger integers are not exact.
 """
 
 
@@ -57,7 +57,7 @@ class LimitSet:
         )
 
     def divided(self, num_gateways: int) -> "LimitSet":
-        """Returns one gateway's part of the limits if they are divided among several gateways. Each
+        """Returns one gateway's part of the limits, which are divided among `num_gateways`. Each
         limit is at least 1.
         """
 
@@ -73,8 +73,8 @@ class LimitSet:
 
 
 class SlotChange(enum.Enum):
-    """How a change affects its slot of the concurrent requests. HOLD takes or renews the slot,
-    RELEASE frees it, and KEEP has no effect on it.
+    """The effect of a change on the request's slot. HOLD occupies or renews the slot, RELEASE frees
+    it, and KEEP has no effect.
     """
 
     KEEP = 0
@@ -87,9 +87,9 @@ class Change:
     """One request's change to its tenant's levels and slots. The change is applied completely or
     not at all. Negative numbers return amounts that were taken earlier.
 
-    If `must_fit` is true, the change is refused if a level is too low, no slot is free, or no token
-    is left. The last rule also applies to changes that take no tokens. If `must_fit` is false, the
-    change is always applied.
+    If `must_fit` is false, the change is always applied. If it is true, the change is refused if a
+    level is too low, or if it needs a slot and none is free. A change without tokens is also
+    refused if no token is left.
     """
 
     slot: str
@@ -101,9 +101,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The levels of a tenant's buckets after a change or a refusal, in units of 1/60,000 of a
-    request or token. A level is 0 if there is no limit. `wait_millis` is the time until a refused
-    change would fit, or 0 if it is not known.
+    """The levels of a tenant's buckets after a change was applied or refused, in units of 1/60,000
+    of a request or token. The level of a missing limit is 0. `wait_millis` is the time until a
+    refused change would be allowed, or 0 if this time is not known.
     """
 
     refused_by: Quota | None
@@ -115,8 +115,8 @@ class Standing:
 
 
 def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
-    """Returns the level of a bucket after `elapsed_millis`. A `level` of None means a new bucket,
-    which is full.
+    """Returns the level that a bucket has `elapsed_millis` after it had `level`. None means a new
+    bucket, which is full.
     """
     full = limit * UNITS
     if level is None:
@@ -126,7 +126,7 @@ def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
 
 
 def needed_level(amount: int, limit: int) -> int:
-    """Returns the level that an amount needs. A full bucket suffices for any amount."""
+    """Returns the level at which a bucket allows an amount. A full bucket allows any amount."""
     return min(amount, limit) * UNITS
 
 

@@ -35,17 +35,17 @@ class LimitStore(Protocol):
     """
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:
-        """Applies a change, or refuses it without any effect. Never fails, and waits for at most a
-        few hundredths of a second.
+        """Applies or refuses a change. Never raises an error, and waits for at most a few
+        hundredths of a second.
         """
         ...
 
     def give_back(self, limits: LimitSet, change: Change) -> None:
-        """Applies a change whose `must_fit` is false. It may be applied later."""
+        """Applies a change whose `must_fit` is false, at once or soon after the call."""
         ...
 
     async def run(self) -> None:
-        """Maintains the counts until cancelled."""
+        """Maintains the store until cancelled, for example renews leases."""
         ...
 
 
@@ -56,7 +56,7 @@ _SHORTEST_RETRY_SECONDS = 0.1
 
 
 _NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
-"""Errors that are not the client's fault."""
+"""Errors that the client did not cause."""
 
 
 class LimitReached(QuotaExceeded):
@@ -97,11 +97,11 @@ def _sentence(limits: LimitSet, standing: Standing, num_tokens: int) -> str:
 class TenantLimits:
     """Admits requests within their tenants' limits.
 
-    1. Before its body is read, a request takes one of the tenant's requests per minute, and a slot
-       of a concurrent request.
-    2. Once its prompt is tokenized, the request reserves tokens: the prompt tokens that are not
-       expected to be cached, and the longest possible answer.
-    3. At its end, the request releases the slot and returns the unused part of the reservation.
+    1. Before a request's body is read, the request is counted in the tenant's requests per minute,
+       and occupies a slot of the tenant's concurrent requests.
+    2. When the prompt is tokenized, tokens are reserved: the prompt tokens that are not expected to
+       be cached, and the maximum length of the answer.
+    3. At the request's end, the slot is released, and unused tokens are returned.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class TenantLimits:
         process_name: str,
         num_cached_tokens: Callable[[EngineRequest], int],
     ) -> None:
-        """`process_name` makes this gateway's slots distinct from others'. `num_cached_tokens`
-        estimates how many tokens of a prompt are cached.
+        """`process_name` distinguishes this gateway's slots from other gateways' slots.
+        `num_cached_tokens` estimates how many tokens of a prompt are cached.
         """
         self._store = store
         self._process_name = process_name
@@ -119,8 +119,8 @@ class TenantLimits:
         self._num_cached_tokens = num_cached_tokens
 
     async def admit(self, tenant: Caller) -> "Allowance | None":
-        """Takes one request from a tenant's limits. Returns None if there are no limits. Raises
-        LimitReached.
+        """Counts a request towards its tenant's limits. Returns None if the tenant has no limits.
+        Raises LimitReached.
         """
         if not isinstance(tenant, Tenant) or (limits := LimitSet.of(tenant)).is_empty:
             return None
@@ -136,8 +136,8 @@ class TenantLimits:
 
 
 class Allowance:
-    """The amounts that one request has taken from its tenant's limits. It must be closed exactly
-    once, at the end of the request.
+    """The amounts that one request has taken from its tenant's limits. `close` must be called
+    exactly once, at the request's end.
     """
 
     def __init__(
@@ -160,7 +160,9 @@ class Allowance:
         self._num_reserved = 0
 
     async def reserve(self, generation: Generation) -> None:
-        """Reserves the largest number of tokens that the request may use. Raises QuotaExceeded."""
+        """Reserves the largest number of tokens that the request may use. Raises QuotaExceeded if
+        the tenant's limit on tokens per minute does not allow them.
+        """
         limit = self.limits.tokens_per_minute
         if limit is None:
             return
@@ -181,8 +183,8 @@ class Allowance:
         self._generation, self._num_reserved = generation, num_tokens
 
     def close(self, *, was_refused: bool = False) -> None:
-        """Ends the request. If the request was refused for another reason than its tenant's limits,
-        it does not count towards the requests per minute.
+        """Ends the request. If `was_refused` is true, the request was refused for another reason
+        than its tenant's limits, and does not count towards the requests per minute.
         """
         kept = self._kept_source()
         num_used = self._num_reserved if kept is not None else self._num_used()
@@ -200,14 +202,14 @@ class Allowance:
             kept.when_making_ends(self._give_back_unused)
 
     def _kept_source(self) -> KeptSource | None:
-        """Returns the source that may continue the answer after this request."""
+        """Returns the source that may continue to generate the answer after the request's end."""
         generation = self._generation
         if generation is None or len(generation.finish_reasons()) == len(generation.choices):
             return None
         return generation.source
 
     def _give_back_unused(self, made: Made) -> None:
-        """Returns the unused tokens of an answer that continued without its client."""
+        """Returns unused tokens to the limit, for an answer that continued without its client."""
         if self._generation is None:
             return
         num_used = 0
@@ -222,8 +224,8 @@ class Allowance:
             self._store.give_back(self.limits, change)
 
     def _demand(self, generation: Generation, limit: int) -> int:
-        """Returns the largest number of tokens that a request may use: the uncached tokens of each
-        prompt, and the maximum length of each answer.
+        """Returns the largest number of tokens that a request may use: the prompts' uncached
+        tokens, and the maximum lengths of the answers.
         """
         request = generation.request
         firsts = generation.sequences[:: request.num_candidates]
@@ -245,11 +247,12 @@ class Allowance:
 
 
 ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
-"""The allowance of the request that is served in the current task. It is None without limits."""
+"""The Allowance of the request that the current task serves, or None if the tenant has no limits.
+"""
 
 
 def was_refused(error: StepwellError) -> bool:
-    """Whether a request with this error does not count towards its tenant's limits, since the error
-    is not the client's fault.
+    """Whether a request with this error does not count towards its tenant's requests per minute,
+    because the client did not cause the error.
     """
     return isinstance(error, _NOT_THE_CLIENTS) and not isinstance(error, QuotaExceeded)

@@ -1,5 +1,5 @@
-"""The total number of places of all ready replicas, and how fast the replicas complete requests. A
-place is a slot for one running sequence.
+"""The number of slots of all ready replicas, and how fast the replicas complete requests. A slot
+for one running sequence is called a place in the code.
 """
 
 from collections.abc import Sequence
@@ -11,43 +11,45 @@ from services.common.replica.queue_state import QueueState
 
 
 class ReplicaCapacity(Protocol):
-    """The data of a replica from which the total capacity is computed."""
+    """The data of one replica from which the capacity of all replicas is computed."""
 
     @property
     def num_places(self) -> int | None:
-        """The limit on the number of sequences at this replica. It is None while the replica's
-        `max_num_seqs` is not known.
+        """Number of slots for sequences at this replica, or None while the replica's `max_num_seqs`
+        is not known.
         """
 
     @property
     def num_free_places(self) -> int:
-        """Number of places without a sequence. It is negative while sequences wait at the
-        replica.
+        """Number of slots without a sequence. It is negative while sequences wait at the replica.
         """
 
     @property
     def queue(self) -> QueueState | None:
-        """The last reported state of the replica's queue. It is None before the first report."""
+        """The last reported state of the replica's queue, or None before the first report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The number of places of several replicas, and how fast the replicas complete requests."""
+    """The number of slots of several replicas, and how fast the replicas complete requests."""
 
     num_places: int
     num_free: int
-    """Number of free places. It is negative while sequences wait at the replicas."""
+    """Number of free slots. It is negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
-    """Mean seconds between the ends of two requests while all places are occupied."""
+    """Mean seconds between the ends of two requests while all slots are occupied, or 0 if the mean
+    is not known.
+    """
     service_seconds: float = 0.0
-    """Mean seconds from a request's admission to its end. It is 0 if the mean is not known."""
+    """Mean seconds from a request's first step to its end, or 0 if the mean is not known."""
 
 
 def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:
-    """Returns the capacity of replicas. Returns None if there are no replicas, or if one has an
-    unknown number of places.
+    """Returns the capacity of replicas together, or None if there are no replicas, or if the number
+    of slots of any replica is not known.
 
-    A replica without measured times is assumed to serve as many requests per place as the others.
+    A replica without measured times is assumed to complete as many requests per slot as the other
+    replicas.
     """
     num_places, num_measured, rate = 0, 0, 0.0
     service_seconds: list[float] = []

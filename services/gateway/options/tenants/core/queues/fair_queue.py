@@ -1,4 +1,4 @@
-"""A queue for each tenant, served in proportion to the tenants' weights."""
+"""Queues of tenants, which are served in proportion to the tenants' weights."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
@@ -12,36 +12,37 @@ from services.gateway.options.tenants.core.tenant import Tenant
 T = TypeVar("T")
 
 Order = tuple[int, int]
-"""A pair of priority and arrival number. The lowest pair is first. Arrival numbers are unique."""
+"""A pair of an item's priority and unique arrival number. The item with the lowest pair is first.
+"""
 
 _order: Callable[[tuple[Order, object]], Order] = itemgetter(0)
 
 
 @dataclass(slots=True)
 class _Line(Generic[T]):
-    """The queue of one tenant, sorted by order."""
+    """The queue of one tenant, sorted by Order."""
 
     tenant: Tenant
     served: float = 0.0
-    """The virtual token counter: charged tokens divided by the tenant's weight."""
+    """The tenant's virtual token counter: charged tokens divided by the tenant's weight."""
     items: list[tuple[Order, T]] = field(default_factory=list)
 
 
 class FairQueue(Generic[T]):
-    """Serves waiting tenants in proportion to their weights, measured in tokens.
+    """Serves tenants with waiting items in proportion to their weights, measured in tokens.
 
-    The next item is the first item of the tenant with the lowest virtual token counter. A tenant
-    cannot save up service for later. When a tenant without waiting items adds one, its counter is
-    raised to the counter of the tenant served last, minus a credit. The counters are from Sheng et
-    al., "Fairness in Serving Large Language Models" (OSDI 2024). The credit is an addition. With
-    the credit, a tenant with few requests is served first even if some of its requests arrive
-    together.
+    Each tenant has a virtual token counter: its charged tokens divided by its weight. The next item
+    is the first item of the tenant with the lowest counter. A tenant cannot save up service for
+    later: when it adds an item and has no other waiting items, its counter is raised to the counter
+    of the tenant served last, minus a credit. The counters are from Sheng et al., "Fairness in
+    Serving Large Language Models" (OSDI 2024). The credit is not. It lets a tenant with few
+    requests be served first even if some of its requests arrive together.
     """
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._served_last = 0.0
-        """The counter of the tenant that was served last, before that tenant was charged."""
+        """The counter of the tenant served last, before the tenant was charged for this service."""
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -52,7 +53,7 @@ class FairQueue(Generic[T]):
         return iter([item for line in self._lines.values() for _, item in line.items])
 
     def add(self, tenant: Tenant, order: Order, item: T, credit_tokens: float = 0.0) -> None:
-        """Adds an item. `credit_tokens` is used only if the tenant has no other waiting items."""
+        """Adds an item. `credit_tokens` has an effect only if the tenant has no waiting items."""
         line = self._line(tenant)
         if not line.items:
             line.served = max(line.served, self._served_last - credit_tokens / tenant.weight)
@@ -60,7 +61,9 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
 
     def take(self, may_be_next: Callable[[Tenant], bool]) -> T | None:
-        """Removes and returns the next item among the tenants for which `may_be_next` is true."""
+        """Removes and returns the next item of the tenants for which `may_be_next` is true, or
+        returns None if there is no such item.
+        """
         waiting = [line for line in self._lines.values() if line.items]
         for line in sorted(waiting, key=lambda line: (line.served, line.items[0][0])):
             if may_be_next(line.tenant):
@@ -70,7 +73,7 @@ class FairQueue(Generic[T]):
         return None
 
     def remove(self, tenant: Tenant, order: Order) -> None:
-        """Removes the item with this order. Raises KeyError if there is none."""
+        """Removes the tenant's item with this order. Raises KeyError if there is no such item."""
         items = self._lines[tenant.caller_id].items
         index = bisect_left(items, order, key=_order)
         if index == len(items) or items[index][0] != order:
@@ -79,15 +82,13 @@ class FairQueue(Generic[T]):
         self._num_waiting -= 1
 
     def charge(self, tenant: Tenant, num_tokens: float) -> None:
-        """Adds tokens, divided by the tenant's weight, to its counter. A negative
-        number corrects a charge.
-        """
+        """Charges tokens to a tenant. A negative number corrects an earlier charge."""
         self._line(tenant).served += num_tokens / tenant.weight
 
     def lags(self) -> Iterator[tuple[Tenant, float]]:
-        """Yields each tenant and its lag in tokens. The lag is the highest counter of the other
-        waiting tenants minus the tenant's own counter, times the tenant's weight. It is 0 if no
-        other tenant waits.
+        """Yields each tenant and its lag in tokens: the highest counter of the other tenants with
+        waiting items minus the tenant's own counter, times the tenant's weight. The lag is 0 if no
+        other tenant has waiting items.
         """
         waiting = [line for line in self._lines.values() if line.items]
         most = nlargest(2, waiting, key=lambda line: line.served)
@@ -97,7 +98,7 @@ class FairQueue(Generic[T]):
             yield line.tenant, lag * line.tenant.weight
 
     def forget(self, tenant: Tenant) -> None:
-        """Removes a tenant's counter. Does nothing while the tenant has waiting items."""
+        """Removes a tenant's counter, unless the tenant has waiting items."""
         line = self._lines.get(tenant.caller_id)
         if line is not None and not line.items:
             del self._lines[tenant.caller_id]

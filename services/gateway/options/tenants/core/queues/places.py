@@ -1,5 +1,5 @@
-"""The fair share of each tenant in the replicas' places. A place is one of the `max_num_seqs`
-sequences that a replica runs at once.
+"""Divides the replicas' slots for running sequences fairly among tenants. In the code, a slot is
+called a place. A replica has `max_num_seqs` slots.
 """
 
 import math
@@ -10,92 +10,91 @@ from services.gateway.options.tenants.core.queues.service_charge import OUTPUT_W
 from services.gateway.options.tenants.core.tenant import Tenant
 
 ACTIVE_SECONDS = 10.0
-"""Seconds after its last request for which an idle tenant still has a share."""
+"""Seconds after its last request during which a tenant without sequences still has a share."""
 _PLACES_PER_RESERVED = 16
-"""At most one of this many places is reserved for sequences that tenants below their shares may add
-later. Places for their waiting sequences are reserved without this limit.
+"""At most one of this number of slots is reserved for future sequences of tenants below their
+shares. The slots reserved for these tenants' waiting sequences have no such limit.
 """
 _PLACES_PER_QUEUED = 16
-"""If there is only one tenant, it may queue one sequence at the replicas for every 16 places. Then
-a sequence can take a freed place in the next step.
+"""A single tenant may queue one sequence at the replicas for each 16 slots, so that the sequence
+can use a freed slot in the next step.
 """
 _LEAST_STARTING = 2
-"""Every tenant may have this many starting sequences. A sequence is starting until its replica
+"""Every tenant may have this number of starting sequences. A sequence is starting until its replica
 reports its first step.
 """
 _SHARE_PER_STARTING = 8
-"""A tenant may have one starting sequence for every 8 places of its share."""
+"""A tenant may have one starting sequence for each 8 slots of its share."""
 _SHARE_PER_STARTING_AT_MOST = 2
-"""A tenant may have as many starting sequences as are expected to end while a sequence starts. This
-limit is at most the tenant's share divided by this number. Of the three limits on starting
-sequences, the largest applies.
+"""Let n be the number of a tenant's sequences that are expected to end while a sequence starts. The
+tenant may have n starting sequences, but at most its share divided by this number. The largest of
+the three limits on starting sequences applies.
 """
 _STEPS_TO_START = 4
 """Assumed number of engine steps from sending a sequence until its first step is reported. Two of
-them are steps that are already in flight.
+these steps are already in flight when the sequence arrives.
 """
 
 
 @dataclass(slots=True)
 class TenantUsage:
-    """The waiting, starting and running sequences of one tenant, and the service that the tenant
-    received.
+    """The numbers of waiting, starting and running sequences of one tenant, and measurements of the
+    tenant's sequences.
     """
 
     tenant: Tenant
     num_waiting: int = 0
     """Number of sequences that wait at the gateway."""
     num_running: int = 0
-    """Number of sequences at replicas. Each has a place."""
+    """Number of sequences at replicas. Each occupies a slot."""
     num_starting: int = 0
-    """Number of the running sequences for which no step was reported yet."""
+    """Number of sequences at replicas whose first step was not reported yet."""
     asked_at: float = 0.0
     """Time of the tenant's last request, in seconds on a steady clock."""
     mean_output_tokens: float = 128.0
     service_time: ServiceTime = field(default_factory=ServiceTime)
     lag: float = 0.0
-    """The tenant's lag in tokens: the highest virtual token counter of the other waiting tenants
-    minus the tenant's own counter, times the tenant's weight.
-    """
+    """The tenant's lag in tokens behind other waiting tenants, as `FairQueue.lags` defines it."""
 
     def tokens_of(self, num_answers: float) -> float:
-        """Returns the charge in tokens of `num_answers` answers of the tenant's mean length.
-        Prompts are not included.
+        """Returns the tokens that `num_answers` answers of the tenant's mean length are charged,
+        without their prompts.
         """
         return num_answers * OUTPUT_WEIGHT * self.mean_output_tokens
 
     def num_ending(self, num_steps: int) -> int:
         """Returns how many running sequences are expected to end within `num_steps` steps, rounded
-        up. The estimate uses the tenant's mean answer length, and one token per step.
+        up. A sequence is assumed to have the tenant's mean answer length, and one token per step.
         """
         return math.ceil(self.num_running * num_steps / max(1.0, self.mean_output_tokens))
 
 
 class FairShares:
-    """Determines which tenants may take a free place, and which tenant must return a place. The
-    result is valid until a place is taken or freed.
+    """Determines which tenants may occupy a free slot, and which tenant must free a slot. The
+    result is valid until a slot is occupied or freed.
 
-    1. A tenant's share is the number of places in proportion to its weight, rounded down, but at
-       least 1. A tenant below its share may take any free place. If no place is free, a sequence of
+    1. A tenant's share is its part of all slots in proportion to its weight, rounded down, but at
+       least 1. A tenant below its share may occupy any free slot. If no slot is free, a sequence of
        the tenant furthest above its share is preempted.
-    2. A tenant above its share may take a free place only if enough other places are free. One
-       place is reserved for each waiting sequence of the tenants below their shares, and one more
-       for each tenant that would then still be below its share. Reserved places make preemptions
-       rare (trunk reservation; Kelly, "Loss networks", 1991).
-    3. The number of places that a tenant needs varies by the square root of its mean (Halfin and
-       Whitt, 1981). So a tenant may have the square root of its share as additional places if its
-       `lag`, counted in answers of mean length, is at least this number. No other tenant is
-       preempted for additional places. A tenant does not lose its additional places by preemption
-       while its `lag` is above 0.
+    2. For tenants below their shares, one slot is reserved for each waiting sequence, and one more
+       for each tenant that would still be below its share if these sequences ran. A tenant above
+       its share may occupy a free slot only if more slots are free than are reserved. Reserved
+       slots make preemptions rare (trunk reservation; Kelly, "Loss networks", 1991).
+    3. The number of slots that a tenant needs varies by the square root of its mean (Halfin and
+       Whitt, 1981). Let r be the square root of the tenant's share. The tenant may have r
+       additional slots if its `lag` is at least r answers of mean length. No other tenant is
+       preempted for additional slots. The tenant does not lose them by preemption while its `lag`
+       is above 0.
     4. Only a few sequences of a tenant may be starting at the same time. Otherwise all prompts of a
-       burst would be computed before the prompts of requests that arrive later. If answers are
-       short, as many sequences may start as end meanwhile. Otherwise places would stay free.
-    5. A single tenant has no share. It may take every place, and queue a few sequences at the
+       burst would be computed before the prompts of later requests. If answers are short, more
+       sequences may start: as many as are expected to end in the same time. Otherwise slots would
+       stay free.
+    5. If there is only one tenant, it may occupy every slot, and queue a few sequences at the
        replicas.
     """
 
     def __init__(self, usages: Collection[TenantUsage], num_free: int, num_places: int) -> None:
-        """`num_free` of the `num_places` places are free. `num_free` is negative while sequences
+        """`num_free` of the `num_places` slots are free. `num_free` is negative while sequences
         wait at replicas.
         """
         self._usages = usages
@@ -123,7 +122,8 @@ class FairShares:
         return self._num_free > self._num_needed + self._num_reserved
 
     def to_preempt(self) -> TenantUsage | None:
-        """Returns the tenant that must return a place."""
+        """Returns the tenant whose sequence must be preempted, or None if there is no such tenant.
+        """
         if self._num_free > 0 or not self._waits_below_share:
             return None
         furthest = max(self._usages, key=self._excess)
@@ -139,13 +139,17 @@ class FairShares:
         return usage.num_starting < bound
 
     def _target(self, usage: TenantUsage) -> int:
-        """Returns the number of places up to which this tenant counts as below its share."""
+        """Returns the number of slots up to which the tenant may occupy any free slot: its share
+        and, if it lags behind, its additional slots.
+        """
         share = self._share(usage)
         lags_behind = usage.lag >= usage.tokens_of(math.sqrt(share))
         return share + _variation(share) if lags_behind else share
 
     def _excess(self, usage: TenantUsage) -> int:
-        """Returns the number of places that the tenant must return if other tenants need them."""
+        """Returns the number of slots that the tenant loses by preemption if other tenants need
+        them.
+        """
         share = self._share(usage)
         return usage.num_running - share - (_variation(share) if usage.lag > 0 else 0)
 
@@ -155,7 +159,7 @@ def _variation(num_places: int) -> int:
 
 
 class Places:
-    """The usage of each tenant with recent requests."""
+    """The usage of slots by each tenant with sequences or recent requests."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         """`now` returns the time in seconds on a steady clock."""
@@ -166,9 +170,7 @@ class Places:
         return iter(self._usages.values())
 
     def usage(self, tenant: Tenant) -> TenantUsage:
-        """Returns the usage of a tenant, which the caller may modify. Creates the usage of a new
-        tenant.
-        """
+        """Returns the usage of a tenant, which may be new. The caller may modify the usage."""
         usage = self._usages.get(tenant.caller_id)
         if usage is None:
             usage = self._usages[tenant.caller_id] = TenantUsage(tenant, asked_at=self._now())
@@ -180,7 +182,7 @@ class Places:
         return 0 if usage is None else usage.num_waiting
 
     def service_time(self, tenant: Tenant) -> ServiceTime:
-        """Returns the measured service time of a tenant's sequences."""
+        """Returns the measured running times of a tenant's sequences."""
         usage = self._usages.get(tenant.caller_id)
         return ServiceTime() if usage is None else usage.service_time
 
@@ -188,8 +190,8 @@ class Places:
         return [one for one in self._usages.values() if one.tenant.caller_id != tenant.caller_id]
 
     def drop_idle(self) -> list[Tenant]:
-        """Removes tenants without sequences whose last request is older than
-        ACTIVE_SECONDS, and returns them.
+        """Removes and returns tenants without sequences and without a request in the last
+        ACTIVE_SECONDS.
         """
         since = self._now() - ACTIVE_SECONDS
         idle = [
@@ -202,17 +204,15 @@ class Places:
         return idle
 
     def share(self, tenant: Tenant) -> float:
-        """Returns the tenant's weight divided by the sum of all tenants' weights. The result is
-        above 0 and at most 1.
-        """
+        """Returns the tenant's weight divided by the sum of all tenants' weights."""
         others = sum(usage.tenant.weight for usage in self.others(tenant))
         return tenant.weight / (tenant.weight + others)
 
     def fair_shares(
         self, num_free: int, num_places: int, lags: Iterable[tuple[Tenant, float]] = ()
     ) -> FairShares:
-        """Returns the tenants' shares in `num_places` places, of which `num_free` are free. `lags`
-        are pairs of a tenant and its lag in tokens. They replace earlier lags.
+        """Returns the tenants' shares of `num_places` slots, of which `num_free` are free. `lags`
+        has pairs of a tenant and its lag in tokens, which replace earlier lags.
         """
         for tenant, lag in lags:
             if (usage := self._usages.get(tenant.caller_id)) is not None:

@@ -1,6 +1,4 @@
-"""Limits on the length of a tenant's queue at the gateway, and on the time that sequences wait in
-it.
-"""
+"""Limits on the length of a tenant's queue at the gateway, and on the wait in the queue."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,16 +11,16 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 
 class TenantQueueFull(QuotaExceeded):
-    """The tenant's queue is full, or another request would wait in it for too long."""
+    """The tenant's queue is full, or another request would wait in the queue for too long."""
 
     reason = "TENANT_QUEUE_FULL"
 
 
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
-    """The limits of every tenant's queue. The number of sequences in a queue is limited to the
-    tenant's share of `max_total_waiting`, and to `max_num_waiting`. A sequence waits for at most
-    `max_queue_seconds`. 0 means no limit.
+    """The limits of each tenant's queue. A queue has at most `max_num_waiting` sequences, and at
+    most the tenant's share of `max_total_waiting`. A sequence waits for at most
+    `max_queue_seconds`, where 0 means no limit.
     """
 
     max_num_waiting: int
@@ -30,8 +28,8 @@ class QueueBounds:
     max_queue_seconds: float
 
     def check_number(self, tenant: Tenant, num_waiting: int, share: float) -> None:
-        """Raises TenantQueueFull if a queue of `num_waiting` sequences is full. `share` is the
-        tenant's fraction of all weights, 0 to 1.
+        """Raises TenantQueueFull if a queue with `num_waiting` sequences is full. `share` is the
+        tenant's weight divided by the sum of all tenants' weights.
         """
         most = min(self.max_num_waiting, max(1, int(self.max_total_waiting * share)))
         if num_waiting >= most:
@@ -42,7 +40,7 @@ class QueueBounds:
     ) -> None:
         """Raises TenantQueueFull if `wait`, the expected wait in seconds, exceeds
         `max_queue_seconds`. Raises DeadlineExceeded if the request would not end within
-        `timeout_seconds`. `service_seconds` is the usual running time of such a request.
+        `timeout_seconds`. `service_seconds` is the request's expected running time.
         """
         if self.max_queue_seconds and wait > self.max_queue_seconds:
             excess = wait - self.max_queue_seconds
@@ -59,8 +57,8 @@ class QueueBounds:
     def latest_start(
         self, now: float, deadline: float | None, service_seconds: float
     ) -> float | None:
-        """Returns the latest time at which a request that arrives at `now` may be sent. None means
-        no limit. Times are in seconds on the event loop's clock.
+        """Returns the latest time at which a request that arrives at `now` may be sent to a
+        replica, or None if there is no limit. Times are in seconds on the event loop's clock.
         """
         bounds = []
         if self.max_queue_seconds:
@@ -73,12 +71,11 @@ class QueueBounds:
 def expected_wait(
     tenant: Tenant, num_ahead: int, others: Iterable[TenantUsage], capacity: Capacity
 ) -> float:
-    """Returns the expected seconds until a sequence is sent. `num_ahead` sequences of its tenant
-    wait before it.
+    """Returns the expected seconds until a sequence is sent to a replica. `num_ahead` sequences of
+    the same tenant wait before this sequence.
 
-    The estimate assumes that other tenants' waiting sequences are sent in proportion to the
-    tenants' weights, but at most as many as wait. It also assumes that a tenant without waiting
-    sequences keeps its places.
+    The estimate assumes that waiting sequences of other tenants are sent in proportion to the
+    tenants' weights, and that tenants without waiting sequences keep their slots.
     """
     num_before, num_kept = float(num_ahead), 0
     for usage in others:
@@ -102,8 +99,8 @@ def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueF
 
 
 def too_late(deadline: float | None) -> StepwellError:
-    """Returns the error of a sequence that was not sent in time. It is DeadlineExceeded if the
-    client set a deadline, and otherwise ResourceExhausted.
+    """Returns the error of a sequence that was not sent to a replica in time: DeadlineExceeded if
+    the client set a deadline, and otherwise ResourceExhausted.
     """
     message = "the request was not sent to a replica within the time that it may wait"
     if deadline is not None:

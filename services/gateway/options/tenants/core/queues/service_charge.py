@@ -1,4 +1,4 @@
-"""The tokens that a sequence charges to its tenant, and the time for which it ran."""
+"""The tokens that a tenant is charged for a sequence, and the running times of sequences."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ _DEVIATIONS = 2.0
 
 @dataclass(slots=True)
 class ServiceTime:
-    """The moving mean of running times and of their deviation, in seconds. Both are computed like
-    round-trip times in Jacobson, "Congestion avoidance and control" (SIGCOMM 1988).
+    """The moving means of a tenant's running times and of their deviation, in seconds. Both are
+    computed like round-trip times in Jacobson, "Congestion avoidance and control" (SIGCOMM 1988).
 
-    Under overload, a request may wait until the time left before its deadline is just enough to
-    run. If the mean running time counted as enough, half of such requests would miss their
-    deadlines. Therefore `longest_usual` adds two deviations to the mean.
+    Under overload, many requests start with just enough time to end before their deadlines. If the
+    mean running time counted as enough, half of these requests would miss their deadlines.
+    Therefore `longest_usual` adds two deviations to the mean.
     """
 
     mean: float = 0.0
@@ -24,9 +24,7 @@ class ServiceTime:
 
     @property
     def longest_usual(self) -> float:
-        """A running time in seconds that few sequences exceed. It is the mean plus two deviations.
-        0 means that it is not known.
-        """
+        """A running time in seconds that few sequences exceed, or 0 if no time was measured."""
         return self.mean + _DEVIATIONS * self.deviation
 
     def add(self, seconds: float) -> None:
@@ -44,18 +42,16 @@ OUTPUT_WEIGHT = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ServiceCharge:
-    """The estimated charge of a sequence that is sent to a replica.
-
-    If the sequence already has output, its prompt is not charged again, so a tenant does not pay
-    for recomputation.
+    """The estimated charge for a sequence that is sent to a replica. If the sequence already has
+    output, its prompt is not charged again, so a tenant is not charged for recomputation.
     """
 
     num_prompt_tokens: int
-    """Number of prompt tokens that are expected not to be cached."""
+    """Number of charged prompt tokens, which are expected not to be cached."""
     num_output_tokens_before: int
     """Number of output tokens of the sequence when it was sent."""
     expected_output_tokens: float
-    """Expected number of further output tokens."""
+    """Expected number of output tokens at this replica."""
     sent_at: float
     """Time when the sequence was sent, in seconds on the event loop's clock."""
 
@@ -64,8 +60,9 @@ class ServiceCharge:
         return self.num_prompt_tokens + OUTPUT_WEIGHT * self.expected_output_tokens
 
     def difference(self, num_output_tokens: int) -> float:
-        """Returns the correction of the charge for a sequence that left its replica after
-        generating `num_output_tokens`. It is negative if these are fewer than expected.
+        """Returns the correction of the charge when the sequence leaves the replica after
+        generating `num_output_tokens` there. It is negative if fewer tokens were generated than
+        expected.
         """
         return OUTPUT_WEIGHT * (num_output_tokens - self.expected_output_tokens)
 
@@ -73,10 +70,8 @@ class ServiceCharge:
 def charge_for(
     inflight: Inflight, route: RoutingDecision, mean_output_tokens: float, now: float
 ) -> ServiceCharge:
-    """Returns the charge of a sequence that is sent to the replica of `route`.
-
-    `mean_output_tokens` is the tenant's mean answer length. `now` is the sending time in seconds on
-    the event loop's clock.
+    """Returns the charge for a sequence that is sent by `route` at the time `now`, in seconds on
+    the event loop's clock. `mean_output_tokens` is the mean length of the tenant's answers.
     """
     request, num_output = inflight.request, len(inflight.output_token_ids)
     num_prompt = 0 if num_output else len(request.prompt_token_ids) - route.num_cached_tokens
@@ -85,10 +80,10 @@ def charge_for(
 
 
 def measure(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
-    """Adds the running time of a sequence to the tenant's service time.
+    """Adds the running time of a sequence to the tenant's running times.
 
-    A sequence that already had output when it was sent is not measured. A sequence that was lost
-    before its end is measured only if it ran longer than usual.
+    Omits a sequence that already had output when it was sent. Omits a sequence that left its
+    replica before its end, unless it ran longer than usual.
     """
     if charge.num_output_tokens_before:
         return

@@ -1,5 +1,5 @@
-"""Sends sequences to the replicas while these have free places. A place is a slot for one running
-sequence. Each tenant gets its fair share of the places.
+"""Queues tenants' sequences, and sends them while the replicas have free slots. A slot for one
+running sequence is called a place in the code. Each tenant has a fair share of the slots.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ from services.gateway.options.tenants.core.tenant import Tenant
 _SHARE_OF_NEWEST = 0.1
 """Weight of the newest answer's length in its tenant's moving mean of answer lengths."""
 _SWEEP_SECONDS = 0.1
-"""Seconds between two searches for sequences that have waited too long."""
+"""Seconds between two searches for sequences that can no longer start in time."""
 _ENDED_AT_A_TIME = 2
 """Limit on the number of sequences that time out in one iteration of the event loop. All sequences
 of a burst time out at the same time, and writing an error to each client takes time.
@@ -43,19 +43,20 @@ of a burst time out at the same time, and writing an error to each client takes 
 
 
 class TenantQueues(Admission):
-    """Queues sequences while the replicas have no place for them. Each tenant has its own queue.
-    The length of a queue and the wait in it are limited. The replicas' own queues stay short.
+    """Queues sequences at the gateway while the replicas have no slot for them, so that the
+    replicas' own queues stay short. Each tenant has its own queue. The length of each queue and the
+    wait in it are limited.
 
-    1. `add` queues a sequence. `admit` sends the sequences that may take a place. `admit` is called
-       whenever a place may have become free: when a sequence leaves its replica, and when a replica
-       reports its load.
-    2. `FairShares` determines which tenants may take a place. `FairQueue` chooses the next tenant
-       among these. A tenant's sequences are sent by priority, then in order of arrival.
-    3. If no place is free while a tenant below its share waits, sequences of tenants above their
-       shares are preempted. A preempted sequence is aborted at its replica and queued again, with
-       the tokens that it has generated.
-    4. When a sequence is sent, its prompt tokens and an estimate of its output tokens are charged
-       to the tenant. The charge is corrected after the sequence has left its replica.
+    1. `add` queues a sequence. `admit` sends the sequences that may occupy a slot. `admit` is
+       called whenever a slot may have become free: when a sequence leaves its replica, and when a
+       replica reports its load.
+    2. `FairShares` determines which tenants may occupy a slot. `FairQueue` chooses the next one of
+       these tenants. A tenant's sequences are sent by priority, then in order of arrival.
+    3. If no slot is free while a tenant below its share waits, sequences of tenants above their
+       shares are preempted. A preempted sequence is aborted at its replica, and queued again with
+       its generated tokens.
+    4. When a sequence is sent, the tenant is charged for the prompt tokens and for the expected
+       output tokens. The charge is corrected after the sequence has left its replica.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class TenantQueues(Admission):
     ) -> None:
         """`arrivals` counts the requests that will be queued next. `capacity` returns the current
         capacity of all ready replicas. While it returns None, sequences are sent without regard to
-        shares. `send` sends a sequence to a replica.
+        slots and shares. `send` sends a sequence to a replica.
         """
         self.places = Places(clock.time)
         self._clock = clock
@@ -81,14 +82,14 @@ class TenantQueues(Admission):
         self._waiters: dict[Inflight, Waiter] = {}
         self._charges: dict[Inflight, ServiceCharge] = {}
         self._starting: set[Inflight] = set()
-        """Sequences that were sent, but that their replica has not yet reported as scheduled."""
+        """Sequences that were sent, but that no replica has reported as scheduled yet."""
         self._is_sweeping = False
 
     def __len__(self) -> int:
         return len(self._waiters)
 
     def __iter__(self) -> Iterator[Inflight]:
-        """A copy of the waiting sequences."""
+        """Iterates over a copy of the waiting sequences."""
         return iter(list(self._waiters))
 
     def queued(self) -> list[Queued]:
@@ -99,7 +100,9 @@ class TenantQueues(Admission):
     # New requests and sequences.
 
     def check_room(self, tenant: Caller, deadline: float | None) -> None:
-        """Raises TenantQueueFull if the tenant's queue has no room for a request."""
+        """Raises TenantQueueFull if the tenant's queue is full, or if a request would wait in it
+        for too long. Raises DeadlineExceeded if a request would not end by `deadline`.
+        """
         if not isinstance(tenant, Tenant):
             return
         num_waiting, num_arriving = self.places.num_waiting(tenant), self._arrivals.num(tenant)
@@ -118,8 +121,8 @@ class TenantQueues(Admission):
         return isinstance(inflight.request.caller, Tenant) and not inflight.was_accepted
 
     def add(self, inflight: Inflight) -> None:
-        """Queues a new sequence, and sends it at once if its tenant may take a place. If the queue
-        is full, the sequence fails with TenantQueueFull.
+        """Queues a sequence, and sends it at once if its tenant may occupy a slot and no other
+        sequence is before it. If the queue is full, the sequence fails with TenantQueueFull.
         """
         tenant = _tenant(inflight)
         for idle in self.places.drop_idle():
@@ -147,12 +150,12 @@ class TenantQueues(Admission):
             self._queue.remove(_tenant(inflight), _order(inflight))
             self._remove(waiter)
 
-    # Taking and freeing places.
+    # Occupying and freeing slots.
 
     def admit(self) -> None:
-        """Sends waiting sequences until no waiting tenant may take a place. Sequences that have
-        waited too long end with an error. If there are more than _ENDED_AT_A_TIME of these, `admit`
-        is called again for the others in the next iteration of the event loop.
+        """Sends waiting sequences until no waiting tenant may occupy a slot. Sequences that can no
+        longer start in time fail. After _ENDED_AT_A_TIME of them, `admit` continues in the next
+        iteration of the event loop.
         """
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
@@ -169,9 +172,9 @@ class TenantQueues(Admission):
             self._clock.call_at(self._clock.time(), self.admit)
 
     def candidates(self, inflight: Inflight, replicas: Sequence[Replica]) -> Sequence[Replica]:
-        """Returns the replicas with a free place, or all if none has a free place. If the previous
-        sequence has the same prompt and was sent to one of these replicas, returns only that
-        replica, so that the sequences share blocks.
+        """Returns the replicas with a free slot, or all replicas if none has a free slot. If the
+        request's previous sequence has the same prompt and was sent to one of these replicas,
+        returns only this replica, so that the sequences share KV blocks.
         """
         if not isinstance(inflight.request.caller, Tenant):
             return replicas
@@ -185,7 +188,7 @@ class TenantQueues(Admission):
         return with_place
 
     def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
-        """Counts the place of a sequence that was sent to a replica, and charges its tenant."""
+        """Counts the slot of a sequence that was sent to a replica, and charges its tenant."""
         tenant = inflight.request.caller
         if not isinstance(tenant, Tenant):
             return
@@ -198,13 +201,15 @@ class TenantQueues(Admission):
         self._queue.charge(tenant, charge.num_tokens)
 
     def started(self, inflight: Inflight) -> None:
-        """Stops counting a scheduled sequence as starting, and then sends waiting sequences."""
+        """Stops counting a sequence as starting, since it was scheduled. Then sends waiting
+        sequences.
+        """
         if self._end_start(inflight):
             self.admit()
 
     def left(self, inflight: Inflight) -> None:
-        """Frees the place of a sequence that ended or was lost, and then sends waiting sequences.
-        Does nothing if the sequence had no place.
+        """Frees the slot of a sequence that ended or was lost, and then sends waiting sequences.
+        Does nothing if the sequence had no slot.
         """
         charge = self._charges.get(inflight)
         if charge is not None:
@@ -216,7 +221,7 @@ class TenantQueues(Admission):
             self.admit()
 
     def _end_start(self, inflight: Inflight) -> bool:
-        """Stops counting a sequence as starting. Returns whether it was counted before."""
+        """Stops counting a sequence as starting. Returns whether it was counted."""
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)
@@ -224,7 +229,7 @@ class TenantQueues(Admission):
         return True
 
     def _free_place(self, inflight: Inflight) -> None:
-        """Frees a sequence's place, and corrects its charge by its generated tokens."""
+        """Frees a sequence's slot, and corrects its charge by the number of generated tokens."""
         charge = self._charges.pop(inflight)
         self._end_start(inflight)
         tenant = _tenant(inflight)
@@ -238,7 +243,7 @@ class TenantQueues(Admission):
         return lambda tenant: shares.may_take_place(self.places.usage(tenant))
 
     def _preempt(self) -> FairShares | None:
-        """Preempts sequences until no tenant must return a place. Returns the shares after this, or
+        """Preempts sequences until no tenant must free a slot. Returns the resulting shares, or
         None if the replicas' capacity is not known.
         """
         while (capacity := self._capacity()) is not None:
@@ -251,10 +256,8 @@ class TenantQueues(Admission):
         return None
 
     def _victim(self, tenant: Tenant) -> Inflight:
-        """Returns the tenant's sequence to preempt: the one with the largest `priority` number.
-        Among equals it is the sequence with the fewest preemptions so far, and then the latest
-        arrival. The full blocks of the sequence stay cached, so that only the tokens after them are
-        recomputed.
+        """Returns the tenant's sequence to preempt: the sequence with the largest `priority`
+        number, then with the fewest preemptions so far, then with the latest arrival.
         """
         running = (one for one in self._charges if one.request.caller.caller_id == tenant.caller_id)
         return max(
@@ -262,7 +265,7 @@ class TenantQueues(Admission):
         )
 
     def _take_back(self, inflight: Inflight) -> None:
-        """Aborts a sequence at its replica, and queues it by its priority and order of arrival."""
+        """Preempts a sequence: aborts it at its replica, and queues it again."""
         self._free_place(inflight)
         inflight.taken_back(ResubmitCause.PREEMPTED)
         now = self._clock.time()
@@ -277,7 +280,7 @@ class TenantQueues(Admission):
         self._queue.add(tenant, _order(inflight), waiter, credit_tokens)
 
     def _remove(self, waiter: Waiter) -> None:
-        """Updates the counts after a waiter was removed from its queue."""
+        """Updates the counts. Called after a waiter was removed from its queue."""
         del self._waiters[waiter.inflight]
         self.places.usage(_tenant(waiter.inflight)).num_waiting -= 1
 
@@ -290,8 +293,8 @@ class TenantQueues(Admission):
         self._send(inflight)
 
     def _credit(self, usage: TenantUsage, capacity: Capacity | None) -> float:
-        """Returns the credit of a tenant in tokens. It is the charge of one answer of mean length
-        for each place of the tenant's share.
+        """Returns the tenant's credit in the FairQueue: the charge for one answer of mean length
+        for each slot of the tenant's share.
         """
         if capacity is None:
             return 0.0
@@ -305,8 +308,8 @@ class TenantQueues(Admission):
             self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Ends sequences that can no longer start in time. Ends at most _ENDED_AT_A_TIME of them at
-        once, and the others in later iterations of the event loop.
+        """Lets sequences fail that can no longer start in time: at most _ENDED_AT_A_TIME now, and
+        the others in later iterations of the event loop.
         """
         self._is_sweeping = False
         capacity = self._capacity()
@@ -319,9 +322,7 @@ class TenantQueues(Admission):
         self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
 
     def _is_too_late(self, waiter: Waiter, capacity: Capacity | None) -> bool:
-        """Whether a sequence can no longer start in time. This is never true of preempted
-        sequences.
-        """
+        """Whether a sequence can no longer start in time. It is false for preempted sequences."""
         if waiter.was_preempted:
             return False
         request = waiter.inflight.request
@@ -330,15 +331,15 @@ class TenantQueues(Admission):
         return latest is not None and latest <= self._clock.time()
 
     def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
-        """Returns a running time in seconds that few sequences of the tenant exceed. 0 means that
-        it is not known.
+        """Returns a running time in seconds that few sequences of the tenant exceed, or 0 if no
+        time was measured.
         """
         usual = self.places.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
 
 
 def _tenant(inflight: Inflight) -> Tenant:
-    """Returns the tenant of a sequence that was queued or has a place."""
+    """Returns the tenant of a sequence that was queued or has a slot."""
     tenant = inflight.request.caller
     assert isinstance(tenant, Tenant)
     return tenant

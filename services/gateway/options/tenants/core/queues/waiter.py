@@ -1,4 +1,4 @@
-"""A sequence that waits in its tenant's queue, and the reason."""
+"""A sequence that waits in its tenant's queue, and the reason of the wait."""
 
 import enum
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from services.gateway.options.tenants.core.queues.capacity import Capacity
 
 
 class WaitReason(enum.StrEnum):
-    """The reason for which a sequence had to wait when it was queued."""
+    """Why a sequence had to wait when it was queued."""
 
     NO_PLACE = "no_place"
-    """No replica had a free place."""
+    """No replica had a free slot for a running sequence."""
     SHARE = "share"
-    """The free places were reserved for tenants below their shares, or the sequence's tenant had
-    too many starting sequences.
+    """The free slots were reserved for tenants below their fair shares, or the sequence's tenant
+    had too many sequences that had not run a step yet.
     """
     TURN = "turn"
     """Other sequences of the same tenant waited before this sequence."""
     PREEMPTED = "preempted"
-    """The sequence was preempted for a tenant below its share."""
+    """The sequence was preempted in favor of a tenant below its share."""
 
 
 @dataclass(slots=True)
@@ -31,16 +31,14 @@ class Waiter:
     began: float
     """Time when the wait began, in seconds on the event loop's clock."""
     was_preempted: bool = False
-    """Whether the sequence was running and lost its place. If true, the queue's time limit does not
-    apply.
-    """
+    """Whether the sequence was preempted. The limit on the waiting time does not apply to it."""
     has_to_wait: bool = False
-    """Whether the sequence was not sent at once. If so, its wait is recorded when it is sent."""
+    """Whether the sequence was not sent at once, so that its wait is recorded when it is sent."""
 
 
 def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
-    """Returns the wait reason of a new sequence. `num_ahead` sequences of the same tenant wait
-    before it.
+    """Returns why a new sequence must wait. `num_ahead` sequences of the same tenant wait before
+    it.
     """
     if num_ahead:
         return WaitReason.TURN
