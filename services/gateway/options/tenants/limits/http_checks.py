@@ -1,5 +1,4 @@
-"""Determines the tenant of an HTTP request and checks the tenant's limits before the body is read.
-"""
+"""Determines the tenant of an HTTP request, and checks its limits before the body is read."""
 
 from collections.abc import Collection
 from typing import Any

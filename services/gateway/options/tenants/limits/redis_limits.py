@@ -189,8 +189,7 @@ class RedisLimits:
             await self._change(limits, release)
 
     async def _hold_slots(self) -> None:
-        """Renews the leases of the slots of running requests. Restores slots that Redis has lost.
-        """
+        """Renews the leases of running requests' slots. Restores slots that Redis has lost."""
         for tenant_id, slots in self._local.slots().items():
             _, key = tenant_keys(tenant_id)
             for start in range(0, len(slots), _SLOTS_PER_CALL):

@@ -1,5 +1,4 @@
-"""Estimates how many tokens of a prompt are cached at the replica with the longest cached prefix.
-"""
+"""Estimates the number of cached tokens at the replica that has cached the most of a prompt."""
 
 from collections.abc import Callable, Iterable
 

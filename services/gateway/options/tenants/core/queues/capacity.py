@@ -21,8 +21,7 @@ class ReplicaCapacity(Protocol):
 
     @property
     def num_free_places(self) -> int:
-        """Number of slots without a sequence. It is negative while sequences wait at the replica.
-        """
+        """Number of slots without a sequence, negative while sequences wait at the replica."""
 
     @property
     def queue(self) -> QueueState | None:

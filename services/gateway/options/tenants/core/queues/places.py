@@ -122,8 +122,7 @@ class FairShares:
         return self._num_free > self._num_needed + self._num_reserved
 
     def to_preempt(self) -> TenantUsage | None:
-        """Returns the tenant whose sequence must be preempted, or None if there is no such tenant.
-        """
+        """Returns the tenant whose sequence must be preempted, or None if there is none."""
         if self._num_free > 0 or not self._waits_below_share:
             return None
         furthest = max(self._usages, key=self._excess)
