@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class Conversation:
-    """The messages so far. A turn that fails or is interrupted before its first text is dropped."""
+    """The messages so far. A turn that fails or is interrupted before any output is dropped."""
 
     def __init__(
         self, client: Client, model: str, sampling: dict[str, Any], system: str | None
@@ -51,7 +51,7 @@ class Conversation:
         self._turns.clear()
 
     def ask(self, message: str) -> Generator[str, None, None]:
-        """Yields the answer in pieces. Those that were read become part of the conversation."""
+        """Yields the response in pieces. The received pieces become part of the conversation."""
         question = {"role": "user", "content": message}
         body = {
             "model": self.model,
@@ -104,7 +104,7 @@ def _print_answer(pieces: Iterable[str]) -> None:
 
 
 def _converse(conversation: Conversation) -> None:
-    with suppress(ImportError):  # Line editing and history for input(), if this Python has them.
+    with suppress(ImportError):  # readline adds line editing and history to input()
         import_module("readline")
     print(_WELCOME.format(model=conversation.model), _WELCOME_MORE)
     while (message := _read_message()) is not None:
@@ -130,7 +130,7 @@ def _answer(conversation: Conversation, message: str) -> None:
 
 
 def _read_message() -> str | None:
-    """Returns a line of input. It is empty after Ctrl-C, and None at the end of input."""
+    """Returns a line of input, empty text after Ctrl-C, or None at the end of input."""
     try:
         return input(_PROMPT).strip()
     except KeyboardInterrupt:

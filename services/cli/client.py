@@ -1,4 +1,4 @@
-"""A client of the HTTP API: requests, JSON answers and server-sent events."""
+"""A client of the HTTP API: requests, JSON responses and server-sent events."""
 
 import json
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -11,16 +11,16 @@ from services.cli.processes.tls_files import TlsFiles, why_no_tls
 
 _UNIX = "unix:"
 _ANY_HOST = "http://localhost"
-"""The Host header of requests over a Unix socket, which has no host name."""
+"""The base URL for requests over a Unix socket, which has no host name."""
 
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 30.0
 _STREAM_TIMEOUT = httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS, read=None)
-"""The time limits of a stream. Data may arrive late, because requests are queued."""
+"""The time limits of a stream. Reads have no limit, because requests may be queued for long."""
 
 
 class ServerAway(CommandError):
-    """The server does not answer now, but may answer later."""
+    """The server does not respond now, but may respond later."""
 
 
 class Client:
@@ -34,7 +34,7 @@ class Client:
         *,
         served_by: str = "stepwell up",
     ) -> None:
-        """`served_by` is the command that starts such a server. Errors name it."""
+        """`served_by` is the command that starts the server. Error messages name it."""
         self._url = url.rstrip("/")
         self._served_by = served_by
         base_url, transport = self._url, None
@@ -49,7 +49,7 @@ class Client:
                 transport=transport,
                 headers=headers,
                 timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
-                # An HTTP proxy cannot reach a server on this machine.
+                # Ignores proxies, which cannot reach a server on this machine.
                 trust_env=False,
                 verify=(tls or TlsFiles()).context(),
             )
@@ -66,7 +66,7 @@ class Client:
         return self._answer("GET", path)
 
     def post(self, path: str, query: Mapping[str, Any]) -> Any:
-        """Posts a call without a body. Returns the JSON answer. Only the server limits the time."""
+        """Posts a call without a body. Returns the JSON response. The wait has no time limit."""
         return self._answer("POST", path, params=query, timeout=_STREAM_TIMEOUT)
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -84,7 +84,7 @@ class Client:
         return str(self._models()[0]["id"])
 
     def max_model_len(self, model: str) -> int | None:
-        """The longest context of a model. None if the server does not say it."""
+        """The `max_model_len` of a model. None if the server does not report it."""
         lengths = {one["id"]: one.get("max_model_len") for one in self._models()}
         return lengths.get(model)
 

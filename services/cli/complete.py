@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def why_it_stopped(reason: str | None, num_tokens: int | None, asked: int | None) -> str | None:
-    """The line below an answer that was cut off, or None. `asked` is the client's max_tokens."""
+    """The line below an output that was cut off, or None. `asked` is the client's max_tokens."""
     if reason != "length":
         return None
     if asked is not None and num_tokens is not None and num_tokens < asked:

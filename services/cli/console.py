@@ -1,4 +1,4 @@
-"""The output of `stepwell up` on standard error: lines of the services and of the command."""
+"""The output of `stepwell up` on standard error: the services' and the command's own lines."""
 
 import json
 import sys
@@ -14,8 +14,8 @@ _TAIL_SHOWN = 8
 
 
 def shows_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether colours are written: to a terminal, unless NO_COLOR has a value
-    (https://no-color.org), as in the commands that use rich.
+    """Whether output is coloured. Only output to a terminal is, and only if NO_COLOR is not set
+    (https://no-color.org). The commands that use rich follow the same rule.
     """
     return stream.isatty() and not environ.get("NO_COLOR")
 
@@ -23,8 +23,8 @@ def shows_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
 class Console:
     """A supervisor's `Observer` that writes for people, with colours if `colour` is set.
 
-    `quiet` drops lines of the services and of normal progress. With `raw` each JSON line of a
-    service gets the field `process` with the service's name, and the command's own lines are JSON
+    `quiet` drops lines of the services and of normal progress. With `raw`, the field `process` with
+    the service's name is added to each JSON line of a service, and the command's own lines are JSON
     too. Lines that cannot be written are dropped, and their number is written once the stream
     accepts lines again. `name_width` is the number of characters of the longest service name.
     """
@@ -49,19 +49,19 @@ class Console:
             self._write(_named(name, text) if self._raw else f"{self._prefix(name)}{text}")
 
     def note(self, text: str) -> None:
-        """Writes progress of the command itself. Writes nothing if `quiet` is set."""
+        """Writes a line about the command's progress, unless `quiet` is set."""
         if not self._quiet:
             self._own(text, "info")
 
     def warn(self, text: str) -> None:
-        """Writes a line even if `quiet` is set."""
+        """Writes a warning, even if `quiet` is set."""
         self._own(text, "warning")
 
     def _own(self, text: str, level: str) -> None:
         self._write(self._own_line(text, level))
 
     def _own_line(self, text: str, level: str) -> str:
-        """A line of the command itself. The level appears only in JSON."""
+        """Formats a line of the command itself. Only JSON includes the level."""
         if not self._raw:
             return f"{self._prefix('up')}{text}"
         clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -109,7 +109,7 @@ class Console:
 
 
 def _named(name: str, text: str) -> str:
-    """Adds the service's name, such as worker-1, to a line of JSON. Others stay unchanged."""
+    """Adds the service's name, such as worker-1, to a JSON line. Other lines stay unchanged."""
     is_object = text.startswith('{"')
     return f'{{"process": {json.dumps(name)}, {text[1:]}' if is_object else text
 

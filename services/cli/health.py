@@ -16,7 +16,7 @@ _UNIX = "unix:"
 
 
 async def until_ready(address: str) -> None:
-    """Returns once the server at host:port or unix:PATH is ready. Retries without a limit."""
+    """Waits until the server at host:port or unix:PATH is ready, without a time limit."""
     request = health_pb2.HealthCheckRequest(service=READINESS)
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -26,12 +26,12 @@ async def until_ready(address: str) -> None:
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.aio.AioRpcError:
-                pass  # Nothing listens yet, or the server is ending.
+                pass  # nothing listens yet, or the server is ending
             await asyncio.sleep(_ASK_AGAIN_SECONDS)
 
 
 async def until_silent(address: str) -> None:
-    """Returns once the server at host:port or unix:PATH no longer answers health checks."""
+    """Waits until the server at host:port or unix:PATH no longer serves health checks."""
     request = health_pb2.HealthCheckRequest(service=LIVENESS)
     async with open_channel(address) as channel:
         with suppress(grpc.aio.AioRpcError):
@@ -40,12 +40,12 @@ async def until_silent(address: str) -> None:
 
 
 class NoAnswer(Exception):
-    """A health check got no answer, because nothing listens or the connection was closed."""
+    """A health check had no response, because nothing listens or the connection was closed."""
 
 
 async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
-    """The reason why the service at the address is not live. The text is empty if the service is
-    live. Waits for the answer without a time limit. Raises NoAnswer if the call fails.
+    """The reason why the service at the address is not live, or empty text if it is live. Waits for
+    the response without a time limit. Raises NoAnswer if the call fails.
     """
     try:
         request = health_pb2.HealthCheckRequest(service=LIVENESS)
@@ -58,7 +58,7 @@ async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
 
 
 def why_unreachable(address: str) -> str:
-    """Returns an error for a Unix socket that was removed, otherwise an empty text."""
+    """Returns an error text if the address is a Unix socket that was removed, else empty text."""
     socket = Path(address.removeprefix(_UNIX))
     is_removed = address.startswith(_UNIX) and not socket.exists()
     return f"its socket {socket} was removed" if is_removed else ""

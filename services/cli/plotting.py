@@ -1,4 +1,4 @@
-"""Shared parts of the commands' plots: colours, and a function that writes a figure to a file."""
+"""The common parts of the commands' plots: colours, and a function that writes a figure."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The palette of Okabe and Ito, which colour-blind readers can tell apart.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish.
 BLUE, SKY, ORANGE, GREEN = "#0072B2", "#56B4E9", "#E69F00", "#009E73"
 RED, GREY, INK = "#D55E00", "#9A9A9A", "#222222"
 _STYLE: Any = {
@@ -41,8 +41,9 @@ def require_matplotlib() -> None:
 
 @contextmanager
 def drawing(path: Path, title: str, in_short: str) -> Iterator["Figure"]:
-    """Yields an empty figure with a title and, below it, a line of numbers. When the block ends,
-    the figure is written to `path` in the format of its suffix. Raises CommandError if that fails.
+    """Yields an empty figure with a title and, below the title, the line `in_short`. When the
+    context ends, writes the figure to `path` in the format of the path's suffix. Raises
+    CommandError if that fails.
     """
     require_matplotlib()
     import matplotlib as mpl  # noqa: PLC0415 - an extra, and slow to load
@@ -50,7 +51,7 @@ def drawing(path: Path, title: str, in_short: str) -> Iterator["Figure"]:
 
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(12, 9), dpi=120, layout="constrained")
-        # The empty second line makes room for the numbers.
+        # The empty second line leaves space for the line `in_short`.
         style: dict[str, Any] = {"fontsize": 13, "fontweight": "bold", "color": INK}
         figure.suptitle(f"{title}\n", x=0.01, ha="left", **style)
         figure.text(0.0105, 0.952, in_short, fontsize=9.5, color=INK)
@@ -63,7 +64,7 @@ def drawing(path: Path, title: str, in_short: str) -> Iterator["Figure"]:
 
 
 def finish(axes: "Axes", title: str, unit: str, top: float) -> None:
-    """Sets a panel's title, its vertical axis's unit and upper limit, and its legend."""
+    """Sets a panel's title, the unit and upper limit of its vertical axis, and its legend."""
     axes.set_title(title)
     axes.set_ylabel(unit)
     axes.set_ylim(0, top)

@@ -1,4 +1,4 @@
-"""Settings of `stepwell up`. The command uses some itself, and forwards some to services."""
+"""Settings of `stepwell up`. The command uses some of them, and forwards the others to services."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ def passed_to(
     default: Any = None,
     is_secret: bool = False,
 ) -> Any:
-    """Declares a setting that the given services have under the same name. A set value is forwarded
-    to these services. None keeps each service's default or its variable, such as
-    STEPWELL_WORKER_BLOCK_SIZE.
+    """Declares a setting that the given services have under the same name. A value is forwarded to
+    these services. None is not forwarded, so that a service's default or variable, such as
+    STEPWELL_WORKER_BLOCK_SIZE, applies.
     """
     metadata = {"doc": doc, "check": check, "services": services, "is_secret": is_secret}
     return dataclasses.field(default=default, metadata=metadata)

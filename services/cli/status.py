@@ -45,7 +45,7 @@ def _watch(client: Client, interval_seconds: float) -> None:
     for before, sample in samples(client, _PATH, interval_seconds):
         if isinstance(sample, Sample):
             _show(sample, before)
-        elif not is_away:  # written once
+        elif not is_away:  # the error is written once
             print(_away(sample), flush=True)
         is_away = not isinstance(sample, Sample)
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(taken: Samples, arguments: Namespace) -> None:
-    """Writes screens as plain text."""
+    """Writes screens one after the other as plain text."""
     size = shutil.get_terminal_size((_PIPE_WIDTH, _PIPE_HEIGHT))
     for before, sample in taken:
         if isinstance(sample, ServerAway):

@@ -1,4 +1,4 @@
-"""`stepwell trace`: where the time of a request was spent, from the traces that a gateway keeps."""
+"""`stepwell trace`: shows where a request's time was spent, from the gateway's traces."""
 
 import shutil
 import sys
@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[str]:
-    """A table of requests. `now` is in Unix seconds. The output tokens of a running request are not
-    shown, because without streaming the gateway has received few of them.
+    """A table of requests. `now` is in Unix seconds. A running request's output tokens are not
+    shown, because without streaming the gateway receives them late.
     """
     if not traces:
         which = "that failed " if order == "failed" else ""

@@ -1,4 +1,4 @@
-"""`stepwell up`: a gateway and its replicas from one command."""
+"""`stepwell up`: starts a gateway and its replicas with one command."""
 
 import asyncio
 import json
@@ -35,11 +35,11 @@ from services.worker.models.suitability.check import check_model
 _STILL_STARTING_SECONDS = 5.0
 _PROMPT = "def read_lines(path):"
 _KEYS = ("api_keys", "api_key_file", "api_keys_in_redis")
-"""Settings of the gateway that make API keys mandatory. Each of them suffices."""
+"""Settings of the gateway, each of which makes API keys mandatory."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs until a signal arrives, even if log lines cannot be written."""
+    """Runs until a signal arrives. Continues even if log lines cannot be written."""
     try:
         return _up(argv)
     finally:
@@ -91,7 +91,7 @@ def _up(argv: Sequence[str]) -> int:
 
 
 def _check_model(settings: UpSettings) -> None:
-    """Raises CommandError at once if the worker's own checks reject the model."""
+    """Raises CommandError before any service starts if the worker's checks reject the model."""
     runner = settings.runner or os.environ.get(variable_name("worker", "runner"))
     device = settings.device or os.environ.get(variable_name("worker", "device"))
     known = [each for each in RunnerSetting if each.value == runner]
@@ -108,7 +108,7 @@ def _check_model(settings: UpSettings) -> None:
 
 
 def _vllm_grpc_ports(settings: UpSettings) -> tuple[int, ...]:
-    """One port for each replica from the requested one on. Empty if none was requested."""
+    """One port for each replica, from the requested port on. Empty if no port was requested."""
     first = settings.vllm_grpc_port
     if first is None:
         return ()
@@ -129,7 +129,7 @@ async def _supervise(
     supervisor = Supervisor(plan, console)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # nohup sets SIGHUP to be ignored.
+        # nohup makes this process ignore SIGHUP.
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
     console.note(f"starting {_services(settings)} for {settings.model}")
@@ -198,7 +198,9 @@ async def _announce_ready(
 
 
 def _of_gateway(name: str, settings: UpSettings) -> Any:
-    """The value of a forwarded setting, or of the gateway's own variable, perhaps in a file."""
+    """The value of a forwarded setting, or of the gateway's own environment variable. The value may
+    be the path of a file with the setting.
+    """
     variable = variable_name("gateway", name)
     return getattr(settings, name) or os.environ.get(variable) or os.environ.get(f"{variable}_FILE")
 
@@ -211,8 +213,8 @@ def ready_text(
     has_tls: bool = False,
     needs_certificate: bool = False,
 ) -> str:
-    """The line `ready`, followed by a command to try. For another address than the default, a
-    further line sets the variable from which commands read it.
+    """The line `ready`, followed by a command to try. If the URL is not the default, a further line
+    sets the environment variable from which commands read the URL.
     """
     body = json.dumps({"model": model, "prompt": _PROMPT, "max_tokens": 64, "stream": True})
     url = f"{'https' if has_tls else 'http'}://{addresses.http}"
@@ -230,7 +232,9 @@ def ready_text(
 
 
 def _why(failure: StartFailed, console: Console) -> str:
-    """The sentence with which a service ended, or the last lines that it wrote."""
+    """Explains a failed start by the sentence with which the service ended. Without a sentence,
+    writes the service's last lines, and returns its exit status.
+    """
     beginning = f"stepwell {failure.name.partition('-')[0]}: "
     for line in reversed(failure.tail):
         if line.startswith(beginning):
@@ -240,8 +244,8 @@ def _why(failure: StartFailed, console: Console) -> str:
 
 
 def require_redis(url: str) -> None:
-    """Raises CommandError if no Redis answers at a URL or if Redis refuses the password. The
-    services themselves tolerate an unreachable Redis, which may return later.
+    """Raises CommandError if no Redis is reachable at a URL or if Redis rejects the password. The
+    services themselves tolerate an unreachable Redis, which may become reachable later.
     """
     try:
         from services.common.redis.connection import (  # noqa: PLC0415 - an extra

@@ -16,7 +16,7 @@ from services.cli.errors import CommandError
 from services.simulation.laboratory.workloads import Traffic, generate
 
 MAX_TOKENS = 1 << 20
-"""The longest context of a program if the server does not say how long contexts may be."""
+"""Limit on the tokens of a program's context if the server does not report `max_model_len`."""
 
 
 def trace_lines(path: Path) -> list[TraceLine]:
@@ -31,7 +31,7 @@ def trace_lines(path: Path) -> list[TraceLine]:
 
 
 def dataset_load(settings: BenchSettings, path: Path) -> DatasetLoad:
-    """Reads the sessions of a dataset. Raises CommandError."""
+    """Reads a dataset. Raises CommandError."""
     try:
         items = read_dataset(_text(path))
     except DatasetError as error:
@@ -57,7 +57,7 @@ def synthetic_load(settings: BenchSettings, vocabulary: Vocabulary) -> Synthetic
 def program_load(
     settings: BenchSettings, name: str, vocabulary: Vocabulary, max_tokens: int
 ) -> ProgramLoad:
-    """The programs of a workload, cut before their contexts exceed `max_tokens`."""
+    """The programs of a workload. They end before their contexts exceed `max_tokens`."""
     traffic = Traffic(
         settings.num_programs, 1.0, settings.seed, settings.token_scale, max_tokens=max_tokens
     )
@@ -84,8 +84,8 @@ def trace_load(
 def arrivals(
     sessions: Iterable[Session], rate: RequestRate | None, burstiness: float, seed: int
 ) -> Iterator[tuple[float, Session]]:
-    """Yields each session with its arrival time in seconds after the start. Times follow the rate.
-    Without a rate they are the sessions' own arrival times.
+    """Yields each session with its arrival time in seconds after the start. `rate` determines the
+    times. Without a rate, the sessions' own arrival times are used.
     """
     if rate is None:
         for session in sessions:

@@ -1,4 +1,4 @@
-"""Runs a load once: builds the load and the server's client, sends, and returns the records."""
+"""Runs a load once: builds the load and the client, sends the requests, and returns the records."""
 
 import asyncio
 import gc
@@ -39,7 +39,7 @@ from services.cli.bench.settings import BenchSettings
 
 
 class RunClock:
-    """A monotonic `Clock`, which starts at 0 when it is created and again at `start`."""
+    """A monotonic `Clock`. It starts at 0 when it is created, and `start` sets it to 0 again."""
 
     def __init__(self) -> None:
         self._start = 0.0
@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def headline(self) -> str:
-        """Model, server and load, in one line."""
+        """The model, the server and the load in one line."""
         return f"{self.model} at {self.url}: {self.settings.load_text}"
 
     @property
@@ -97,7 +97,7 @@ class BenchRun:
     vocabulary: Vocabulary | None
     warn: Callable[[str], None]
     max_tokens: int = MAX_TOKENS
-    """The longest context of a program."""
+    """Limit on the tokens of a program's context."""
     _clock: RunClock = field(init=False, default_factory=RunClock)
 
     async def run(self) -> Outcome:
@@ -116,8 +116,8 @@ class BenchRun:
         progress = Progress(settings.num_expected)
         records: list[RequestRecord] = []
         sending = self._sending(server, budget, progress, records)
-        # A full garbage collection over the objects created at startup would delay the load. Frozen
-        # objects are never collected, which does not matter because the process ends after the run.
+        # Later garbage collections would delay the load if they visited the objects created at
+        # startup. Frozen objects are never freed, but the process ends after the run.
         gc.collect()
         gc.freeze()
         async with progress, LoopLag() as lag:

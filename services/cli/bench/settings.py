@@ -1,4 +1,4 @@
-"""The validated settings of `stepwell bench`, which its output includes."""
+"""The validated settings of `stepwell bench`, which the command's JSON output includes."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -51,17 +51,17 @@ class BenchSettings:
 
     @property
     def rate(self) -> RequestRate | None:
-        """The rate of an open loop. It is None for a closed loop or a trace."""
+        """The arrival rate of an open loop. None for a closed loop or a trace."""
         return RequestRate.parse(self.request_rate) if self.request_rate else None
 
     @property
     def is_open(self) -> bool:
-        """Whether arrival times are independent of the answers (an open loop)."""
+        """Whether arrival times are independent of the server's responses (an open loop)."""
         return self.request_rate is not None or self.trace is not None
 
     @property
     def num_expected(self) -> int | None:
-        """The number of requests to send, warm-up included. None sets no limit."""
+        """The number of requests to send, warm-up included. None if unlimited or unknown."""
         return None if self.num_requests is None else self.num_warmups + self.num_requests
 
     @property

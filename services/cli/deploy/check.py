@@ -1,13 +1,11 @@
-"""Checks a deployment. Streams must continue unchanged while its containers are broken.
+"""Checks that a deployment's streams continue unchanged while its containers are broken.
 
-For each fault and each role of a container:
+Streams of text first run once without a fault. Then, for each fault and each role of a container:
 
-1. Streams begin, and each begins again when it has ended. The same streams have run once before all
-   faults, undisturbed.
-2. A container of that role is broken. The container is in the replica that serves most of the
-   streams.
+1. The same streams begin. A stream that ends begins again.
+2. A container of that role is broken, if possible in the replica that serves the most streams.
 3. If the fault does not end by itself, it is undone after a while.
-4. The streams end. Each of their runs must have had the same text as the undisturbed run.
+4. The streams end. Each must always have had the same text as in the run without a fault.
 5. All containers must become healthy, and as many replicas must be ready as before.
 """
 
@@ -24,8 +22,8 @@ _POLL_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times in seconds. A fault that does not end by itself is undone after `hold_seconds`. Then
-    all containers must be healthy within `heal_seconds`.
+    """Times in seconds. A fault that does not end by itself is undone after `hold_seconds`. All
+    containers must then be healthy within `heal_seconds`.
     """
 
     hold_seconds: float
@@ -33,7 +31,7 @@ class Times:
 
 
 class Check:
-    """Runs one check. `say` is called with a line of text for each observation."""
+    """Checks one deployment. `say` is called with a line of text for each observation."""
 
     def __init__(
         self, deployment: Deployment, fleet: Fleet, times: Times, say: Callable[[str], None]
@@ -44,8 +42,8 @@ class Check:
         self._num_replicas = 0
 
     def run(self, faults: Sequence[Fault], roles: Sequence[str]) -> int:
-        """Breaks a container of each role with each fault. Returns the number of failed checks.
-        Raises CommandError if the deployment does not serve before the first fault.
+        """Breaks a container of each role with each fault. Returns the number of failures. Raises
+        CommandError if the streams fail without a fault.
         """
         self._check_undisturbed()
         wrong = [self._break(fault, role) for fault in faults for role in roles]
@@ -91,7 +89,9 @@ class Check:
         return bool(wrong)
 
     def _running_once_busy(self) -> dict[str, int]:
-        """Waits for a running request: a replica may be done long before its clients have read."""
+        """Returns the running requests of each replica, once there are any. A replica may have
+        finished its requests long before the clients have read their streams.
+        """
         deadline = time.monotonic() + self._times.heal_seconds
         while not any((running := self._fleet.running()).values()):
             if time.monotonic() > deadline:
@@ -111,7 +111,7 @@ class Check:
         return wrong
 
     def _until_healed(self, killed: Container | None) -> str:
-        """Waits until the deployment is healthy. Returns what is unhealthy at the limit."""
+        """Waits until the deployment is healthy. Returns what is unhealthy after the time limit."""
         deadline = time.monotonic() + self._times.heal_seconds
         while problem := self._problem(killed):
             if time.monotonic() > deadline:
@@ -148,7 +148,7 @@ def until_healthy(deployment: Deployment, seconds: float) -> Sequence[Container]
 
 
 def _victim(containers: Sequence[Container], role: str, running: dict[str, int]) -> Container:
-    """A container of the role. For a role of replicas, it is in the busiest replica."""
+    """A container of the role, in the busiest replica if the role belongs to replicas."""
     candidates = [container for container in containers if container.role == role]
     if not candidates:
         raise CommandError(f"the deployment has no {role}", exit_status=2)

@@ -1,4 +1,4 @@
-"""`stepwell deploy check`: its arguments, and the run from the compose file to the result."""
+"""`stepwell deploy check`: parses arguments, starts the containers and runs the check."""
 
 import os
 import time
@@ -55,7 +55,7 @@ def _fault(name: str) -> Fault:
 
 
 def _clock() -> Callable[[str], None]:
-    """Returns a function that prints lines with the seconds since this call."""
+    """Returns a function that prints lines with the number of seconds since `_clock` was called."""
     begun = time.monotonic()
 
     def say(line: str) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from services.cli.errors import CommandError
 
 PORTS = ("HTTP_PORT", "GRPC_PORT", "JAEGER_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
-"""Variables of the compose files that set published ports."""
+"""Environment variables that set the published ports in the compose files."""
 _BUILDKIT = {"DOCKER_BUILDKIT": "1", "COMPOSE_DOCKER_CLI_BUILD": "1"}
 
 
 class Compose:
-    """Runs the compose program for one project. Its output is written to standard error."""
+    """Runs the compose program for one project."""
 
     def __init__(self, files: Sequence[Path], project: str) -> None:
         """Raises CommandError if a file or the compose program does not exist."""
@@ -27,8 +27,8 @@ class Compose:
             self._options += ["--file", str(path)]
 
     def up(self, *, build: bool) -> None:
-        """Starts all containers. Missing images are built first. With `build`, all images are built
-        again. A free port is chosen for each port that no variable sets.
+        """Starts all containers. Missing images are built first, or all images if `build` is set.
+        Ports that no environment variable sets are free ports.
         """
         ports = {name: "0" for name in PORTS if name not in os.environ}
         self._run("up", "--detach", *(["--build"] if build else []), environ=ports)
@@ -47,7 +47,7 @@ class Compose:
 
 
 def compose_program() -> list[str]:
-    """The command line's first words. Raises CommandError if no compose program is installed."""
+    """The words that begin a compose command line. Raises CommandError if compose is missing."""
     if docker := shutil.which("docker"):
         asked = subprocess.run([docker, "compose", "version"], capture_output=True, check=False)
         if asked.returncode == 0:

@@ -1,4 +1,4 @@
-"""The containers of a compose project, through Docker's SDK."""
+"""Accesses the containers of a compose project through Docker's SDK."""
 
 import os
 import socket
@@ -17,9 +17,9 @@ _HTTP_PORT = "8000/tcp"
 _CONNECT_SECONDS = 10.0
 _ANY_HOST = ("0.0.0.0", "::", "")
 _KILL = "kill -9 $(cat /proc/1/task/1/children)"
-"""The shell command that kills the service from inside its container. It is used because a
-container engine does not restart a container that was ended by the engine's own `kill`. Process 1
-is the init program, which cannot be killed from inside. The service is its child.
+"""The shell command that kills the service from inside its container. The container engine does not
+restart a container after the engine's own `kill`. Process 1 is the init program, which cannot be
+killed from inside. The service is its child.
 """
 
 
@@ -27,7 +27,7 @@ class ComposeProject:
     """The containers of one project. Errors of the container engine are raised as CommandError."""
 
     def __init__(self, name: str) -> None:
-        """Raises CommandError if no container engine answers."""
+        """Raises CommandError if no container engine is available."""
         try:
             import docker  # noqa: PLC0415 - an extra
         except ImportError as error:
@@ -59,7 +59,7 @@ class ComposeProject:
 
     @contextmanager
     def broken(self, container: Container, fault: Fault) -> Iterator[None]:
-        """Breaks a container. The context's end undoes a fault that does not end by itself."""
+        """Breaks a container. At the end of the context, the fault is undone if necessary."""
         with ExitStack() as scope:
             try:
                 victim = self._client.containers.get(container.id)
@@ -80,8 +80,8 @@ class ComposeProject:
 
 
 def _require_listener(url: str) -> None:
-    """Raises OSError if nothing listens on the Unix socket of a URL. Docker's SDK leaks a socket
-    each time that it fails to connect to one.
+    """Raises OSError if nothing listens on the Unix socket of a URL. Docker's SDK would leak a
+    socket when it fails to connect.
     """
     scheme, _, path = url.partition("://")
     if scheme != "http+unix":
@@ -95,7 +95,7 @@ def _require_listener(url: str) -> None:
 
 
 def _apply(victim: Any, fault: Fault, networks: Any) -> Any:
-    """Applies a fault to a container of the SDK. Returns the function that undoes the fault."""
+    """Applies a fault to a container of Docker's SDK. Returns a function that undoes the fault."""
     if fault is Fault.KILL:
         result = victim.exec_run(["sh", "-c", _KILL])
         # The shell that runs `kill` may end together with its container.
@@ -134,7 +134,7 @@ def _container(found: Any) -> Container:
 
 
 def _aliases(found: Any, endpoint: dict[str, Any]) -> list[str]:
-    """The configured names of a container in a network, without the container's id."""
+    """The names of a container in a network, except the container's id."""
     return [name for name in endpoint.get("Aliases") or () if not found.id.startswith(name)]
 
 

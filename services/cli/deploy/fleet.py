@@ -27,7 +27,7 @@ class GatewayFleet:
     """Time limit of a stream."""
 
     def streams(self) -> "GatewayStreams":
-        """New streams, with the same prompts each time. Raises CommandError if nothing answers."""
+        """New streams, with the same prompts each time. Raises CommandError."""
         with self._client() as client:
             (card, *_) = client.get("/v1/models")["data"]
         # Each stream runs to its token limit, because the end-of-sequence token does not end it.
@@ -82,9 +82,9 @@ class GatewayStreams:
 
 
 class _Stream(Thread):
-    """Repeats a request until `is_last` is set, and reads its streams in a thread. `begun` is set
-    after the first events, or when the first stream has ended. `answer` is None until the last
-    stream has ended.
+    """A thread that repeats a request and reads its stream. After `is_last` is set, the current
+    repetition is the last. `begun` is set after the first events, or when the first stream has
+    ended. `answer` is None until the last stream has ended.
     """
 
     def __init__(self, client: Client, body: dict[str, object]) -> None:

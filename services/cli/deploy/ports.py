@@ -1,4 +1,4 @@
-"""What a check requires of a deployment and of its clients."""
+"""The interfaces of a deployment and of its gateway that a check uses."""
 
 import enum
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Fault(enum.Enum):
-    """How a container is broken."""
+    """The ways to break a container."""
 
     KILL = "kill"
     """The process ends as in a crash, and the container engine restarts it."""
@@ -22,7 +22,7 @@ class Fault(enum.Enum):
 class Container:
     """A container of the deployment. `role` is the service that it runs, such as `worker`.
     `replica` is empty for a container outside the replicas. `problem` is the reason why the
-    container is not healthy, or empty. `started_at` is the engine's text for its start time.
+    container is not healthy, or empty. `started_at` is the start time as text.
     """
 
     id: str
@@ -32,7 +32,7 @@ class Container:
     problem: str
     started_at: str
     hosts: frozenset[str]
-    """Host names in the container's networks that resolve to it."""
+    """Host names that resolve to the container in its networks."""
 
 
 class Deployment(Protocol):
@@ -42,12 +42,14 @@ class Deployment(Protocol):
         """All containers, sorted by name."""
 
     def broken(self, container: Container, fault: Fault) -> AbstractContextManager[None]:
-        """Breaks a container. The context's end undoes a fault that does not end by itself."""
+        """Breaks a container. At the end of the context, the fault is undone if necessary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A stream's distinct texts, error (or ""), and longest time between two events, in seconds."""
+    """The results of a stream's runs: the distinct texts, the error or "", and the longest time
+    between two events.
+    """
 
     texts: frozenset[str]
     error: str
@@ -61,8 +63,8 @@ class Streams(Protocol):
         """Sends the requests. Returns when each stream has delivered some text or has failed."""
 
     def answers(self) -> Sequence[Answer]:
-        """Waits until all streams have ended once more. Returns the answers in the order of the
-        prompts.
+        """Waits until the current run of each stream has ended, and starts no other runs. Returns
+        the results in the order of the prompts.
         """
 
 

@@ -1,4 +1,4 @@
-"""`stepwell doctor`: its arguments, and the sections of its report in order."""
+"""`stepwell doctor`: parses the arguments and prints the report."""
 
 import json
 import sys
@@ -46,7 +46,7 @@ def _examine(model: Path, *, as_json: bool) -> int:
         print(line, file=sys.stderr, flush=True)
 
     progress("importing torch")
-    # Imported only here, since importing torch takes seconds.
+    # Imported here, after the first line of progress, since importing torch takes seconds.
     from services.cli.doctor import examination  # noqa: PLC0415
 
     report = examination.examine(model, model_name(model), progress)

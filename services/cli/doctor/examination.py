@@ -1,4 +1,4 @@
-"""The whole examination, in the process that computes."""
+"""Examines this machine: software, hardware, kernels, limits, and a short run of a model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +13,8 @@ from services.worker.platforms.placement import bind_and_set, place_threads
 
 
 def examine(model: Path, name: str, progress: Callable[[str], None]) -> Report:
-    """Computes with the threads of a worker alone on this machine. Raises the errors of a
-    worker's start.
+    """Returns the report. Computes with the threads of a worker that runs alone on this machine.
+    Raises the errors that a worker raises at its start.
     """
     processors = usable_processors()
     threads = place_threads(processors)

@@ -1,4 +1,4 @@
-"""Which kernels compute on this machine, and why the others do not."""
+"""Finds out which kernels compute on this machine, and why the other kernels are not used."""
 
 import logging
 import platform
@@ -16,8 +16,8 @@ from services.worker.platforms.cpu_kernels import select_kernels
 
 
 def choose_kernels(progress: Callable[[str], None]) -> tuple[Kernels, list[Fact]]:
-    """The kernels that a worker would select, and the facts of the choice. Compiles them if they
-    are not in the cache. `progress` gets the lines of the log.
+    """Returns the kernels that a worker would select, and facts about the choice. Compiles the
+    kernels if they are not in the cache. `progress` is called with each line of the log.
     """
     with _logged(progress) as lines:
         kernels = select_kernels(KernelsSetting.AUTO, default_cache_directory(), lambda: None)
@@ -43,8 +43,8 @@ def prebuilt_reasons(
     used: str | None,
     directory: Path = prebuilt.DIRECTORY,
 ) -> dict[str, str]:
-    """Maps each kind of prebuilt kernels to `used`, or to why it is not used. `features` are the
-    processor's, and `usable` those that this process may use.
+    """Maps each kind of prebuilt kernels to `used`, or to the reason why it is not used. `features`
+    are the processor's features, of which this process may use `usable`.
     """
     reasons: dict[str, str] = {}
     for kind in prebuilt.kinds_for(platform.machine()):
@@ -81,8 +81,8 @@ def _tiles_refusal(features: frozenset[str]) -> str | None:
 
 @contextmanager
 def _logged(progress: Callable[[str], None]) -> Iterator[list[str]]:
-    """Collects what the worker's modules log, in place of the log. Of successive records with the
-    same format, which tell progress, the last one is kept.
+    """Collects the log lines of the worker's modules instead of logging them. Of consecutive lines
+    with the same format, which show progress, only the last line is kept.
     """
     lines: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The limits that are measured: arithmetic by the kernels themselves, and reads of memory."""
+"""Measures the machine's limits: arithmetic by the kernels, and reads of memory."""
 
 import time
 from collections.abc import Callable
@@ -10,17 +10,17 @@ from services.cli.doctor.report import Fact
 from services.worker.backends.kernels import Kernels
 
 _GEMM = (512, 1536, 3072)
-"""Rows, depth and columns of the measured product."""
+"""Rows, depth and columns of the measured matrix product."""
 _STREAM_BYTES = 3 * 2**27
-"""Bytes that are read, more than most caches of processors have."""
+"""Bytes that are read from memory. Most processors' caches are smaller."""
 _DEPTH = 3072
 _SECONDS = 0.4
-"""How long a measurement is repeated. The fastest repetition counts."""
+"""Seconds for which a measurement is repeated. The fastest repetition counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Operations per second for each data type, and bytes read per second."""
+    """Arithmetic operations per second for each data type, and bytes read per second."""
 
     flops: dict[torch.dtype, float]
     bytes_per_second: float
@@ -39,8 +39,8 @@ class Limits:
 
 
 def measure_limits(kernels: Kernels) -> Limits:
-    """Measures with torch's number of threads. Bandwidth is the better one of a product with one
-    row, which reads its weight once, and a sum.
+    """Measures with torch's number of threads. The bandwidth is measured by a sum, and by a matrix
+    product with one row, which reads the weight once. The faster of both counts.
     """
     flops = {dtype: _flops(kernels, dtype) for dtype in (torch.float32, torch.bfloat16)}
     floats = torch.ones(_STREAM_BYTES // 4)
@@ -51,7 +51,7 @@ def measure_limits(kernels: Kernels) -> Limits:
 
 
 def fastest(work: Callable[[], object], seconds: float = _SECONDS) -> float:
-    """The seconds of the fastest repetition, of at least two, within a number of seconds."""
+    """Repeats `work` for `seconds`, at least twice. Returns the shortest duration in seconds."""
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while len(taken) < 2 or time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""What the machine has: software, processor, cores, quota, memory and GPUs."""
+"""Describes the machine: software, processor, cores, quota, memory and GPUs."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ from services.worker.platforms.threads import ThreadChoice
 
 _GIB = 2**30
 _FEATURES = ("amx", "avx", "asimd", "bf16", "f16c", "fma", "i8mm", "sve")
-"""Prefixes of the features that matter to kernels."""
+"""Prefixes of the processor features that matter to kernels."""
 _ARM_PARTS = {
     ("0x41", "0xd0c"): "Neoverse N1",
     ("0x41", "0xd40"): "Neoverse V1",
@@ -44,7 +44,7 @@ def software() -> list[Fact]:
 
 
 def hardware(processors: Processors, threads: ThreadChoice) -> list[Fact]:
-    """`threads`: the threads that a worker computes with on these processors."""
+    """Facts about the hardware. `threads` are the threads of a worker on `processors`."""
     nodes = Counter(processor.node for processor in processors.allowed)
     quota = processors.quota
     features = sorted(each for each in processor_features() if each.startswith(_FEATURES))
@@ -104,7 +104,7 @@ def _meminfo(key: str) -> int:
 
 
 def processor_name(information: Path = Path("/proc/cpuinfo")) -> str:
-    """The model of the first processor. Linux on ARM has only numbers for it."""
+    """The name of the first processor. On ARM, Linux reports numbers instead of a name."""
     found: dict[str, str] = {}
     for line in read_text(information).splitlines():
         name, _, value = line.partition(":")
@@ -125,7 +125,7 @@ def _version(package: str) -> str | None:
 
 
 def _compiler() -> str | None:
-    """The first line with which the C++ compiler describes itself."""
+    """The first line of the C++ compiler's version text. None without a compiler."""
     command = shutil.which(os.environ.get("CXX", "c++"))
     if command is None:
         return None

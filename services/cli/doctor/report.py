@@ -10,7 +10,7 @@ _DIRECTORIES = re.compile(r"(?<![\w.~/])~?/(?:[^\s/:'\"]+/)+")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A name such as `memory_bytes`, the value for programs, and its text for people."""
+    """A fact's name such as `memory`, its value for programs, and its text for people."""
 
     name: str
     value: Any
@@ -40,7 +40,7 @@ def json_of(report: Report) -> dict[str, dict[str, Any]]:
 
 
 def without_directories(text: str) -> str:
-    """The text without the directories of absolute paths, which may name people and customers."""
+    """Removes the directories of absolute paths from a text, since they may name people."""
     return _DIRECTORIES.sub("", text)
 
 

@@ -1,4 +1,4 @@
-"""A short run of a model without scheduler and pool: the share of the limits that it reaches."""
+"""Runs a model for a short time, without scheduler and pool, and compares it with the limits."""
 
 import math
 import statistics
@@ -31,8 +31,8 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a token needs of the weights: the bytes that a decode step reads, and the operations of
-    a prompt's token. Attention and the KV cache are not counted.
+    """The work with a model's weights: the bytes of weights that a decode step reads, and the
+    arithmetic operations for a prompt token. Attention and the KV cache are not counted.
     """
 
     step_bytes: int
@@ -41,7 +41,7 @@ class Work:
 
 def run_model(model: Path, name: str, limits: Limits) -> list[Fact]:
     """Runs prompts one at a time, then decode steps of one request, on the CPU. Raises the errors
-    of a worker's start.
+    that a worker raises at its start.
     """
     settings = WorkerSettings(
         model=model,
@@ -85,8 +85,8 @@ def run_model(model: Path, name: str, limits: Limits) -> list[Fact]:
 
 
 def work_of(checkpoint: Checkpoint, dtype: torch.dtype) -> Work | None:
-    """The work of a token of a model whose floats are loaded in this data type. A token uses a part
-    of the experts. None if weights are stored in packed integers, whose shapes do not tell it.
+    """The work of a model whose float weights are loaded as `dtype`. Only the fraction of the
+    experts that a token uses counts. None if weights are packed integers of unknown shapes.
     """
     config = read_json_object(checkpoint.directory / "config.json")
     num_experts = config.get("num_experts", config.get("num_local_experts", 1))
@@ -111,7 +111,7 @@ def _rate(name: str, tokens_per_second: float, seconds: float) -> Fact:
 
 
 class _Request:
-    """One request, which the worker runs alone: its prompt again and again, and decode steps."""
+    """One request, which the worker runs alone. Its prompt can be computed repeatedly."""
 
     def __init__(self, worker: Worker) -> None:
         described = worker.description
@@ -126,14 +126,14 @@ class _Request:
         self._num_computed = self._generation = 0
 
     def prompt(self) -> float:
-        """Computes the prompt in an empty batch. Returns seconds."""
+        """Computes the prompt in an empty batch. Returns the seconds of the step."""
         self._generation += 1
         self._num_computed = 0
         new = NewRequest(0, self._tokens, self.length, _GREEDY, self._tables)
         return self._step(self.length, (new,))
 
     def decode(self) -> float:
-        """Computes the next token. Returns seconds."""
+        """Computes the next token. Returns the seconds of the step."""
         return self._step(1, ())
 
     def _step(self, num_tokens: int, new: tuple[NewRequest, ...]) -> float:

@@ -1,4 +1,4 @@
-"""`stepwell keys`: makes, lists and revokes the API keys of tenants."""
+"""`stepwell keys`: creates, lists and revokes API keys of tenants."""
 
 from services.cli.keys.command import main
 

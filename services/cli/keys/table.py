@@ -1,4 +1,4 @@
-"""Formats the records of `stepwell keys`."""
+"""Formats the records of keys for the output of `stepwell keys`."""
 
 import sys
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _PIPE_WIDTH = 250
 
 
 def as_json(key: KeyRecord, tenant: TenantRecord, now: float) -> dict[str, Any]:
-    """A record for programs, with the tenant's limits and without the key's hash."""
+    """A key's record as JSON values, with the tenant's limits and without the key's hash."""
     values = {name: value for name, value in key_to_json(key).items() if name != "sha256"}
     return {
         "id": key.key_id,
@@ -39,7 +39,7 @@ def as_json(key: KeyRecord, tenant: TenantRecord, now: float) -> dict[str, Any]:
 
 
 def key_rows(book: KeyBook, keys: Sequence[KeyRecord], now: float) -> list[list[str]]:
-    """One row of texts for each key, in the order of COLUMNS."""
+    """One row of texts for each key. Its columns are COLUMNS."""
     return [_row(key, book.tenant_of(key), now) for key in keys]
 
 
@@ -66,7 +66,7 @@ def _limit(limit: int | None) -> str:
 
 
 def show(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table. In a pipe, each row is one line."""
+    """Prints a table. If standard output is a pipe, each row is one line."""
     table = Table(box=box.SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, no_wrap=name in ("id", "state", "created", "expires"))

@@ -1,4 +1,4 @@
-"""A child process. Starts one program, reads its output line by line, and waits for its end."""
+"""Starts a program as a child process, reads its output line by line, and waits for its end."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ _OUTPUT_GRACE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """How to run a program, and when it is ready, live and drained."""
+    """How to run a program, and how to find out whether it is ready, live and drained."""
 
     name: str
     command: tuple[str, ...]
@@ -28,19 +28,20 @@ class ChildSpec:
     until_ready: Callable[[], Awaitable[None]]
     """Returns once the program is ready."""
     team: str | None = None
-    """Children of one team start together. When one ends, the others are ended. None means no team.
+    """Children of one team start together. When one child ends, the other children of the team are
+    ended. None means no team.
     """
     liveness_address: str | None = None
-    """The address of liveness checks, host:port or unix:PATH. None checks only the process."""
+    """The address for liveness checks, host:port or unix:PATH. None means no liveness checks."""
     silence_seconds: float = 2.0
-    """Seconds without an answer to liveness checks after which the program counts as hung."""
+    """Seconds without a reply to liveness checks after which the program counts as hung."""
     niceness: int = 0
-    """This number is added to the supervisor's niceness. A higher niceness is a lower priority."""
+    """The number that is added to the supervisor's niceness. Higher niceness is lower priority."""
     prepare: Callable[[], object] = lambda: None
-    """Called before each start."""
+    """This function is called before each start."""
     until_drained: Callable[[], Awaitable[None]] | None = None
-    """Returns once the program has finished its own work. Only set for a program that does so at
-    the first SIGTERM, but serves children of later stages until the second SIGTERM.
+    """Returns once the program has drained. It is set only for a program that drains at the first
+    SIGTERM, but then still serves other children until the second SIGTERM.
     """
 
 
@@ -80,12 +81,13 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is known to have ended."""
+        """Whether the process has ended."""
         return self._process.returncode is not None
 
     async def wait(self) -> int:
         """Returns the exit status, or the negative number of the signal that killed the process.
-        Waits until its output is read, at most one second after its end.
+        Waits until the process has ended and its output is read. Output is read for at most one
+        second after the end.
         """
         status = await self._process.wait()
         with suppress(TimeoutError):
@@ -93,7 +95,7 @@ class Child:
         return status
 
     async def wait_drained(self) -> None:
-        """Returns once the process has ended or, with `until_drained`, has finished its work."""
+        """Waits until the process has ended or, with `until_drained`, has drained."""
         ended = asyncio.ensure_future(self.wait())
         either: set[asyncio.Future[Any]] = {ended}
         if self.spec.until_drained is not None:

@@ -1,4 +1,4 @@
-"""Becomes another program, which the kernel kills when its supervisor ends.
+"""Replaces this process by another program, which the kernel kills when its supervisor ends.
 
     python -I -S launcher.py SUPERVISOR_PID NICENESS PROGRAM [ARGUMENT]...
 
@@ -6,11 +6,11 @@ On Linux this uses PR_SET_PDEATHSIG. The setting survives an exec, and the kill 
 program is stuck in native code. On other systems the program is not killed. The kernel sends the
 signal when the thread that forked ends, so the supervisor starts children from its main thread.
 NICENESS is added to the supervisor's niceness, as by nice(1). For a fast start, this file imports
-nothing of the project.
+no other module of the project.
 
 Linux may group processes by session (sched(7), "The autogroup feature"). A process's niceness then
-counts only within its session. If the program leads a session, this file therefore sets the
-niceness of the session's group, too.
+counts only within its session. If the program leads a session, this file therefore also sets the
+niceness of the session's group.
 """
 
 import ctypes
@@ -22,8 +22,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _AUTOGROUP = Path("/proc/self/autogroup")
-# The kernel accepts only ten changes of a group's niceness a second from all unprivileged processes
-# together.
+# The kernel accepts only ten changes of a group's niceness per second, counted over all
+# unprivileged processes.
 _TRIES, _TRY_AGAIN_SECONDS = 20, 0.1
 _CANNOT_EXECUTE = 127
 

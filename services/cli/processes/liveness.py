@@ -1,4 +1,4 @@
-"""Detects that a child hangs: it answers no health checks, or answers that it is not live."""
+"""Detects a hung child, which does not reply to health checks or replies that it is not live."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,33 +13,33 @@ from services.common.rpc.channel import open_channel
 
 @dataclass(frozen=True, slots=True)
 class LivenessPolicy:
-    """Limits on a child's silence, in seconds. Only time in which the child could have answered
-    counts as silence (see `Silence`). Silence has no limit before the child's first answer to a
+    """Limits on a child's silence, in seconds. Only time in which the child could have replied
+    counts as silence (see `Silence`). Silence has no limit before the child's first reply to a
     liveness or readiness check.
     """
 
     factor: float = 2.0
-    """The limit is multiplied by this factor at each consecutive hang from the second one on. The
-    reason is that killing and restarting children adds load to a slow machine.
+    """The limit is multiplied by this factor for each consecutive hang after the first, because
+    kills and restarts add load to a slow machine.
     """
     longest_seconds: float = 60.0
-    """The upper bound of the multiplied limit, unless the usual limit is higher."""
+    """The upper bound of the multiplied limit, unless the child's own limit is higher."""
     loading_seconds: float = 60.0
     """The minimum of the limit for a child that is not ready yet."""
     stopped_share: float = 0.5
-    """If the system reports a process as stopped, its limit is multiplied by this factor."""
+    """If a signal has stopped the process, the limit is multiplied by this factor."""
     pause_seconds: float = 0.6
-    """Time between an answer and the next check."""
+    """Time between a reply and the next check."""
     period_seconds: float = 0.2
     """Time between two measurements of a child's silence."""
 
     @property
     def longest_turn_seconds(self) -> float:
-        """At most this number of seconds between two measurements counts as silence."""
+        """Limit on the seconds between two measurements that count as silence."""
         return 2 * self.pause_seconds
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:
-        """The limit of a child's silence after `num_hangs` hangs in a row, in seconds."""
+        """The limit on a child's silence, in seconds, after `num_hangs` consecutive hangs."""
         longest = max(self.longest_seconds, usual_seconds)
         return float(min(usual_seconds * self.factor ** max(0, num_hangs - 1), longest))
 
@@ -47,7 +47,7 @@ class LivenessPolicy:
 async def until_hung(
     child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
 ) -> str:
-    """Checks a child until it hangs. Returns why. `num_hangs` runs in a row ended so."""
+    """Checks a child until it hangs. Returns the reason. `num_hangs` counts consecutive hangs."""
     address = child.spec.liveness_address
     assert address is not None
     watch = _Watch(child, is_ready, num_hangs, policy)
@@ -71,7 +71,7 @@ async def until_hung(
 
 
 class _Watch:
-    """Measures the silence of a child since its last answer."""
+    """Measures the silence of a child since its last reply."""
 
     def __init__(
         self, child: Child, is_ready: Callable[[], bool], num_hangs: int, policy: LivenessPolicy
@@ -89,7 +89,7 @@ class _Watch:
         self._has_answered = True
 
     def why_too_silent(self) -> str:
-        """Measures the silence until now. Returns the reason if it is too long, or ""."""
+        """Measures the silence until now. Returns an error text if it is too long, otherwise ""."""
         reading = self._read(self._now())
         is_stopped = any(process.is_stopped for process in reading.watched)
         self._has_answered = self._has_answered or self._is_ready()

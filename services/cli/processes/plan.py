@@ -1,4 +1,4 @@
-"""The processes of `stepwell up`: command, environment, readiness and stop time of each."""
+"""The processes of `stepwell up`, with each process's command, environment and time limits."""
 
 import sys
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from services.cli.settings import UpSettings, settings_of
 from services.common.process.settings import as_text, env_prefix, variable_name
 from services.common.rpc.addresses import join_host_port
 
-# The gateway drains first, which means that it refuses new requests and finishes running ones. All
-# stages together stop in less than ten seconds, because most supervisors then kill a process.
+# The gateway drains first: it rejects new requests and finishes running requests. All stages
+# together stop within ten seconds, after which most supervisors would kill `stepwell up`.
 _GATEWAY_DRAIN_SECONDS, _GATEWAY_STOP_SECONDS = 4.0, 6.0
 _SCHEDULER_DRAIN_SECONDS, _SCHEDULER_STOP_SECONDS = 0.5, 1.5
 _CACHES_DRAIN_SECONDS, _CACHES_STOP_SECONDS = 0.5, 1.5
@@ -26,42 +26,44 @@ _GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
 """Seconds for which a stopping gateway that keeps traces still accepts other services' spans."""
 
 _VIEWER = (".viewer", "services.gateway.options")
-"""The option of the gateway that keeps traces. A gateway without its folder refuses its settings.
-The folder is looked for, because the import of the gateway's list of options takes a second.
+"""The gateway's option that keeps traces. Without the option's folder, the gateway would reject the
+settings of the option. An import of the gateway's options would take a second.
 """
 _RESUBMIT = env_prefix("gateway") + "RESUBMIT_TIMEOUT_SECONDS"
 _LOOPBACK = "127.0.0.1"
 
-# Time for which OpenTelemetry's SDK collects spans before it exports them. Its default is five
-# seconds.
+# Time for which OpenTelemetry's SDK collects spans before it exports them. The SDK's default is
+# five seconds.
 _EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
 
 _RESTART_SECONDS = 600.0
-"""Limit on the wait for a replica. A service that ended is restarted, which may take minutes."""
+"""Limit on the gateway's wait for a replica, whose services may take minutes to restart."""
 _GATEWAY_PATIENCE = 5
-"""Multiplies the gateway's liveness timeout, because killing it breaks its clients' streams."""
+"""Factor of the gateway's liveness timeout. A kill of the gateway breaks its clients' streams."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
     """Addresses of the services. The gateway listens on two ports, the other services on Unix
-    sockets in one directory. All services also answer health checks on sockets there.
+    sockets in `run_directory`. The gateway also has a socket there, for health checks.
     """
 
     host: str
     http_port: int
     grpc_port: int
     run_directory: Path
-    """The directory of the sockets."""
+    """The directory of the Unix sockets."""
     master_ports: tuple[int, ...] = ()
-    """For each replica, the port where its model's ranks connect. Empty without ranks."""
+    """For each replica, the port at which the ranks of its model connect to each other. Empty if
+    each replica has one worker.
+    """
     vllm_grpc_ports: tuple[int, ...] = ()
-    """For each replica, the port where its scheduler serves vllm.grpc.engine, if it does."""
+    """For each replica, the port where its scheduler serves vllm.grpc.engine. May be empty."""
     admin_port: int | None = None
-    """The loopback port of operator calls. It is None if operator calls are not served."""
+    """The loopback port of operator calls. None if operator calls are not served."""
 
     def socket(self, service: str) -> str:
-        """The internal address of a service. The gateway answers only health checks there."""
+        """The internal address of a service. The gateway serves only health checks at it."""
         return f"unix:{self.run_directory / service}.sock"
 
     @property
@@ -71,7 +73,7 @@ class Addresses:
 
     @property
     def admin(self) -> str | None:
-        """The address of operator calls, host:port. It is None if operator calls are not served."""
+        """The address of operator calls, host:port. None if operator calls are not served."""
         return None if self.admin_port is None else join_host_port(_LOOPBACK, self.admin_port)
 
     @property
@@ -100,7 +102,7 @@ def stages(settings: UpSettings, addresses: Addresses, environ: Mapping[str, str
 
 
 class _Specs:
-    """Builds the child processes, each with the settings of `stepwell up` that it has."""
+    """Builds the child processes. Forwards the settings of `stepwell up` that each process has."""
 
     def __init__(
         self, settings: UpSettings, addresses: Addresses, environ: Mapping[str, str]
@@ -115,7 +117,7 @@ class _Specs:
     def of(
         self, service: str, name: str, wiring: Mapping[str, Any], team: str | None = None
     ) -> ChildSpec:
-        """The process of the service `name`. `wiring` overrides the settings of `stepwell up`."""
+        """The process `name` of a service. `wiring` overrides the settings of `stepwell up`."""
         settings, address = self._settings, self._addresses.socket(name)
         passed = {setting: getattr(settings, setting) for setting in settings_of(service)}
         given = {setting: value for setting, value in passed.items() if value is not None}
@@ -139,7 +141,7 @@ class _Specs:
 
 @dataclass(frozen=True, slots=True)
 class _Wiring:
-    """Settings of each service for the addresses of the other services and for drain times."""
+    """Settings of each service that `stepwell up` determines: addresses and drain times."""
 
     settings: UpSettings
     addresses: Addresses
@@ -191,9 +193,9 @@ class _Wiring:
 def _kept_traces(
     service: str, given: Mapping[str, Any], addresses: Addresses, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Settings for exporting spans to the gateway in addition to a collector. Without a collector
-    and without configured ratios, a service samples no trace by itself, and the scheduler traces
-    all steps of traced requests.
+    """Settings for exporting spans to the gateway, in addition to a configured collector. Without a
+    collector and configured sampling ratios, only the gateway decides which traces are sampled, and
+    the scheduler traces all steps of traced requests.
     """
     if service == "gateway":
         by_ratio = given.get("trace_sample_ratio") is not None
@@ -230,7 +232,9 @@ class _Replica:
 
     @classmethod
     def named(cls, index: int, settings: UpSettings) -> "_Replica":
-        """Names with the index of the replica and the rank, where there are several."""
+        """Creates the names. They include the replica's index if there are several replicas, and
+        the rank if there are several ranks.
+        """
         suffix = f"-{index}" if settings.replicas > 1 else ""
         size = settings.num_ranks
         team = f"worker{suffix}"
@@ -241,7 +245,7 @@ class _Replica:
 def _membership(
     rank: int, replica: int, settings: UpSettings, addresses: Addresses
 ) -> dict[str, Any]:
-    """Settings of a worker's rank in its group. A single worker gets group sizes of 1, which
+    """Settings of a worker's rank in its group. The group sizes of a single worker are set to 1, to
     override WORLD_SIZE and RANK in the environment of the command.
     """
     sizes = {
@@ -259,7 +263,7 @@ def _membership(
 
 
 def _sharing(replica: int, settings: UpSettings) -> dict[str, int]:
-    """Settings of a worker's replica among the replicas that share this machine."""
+    """Settings that inform a worker about the replicas with which it shares this machine."""
     if settings.replicas == 1:
         return {}
     return {"num_local_replicas": settings.replicas, "local_replica": replica}
@@ -276,15 +280,15 @@ def _vllm_grpc(replica: int, settings: UpSettings, addresses: Addresses) -> dict
 
 
 def _reachable(host: str) -> str:
-    """The host under which clients on this machine reach a server that listens on `host`."""
+    """The host at which clients on this machine reach a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _with_settings(
     environ: Mapping[str, str], service: str, values: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The environment plus one variable for each setting. The setting's own _FILE variable is
-    removed. Settings are not passed as flags, since other users of the machine can read flags.
+    """The environment plus one variable for each setting, and without the setting's _FILE variable.
+    Settings are not passed as flags, since other users of the machine can read flags.
     """
     own = {variable_name(service, name): as_text(value) for name, value in values.items()}
     files = {f"{name}_FILE" for name in own}

@@ -1,4 +1,4 @@
-"""Checks whether ports of this machine are free, and finds free ones."""
+"""Checks whether ports of this machine are free, and finds free ports."""
 
 import errno
 import random
@@ -10,16 +10,16 @@ from services.cli.errors import CommandError
 
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_EPHEMERAL = 32_768
-"""Linux's default, used if the file cannot be read."""
+"""Linux's default start of the ephemeral range, used if the kernel's file cannot be read."""
 _LOWEST = 10_000
 _TRIES = 100
 
 
 def claim_port(host: str, port: int, flag: str) -> int:
-    """Returns `port` if a server can listen there, or a free port for port 0. The port is closed
-    again before this returns. Raises CommandError, naming `flag`, if no server can listen there. A
-    free port lies below the kernel's ephemeral range. Otherwise the kernel could assign the port to
-    an outgoing connection, or to a server on port 0, before its own server listens.
+    """Returns `port` if a server can listen on it, or a free port if `port` is 0. The port is not
+    kept open. Raises CommandError, which names `flag`, if no server can listen. A free port is
+    below the kernel's ephemeral range. Otherwise the kernel could assign the port to an outgoing
+    connection, or to another server that listens on port 0, before the intended server listens.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -38,7 +38,7 @@ def claim_port(host: str, port: int, flag: str) -> int:
 
 
 def _candidates() -> list[int]:
-    """Ports to try, in order. The last is 0."""
+    """Ports to try, in order. The last one is 0, for which the kernel chooses a port."""
     try:
         end = int(_EPHEMERAL_PORTS.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -52,8 +52,7 @@ def _listened(family: int, address: tuple[object, ...]) -> int:
     with socket.socket(family, socket.SOCK_STREAM) as claimed:
         claimed.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         claimed.bind(address)
-        # The kernel reports a conflict only at listen(), because two sockets may be bound to one
-        # address.
+        # Two sockets can be bound to one address, so only listen() reports a conflict.
         claimed.listen(1)
         return int(claimed.getsockname()[1])
 

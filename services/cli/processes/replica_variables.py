@@ -1,5 +1,5 @@
-"""Environment variables of services in a `stepwell up` with several replicas. Each replica gets its
-own metrics address. Variables that only one replica can use are refused.
+"""Environment variables of services if `stepwell up` starts several replicas. Each replica has its
+own metrics address. Variables that only one replica could use are rejected.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ _OF_ONE_REPLICA = {
     "kvpool": ("health_address", "health_file"),
     "worker": ("health_address", "health_file"),
 }
-"""For each service, its settings that name a file or an address of a single process."""
+"""For each service, the settings that name a file or an address of a single process."""
 
 
 def metrics_of(service: str, replica: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The metrics address of a replica's scheduler or pool, as an environment variable. The port of
-    the configured variable is used for replica 0, and increases by one for each further replica.
-    Port 0 stays 0. The result is empty if the variable is not set.
+    """The metrics address of a replica's scheduler or pool, as an environment variable. Replica 0
+    has the configured port, and each further replica has the next port. Port 0 stays 0. The result
+    is empty if no port is configured.
     """
     address = environ.get(_metrics_variable(service), "")
     if not address or is_host_port(address) is not None:

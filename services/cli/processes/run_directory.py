@@ -12,13 +12,15 @@ from services.cli.errors import CommandError
 from services.common.rpc.local_stream import streams_path
 
 _LONGEST_PATH_BYTES = 107
-"""The longest path of a socket. sockaddr_un has 108 bytes, including a final zero byte."""
+"""The longest path of a Unix socket. sockaddr_un has 108 bytes, including a final zero byte."""
 _LONGEST_NAME = streams_path("scheduler-63.sock")
 _PRIVATE = 0o700
 
 
 def ensure_directory(path: Path) -> None:
-    """Creates a run's directory if it was removed. Raises CommandError if another user did."""
+    """Creates a run's directory again if it was removed. Raises CommandError if another user has
+    created it.
+    """
     try:
         path.mkdir(mode=_PRIVATE)
     except FileExistsError:
@@ -31,8 +33,8 @@ def ensure_directory(path: Path) -> None:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """Yields a new directory that only this user can enter, and removes it at the end. It is in the
-    directory for temporary files, or in /tmp if socket addresses would be too long.
+    """Yields a new directory that only this user can enter. Removes it when the context ends. It is
+    in the directory for temporary files, or in /tmp if socket paths would be too long.
     """
     path = Path(tempfile.mkdtemp(prefix="stepwell-"))
     if len(os.fsencode(path / _LONGEST_NAME)) > _LONGEST_PATH_BYTES:

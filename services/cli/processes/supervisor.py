@@ -1,12 +1,12 @@
 """Keeps child processes running, and stops them in order.
 
-All children start at once, so that they load in parallel. If a child ends before its first
-readiness, the supervisor ends too. A child that ends later is restarted with its team. A child that
-hangs is killed and restarted in the same way. The first restart is immediate, and later restarts
-have growing delays. This follows Erlang's supervisors and systemd, except that the number of
-restarts is not limited. At the end of the run, the stages stop one after the other, each with its
-own time limit. After the last stage, drained children that still serve other children are stopped.
-Remaining children are killed.
+All children start at once, so that they load in parallel. If a child ends before it was ever ready,
+the supervisor ends too. A child that ends later is restarted with its team. A child that hangs is
+killed and restarted in the same way. Delays before restarts grow with each consecutive restart.
+This follows Erlang's supervisors and systemd, except that the number of restarts is not limited. At
+the end of the run, the stages stop one after the other, each with its own time limit. Children that
+do not stop in time are killed. After the last stage, children that have drained but still serve
+other children are stopped.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from services.cli.processes.liveness import LivenessPolicy, until_hung
 from services.common.process.watchdog.ended import note_ended
 
 _LAST_STOP_SECONDS = 0.9
-"""Seconds that a drained child may take to end."""
+"""Seconds within which a drained child must end after the last stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Delays before a child is restarted. The delay grows with each consecutive death. The delay is
-    reset by a run in which the whole team was ready for `steady_seconds`. After the end of one
-    child, the other children of its team have `team_end_seconds` to end by themselves.
+    """Delays before a team is restarted. The delay grows with each consecutive death, and is reset
+    after a run in which the whole team was ready for `steady_seconds`. When one child has ended,
+    the other children of its team have `team_end_seconds` to end by themselves.
     """
 
     first_delay_seconds: float = 0.1
@@ -45,7 +45,7 @@ class RestartPolicy:
     team_end_seconds: float = 2.0
 
     def delay_seconds(self, num_deaths: int) -> float:
-        """The delay after the given number of consecutive deaths."""
+        """The delay after `num_deaths` consecutive deaths."""
         return min(
             self.first_delay_seconds * self.factor ** (num_deaths - 1), self.longest_delay_seconds
         )
@@ -61,26 +61,25 @@ class Observer(Protocol):
         """A child became ready, `seconds` after its start."""
 
     def hung(self, name: str, reason: str) -> None:
-        """A child hangs and is killed."""
+        """A child hangs and will be killed."""
 
     def died(
         self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
     ) -> None:
-        """A child that was ready before has ended by itself. It is restarted after the delay.
-        `num_deaths` is the number of consecutive deaths without `steady_seconds` of readiness in
-        between.
+        """A child of a team that ended has ended. It is restarted after the delay. `num_deaths`
+        is the number of consecutive deaths of the team.
         """
 
     def stopping(self, name: str) -> None:
-        """A child is asked to end."""
+        """A child will receive SIGTERM."""
 
     def killed(self, name: str, seconds: float) -> None:
-        """A child did not end within its time limit and is killed."""
+        """A child did not stop within `seconds` and will be killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The end of a run: exit status in words, seconds of readiness, and whether it was hung."""
+    """The end of a child's run: exit status in words, seconds of readiness, and whether it hung."""
 
     status: str
     ready_seconds: float
@@ -88,12 +87,14 @@ class End:
 
 
 class Deaths:
-    """Counts the consecutive ends of a team, without `steady_seconds` of readiness in between."""
+    """Counts the consecutive deaths of a team: ends without `steady_seconds` of readiness between
+    them.
+    """
 
     def __init__(self, steady_seconds: float) -> None:
         self.num_in_a_row = 0
         self.num_hangs = 0
-        """The number of these ends in which a child hung."""
+        """The number of consecutive deaths in which a child hung."""
         self._steady_seconds = steady_seconds
 
     def ended(self, ends: Sequence[End]) -> None:
@@ -104,7 +105,7 @@ class Deaths:
 
 
 class StartFailed(Exception):
-    """A child ended before its first readiness."""
+    """A child ended before it was ever ready."""
 
     def __init__(self, name: str, status: str, tail: Sequence[str]) -> None:
         super().__init__(f"{name} ended with {status} before it was ready")
@@ -142,10 +143,10 @@ class Supervisor:
         return [name for name, event in self._was_ready.items() if not event.is_set()]
 
     async def run(self) -> None:
-        """Returns after `stop` was set and every child has ended. If a child ends before it was
-        first ready, stops all other children, and raises StartFailed after they have ended. Sets
-        `all_ready` once each child has been ready. During the stop, `kill_now` kills the remaining
-        children.
+        """Returns when `stop` was set and all children have ended. If a child ends before it was
+        ever ready, stops all other children, and raises StartFailed when they have ended. Sets
+        `all_ready` once each child has been ready. If `kill_now` is set during the stop, the
+        remaining children are killed.
         """
         specs = [spec for stage in self._stages for spec in stage.specs]
         self._was_ready = {spec.name: asyncio.Event() for spec in specs}
@@ -176,8 +177,8 @@ class Supervisor:
         self.all_ready.set()
 
     async def _keep_running(self, team: Sequence[ChildSpec]) -> None:
-        """Runs a team repeatedly until it is cancelled. Raises StartFailed if a child ends before
-        it was first ready.
+        """Runs a team repeatedly until cancelled. Raises StartFailed if a child ends before it was
+        ever ready.
         """
         num_restarts, deaths = 0, Deaths(self._restarts.steady_seconds)
         while True:
@@ -212,7 +213,7 @@ class Supervisor:
         return child
 
     async def _run_to_end(self, child: Child, num_restarts: int, num_hangs: int) -> End:
-        """Waits for the end of a run. Raises StartFailed if the program never became ready."""
+        """Waits for the end of a run. Raises StartFailed if no run of the child was ever ready."""
         spec, started, ready = child.spec, time.monotonic(), asyncio.Event()
         ready_at: float | None = None
         killing = asyncio.create_task(self._kill_when_hung(child, ready, num_hangs))
@@ -234,7 +235,9 @@ class Supervisor:
         return End(status, ready_seconds, hung=hung is True)
 
     async def _kill_when_hung(self, child: Child, ready: asyncio.Event, num_hangs: int) -> bool:
-        """Returns True once a hung child was killed, and False if liveness is not checked."""
+        """Waits until a child hangs, kills it, and returns True. Returns False at once if the
+        child's liveness is not checked.
+        """
         if child.spec.liveness_address is None:
             return False
         reason = await until_hung(child, ready.is_set, num_hangs, self._liveness)
@@ -280,7 +283,7 @@ class Supervisor:
         await asyncio.gather(*stops)
 
     async def _until_ended(self, ended: asyncio.Future[Any], stop_seconds: float) -> None:
-        """Waits until the children have ended, the time is over, or `kill_now` is set."""
+        """Waits until `ended` is done, `stop_seconds` have passed, or `kill_now` is set."""
         kill_now = asyncio.ensure_future(self.kill_now.wait())
         either: set[asyncio.Future[Any]] = {ended, kill_now}
         await asyncio.wait(either, timeout=stop_seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -288,7 +291,7 @@ class Supervisor:
 
 
 async def _ready_before_its_end(child: Child) -> bool:
-    """Returns True once the child is ready, or False if it has ended before."""
+    """Returns True once the child is ready, or False if it ends before."""
     ready = asyncio.ensure_future(child.spec.until_ready())
     ended = asyncio.ensure_future(child.wait())
     either: set[asyncio.Future[Any]] = {ready, ended}

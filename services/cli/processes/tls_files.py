@@ -1,4 +1,4 @@
-"""TLS certificates of the client commands. Reads the flags, and explains TLS errors."""
+"""TLS certificates of the commands that are clients: reads their flags, and explains TLS errors."""
 
 import argparse
 import os
@@ -28,7 +28,7 @@ _TLS_ERRORS = (
     ("CERTIFICATE_REQUIRED", "the server asks for a certificate; --cert-file names it"),
     ("UNKNOWN_CA", "the server does not trust the certificate of --cert-file"),
 )
-"""Parts of OpenSSL's messages, each with its explanation."""
+"""Pairs of a part of OpenSSL's messages and an explanation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class TlsFiles:
 
     @classmethod
     def taken_from(cls, arguments: MutableMapping[str, Any]) -> Self:
-        """Builds the files from the flags and removes these flags from `arguments`."""
+        """Creates an object from the flags, and removes these flags from `arguments`."""
         return cls(**{name: arguments.pop(name) for name in _FLAGS})
 
     def context(self) -> ssl.SSLContext:
@@ -74,6 +74,6 @@ def _why(error: OSError) -> str:
 
 
 def why_no_tls(error: str) -> str:
-    """The explanation of an error text of OpenSSL."""
+    """Explains an error text of OpenSSL."""
     meanings = (meaning for words, meaning in _TLS_ERRORS if words in error)
     return next(meanings, error)

@@ -1,4 +1,4 @@
-"""`stepwell profile`: measures a worker's steps, and fits a profile of the simulated device."""
+"""`stepwell profile`: measures a worker's steps, and fits a profile for the simulated device."""
 
 from services.cli.profile.command import main
 

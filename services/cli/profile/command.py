@@ -1,4 +1,4 @@
-"""`stepwell profile`: its arguments, its report and the profile that it writes."""
+"""`stepwell profile`: parses the arguments, and writes the profile and a report."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.steps < _LEAST_STEPS:
         parser.error(f"--steps must be at least {_LEAST_STEPS}")
-    # Imported only here, since importing torch takes seconds.
+    # Imported here, since importing torch takes seconds.
     from services.cli.profile.fit import fit_times  # noqa: PLC0415
     from services.cli.profile.steps import MeasuredWorker  # noqa: PLC0415
     from services.worker.build import load_worker  # noqa: PLC0415
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def profile_text(fit: "Fit", described: "WorkerDescription") -> str:
-    """The profile, in the format of services/worker/profiles/profile.py."""
+    """Formats the profile for services/worker/profiles/profile.py."""
     memory = described.num_blocks * described.bytes_per_block
     name, computed_with = described.model_name, f"{described.dtype}, {described.kernels}"
     lines = [

@@ -9,13 +9,15 @@ from services.worker.core.step_times import StepCosts, StepTimes, curve_value, n
 from services.worker.sampling.arrays import Float64Array, Int32Array
 
 _HELD_OUT = 5
-"""One in five measurements is not fitted, and only used to compute errors."""
+"""One of this many measurements is not fitted, but used to compute the errors of the fit."""
 _SIZES = tuple(size for power in range(20) for size in (2**power, 3 * 2**power // 2) if size)
-"""Numbers of tokens at which a curve may have a point: powers of 2, and halfway between them."""
+"""Numbers of tokens at which the curve of step times may have a point: powers of 2, and the numbers
+halfway between them.
+"""
 _LEAST_STEPS = 10
-"""Measurements between two points of a curve."""
+"""The minimum number of measurements between two points of the curve."""
 _REQUESTS = 2
-"""The column of the number of requests."""
+"""The index of the number of requests in the result of `_features`."""
 _ROUNDING = 1e-10
 
 
@@ -29,18 +31,18 @@ class Measurement:
 
     @property
     def num_tokens(self) -> int:
-        """The number of the step's tokens."""
+        """The number of scheduled tokens of the step."""
         return int(self.num_scheduled_tokens.sum())
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request has a single token."""
+        """Whether every request has a single scheduled token."""
         return bool((self.num_scheduled_tokens == 1).all())
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Relative errors of the predicted times of steps."""
+    """Relative errors of predicted step times."""
 
     num_steps: int
     median: float
@@ -57,7 +59,9 @@ class Fit:
 
 
 def fit_times(measured: Sequence[Measurement]) -> Fit:
-    """Fits both kinds of steps. Each kind needs at least ten measurements."""
+    """Fits the times of decode steps and of steps with chunks of prompts (mixed steps). Each kind
+    needs at least ten measurements.
+    """
     fitted = [one for index, one in enumerate(measured) if index % _HELD_OUT]
     others = [one for index, one in enumerate(measured) if not index % _HELD_OUT]
     times = StepTimes(
@@ -72,11 +76,11 @@ def fit_times(measured: Sequence[Measurement]) -> Fit:
 
 
 def _fit(measured: Sequence[Measurement]) -> StepCosts:
-    """The costs that minimize the squares of the relative errors."""
+    """The costs with the least sum of squared relative errors."""
     seconds = np.array([one.seconds for one in measured])
     places = _places([one.num_tokens for one in measured])
     rows = np.array([_features(one, places) for one in measured])
-    if all(one.is_decode for one in measured):  # the curve is by requests, too
+    if all(one.is_decode for one in measured):  # there are as many requests as tokens
         rows[:, _REQUESTS] = 0
     found = least_squares(rows / seconds[:, None], np.ones(len(seconds))).tolist()
     chunks, single, each, *curve = found
@@ -89,8 +93,8 @@ def _fit(measured: Sequence[Measurement]) -> StepCosts:
 
 
 def _places(numbers: Sequence[int]) -> list[int]:
-    """The places of a curve's points, given the numbers of tokens that were measured. They are the
-    least and the largest number, and sizes between them.
+    """The numbers of tokens at which the curve has points: the smallest and the largest of
+    `numbers` (the tokens of the measured steps), and some of `_SIZES` between them.
     """
     ordered = np.sort(numbers)
     places, last = [int(ordered[0])], int(ordered[-1])
@@ -102,7 +106,9 @@ def _places(numbers: Sequence[int]) -> list[int]:
 
 
 def _features(measured: Measurement, places: Sequence[int]) -> list[float]:
-    """The numbers whose products with the coefficients are summed to a step's time."""
+    """The numbers that are multiplied by the coefficients of StepCosts. The sum of the products is
+    the step's time.
+    """
     one = measured
     contexts = num_contexts(one.num_scheduled_tokens, one.num_computed_tokens)
     units = np.eye(len(places)).tolist()
@@ -111,8 +117,8 @@ def _features(measured: Measurement, places: Sequence[int]) -> list[float]:
 
 
 def least_squares(rows: Float64Array, targets: Float64Array) -> Float64Array:
-    """The coefficients of 0 or more whose products with the rows are closest to the targets, by the
-    algorithm of Lawson and Hanson ("Solving Least Squares Problems", 1974).
+    """The non-negative coefficients x that minimize |rows x - targets|, by the algorithm of Lawson
+    and Hanson ("Solving Least Squares Problems", 1974).
     """
     scales = np.linalg.norm(rows, axis=0)
     scales[scales == 0] = 1

@@ -1,4 +1,4 @@
-"""Runs random steps on a worker, without scheduler and pool, and measures them."""
+"""Runs random steps on a worker, without scheduler and pool, and measures the steps' times."""
 
 import time
 from collections.abc import Callable
@@ -14,13 +14,14 @@ from services.worker.sampling.arrays import Int32Array
 _GREEDY = SamplingParams(temperature=0)
 _LEAST_RUNS, _MOST_RUNS = 3, 31
 _MORE = 2
-"""Tokens that a request computes after its context: one as it enters, and one in the measured step.
+"""Tokens that a decoding request computes after its context: one when it enters the batch, and one
+in the measured step.
 """
 
 
 class MeasuredWorker:
-    """Measures steps of random shapes. Contexts are as if they had been computed before: their
-    blocks have any contents, which do not change the time.
+    """Measures steps of random shapes. The contexts of requests are not computed: their blocks have
+    arbitrary contents, which do not affect the time.
     """
 
     def __init__(self, runner: StepRunner, seed: int) -> None:
@@ -35,10 +36,10 @@ class MeasuredWorker:
     def measure(
         self, num_steps: int, seconds: float, progress: Callable[[int, int], None]
     ) -> list[Measurement]:
-        """Decode steps and steps with chunks in turn. All steps are run three times and, for as
-        long as `seconds` have not passed, up to 31 times. They are run one round after the other,
-        so that a disturbance of the machine concerns one run of a step. The runs of median time are
-        returned. Calls `progress` with the number of the round and of its steps so far.
+        """Measures `num_steps` steps, alternately decode steps and steps with chunks of prompts.
+        All steps are run in three rounds and, until `seconds` have passed, in up to 31 rounds, so
+        that a disturbance of the machine affects only one run of a step. Returns the median run of
+        each step. Calls `progress` with the number of the round, and of the step in the round.
         """
         runs: list[list[Measurement]] = [[] for _ in range(num_steps)]
         began = time.perf_counter()
@@ -57,7 +58,7 @@ class MeasuredWorker:
         return self._run(np.ones_like(contexts), contexts + 1)
 
     def _chunks(self) -> Measurement:
-        """Requests that decode, and one or two that enter with a chunk of their prompt."""
+        """Runs a step of requests that decode, and one or two new requests with a prompt chunk."""
         limits = self._limits
         most = limits.max_num_batched_tokens
         num_chunks = int(self._random.integers(1, 3)) if limits.max_num_seqs > 2 and most > 8 else 1
@@ -79,12 +80,12 @@ class MeasuredWorker:
         return self._run(counts, computed, entering)
 
     def _between(self, least: int, most: int) -> int:
-        """A number that is drawn evenly by its logarithm."""
+        """Draws a number from `least` to `most` whose logarithm is uniformly distributed."""
         return int(np.exp(self._random.uniform(np.log(least), np.log(most + 1))))
 
     def _contexts(self, count: int, num_more: int) -> Int32Array:
-        """Numbers of computed tokens that leave room for `num_more` tokens. Together they fit into
-        the cache.
+        """Draws the context lengths of `count` requests, so that all requests fit into the KV cache
+        even with `num_more` more tokens each.
         """
         limits = self._limits
         room = limits.num_blocks * limits.block_size // (limits.num_groups * max(count, 1))
@@ -93,7 +94,7 @@ class MeasuredWorker:
         return drawn.astype(np.int32)
 
     def _enter(self, contexts: Int32Array) -> None:
-        """Begins a new batch of requests with these contexts, whose last tokens are computed."""
+        """Begins a new batch of requests, and computes one token after each request's context."""
         self._generation += 1
         self._step = 0
         if len(contexts):
@@ -101,7 +102,7 @@ class MeasuredWorker:
                 self._request(row, int(count) + 1, int(count) + _MORE)
                 for row, count in enumerate(contexts)
             )
-            # Steps may have fewer tokens than the batch has requests.
+            # A step may be limited to fewer tokens than the batch has requests.
             most = self._limits.max_num_batched_tokens
             for begin in range(0, len(contexts), most):
                 some = slice(begin, begin + most)
@@ -130,7 +131,7 @@ class MeasuredWorker:
         self._step += 1
 
     def _request(self, row: int, num_tokens: int, room: int) -> NewRequest:
-        """A request with blocks for `room` tokens in each group."""
+        """A request with blocks for `room` tokens in each KV-cache group."""
         limits = self._limits
         tables = []
         for size in limits.block_sizes:

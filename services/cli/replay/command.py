@@ -1,4 +1,4 @@
-"""The command line of `stepwell replay`: arguments and output."""
+"""`stepwell replay`: parses the arguments, replays a step log and prints the results."""
 
 import argparse
 import asyncio
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _record_file(path: Path | None) -> Iterator[Write | None]:
-    """What writes records to a file. Raises CommandError if the file cannot be written."""
+    """Yields a function that writes records to a file, or None. Raises CommandError."""
     if path is None:
         yield None
         return
@@ -82,7 +82,9 @@ def _record_file(path: Path | None) -> Iterator[Write | None]:
 async def _replay_log(
     arguments: argparse.Namespace, overrides: dict[str, Any], write: Write | None
 ) -> int:
-    """Replays the log to its end, or to damage, after which CommandError is raised."""
+    """Replays the log and prints the results. If the log is damaged, replays it up to the damage,
+    and then raises CommandError.
+    """
     path, plot = arguments.file, arguments.plot
     log = StepLogFile(path)
     config = changed_config(log.header.config, overrides)

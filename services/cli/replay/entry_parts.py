@@ -24,7 +24,7 @@ def read_sampling(entry: Field, max_tokens: int | None) -> SamplingParams:
 
 
 def read_observed(entry: Field) -> list[ObservedStep]:
-    """The steps whose times became known before a step was planned."""
+    """The steps whose times became known just before the entry's step was planned."""
     steps = []
     for item in entry.get("observed_steps", []).items():
         parts = list(item.items())
@@ -56,13 +56,13 @@ def read_grammar(entry: Field) -> GrammarStatus | None:
 
 
 def _read_refused(entry: Field, token_ids: list[list[int]]) -> dict[int, int]:
-    """Maps the index of a request to the position of its first refused token."""
+    """Maps a request's index in the step to the position of its first refused token."""
     refused = _by_index(entry.get("refused_tokens", {}), len(token_ids))
     return {index: of.integer(0, len(token_ids[index])) for index, of in refused.items()}
 
 
 def _by_index(entry: Field, num_requests: int) -> dict[int, Field]:
-    """Maps the index of a request in the step to the request's value in the entry."""
+    """Maps a request's index in the step to the request's value in `entry`."""
     found = {}
     for name in entry.members():
         index = int(name) if name.isdecimal() else num_requests

@@ -1,4 +1,4 @@
-"""Reads JSON that may have been edited or damaged. Every error names the field."""
+"""Reads JSON that may have been edited or damaged. Every error names the invalid field."""
 
 import json
 from collections.abc import Collection, Iterator
@@ -14,7 +14,7 @@ FieldPath = tuple[str | int, ...]
 
 _MAX_SHOWN = 40
 LARGEST = 2**31 - 1
-"""The largest number in logs. Some fields have another bound."""
+"""The default upper bound of integers in logs."""
 
 
 class FieldError(ValueError):
@@ -26,19 +26,19 @@ class FieldError(ValueError):
 
 
 def field_name(path: FieldPath) -> str:
-    """The path as text for people: events[3].add.max_tokens."""
+    """Formats a path for people, such as events[3].add.max_tokens."""
     parts = [f"[{step}]" if isinstance(step, int) else f".{_readable(step)}" for step in path]
     return "".join(parts).removeprefix(".") or "the document"
 
 
 def _readable(name: str) -> str:
-    """The name. A long or unprintable name is shortened and written as a JSON string."""
+    """Formats a member's name. Long or unprintable names are shortened and quoted as in JSON."""
     return name if name.isprintable() and len(name) <= _MAX_SHOWN else json.dumps(name[:_MAX_SHOWN])
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value with its path. A method raises FieldError for another type or range."""
+    """A value with its path. Methods raise FieldError if the value's type or range is wrong."""
 
     value: Any
     path: FieldPath = ()
@@ -51,7 +51,7 @@ class Field:
         return Field(self.value[name], (*self.path, name))
 
     def get(self, name: str, default: Any) -> "Field":
-        """A member of an object, or the default value if it is missing."""
+        """A member of an object, or `default` if the member is missing."""
         return Field(self.members().get(name, default), (*self.path, name))
 
     def members(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Field:
             type(value) is int and low <= value <= high for value in values
         ):
             return values
-        # Raises FieldError for the first wrong item.
+        # Raises FieldError for the first invalid item.
         return [item.integer(low, high) for item in self.items()]
 
     def number(self, low: float, high: float) -> float:
@@ -110,7 +110,7 @@ class Field:
         return self.value
 
     def member(self, members: type[E]) -> E:
-        """A member of an enum. The field is a string with the member's value."""
+        """The member of an enum whose value the field has."""
         return members(self.one_of([member.value for member in members]))
 
     def wrong(self, complaint: str) -> FieldError:
@@ -121,7 +121,9 @@ class Field:
 
 
 def parse_json(data: bytes, file: Path, line: int = 1) -> Any:
-    """Parses a document on line `line` of a file. Raises CommandError with the error's line."""
+    """Parses a document that begins on line `line` of a file. Raises CommandError, which names the
+    line of the error.
+    """
     try:
         return json.loads(data.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:

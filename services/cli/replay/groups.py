@@ -1,4 +1,4 @@
-"""The KV-cache groups of a step log's header, and the pool for them."""
+"""Reads the KV-cache groups of a step log's header, and checks that a pool can have them."""
 
 from services.cli.replay.fields import Field, FieldError
 from services.common.errors import InvalidArgument
@@ -11,7 +11,7 @@ _MAX_TOKENS = 10**6
 
 
 def read_group(group: Field) -> KVCacheGroup:
-    """A group in the format of a step log's header. Raises FieldError."""
+    """Reads a group in the format of a step log's header. Raises FieldError."""
     return KVCacheGroup(
         group["attention_type"].member(AttentionType),
         group["block_size"].integer(1, _MAX_TOKENS),

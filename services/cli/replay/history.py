@@ -1,4 +1,4 @@
-"""The events of a step log without the scheduler's decisions: the input of a what-if run."""
+"""The events of a step log, without the scheduler's decisions, as the input of a what-if run."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class GrammarCompiled:
 
 @dataclass(frozen=True, slots=True)
 class EndTurn:
-    """The tool that runs after a request has ended, or that the request ended its program."""
+    """The end of a turn: the tool that runs after the turn, and whether the program has ended."""
 
     key: RequestKey
     tool: str
@@ -48,18 +48,18 @@ class EndTurn:
 
 Event = Request | NextChunk | EndTurn | Abort | GrammarCompiled | PauseMode | str
 """An added request, further input of a session, the end of a program's turn, an abort, the end of a
-grammar compilation, a pause, or the name of a scheduler method that concerns no single request:
-resume, forget_pool, preempt_all, reset_prefix_cache, reset_encoder_cache. The name may also be
-COMPLETE, which is not a method.
+grammar compilation, a pause, or a name. The name is COMPLETE, or the name of a scheduler method
+that concerns no single request: resume, forget_pool, preempt_all, reset_prefix_cache or
+reset_encoder_cache.
 """
 COMPLETE = "complete"
-"""The oldest step's output arrived, and no step was planned since the previous one's."""
+"""The event that the oldest step's output arrived without a step planned since the last output."""
 
 
 class History:
-    """The events before each step and the tokens of each request. A step's key is the number of
-    steps planned before it. Events between a plan and the next update are stored with the plan's
-    own step, to be applied after the plan.
+    """The events of a log and the tokens of each request. A step's number is the number of steps
+    planned before it. `before_plan` maps a step's number to the events before the step is planned.
+    `before_update` maps it to the events after that, until an output arrives.
     """
 
     def __init__(self) -> None:
@@ -69,24 +69,25 @@ class History:
         self.requests: dict[RequestKey, Request] = {}
         """All requests. Their token ids are complete once the whole log has been read."""
         self.accepted: dict[RequestKey, dict[int, int]] = defaultdict(dict)
-        """For each request, maps its number of tokens before a verifying step to the number of
-        draft tokens accepted by that step. For sessions, output tokens are counted.
+        """For each request, maps the number of tokens before a step with draft tokens to the number
+        of draft tokens that the step accepted. For sessions, only output tokens are counted.
         """
         self.num_drafts: dict[RequestKey, dict[int, int]] = defaultdict(dict)
         """For each request, maps a number of tokens to the number of draft tokens that were
-        proposed when the request had this number of tokens. What-if runs use this mapping only for
-        requests that are not sessions.
+        proposed when the request had that many tokens. It is not used for sessions.
         """
         self.turns: dict[RequestKey, list[list[int]]] = {}
         """The output tokens of each turn of a session, including the last token of the turn."""
         self.throttled: set[int] = set()
-        """The numbers of the steps whose caller throttled prefills."""
+        """The numbers of the steps for which the caller throttled prefills."""
         self.times: list[float] = []
-        """For each step, the clock when it was planned. Empty if the log has no times."""
+        """The clock's time when each step was planned. Empty if the log has no times."""
         self.observed: dict[int, Sequence[ObservedStep]] = {}
-        """Maps a step to the steps whose times became known before it, see `StepCosts.observe`."""
+        """Maps a step's number to the steps whose times became known just before it was planned
+        (see `StepCosts.observe`).
+        """
         self.without_tokens: set[int] = set()
-        """The numbers of the steps without scheduled requests. These steps still count as time."""
+        """The numbers of the steps without scheduled requests. Such steps still count as time."""
         self._follows_plan = False
 
     def add(self, event: Event) -> None:
@@ -115,7 +116,7 @@ class History:
         self._follows_plan = True
 
     def add_update(self, update: EngineCoreOutputs, drafts: Sequence[Sequence[int]]) -> None:
-        """Notes the output of a step, and the drafts for the next step."""
+        """Stores the output of a step, and the drafts for the next step."""
         if not self._follows_plan:
             self.add(COMPLETE)
         self._follows_plan = False

@@ -10,8 +10,8 @@ from services.cli.replay.log_replay import LogReplay
 
 
 def log_differences(content: bytes) -> list[str]:
-    """The differences of the first entry whose replay differs, or why the log cannot be replayed.
-    The log has whole lines, and may have been cut off after any of them.
+    """The differences in the first entry whose replay differs from the log. If the log cannot be
+    replayed, the only item is the reason. `content` must end with a whole line.
     """
     lines = content.splitlines()
     try:
@@ -29,7 +29,7 @@ async def _differences(lines: list[bytes]) -> list[str]:
 
 
 def _result(replay: Coroutine[Any, Any, list[str]]) -> list[str]:
-    """Runs a replay, which never waits, without an event loop."""
+    """Runs a replay without an event loop, since replays never wait."""
     try:
         replay.send(None)
     except StopIteration as end:

@@ -1,4 +1,4 @@
-"""A step log file. It consists of lines of JSON, compressed or not. The first line is a header."""
+"""Reads a step log file: JSON lines, which may be compressed. The first line is a header."""
 
 import io
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The header of a log: the configuration that a replay needs in addition to the calls."""
+    """The header of a log: the configuration that a replay needs besides the logged calls."""
 
     model_name: str
     config: SchedulerConfig
@@ -35,16 +35,16 @@ class Line:
 
 
 class StepLogFile:
-    """The header and the entries of a file. Each entry is parsed when it is reached. The file may
-    end within a line or a compressed frame, because its writer was killed, is still writing, or ran
-    out of disk space. The entries then end there. Other damage raises CommandError with line and
-    field.
+    """The header and the entries of a file. Each entry is parsed when the iteration reaches it. The
+    file may end within a line or a compressed frame, because its writer was killed, is still
+    writing, or ran out of disk space. The iteration then ends at the last complete line. Other
+    damage raises CommandError, which names line and field.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cut_line: int | None = None
-        """The number of the incomplete line at the end of the file. It is None if the last line is
+        """The number of the incomplete line at the end of the file. None if the last line is
         complete, or if the file has not been read to its end.
         """
         self._lines = self._parsed_lines()
@@ -62,7 +62,7 @@ class StepLogFile:
 
     @contextmanager
     def naming(self, line: Line) -> Iterator[None]:
-        """Adds the line's number to field errors, whether they are raised here or by the pool."""
+        """Converts errors in the `with` block to CommandErrors that name the file and the line."""
         try:
             yield
         except FieldError as error:
@@ -94,7 +94,6 @@ class StepLogFile:
 
 
 def _open_file(path: Path) -> IO[bytes]:
-    """Opens the file for reading. Raises CommandError."""
     try:
         return path.open("rb")
     except OSError as error:
@@ -102,7 +101,7 @@ def _open_file(path: Path) -> IO[bytes]:
 
 
 def _decompressed_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file, compressed or not. Raises ValueError if it is damaged."""
+    """The lines of a file, which are decompressed if necessary. Raises ValueError for damage."""
     magic = file.read(len(_ZSTD_MAGIC))
     file.seek(0)
     if magic != _ZSTD_MAGIC:

@@ -1,4 +1,4 @@
-"""Replays a step log: repeats its calls, and compares the scheduler's decisions with it."""
+"""Replays a step log: repeats its calls, and compares the scheduler's decisions with the log."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ _CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field whose value differs from the logged one."""
+    """A field whose replayed value differs from the logged value."""
 
     step: int
     field: str
@@ -66,10 +66,10 @@ class LogReplay(SchedulerRun):
     """Replays the entries of a log in order, and stores the history for a what-if run."""
 
     def __init__(self, header: Header, write: Write | None = None) -> None:
-        """If `write` is set, it gets the records of each step."""
+        """If `write` is set, it is called with the records of each step."""
         self._recorded: list[Entry] = []
         self._now = 0.0
-        """The clock in the last entry that has one."""
+        """The clock's time in the last entry that has a time."""
         pool = InProcessPool(header.config)
         self._answers = LoggedAnswers() if header.config.kv_role else None
         connect = None if self._answers is None else TRANSFERS.replaying(self._answers)
@@ -83,8 +83,9 @@ class LogReplay(SchedulerRun):
         """Whether the log's entry `end` was read."""
 
     async def replay_entry(self, entry: Field) -> list[Difference]:
-        """Makes the call of an entry. Returns the fields whose values differ. No entry can follow a
-        difference. Raises FieldError for an entry that is impossible at its position.
+        """Repeats the call of an entry. Returns the fields whose values differ from the log. No
+        entry can be replayed after a difference. Raises FieldError for an entry that is impossible
+        at its position.
         """
         if self.is_complete:
             raise entry["call"].wrong("must not follow the end")
@@ -134,7 +135,7 @@ class LogReplay(SchedulerRun):
                 await self._apply(self._read_event(call, entry))
 
     def _read_event(self, call: str, entry: Field) -> Event:
-        """The event of a call. A call that concerns no single request is returned as its name."""
+        """The event of a call. If the call concerns no single request, the event is its name."""
         match call:
             case "add":
                 return self._read_request(entry)
@@ -169,9 +170,8 @@ class LogReplay(SchedulerRun):
         self.history.add_update(update, output.draft_token_ids)
 
     def _note_preparations(self, entry: Field) -> None:
-        """Takes from a plan's reasons whether requests with a grammar wait for it, or until then
-        for the load of their adapter. The scheduler does not decide this, and the log does not say
-        when the load ends.
+        """Sets `awaits_adapter` of requests from the wait reasons in the entry of a plan. The
+        scheduler does not decide when an adapter is loaded, and the log does not have that time.
         """
         for name, reason in entry.get("passed_over", {}).members().items():
             request = self.requests.get(RequestKey(int(name))) if name.isdecimal() else None
@@ -224,7 +224,7 @@ class LogReplay(SchedulerRun):
         )
 
     def _read_chunk(self, entry: Field) -> InputChunk | None:
-        """The next input of a session, or None, which ends it. Planning limits its length."""
+        """The next input of a session, or None for its end. Planning limits the input's length."""
         if "tokens" not in entry.members():
             return None
         token_ids = entry["tokens"].integers()

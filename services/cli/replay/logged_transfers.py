@@ -1,4 +1,4 @@
-"""What a step log has of transfers: a connector's answers, and the workers' results."""
+"""Reads KV transfers from a step log: the KV connector's return values and the workers' results."""
 
 from collections import deque
 
@@ -8,8 +8,8 @@ from services.scheduler.core.kv_transfer import KVTransferResults
 
 
 class LoggedAnswers:
-    """The connector's answers in one log entry, in the order of calls. Raises FieldError for an
-    answer that is missing or belongs to another call.
+    """The return values of the KV connector's methods in one log entry, in the order of the calls.
+    Raises FieldError for a value that is missing or belongs to another method.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class LoggedAnswers:
 
 
 def read_transfers(entry: Field, num_blocks: int) -> KVTransferResults:
-    """The transfer results that workers reported with an output, or empty results."""
+    """The transfer results that workers reported with a step's output, or empty results."""
     transfers = entry.get("kv_transfers", {})
     transfers.only(("finished_recving", "finished_sending", "failed_recving", "invalid_block_ids"))
 

@@ -1,4 +1,4 @@
-"""Plots a run. Shows the use of budget and pool, waiting requests, and preemptions."""
+"""Plots a run: the use of token budget and block pool, waiting requests, and preemptions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,9 +16,8 @@ MAX_COLUMNS = 600
 
 
 class Columns:
-    """Samples of a run in at most MAX_COLUMNS columns. If the run has more steps, each column
-    combines up to `steps_per_column` consecutive steps. `edges` has the first step of each column,
-    followed by the end of the last column.
+    """A run's steps in at most MAX_COLUMNS columns. Each column combines up to `steps_per_column`
+    consecutive steps. `edges` has the first step of each column, and the end of the last column.
     """
 
     def __init__(self, samples: Sequence[StepSample]) -> None:

@@ -18,18 +18,18 @@ class SchedulerRun:
     def __init__(
         self, scheduler: Scheduler, pool: InProcessPool, write: Write | None = None
     ) -> None:
-        """If `write` is set, it gets the records of each step."""
+        """If `write` is set, it is called with the records of each step."""
         self.scheduler = scheduler
         self.pool = pool
         self.statistics = RunStatistics(scheduler)
         self.requests: dict[RequestKey, Request] = {}
         self.in_flight: dict[int, SchedulerOutput] = {}
-        """Maps step numbers to the plans whose output has not arrived yet."""
+        """The plans whose output has not arrived yet, by step number."""
         self._write = write
         self._records: StepRecords | None = None
 
     async def schedule(self, now: int, *, throttled: bool) -> SchedulerOutput:
-        """Plans a step after `now` steps had been planned."""
+        """Plans a step. `now` is the number of steps planned before."""
         if self._write is not None and self._records is None:
             self._records = StepRecords(self.scheduler, self.requests, self._write)
         if self._records is not None:
@@ -41,7 +41,7 @@ class SchedulerRun:
         return plan
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes an event's scheduler call. Does nothing if its request was not added."""
+        """Makes the scheduler call of an event. Ignores events of requests that were not added."""
         if isinstance(event, Request):
             request = as_added(event)
             self.requests[request.key] = request
@@ -81,7 +81,7 @@ class SchedulerRun:
 
 
 def as_added(request: Request) -> Request:
-    """A copy of an unscheduled request, to be added to a scheduler."""
+    """A copy of an unscheduled request that can be added to a scheduler."""
     return replace(
         request,
         token_ids=list(request.token_ids),

@@ -1,4 +1,4 @@
-"""Reads the scheduler's configuration from logs and `--set`, and checks types and ranges."""
+"""Reads the scheduler's configuration from logs and from `--set`. Checks types and ranges."""
 
 import dataclasses
 import typing
@@ -49,7 +49,9 @@ NAMES = tuple(
 
 
 def read_config(field: Field, fingerprint: bytes = b"") -> SchedulerConfig:
-    """Reads a configuration from an object. Defaults are optional. Raises FieldError."""
+    """Reads a configuration from an object. Settings with defaults may be missing. Raises
+    FieldError.
+    """
     field.only(NAMES)
     values: dict[str, Any] = {"fingerprint": fingerprint}
     for spec in dataclasses.fields(SchedulerConfig):

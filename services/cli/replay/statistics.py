@@ -1,7 +1,6 @@
 """Statistics of a run, with one sample for each step and one account for each request. Times are
-counted in steps. A token is *prefill* if its position belongs to the tokens with which the request
-arrived, *decode* if it was generated, *draft* if it is a draft token, and *recomputed* if its
-position was computed before.
+counted in steps. A scheduled token is *prefill* if the request arrived with it, *decode* if it was
+generated, *draft* if it is a draft token, and *recomputed* if its position was computed before.
 """
 
 import math
@@ -31,7 +30,7 @@ class StepSample:
 
 @dataclass(slots=True)
 class RequestAccount:
-    """One request. Step 0 is the first step that could serve it after its arrival."""
+    """The times and tokens of one request. Times are numbers of steps since `arrived`."""
 
     arrived: int
     num_initial_tokens: int
@@ -39,7 +38,7 @@ class RequestAccount:
     """The largest number of computed tokens so far, without draft tokens."""
     queued_steps: int | None = None
     first_token_steps: int | None = None
-    """Number of steps until the first token was sampled, including that step. None before that."""
+    """Number of steps up to the step that sampled the first token. None before that step."""
 
 
 class RunStatistics:
@@ -48,22 +47,21 @@ class RunStatistics:
         self.samples: list[StepSample] = []
         self.accounts: dict[Request, RequestAccount] = {}
         self.num_refused = 0
-        """The number of requests that were refused as too long for the configuration."""
+        """The number of requests that were rejected as too long for the configuration."""
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
-        """The number of tokens of requests at their first admission, for the hit rate."""
+        """The number of tokens of requests at their first admission. The hit rate refers to it."""
         self.num_generated_tokens = 0
         self.wait_steps: Counter[WaitReason] = Counter()
-        """Maps a wait reason to the number of requests that waited for it, summed over all steps.
-        """
+        """Maps a wait reason to the number of waiting requests, summed over all steps with it."""
         self._scheduler = scheduler
         self._made_at: dict[int, int] = {}
         self._num_sampled_preemptions = 0
 
     @property
     def num_preemptions(self) -> int:
-        """The number of preemptions of running requests, whether for another request, after a lost
-        pool or worker, or by an operator. It equals the sum over all samples.
+        """The number of preemptions of running requests for any reason: for another request, after
+        the loss of a pool or worker, or by an operator. It equals the sum over all samples.
         """
         return self._scheduler.num_preemptions
 
@@ -79,7 +77,7 @@ class RunStatistics:
 
     @property
     def queued_steps(self) -> list[int]:
-        """For each request that was scheduled, its number of steps in the queue."""
+        """For each request that was scheduled, the number of steps that it waited in the queue."""
         steps = (account.queued_steps for account in self.accounts.values())
         return [count for count in steps if count is not None]
 
@@ -90,7 +88,7 @@ class RunStatistics:
         return [count for count in steps if count is not None]
 
     def arrived(self, request: Request, now: int) -> None:
-        """A request arrived after `now` steps had been planned."""
+        """Must be called when a request arrives. `now` is the number of steps planned before."""
         self.accounts[request] = RequestAccount(now, request.num_tokens)
 
     def planned(self, plan: SchedulerOutput, now: int) -> None:
@@ -116,7 +114,7 @@ class RunStatistics:
         self.samples.append(sample)
 
     def preempted(self) -> None:
-        """Requests were preempted outside of planning. They are counted with the previous step."""
+        """Adds preemptions outside of planning to the last sample. Must be called after them."""
         if self.samples:
             self.samples[-1].num_preemptions += self._unsampled_preemptions()
 
@@ -149,12 +147,12 @@ class RunStatistics:
 
 
 def percentile(values: Sequence[int], share: float) -> int | None:
-    """The smallest value that reaches the fraction `share` of the values, or None."""
+    """The smallest value that at least the fraction `share` of values do not exceed, or None."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def middle(values: Sequence[int]) -> float | None:
-    """The median. It is None if there are no values."""
+    """The median, or None if there are no values."""
     return median(values) if values else None

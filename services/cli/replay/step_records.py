@@ -1,16 +1,16 @@
-"""Records of steps with the names that a fork of vLLM for agents uses, for scripts that read these.
+"""Records of steps, with the names of a fork of vLLM for agents, for scripts that read its records.
 
-There are three kinds of records, each a JSON object whose `event` names its kind. All records of a
-step have its number as `step`.
+There are three kinds of records. Each record is a JSON object, whose `event` is the kind and whose
+`step` is the step's number.
 
 * `step_snapshot`: the state before the step.
-* `prefix_cache_event`: a request is admitted, and which of its tokens were cached.
-* `step_decision`: what the step computes.
+* `prefix_cache_event`: the admission of a request, with the numbers of cached tokens.
+* `step_decision`: the requests and tokens that the step computes.
 
-The fork pins requests that have ended: their blocks are not free. So do the policies of Continuum
-here. The policy `program` retains contexts instead, whose blocks are free. Both count as pinned. A
-log does not have the state of a tier of offloaded blocks: the fields `cpu_` are null with a
-connector, and 0 without one.
+The fork pins requests that have ended: their blocks are not free. Continuum's policies in Stepwell
+also do this. The policy `program` retains contexts instead, whose blocks are free. Retained
+contexts count as pinned. A log does not show which blocks are offloaded to host memory, so the
+fields `cpu_...` are null with a KV connector, and 0 without a KV connector.
 """
 
 from collections.abc import Callable
@@ -30,15 +30,15 @@ class StepRecords:
     """Passes the records of a scheduler's steps to `write`."""
 
     def __init__(self, scheduler: Scheduler, requests: dict[Any, Request], write: Write) -> None:
-        """`requests` has all requests that were added."""
+        """`requests` has all requests that were added to the scheduler, by key."""
         self._scheduler = scheduler
         self._requests = requests
         self._write = write
         self._snapshot: Record = {}
         self._loading: set[Request] = set()
-        """Requests that were not admitted since a load between steps began for them."""
+        """Requests that have not been admitted since their load between steps began."""
         self._owners: dict[ContextId, Request] = {}
-        """The requests whose blocks became the contexts in the pool."""
+        """Maps each context in the pool to the request whose blocks it consists of."""
 
     def before_plan(self, pool: KVPool) -> None:
         scheduler, config = self._scheduler, self._scheduler.config
@@ -95,8 +95,8 @@ class StepRecords:
         )
 
     def _admitted(self, step: int, request: Request, start: int, num_loaded: int) -> None:
-        """A request was admitted with `start` computed tokens. The step loads `num_loaded` of
-        them, unless they were loaded before.
+        """Writes the record of an admission with `start` computed tokens. `num_loaded` of these
+        tokens are loaded in the step. It is ignored if tokens were loaded before the step.
         """
         was_loaded = request in self._loading
         if was_loaded:
@@ -119,14 +119,14 @@ class StepRecords:
         )
 
     def _owner(self, context: ContextId) -> Request:
-        """The request that left a context. It is among the latest ones if it was not known."""
+        """The request that left a context. A new context's request is searched from the latest."""
         if (known := self._owners.get(context)) is not None:
             return known
         return next(one for one in reversed(self._requests.values()) if one.context == context)
 
 
 def _job_id(request: Request) -> str | None:
-    """The client's name of the program. None if it has none."""
+    """The id of the program that the client declared, or None."""
     return (request.program and request.program.id) or None
 
 

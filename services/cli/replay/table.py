@@ -1,4 +1,4 @@
-"""A table that compares two runs."""
+"""Formats a table that compares two runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Measure = Callable[[RunStatistics], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the table: a figure and its unit."""
+    """A row of the table: the name and the function of a metric, and whether it is in percent."""
 
     name: str
     measure: Measure
@@ -25,7 +25,7 @@ class Row:
         return f"{value:,.0f}" if value == int(value) else f"{value:,.1f}"
 
     def show_change(self, before: float | None, after: float | None) -> str:
-        """The change from `before` to `after`, as text. It is a dash if a figure is missing."""
+        """Formats the change from `before` to `after`. Returns a dash if a value is missing."""
         if before is None or after is None:
             return "-"
         change = after - before
@@ -38,7 +38,7 @@ class Row:
 
 
 def _share(before: float, after: float) -> str:
-    """Formats a small change in percent and a large one as a factor."""
+    """Formats a small change in percent, and a large change as a factor."""
     times = after / before
     return f"{100 * (times - 1):+.0f} %" if times < 3 else f"{times:,.1f} times"
 
@@ -70,7 +70,7 @@ def comparison(logged: RunStatistics, what_if: RunStatistics) -> str:
 
 
 def figures(run: RunStatistics) -> dict[str, str]:
-    """Maps row names to the figures of one run."""
+    """Maps row names to the values of one run."""
     return {row.name: row.show(row.measure(run)) for row in ROWS}
 
 

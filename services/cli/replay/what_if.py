@@ -1,13 +1,12 @@
 """What-if runs, which schedule the arrivals of a log with other settings.
 
 Time is counted in steps, including steps of the log that scheduled nothing. Requests arrive and are
-aborted at the steps of the log. Whenever a step computes a request's last known token, the next
-token of the log is appended to the request. The number of accepted draft tokens is the number
-logged when the request had the same number of tokens. A policy that asks for the time gets the time
-at which the log's step of the same number was planned, and the observed times of the log's steps.
-If the log aborts a request, arbitrary tokens
-follow its logged tokens until the abort. If a request does not end in the log, it is aborted at its
-last logged token.
+aborted at the same steps as in the log. Whenever a step computes a request's last token, the next
+token of the log is appended to the request. As many draft tokens are accepted as in the log when
+the request had the same number of tokens. A policy that uses times sees the logged times: a step is
+planned at the time of the log's step with the same number. If the log aborts a request, arbitrary
+tokens follow its logged tokens until the abort. If a request does not end in the log, it is aborted
+at its last logged token.
 """
 
 from collections import Counter
@@ -33,9 +32,9 @@ from services.simulation.inprocess_pool import InProcessPool
 
 
 def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> SchedulerConfig:
-    """The configuration with some settings changed. `max_model_len` is reduced to the length that
-    the pool can store. Raises CommandError if the configuration could not serve any request, or if
-    its policy needs times that the log does not have.
+    """The configuration with the settings in `overrides`. `max_model_len` is reduced to the length
+    that the pool can store. Raises CommandError if the configuration could not serve any request,
+    or if its policy needs times that the log does not have.
     """
     if overrides.get("num_speculative_tokens", 0) > config.num_speculative_tokens:
         raise CommandError(
@@ -59,10 +58,9 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
 async def what_if(
     history: History, config: SchedulerConfig, write: Write | None = None
 ) -> RunStatistics:
-    """Runs the history with another configuration. Passes the records of its steps to `write`.
-    Raises CommandError if the pool is not possible, or if the scheduler has a connector, because
-    the log contains only the loads that took place, not the loads that other settings would have
-    allowed.
+    """Runs the history with another configuration. Passes the records of the steps to `write`.
+    Raises CommandError if the pool is not possible, or if the scheduler has a KV connector, because
+    the log does not show which loads would be possible with other settings.
     """
     if config.kv_role is not None:
         raise CommandError("--set cannot be used on a log of a scheduler with a KV connector")
@@ -83,12 +81,12 @@ class WhatIf(SchedulerRun):
         self._depth = config.num_steps_in_flight
         self._now = 0
         self._turns: Counter[RequestKey] = Counter()
-        """Maps each session to the number of its turns that have ended."""
+        """The number of ended turns of each session."""
         self._early: list[EndTurn] = []
-        """Ends of turns whose requests have not ended yet."""
+        """Events of turns that have ended in the log, but whose requests still run here."""
 
     async def run(self) -> RunStatistics:
-        """Runs until no request is left that can continue."""
+        """Runs until all events are applied and all requests have ended."""
         num_plans = self._history.num_plans
         while self._now <= num_plans or self.in_flight or self.scheduler.has_requests:
             await self._step(is_last=self._now > num_plans)
@@ -121,7 +119,9 @@ class WhatIf(SchedulerRun):
             )
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes the call of an event. Requests too long for the configuration are refused."""
+        """Makes the call of an event. Requests that are too long for the configuration are only
+        counted. The end of a turn waits until the turn's request has ended.
+        """
         if event == COMPLETE:
             self._complete()
         elif isinstance(event, Request) and event.num_tokens > self.scheduler.config.max_prompt_len:
@@ -135,7 +135,7 @@ class WhatIf(SchedulerRun):
         return key in self.requests and not self.requests[key].is_finished
 
     def _time(self) -> float:
-        """The time of the log's step. After the log, steps take as long as its mean step."""
+        """The time of the log's step. Steps after the log's last step take the log's mean time."""
         times = self._history.times
         num_more = self._now - len(times) + 1
         if num_more <= 0:
@@ -143,7 +143,7 @@ class WhatIf(SchedulerRun):
         return times[-1] + num_more * (times[-1] - times[0]) / len(times) if times else 0.0
 
     def _complete(self) -> None:
-        """Processes the output of the oldest step in flight, if there is one."""
+        """Processes the output of the oldest step in flight, if any."""
         if self.in_flight:
             self._update(self.in_flight.pop(min(self.in_flight)))
 
@@ -174,7 +174,9 @@ class WhatIf(SchedulerRun):
         return not self._next_tokens(request)
 
     def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
-        """The tokens that a step samples for a request. Empty until its tokens are computed."""
+        """The tokens that a step samples for a request. Empty if some of the request's tokens are
+        not computed yet.
+        """
         request = plan.requests[index]
         num_drafts = len(plan.draft_token_ids.get(request, ()))
         end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - num_drafts
@@ -187,21 +189,21 @@ class WhatIf(SchedulerRun):
         return [next(token for token in count() if token not in request.ending_token_ids)]
 
     def _next_tokens(self, request: Request) -> list[int]:
-        """The logged tokens that follow the request's current tokens, to the end of its turn."""
+        """The logged tokens after the request's current tokens, up to the end of its turn."""
         if not request.resumable:
             return self._history.requests[request.key].token_ids[request.num_tokens :]
         turns, turn = self._history.turns.get(request.key, []), self._turns[request.key]
         return turns[turn][request.num_output_tokens :] if turn < len(turns) else []
 
     def _num_tokens(self, request: Request) -> int:
-        """The number of tokens with which accepted drafts are looked up in the history."""
+        """The request's number of tokens, as counted by the keys of `History.accepted`."""
         if not request.resumable:
             return request.num_tokens
         turns = self._history.turns.get(request.key, [])[: self._turns[request.key]]
         return sum(map(len, turns)) + request.num_output_tokens
 
     def _drafts(self, request: Request, sampled: list[int]) -> list[int]:
-        """Draft placeholders, as many as the log has at the same number of tokens."""
+        """Placeholders for draft tokens, as many as in the log at the same number of tokens."""
         if not sampled:
             return []
         most = self.scheduler.config.num_speculative_tokens
@@ -213,7 +215,7 @@ class WhatIf(SchedulerRun):
 
 
 def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
-    """The output of a pooling model for one step. It has no tokens, and None as each vector."""
+    """The output of a pooling model for one step, with None in place of each vector."""
     starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
     ends = (start + count for start, count in zip(starts, counts, strict=True))
     pooled = [
@@ -225,4 +227,4 @@ def pooled_output(plan: SchedulerOutput) -> ModelRunnerOutput:
 
 
 _ENDS_BY_EVENTS = {FinishReason.ABORT, FinishReason.QUEUE_TIMEOUT, FinishReason.STEP_FAILED}
-"""Finish reasons that do not depend on a request's tokens."""
+"""Finish reasons of requests that end by an event and not by their tokens."""

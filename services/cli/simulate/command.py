@@ -1,4 +1,4 @@
-"""The command line of `stepwell simulate`: arguments, progress and output."""
+"""`stepwell simulate`: parses the arguments, runs the simulations and writes the results."""
 
 import argparse
 import sys
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Runs the conformance kit. The exit status is 1 if the policy has a problem."""
+    """Runs the conformance tests of policies. Returns the exit status, 1 if a policy fails."""
     name, number = arguments.check_policy, arguments.programs
     try:
         check_policy(name, number, arguments.seed)
@@ -202,7 +202,7 @@ def _tier(arguments: argparse.Namespace, profile: MeasuredProfile) -> TierSize:
 
 
 def _programs(arguments: argparse.Namespace) -> Workload:
-    """The workload. Each run has its own iterator."""
+    """The workload. Each run iterates over the programs separately."""
     name, num_programs = arguments.workload, arguments.programs
     if name not in NAMES:
         listed = _read(Path(name))[:num_programs]
@@ -215,7 +215,7 @@ def _programs(arguments: argparse.Namespace) -> Workload:
 
 
 def _read(path: Path) -> list[Program]:
-    """The programs of a file. A step log begins with its schema, or is compressed."""
+    """Reads the programs of a file. A step log is recognized by its schema, or by compression."""
     try:
         with path.open("rb") as file:
             first = file.readline(1 << 16)
@@ -236,7 +236,7 @@ def _run(name: str, setup: Setup, workload: Workload) -> RunResult:
 
 
 class Progress:
-    """Shows how many programs of a run have ended: on a terminal always, otherwise now and then."""
+    """Shows how many programs of a run have ended, on a terminal more often than in a file."""
 
     def __init__(self, name: str, total: int) -> None:
         self._name = name

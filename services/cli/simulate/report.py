@@ -1,4 +1,4 @@
-"""The tables, the plots and the JSON of a comparison."""
+"""Formats a comparison of simulated runs as tables, plots and JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from services.simulation.laboratory.run import RunResult
 _COLOURS = (BLUE, ORANGE, GREEN, RED, SKY)
 
 Runs = Mapping[str, RunResult]
-"""The runs of a comparison by their names, in order."""
+"""Maps the names of a comparison's runs to the results, in the order of display."""
 
 
 def values(run: RunResult, measures: Sequence[Measure]) -> dict[str, float]:
@@ -32,7 +32,7 @@ def _table(group: str, measures: Sequence[Measure], runs: Runs) -> str:
 
 
 def document(runs: Runs, settings: Mapping[str, Any]) -> str:
-    """The settings and all measures as JSON. Equal runs give equal bytes."""
+    """The settings and all measures as JSON. Equal runs have equal texts."""
     rows = [
         {
             "name": name,
@@ -61,7 +61,7 @@ def draw(runs: Runs, title: str, directory: Path) -> list[Path]:
 
 
 def _draw(group: str, measures: Sequence[Measure], runs: Runs, title: str, path: Path) -> None:
-    """One panel for each measure, with a bar for each run."""
+    """Draws one panel for each measure, with a bar for each run."""
     names = list(runs)
     with drawing(path, f"{group[0].upper()}{group[1:]}", title) as figure:
         panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]

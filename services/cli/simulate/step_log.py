@@ -1,4 +1,4 @@
-"""Programs from a step log: its requests, at their times and with the lengths of their answers."""
+"""Converts the requests of a step log to programs, with the logged times and output lengths."""
 
 from collections import Counter
 from pathlib import Path
@@ -9,9 +9,8 @@ from services.simulation.laboratory.programs import Program, Turn
 
 
 def read_step_log(path: Path) -> list[Program]:
-    """One program for each request that got a token, in the order of arrival. Sessions are left
-    out. The prompts are the prompts of the log, with the same common prefixes. Raises
-    CommandError.
+    """One program for each logged request with output, in the order of arrival. Sessions are
+    omitted. The prompts are the logged prompts. Raises CommandError.
     """
     added: dict[int, dict[str, Any]] = {}
     plans: dict[int, list[int]] = {}

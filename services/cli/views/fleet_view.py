@@ -1,4 +1,4 @@
-"""Formats the gateway's /status answer as rows for people."""
+"""Formats the gateway's /status response as rows for people."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from services.cli.views.samples import Sample, replica_state, state_colour, wait
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica as labelled rows, with its state and the state's colour."""
+    """A replica's data as rows with labels, the replica's state, and the state's colour."""
 
     address: str
     state: str
@@ -25,7 +25,7 @@ def headline(sample: Sample) -> str:
 
 
 def replica_views(sample: Sample, before: Sample | None) -> list[ReplicaView]:
-    """Views of all replicas. Rates per second are included if there is an earlier sample."""
+    """Views of all replicas. If `before`, an earlier sample, is given, they include rates."""
     return [
         ReplicaView(
             address=replica["address"],

@@ -6,12 +6,12 @@ from typing import Any
 from services.cli.amounts import count_text, seconds_text
 
 _LEFT = 44
-"""Columns before the bars."""
+"""Number of characters before the bars."""
 
 
 def program_lines(program: str, traces: Sequence[dict[str, Any]], width: int) -> list[str]:
-    """One line for each turn that was traced, and one for each pause before it. `traces` are the
-    summaries of /traces with their turns.
+    """A headline, and one line for each traced turn and for each pause before a turn. `traces` are
+    the summaries from /traces that have a turn.
     """
     turns = sorted(traces, key=lambda trace: float(trace["started_unix_seconds"]))
     start = min(_begin(trace) for trace in turns)
@@ -32,7 +32,9 @@ def _begin(trace: dict[str, Any]) -> float:
 
 
 def _parts(trace: dict[str, Any]) -> Iterator[tuple[str, float, float, str]]:
-    """The pause before a turn, and the turn: a text, the begin, the seconds and a mark."""
+    """Yields text, begin, duration and the bar's character for the pause before a turn, if any, and
+    for the turn.
+    """
     turn, started = trace["turn"], float(trace["started_unix_seconds"])
     if (pause := turn["pause_seconds"]) is not None:
         tool = turn["tool"] or "no tool"

@@ -1,4 +1,4 @@
-"""Samples of the gateway's /status or /activity, and texts about each replica from them."""
+"""Samples of the gateway's /status or /activity, and texts about the replicas in a sample."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -16,19 +16,19 @@ _WAIT_PREFIX = "WAIT_REASON_"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An answer of /status or /activity, and its arrival time in monotonic seconds."""
+    """A response of /status or /activity, and its arrival time in monotonic seconds."""
 
     answer: Document
     seconds: float
 
     @classmethod
     def take(cls, client: Client, path: str) -> "Sample":
-        """Requests a sample. Raises ServerAway without an answer, otherwise CommandError."""
+        """Requests a sample. Raises ServerAway if there is no response, or another CommandError."""
         return cls(client.get(path), time.monotonic())
 
     def rates(self, replica: Document, before: "Sample | None") -> dict[str, float]:
-        """Maps each total of a replica to its growth per second since an earlier sample. The map is
-        empty without an earlier sample, and after a restart, because totals restart at 0.
+        """Maps each counter of a replica to its increase per second since `before`. Empty without
+        an earlier sample, and after a restart of the replica, because counters restart at 0.
         """
         earlier = () if before is None else before.answer["replicas"]
         old = next((one["stats"] for one in earlier if one["address"] == replica["address"]), None)
@@ -44,9 +44,8 @@ class Sample:
 def samples(
     client: Client, path: str, interval_seconds: float
 ) -> Iterator[tuple[Sample | None, Sample | ServerAway]]:
-    """Yields pairs of the previous sample (None at first) and a new sample, without end. If a
-    server that answered before does not answer now, yields None and the error. An error of the
-    first call is raised.
+    """Yields endless pairs of the previous sample (None at first) and a new sample. If a later call
+    has no response, yields None and the error. An error of the first call is raised.
     """
     before = None
     while True:
@@ -63,7 +62,7 @@ def samples(
 
 
 def replica_state(replica: Document) -> str:
-    """The state of a replica in a few words, or the reason why it cannot serve."""
+    """The state of a replica in a few words, which may be the reason why it cannot serve."""
     stats = replica["stats"]
     if not replica["ready"] or stats is None:
         return replica["reason"] or ("not ready" if not replica["ready"] else "ready")
@@ -88,5 +87,5 @@ def waiting_text(stats: Document) -> str:
 
 
 def waits_for(name: str) -> str:
-    """The explanation of a wait reason such as NO_BLOCKS, or an unknown one in lower case."""
+    """The explanation of a wait reason such as NO_BLOCKS. Unknown reasons become lower case."""
     return WAITS_FOR.get(name.lower(), name.lower().replace("_", " "))

@@ -1,4 +1,4 @@
-"""Formats the gateway's /activity as text: queues, budget, pool, steps, hit rate, requests."""
+"""Formats the gateway's /activity as text: queues, budget, pool, steps, hit rate and requests."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _LABEL = 10
 _FULL, _EMPTY = "█", "░"
 HIDDEN = "(another tenant's)"
 _MOST_PROGRAMS = 8
-"""Programs in a pause that are named in a replica's line about them."""
+"""The number of pausing programs that a replica's line about programs names."""
 _LEAST_ROWS = 3
 """The minimum number of request rows of each replica, at any screen height."""
 
@@ -49,8 +49,8 @@ _COLUMNS = (
 
 
 def screen(sample: Sample, before: Sample | None, width: int, height: int) -> list[Text]:
-    """Returns lines of at most `width` characters. Rates are shown only if `before` is given. Each
-    replica shows as many requests as fit into `height` lines, but at least three.
+    """Returns lines of at most `width` characters. Rates are shown only if `before` is given. As
+    many requests are shown as fit into `height` lines, but at least three for each replica.
     """
     activity = sample.answer
     lines = [_headline(activity)]
@@ -101,7 +101,7 @@ def _rows_of(replica: Document, rates: Mapping[str, float], width: int) -> list[
 
 
 Row = tuple[str, str, float | None]
-"""A label, a text, and the filled fraction of a bar. The fraction is None if there is no bar."""
+"""A label, a text, and the filled fraction of a bar, or None without a bar."""
 
 
 def _row(label: str, text: str, share: float | None, width: int) -> Text:
@@ -130,7 +130,7 @@ def _capacities(replica: Document) -> Iterator[Row]:
 
 
 def _budget(steps: Sequence[Document], budget: int) -> tuple[str, float | None]:
-    """A text with the average number of tokens in a step, and this number's ratio to the budget."""
+    """A text with the average number of tokens in a step, and that number's ratio to `budget`."""
     if not steps:
         return f"no step of {budget} tokens", 0.0
     prefill = sum(step["num_prefill_tokens"] for step in steps) / len(steps)
@@ -175,7 +175,7 @@ def _requests(requests: Sequence[Document], width: int, room: int) -> Iterator[T
 
 
 def _programs(programs: Sequence[Document]) -> Iterator[Text]:
-    """A line about the programs in a pause that paused last."""
+    """A line about the pausing programs. It names the programs that paused last."""
     if not programs:
         return
     num_blocks = sum(one["num_blocks"] for one in programs)

@@ -1,4 +1,4 @@
-"""Formats a trace as lines of text. Each span has a bar at its time, and its attributes."""
+"""Formats a trace as lines of text, with a bar for each span's time, and the span's attributes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from textwrap import wrap
@@ -70,7 +70,7 @@ def _wrapped(line: Text, width: int) -> list[Text]:
 
 
 def _time_line(trace: Document, width: int) -> list[Text]:
-    """The summary of where the time was spent, wrapped to `width`."""
+    """The line with the parts of the request's time, wrapped to `width`."""
     time: Document | None = trace["time"]
     if time is None:
         return []
@@ -78,7 +78,7 @@ def _time_line(trace: Document, width: int) -> list[Text]:
 
 
 def _explanations(trace: Document, width: int) -> list[Text]:
-    """Explanations of each part of the time, and of the wait reasons."""
+    """Explanations of the parts of the time, and of the wait reasons."""
     time: Document | None = trace["time"]
     lines: list[Text] = []
     for part in [] if time is None else time["parts"]:
@@ -105,7 +105,7 @@ def _span(span: Document, total: float, name_width: int, bar_width: int) -> Text
 
 
 def is_wait(span: Document) -> bool:
-    """Whether a request waited during the span. Then the span has an attribute with the reason."""
+    """Whether a request waited during the span, so that an attribute has the wait's reason."""
     return any(name.endswith(_WAIT_REASON) for name in span["attributes"])
 
 
@@ -118,7 +118,7 @@ def _bar(start: float, seconds: float, total: float, width: int, fill: str) -> s
 
 
 def _notes(span: Document, *, every_attribute: bool) -> Iterator[Text]:
-    """The attributes and events of a span, as lines below its bar."""
+    """The attributes and events of a span, as lines below the span's bar."""
     indent = " " * (2 * span["depth"] + 2)
     if span["error"] is not None:
         yield Text(f"{indent}{span['error']}", style="red")
@@ -136,9 +136,9 @@ def _notes(span: Document, *, every_attribute: bool) -> Iterator[Text]:
 def _shown_attributes(
     attributes: Mapping[str, Any], known: str, *, every_attribute: bool
 ) -> list[str]:
-    """Attributes without the common prefix of their names. By default only Stepwell's own
-    attributes are shown. Attributes with empty or zero values, and attributes whose value the
-    span's name contains, are then omitted.
+    """Formats attributes as names and values. Without `every_attribute`, only Stepwell's own
+    attributes are shown, without the prefix of their names. Empty and zero values are omitted, and
+    values with which the span's name ends.
     """
     return [
         f"{name if every_attribute else _short(name)} {_value(value)}"
@@ -176,6 +176,6 @@ def _legend(spans: Sequence[Document]) -> Text:
 
 
 def in_ascii(line: Text) -> Text:
-    """The line with ASCII replacements of its characters, at equal positions and styles."""
+    """Replaces the line's characters by ASCII characters. Positions and styles stay the same."""
     plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode()
     return Text(plain, spans=line.spans, style=line.style)

@@ -12,10 +12,10 @@ from services.cli.bench.core.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class SyntheticLoad:
-    """Yields sessions without end. Lengths are in tokens. A session is a function of the settings,
-    the seed and its number. There are `num_prefixes` prefixes of `prefix_len` tokens. Each session
-    begins with one of them, drawn at random. In the chat API it is the system message. Each of the
-    session's `turns` adds `input_len` tokens.
+    """Yields endless sessions. Lengths are in tokens. Each session begins with one of
+    `num_prefixes` prefixes of `prefix_len` tokens, drawn at random. In the chat API the prefix is
+    the system message. Each of the session's `turns` adds `input_len` tokens. The number of a
+    session and the settings, which include the seed, determine the session's contents.
     """
 
     vocabulary: Vocabulary

@@ -1,5 +1,4 @@
-"""Traces in Mooncake's format. They list the arrival times, lengths, and shared prompt blocks of
-requests.
+"""Traces of requests in Mooncake's format: arrival times, lengths, and shared prompt blocks.
 
 Each line is a JSON object. `timestamp` is in milliseconds after the start of the trace.
 `input_length` and `output_length` are in tokens. `hash_ids` has one id for each block of 512 prompt
@@ -125,5 +124,5 @@ class TraceLoad:
         return max(1, round(num_tokens * self._token_scale))
 
     def _make_block_text(self, hash_id: int, num_tokens: int) -> str:
-        """Random text of a block. A shorter block is a prefix of a longer one with the same id."""
+        """Random text of a block. Of two blocks with the same id, the shorter is a prefix."""
         return self._vocabulary.text(random.Random(f"{self._seed}/block/{hash_id}"), num_tokens)

@@ -1,7 +1,7 @@
 """The words of prompts and their lengths in tokens. The words are common in English. In most
-models' tokenizers each is a single token when it follows a space. With a tokenizer only words with
-exactly one token are used, so that a prompt of n words has n tokens. Without a tokenizer all words
-are used, with the average length from the server's `usage`.
+tokenizers each word is a single token when it follows a space. If tokens can be counted, only words
+with exactly one token are used, so that a prompt of n words has n tokens. Otherwise all words are
+used, with the average length from the server's `usage`.
 """
 
 import random
@@ -33,14 +33,14 @@ WORDS = tuple(_FREQUENT.split())
 """Frequent words of written English."""
 
 BY_USAGE = "usage, on average"
-"""The source of a vocabulary whose token counts are an average by `usage`."""
+"""The source of a vocabulary whose tokens per word are an average from the server's `usage`."""
 _FEWEST_WORDS = 32
 _SAMPLE_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """Words, the average number of tokens per word, and the source of this number."""
+    """Words, the average number of tokens per word, and the source of that number."""
 
     words: tuple[str, ...]
     tokens_per_word: float
@@ -48,7 +48,7 @@ class Vocabulary:
 
     @property
     def is_exact(self) -> bool:
-        """Whether texts have exactly the requested number of tokens, or about as many."""
+        """Whether texts have exactly the requested number of tokens."""
         return self.tokens_per_word == 1.0 and self.source != BY_USAGE
 
     def text(self, draw: random.Random, num_tokens: int) -> str:
@@ -67,7 +67,7 @@ def counted_vocabulary(count_tokens: Callable[[str], int], source: str) -> Vocab
 
 
 def _single_token_words(count_tokens: Callable[[str], int]) -> tuple[str, ...]:
-    """Words that are one token inside a text. A text with such a word twice has two tokens."""
+    """Words that are one token inside a text, so that the word repeated twice has two tokens."""
     if count_tokens(" ".join(WORDS)) == len(WORDS):
         return WORDS
     return tuple(word for word in WORDS if count_tokens(f"{word} {word}") == 2)
