@@ -97,6 +97,54 @@ def test_a_new_application_is_expected_to_be_like_other_new_ones() -> None:
     assert ended.expected_tokens(agent, 0) == pytest.approx(2_000)
 
 
+def test_a_program_that_is_presumed_to_have_ended_counts_until_it_returns() -> None:
+    ended, agent = EndedPrograms(), BlockHash(b"agent")
+    programs = [
+        Program(agent, 0.0, num_turns=turns, num_tokens=100 * turns) for turns in (1, 3) * 5
+    ]
+    for one in programs:
+        ended.presume(one)
+        ended.presume(one)
+    assert ended.expected_tokens(agent, 0) == pytest.approx(200)
+    # The first five of an application, of 1, 3, 1, 3 and 1 turns.
+    assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(180)
+    for one in programs[::2]:
+        ended.returned(one)
+    assert ended.expected_tokens(agent, 0) == pytest.approx(300)
+    assert ended.expected_tokens(BlockHash(b"new"), 0) == 8
+    for one in programs[1::2]:
+        ended.add(one)
+    assert ended.expected_tokens(agent, 0) == pytest.approx(300)
+    assert not ended._presumed
+
+
+def test_a_pause_is_unusual_after_twice_the_time_of_nearly_all_returns() -> None:
+    pauses = PauseStatistics()
+    for seconds in range(1, 10):
+        pauses.ended(b"", "sed", float(seconds))
+    assert not pauses.is_unusual(b"", "sed", 1e9)  # fewer than ten have returned
+    for _ in range(20):
+        pauses.ended(b"", "sed", NEVER)
+    pauses.ended(b"", "sed", 10.0)
+    assert pauses.is_unusual(b"", "sed", 20.1)
+    assert not pauses.is_unusual(b"", "sed", 20.0)
+
+
+async def test_programs_without_a_last_turn_are_presumed_to_have_ended() -> None:
+    """Eight programs have one turn each, and no client sends that it was the last one."""
+    agents, _, _ = await paused_and_running()
+    contexts = [await agents.turn(f"{first}", prompt(13, first)) for first in range(700, 760, 10)]
+    assert agents.retention._ended.expected_tokens(BlockHash(b"new"), 0) == 8
+    agents.now += 2 * TOOL_SECONDS + 1
+    agents.story.add("new", prompt(80, first=600), max_tokens=1)
+    await agents.step()
+    assert len(agents.retention._ended._presumed) == 8
+    assert agents.retention._ended.expected_tokens(BlockHash(b"new"), 0) > 8
+    returning = agents.story.add("returning", [*contexts[0], 5], max_tokens=1)
+    assert agents.retention._programs[returning].num_turns == 2
+    assert len(agents.retention._ended._presumed) == 7
+
+
 async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program() -> None:
     agents = Agents()
     context = await agents.turn("one", prompt(16))

@@ -25,13 +25,26 @@ class _Ended:
 
     turns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
+    presumed: dict[Program, tuple[int, int]] = field(default_factory=dict)
+    """The turns and tokens of paused programs that have probably ended."""
     expected: dict[int, float] = field(default_factory=dict)
-    """Results of `expected_tokens`. Emptied when a program ends."""
+    """Results of `expected_tokens`. Emptied when the statistics change."""
+
+    def __len__(self) -> int:
+        return len(self.turns) + len(self.presumed)
 
     def add(self, program: Program) -> None:
         self.turns.append(program.num_turns)
         self.tokens.append(program.num_tokens)
         self.expected.clear()
+
+    def presume(self, program: Program) -> None:
+        self.presumed[program] = program.num_turns, program.num_tokens
+        self.expected.clear()
+
+    def returned(self, program: Program) -> None:
+        if self.presumed.pop(program, None) is not None:
+            self.expected.clear()
 
     def expected_tokens(self, num_turns: int) -> float:
         """The expected number of tokens of a program's turns after the first `num_turns`. If no
@@ -42,8 +55,10 @@ class _Ended:
         return known
 
     def _expected_tokens(self, num_turns: int) -> float:
-        more = [turns - num_turns for turns in self.turns if turns > num_turns]
-        each = sum(self.tokens) / sum(self.turns)
+        presumed = self.presumed.values()
+        all_turns = [*self.turns, *(turns for turns, _ in presumed)]
+        more = [turns - num_turns for turns in all_turns if turns > num_turns]
+        each = (sum(self.tokens) + sum(tokens for _, tokens in presumed)) / sum(all_turns)
         return each * (fmean(more) if more else 0.5)
 
 
@@ -55,17 +70,41 @@ class EndedPrograms:
         """By application, the least recently used application first."""
         self._first = _Ended()
         """The first programs of all applications. A new application is expected to be like them."""
+        self._presumed = set[Program]()
+        """Paused programs that count as ended until they return."""
 
     def add(self, program: Program) -> None:
-        if program.application not in self._of:
-            self._of[program.application] = _Ended()
-            if len(self._of) > _MAX_APPLICATIONS:
-                self._of.popitem(last=False)
-        self._of.move_to_end(program.application)
-        own = self._of[program.application]
+        """Counts a program that has ended."""
+        self.returned(program)
+        own = self._own(program)
         own.add(program)
-        if len(own.turns) <= _LEAST_ENDED:
+        if len(own) <= _LEAST_ENDED:
             self._first.add(program)
+
+    def presume(self, program: Program) -> None:
+        """Counts a paused program that has probably ended. It counts until it returns."""
+        if program in self._presumed:
+            return
+        self._presumed.add(program)
+        own = self._own(program)
+        own.presume(program)
+        if len(own) <= _LEAST_ENDED:
+            self._first.presume(program)
+
+    def returned(self, program: Program) -> None:
+        """No longer counts a program that was presumed to have ended."""
+        if program in self._presumed:
+            self._presumed.remove(program)
+            self._first.returned(program)
+            self._own(program).returned(program)
+
+    def _own(self, program: Program) -> _Ended:
+        """The statistics of a program's application."""
+        own = self._of.setdefault(program.application, _Ended())
+        self._of.move_to_end(program.application)
+        if len(self._of) > _MAX_APPLICATIONS:
+            self._of.popitem(last=False)
+        return own
 
     def expected_tokens(self, application: BlockHash | None, num_before: int) -> float:
         """The expected remaining work, in tokens, of a program that has had `num_before` turns. A
@@ -74,7 +113,7 @@ class EndedPrograms:
         """
         own = self._of.get(application)
         for ended in (own, self._first):
-            if ended is not None and len(ended.turns) >= _LEAST_ENDED:
+            if ended is not None and len(ended) >= _LEAST_ENDED:
                 return ended.expected_tokens(num_before)
         return max(1.0, _FIRST_TURNS - num_before)
 

@@ -16,6 +16,8 @@ _PER_DOUBLING = 4
 """An index is computed at this number of ages for each doubling of the age."""
 _MAX_TOOLS = 1024
 """Limit on the number of pairs of tenant and tool whose pauses are stored."""
+_USUAL_SHARE = 0.95
+"""The share of returning programs that return within the usual time."""
 NEVER = math.inf
 """The length of a pause whose program never returned."""
 
@@ -71,6 +73,13 @@ class PauseStatistics:
         _, chance, seconds = pauses.best(age)
         return chance, seconds
 
+    def is_unusual(self, tenant: bytes, tool: str, age: float) -> bool:
+        """Whether a pause has lasted more than twice as long as nearly all pauses of its tool that
+        ended with a return.
+        """
+        pauses = self._of(tenant, tool)
+        return pauses is not None and age > 2 * pauses.usual
+
     def _of(self, tenant: bytes, tool: str) -> "PausesOfTool | None":
         for key in ((tenant, tool), (None, tool)):
             pauses = self._of_tool.get(key)
@@ -89,6 +98,7 @@ class PausesOfTool:
         self._num_new = 0
         self._indexes: dict[int, float] = {}
         """The computed indexes, by the number of the age (see `_PER_DOUBLING`)."""
+        self._usual: float | None = None
 
     def __len__(self) -> int:
         return len(self._latest) + len(self._ongoing)
@@ -96,10 +106,22 @@ class PausesOfTool:
     def add(self, seconds: float) -> None:
         self._latest.append(seconds)
         self._num_new += 1
+        self._usual = None
 
     def note_ongoing(self, seconds: Sequence[float]) -> None:
         if seconds or self._ongoing:
             self._ongoing, self._indexes = seconds[-_NUM_KEPT:], {}
+
+    @property
+    def usual(self) -> float:
+        """The seconds within which 95 of 100 returning programs returned. NEVER if fewer than ten
+        programs returned.
+        """
+        if self._usual is None:
+            returned = sorted(one for one in self._latest if one != NEVER)
+            few = len(returned) < _LEAST
+            self._usual = NEVER if few else returned[int(_USUAL_SHARE * len(returned))]
+        return self._usual
 
     def index(self, age: float) -> float:
         """The value, in 1 / second, of keeping a context whose pause has lasted for `age` seconds.

@@ -65,7 +65,8 @@ class ProgramRetention(NoRetention):
         self._headroom = int(config.retention_headroom * (config.num_blocks - 1))
         self._contexts: dict[ContextId, Context] = {}
         """The retained contexts, in the order in which their pauses began."""
-        self.worth = Worth(parts, self._contexts)
+        self._ended = EndedPrograms()
+        self.worth = Worth(parts, self._contexts, self._ended)
         self._known = KnownPrograms(config)
         self._programs: dict[Request, Program] = {}
         """The programs of waiting and running requests."""
@@ -80,7 +81,6 @@ class ProgramRetention(NoRetention):
         """The order of contexts that was last sent to the pool."""
         self._max_retained: dict[bytes, int] = {}
         """Maps tenants to limits on the blocks of their contexts. Others have no limit."""
-        self._ended = EndedPrograms()
         self.observer = ProgramObserver()
         self._recomputations = Recomputations(self._size)
         self.num_retained_blocks = 0
@@ -112,6 +112,7 @@ class ProgramRetention(NoRetention):
         if request.tenant_max_retained_share < 1 or request.tenant in self._max_retained:
             num_blocks = int(request.tenant_max_retained_share * (config.num_blocks - 1))
             self._max_retained[request.tenant] = num_blocks
+        self._ended.returned(program)
         program.num_turns += 1
         request.program_turn = self._turn(program, context, now)
         if context is not None:
@@ -196,6 +197,7 @@ class ProgramRetention(NoRetention):
             context.num_blocks = num_blocks * len(self._config.all_groups)
         self._contexts[context.id] = context
         if same is not None:
+            self._ended.returned(same.program)
             self._drop(same)
         self._forget_idle()
         request.context = context.id

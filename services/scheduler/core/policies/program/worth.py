@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from services.common.pool.ids import ContextId
 from services.scheduler.core.policies.policy import PolicyParts
+from services.scheduler.core.policies.program.ended_programs import EndedPrograms
 from services.scheduler.core.policies.program.pauses import PauseStatistics
 from services.scheduler.core.policies.programs import Context
 
@@ -29,8 +30,13 @@ class Worth:
     engine's time that one more running request saves. So worth and gain have the same unit.
     """
 
-    def __init__(self, parts: PolicyParts, contexts: Mapping[ContextId, Context]) -> None:
-        """`contexts` is the policy's mapping of the contexts that it retains."""
+    def __init__(
+        self, parts: PolicyParts, contexts: Mapping[ContextId, Context], ended: EndedPrograms
+    ) -> None:
+        """`contexts` is the policy's mapping of the contexts that it retains. `ended` receives the
+        paused programs that have probably ended.
+        """
+        self._ended = ended
         self._costs = parts.step_costs
         config = parts.config
         self._size = config.hash_block_size
@@ -172,11 +178,15 @@ class Worth:
         if now < self._noted_at + _ONGOING_SECONDS:
             return
         self._noted_at = now
+        paused = [one for one in self._contexts.values() if one.returned_at is None]
         self.pauses.note_ongoing(
-            (one.program.tenant, one.reason, now - one.paused_at)
-            for one in self._contexts.values()
-            if one.returned_at is None
+            (one.program.tenant, one.reason, now - one.paused_at) for one in paused
         )
+        for one in paused:
+            program, age = one.program, now - one.paused_at
+            is_idle = not program.num_running and len(program.contexts) == 1
+            if is_idle and self.pauses.is_unusual(program.tenant, one.reason, age):
+                self._ended.presume(program)
 
     def _gain(self, num_running: int) -> float:
         """The fraction of the engine's time per token that one more running request saves."""
