@@ -1,5 +1,5 @@
-"""API keys for tests, in a file or in Redis, created with the functions of `stepwell keys`, and a
-gateway with the key of a tenant.
+"""API keys in a file or in Redis, created by the functions of `stepwell keys`, and a gateway with
+the key of one tenant.
 """
 
 import time
@@ -23,7 +23,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 
 
 class Keyring(Protocol):
-    """A store of API keys."""
+    """A store of API keys that a test changes."""
 
     async def add(self, tenant: TenantRecord, **fields: Any) -> str:
         """Creates a key of a tenant."""
@@ -33,7 +33,7 @@ class Keyring(Protocol):
 
 
 class FileKeyring:
-    """Keys in a file."""
+    """API keys in a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class FileKeyring:
 
 
 class RedisKeyring:
-    """Keys in Redis."""
+    """API keys in Redis."""
 
     def __init__(self, url: str) -> None:
         self.redis = RedisConnection(url)
@@ -72,7 +72,7 @@ class RedisKeyring:
 
 
 def make_key(tenant: TenantRecord, **fields: Any) -> tuple[str, KeyRecord]:
-    """A key and its record. `fields` are fields of the record."""
+    """A new key and its record. `fields` are fields of the record."""
     key, key_id, sha256 = new_key()
     record = KeyRecord(key_id, sha256, tenant.tenant_id, int(time.time()))
     return key, replace(record, **fields)
@@ -87,8 +87,8 @@ def bearer(key: str) -> dict[str, str]:
 async def limited(
     model: Path, tmp_path: Path, scheduler: FakeScheduler | None = None, **limits: Any
 ) -> AsyncIterator[tuple[Serving, str]]:
-    """Runs a gateway whose only key is that of tenant acme. `limits` are fields of its record.
-    Yields the gateway and the key.
+    """Runs a gateway with one API key, which belongs to the tenant acme. `limits` are fields of the
+    tenant's record. Yields the gateway and the key.
     """
     ring = FileKeyring(tmp_path / "keys.json")
     key = await ring.add(TenantRecord("acme", **limits))

@@ -1,4 +1,4 @@
-"""Documented answers in each format of models, with their parsed meaning."""
+"""Documented answers in each format of tool calls and reasoning, with their parsed contents."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ _JSON = (
 
 @dataclass(frozen=True)
 class Recorded:
-    """An answer in a format, and its parsed meaning."""
+    """The text of an answer in a format, and its content, reasoning and tool calls."""
 
     format: str
     text: str

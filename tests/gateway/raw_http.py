@@ -1,8 +1,8 @@
-"""HTTP requests as bytes, for clients whose behaviour no library offers."""
+"""HTTP requests as bytes, for test clients that behave as no HTTP library does."""
 
 
 def post_head(path: str, num_bytes: int, *headers: str, version: str = "1.1") -> bytes:
-    """The head of a POST of `num_bytes` of JSON."""
+    """The head of a POST request with a JSON body of `num_bytes` bytes."""
     lines = (
         f"POST {path} HTTP/{version}",
         "Host: localhost",
@@ -14,7 +14,7 @@ def post_head(path: str, num_bytes: int, *headers: str, version: str = "1.1") ->
 
 
 def post(path: str, body: bytes, *headers: str, version: str = "1.1") -> bytes:
-    """A whole POST of JSON."""
+    """A whole POST request with a JSON body."""
     return post_head(path, len(body), *headers, version=version) + body
 
 

@@ -1,4 +1,4 @@
-"""Fake schedulers that register themselves like real ones."""
+"""Fake schedulers that register themselves in Redis like real schedulers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from tests.gateway.fake_scheduler import FakeScheduler
 
 
 class Registered:
-    """A fake scheduler and its registration."""
+    """A fake scheduler and its registration in Redis."""
 
     def __init__(self, scheduler: FakeScheduler, redis_url: str, model_name: str) -> None:
         self.scheduler = scheduler
@@ -26,13 +26,13 @@ class Registered:
         self._task = asyncio.create_task(running)
 
     async def leave(self) -> None:
-        """Drains like a scheduler: removes the registration, then refuses new requests."""
+        """Drains like a real scheduler: removes the registration, then refuses new requests."""
         await self._cancel()
         await self.registration.leave()
         self.scheduler.set_state(ready=False, reason="the scheduler is draining", draining=True)
 
     async def die(self) -> None:
-        """Ends everything at once, like a killed process."""
+        """Ends the registration and the server at once, like a killed process."""
         await self._cancel()
         await self.scheduler.die()
 
@@ -46,7 +46,7 @@ class Registered:
 async def registered(
     redis_url: str, scheduler: FakeScheduler | None = None, *, model_name: str = "tiny"
 ) -> AsyncIterator[Registered]:
-    """A fake scheduler that serves and is registered, until it leaves or dies."""
+    """A fake scheduler that serves and is registered until the `with` block ends."""
     scheduler = scheduler or FakeScheduler()
     await scheduler.start()
     running = Registered(scheduler, redis_url, model_name)

@@ -50,15 +50,14 @@ class Serving:
         return self.schedulers[0]
 
     async def metrics(self) -> str:
-        """All metrics, including private ones."""
+        """The text of all metrics, with the series of tenants."""
         return (await self.gateway.parts.fleet_metrics.collect(exemplars=False)).decode()
 
     @property
     def stub(self) -> Any:
         return gateway_pb2_grpc.InferenceStub(self.channel)
 
-    # The packages of OpenAI and Anthropic take a second to import, and most tests that import this
-    # module do not use them.
+    # OpenAI's and Anthropic's packages take a second to import, and most tests do not use them.
 
     def openai(self, **options: Any) -> "AsyncOpenAI":
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
@@ -87,7 +86,7 @@ class Serving:
 
 @cache
 def tokenizer_of(model: Path) -> HfTokenizer:
-    """The tokenizer of a model. It is cached because many tests serve the same model."""
+    """The tokenizer of a model, cached because many tests serve the same model."""
     return load_tokenizer(model)
 
 
@@ -102,8 +101,8 @@ async def serving(
     http_verify: ssl.SSLContext | bool = False,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Starts the schedulers, a gateway and clients, and stops all of them at the end. The block
-    begins when `num_ready` schedulers are ready, by default all. With `tls` the HTTP client trusts
+    """Runs the fake schedulers, a gateway and its clients until the `with` block ends. The block
+    begins when `num_ready` schedulers are ready, by default all. With `tls`, the HTTP client trusts
     the authorities of `http_verify`. The gRPC channel does not use TLS.
     """
     fakes = list(schedulers) or [FakeScheduler()]

@@ -1,8 +1,9 @@
-"""Measures a routing policy without noise, with replicas that compute nothing, in simulated time.
+"""Measures a routing policy without noise, in simulated time and with replicas that compute
+nothing.
 
-The fleet and the policy are the real ones. A simulated replica has a prefix cache with LRU
-eviction. Its steps take time for each prompt token and for each decoding request. The conversations
-of `benchmarks.routing` are sent by a closed loop.
+The fleet and the policy are the gateway's. A simulated replica has a prefix cache with LRU
+eviction, and its steps take time for each prompt token and for each decoding request. A closed loop
+sends the conversations of `benchmarks.routing`.
 """
 
 import heapq
@@ -37,7 +38,7 @@ _ROOT = bytes(32)
 
 
 class SimulatedClock:
-    """The core's Clock in simulated time, which `run` advances."""
+    """The port Clock in simulated time, which `run` advances."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -55,7 +56,7 @@ class SimulatedClock:
         """Does nothing, since timers are never cancelled here."""
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Makes calls in time order until `is_over`."""
+        """Makes the scheduled calls in time order until `is_over` returns True."""
         while not is_over():
             when, _, callback = heapq.heappop(self._calls)
             self._now = max(self._now, when)
@@ -70,18 +71,18 @@ class _Sequence:
     inflight: Inflight
     keys: list[int]
     num_left: int = 0
-    """The number of prompt tokens that are not computed yet."""
+    """The number of prompt tokens that no step has computed yet."""
     held: list[int] = field(default_factory=list)
 
 
 class SimulatedReplica:
-    """A scheduler with its pool and worker, as the fleet's Link."""
+    """A scheduler with its pool and worker, as the Link of the gateway's fleet."""
 
     def __init__(self, clock: SimulatedClock, num_blocks: int, slowness: float = 1.0) -> None:
-        """`slowness` is the factor between the reported and the actual times."""
+        """`slowness` is the reported time of a token divided by its actual time."""
         self.replica: Replica
         self.published: set[int] = set()
-        """The keys that are in the directory."""
+        """The keys of the replica's blocks in the directory."""
         self.on_finished: Callable[[Inflight], None] = lambda _: None
         self._clock = clock
         self._slowness = slowness
@@ -114,7 +115,7 @@ class SimulatedReplica:
         """Does nothing: the replicas retain no contexts."""
 
     def cached_depth(self, keys: Sequence[int]) -> int:
-        """The number of leading blocks of a chain that are in the pool."""
+        """The number of leading blocks of a chain of keys that the replica has cached."""
         for depth, key in enumerate(keys):
             if key not in self._ref_counts and key not in self._idle:
                 return depth
@@ -145,9 +146,7 @@ class SimulatedReplica:
         return num_tokens
 
     def _admit(self, sequence: _Sequence) -> bool:
-        """Allocates the blocks of a whole sequence. Allocates none and returns False if there are
-        too few.
-        """
+        """Allocates all blocks of a sequence. Returns False if too few blocks are free."""
         request = sequence.inflight.request
         num_prompt, keys = len(request.prompt_token_ids), sequence.keys
         depth = min(self.cached_depth(keys), (num_prompt - 1) // BLOCK_SIZE)
@@ -172,8 +171,8 @@ class SimulatedReplica:
         sequence.held.append(key)
 
     def _publish(self, keys: Sequence[int], sequence: _Sequence) -> None:
-        """Publishes the sequence's own full blocks. A block whose key is already cached
-        is freed.
+        """Caches full blocks of a sequence by their keys. A block whose key is cached already is
+        freed.
         """
         for key in keys:
             if key in self._ref_counts or key in self._idle:
@@ -182,7 +181,7 @@ class SimulatedReplica:
         self._later(partial(self.published.update, keys))
 
     def _later(self, change: Callable[[], object]) -> None:
-        """Applies a change to the directory after a delay."""
+        """Applies a change to the directory after EVENT_SECONDS."""
         self._clock.call_at(self._clock.time() + EVENT_SECONDS, change)
 
     def _end_step(self, ready: Sequence[_Sequence]) -> None:
@@ -209,7 +208,7 @@ class SimulatedReplica:
     def _end(self, sequence: _Sequence) -> None:
         inflight, request = sequence.inflight, sequence.inflight.request
         num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids)
-        # The last token was not computed.
+        # No step has computed the last token.
         tokens = [*request.prompt_token_ids, *inflight.output_token_ids][:-1]
         self._publish(self._chain(request, tokens)[len(sequence.held) :], sequence)
         self._num_free += -(-num_tokens // BLOCK_SIZE) - len(sequence.held)
@@ -233,7 +232,7 @@ class SimulatedFigures:
     reasons: dict[str, int] = field(default_factory=dict)
     num_sent_tokens: int = 0
     num_best_tokens: int = 0
-    """The sum over all requests of the largest number of its tokens that any replica had cached."""
+    """The sum over all requests of the longest prefix in tokens that any replica had cached."""
     num_requests: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -242,7 +241,7 @@ class SimulatedFigures:
 
     @property
     def best_hit_rate(self) -> float:
-        """The hit rate if each request were sent to the replica with the longest cached prefix."""
+        """The hit rate if each request ran at the replica with its longest cached prefix."""
         return self.num_best_tokens / self.num_sent_tokens
 
     @property
@@ -251,7 +250,7 @@ class SimulatedFigures:
 
     @property
     def spread(self) -> float:
-        """The largest number of requests of a replica, divided by the mean number."""
+        """The largest number of requests at a replica, divided by the mean number."""
         counts = self.num_requests.values()
         return max(counts) * len(counts) / sum(counts)
 
@@ -267,7 +266,7 @@ class SimulatedFleet:
         max_load_delta: int = 16,
         measured_slowness: Sequence[float] = (),
     ) -> None:
-        """By default replicas report their actual times."""
+        """`measured_slowness` are the replicas' values of `slowness`, by default all 1."""
         self.clock = SimulatedClock()
         self.links: dict[str, SimulatedReplica] = {}
         self._num_blocks = num_blocks
@@ -284,7 +283,7 @@ class SimulatedFleet:
         )
         self.fleet.set_addresses("test", (f"replica-{number}" for number in range(num_replicas)))
 
-    # Methods of the core's Links.
+    # Methods of the ports Links and PrefixDirectory.
 
     def make(self, address: str) -> SimulatedReplica:
         slowness = self._measured_slowness[len(self.links)]
@@ -301,9 +300,7 @@ class SimulatedFleet:
         """Does nothing, since replicas never leave."""
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """The number of leading blocks that each replica has cached, as in the core's
-        PrefixDirectory.
-        """
+        """Maps each replica to the number of leading `keys` that it has cached."""
         found = {}
         for name, link in self.links.items():
             depth = next(
@@ -314,7 +311,7 @@ class SimulatedFleet:
         return found
 
     def run(self, workload: Workload, at_once: int) -> SimulatedFigures:
-        """Sends a workload, and returns the results after its warm-up."""
+        """Sends a workload with `at_once` open requests. Returns the results after its warm-up."""
         loop = _ClosedLoop(self, workload, at_once)
         self.clock.run(lambda: loop.num_done >= workload.num_warm_up + workload.num_requests)
         return loop.figures
@@ -322,7 +319,7 @@ class SimulatedFleet:
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn of a conversation that was sent, and the time of sending."""
+    """A turn of a conversation that was sent at the time `sent_at`."""
 
     conversation: Conversation
     sent_at: float
@@ -331,7 +328,7 @@ class _Turn:
 
 
 class _ClosedLoop:
-    """Sends the next turn of a conversation when an answer has ended."""
+    """Sends the next turn of some conversation when an answer has ended."""
 
     def __init__(self, world: SimulatedFleet, workload: Workload, at_once: int) -> None:
         self.figures = SimulatedFigures()

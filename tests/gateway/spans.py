@@ -1,4 +1,4 @@
-"""The spans of one request in a gateway: its server span and the spans below it."""
+"""The gateway's spans of a request: its server span, which is the root, and the spans below it."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,13 +14,13 @@ from tests.gateway.serving import until
 
 @dataclass
 class Trace:
-    """The spans of one request. Each list is in the order of start times."""
+    """The spans of one request. The methods return spans in the order of their start times."""
 
     root: ReadableSpan
     spans: list[ReadableSpan]
 
     def below(self, parent: ReadableSpan) -> list[ReadableSpan]:
-        """The children of a span."""
+        """The child spans of a span."""
         children = [
             one for one in self.spans if one.parent and one.parent.span_id == span_id(parent)
         ]
@@ -36,7 +36,7 @@ class Trace:
 
 
 class Tracer:
-    """A gateway's tracer and its finished spans."""
+    """The tracing of a gateway, and its finished spans."""
 
     def __init__(self, ratio: float = 1.0) -> None:
         self.exporter = InMemorySpanExporter()
@@ -47,9 +47,7 @@ class Tracer:
         return self.exporter.get_finished_spans()
 
     async def trace(self, number: int = 0) -> Trace:
-        """The trace of a finished request. Requests are numbered in the order in which
-        they ended.
-        """
+        """The trace of a finished request. `number` counts requests in the order of their ends."""
         await until(lambda: len(self._roots()) > number)
         root = self._roots()[number]
         assert root.context is not None
@@ -67,9 +65,9 @@ def span_id(span: ReadableSpan) -> int:
 
 
 def assert_adds_up(trace: Trace, *, start_millis: int = 5) -> None:
-    """Asserts that the parts of a request follow one another without a gap, and the parts of each
-    of its sequences too. The last sequence must start within `start_millis`. All time is thus
-    attributed.
+    """Asserts that the spans of a request and of each of its sequences follow one another without a
+    gap, and that the parts of the request's time add up. Each sequence must start within
+    `start_millis`.
     """
     assert_follow(trace.root, trace.below(trace.root))
     attributes, nanos = trace.root.attributes, trace.root.end_time - trace.root.start_time
@@ -91,7 +89,7 @@ def assert_adds_up(trace: Trace, *, start_millis: int = 5) -> None:
 
 
 def assert_follow(parent: ReadableSpan, children: list[ReadableSpan]) -> None:
-    """Asserts that the children cover all of the parent's time, one after another."""
+    """Asserts that the children cover the whole time of the parent, one after another."""
     assert children[0].start_time == parent.start_time
     assert children[-1].end_time == parent.end_time
     for one, following in pairwise(children):

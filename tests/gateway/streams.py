@@ -1,4 +1,4 @@
-"""Completions that are read as a stream, and checks of their content."""
+"""A client of a streamed completion, and the tokens that it should receive."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ BODY = {"prompt": PROMPT, "seed": 11, "max_tokens": 30, "stream": True, "return_
 
 
 class Stream:
-    """A completion that is read as a stream."""
+    """Sends a request for a streamed completion, and collects the tokens that arrive."""
 
     def __init__(
         self, served: Serving, body: dict | None = None, headers: dict | None = None

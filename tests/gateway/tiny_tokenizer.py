@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer with a chat template, generated when it is needed."""
+"""Small tokenizers with chat templates, which tests generate."""
 
 import json
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def write_tokenizer(
     texts: Sequence[str] = ("the stop string, the hello world of them",),
     size: int = 320,
 ) -> Path:
-    """Writes a tokenizer of up to `size` tokens that is trained on `texts`. Returns the
-    directory.
+    """Writes a byte-level BPE tokenizer of up to `size` tokens, trained on `texts`. Returns
+    `directory`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -45,8 +45,8 @@ def write_tokenizer(
 
 
 def write_marked_tokenizer(directory: Path) -> Path:
-    """Writes a tokenizer in SentencePiece's style, with marks for spaces and byte tokens for rare
-    characters.
+    """Writes a tokenizer in SentencePiece's style: "▁" stands for a space, and characters without a
+    token are encoded as byte tokens.
     """
     directory.mkdir(parents=True, exist_ok=True)
     pieces = [END, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]

@@ -1,5 +1,5 @@
-"""A gateway process that watches its own event loop. Each line on standard input is answered with
-the longest pauses since the previous line, as JSON.
+"""A gateway process that measures pauses of its own event loop. After each line on standard input,
+it prints the longest pauses since the previous line as JSON.
 
     python -m tests.gateway.watched_gateway FLAGS-OF-THE-GATEWAY
 """
@@ -19,18 +19,18 @@ _TICK_SECONDS = 0.001
 
 
 class Watchdog:
-    """Measures the longest time between two iterations of the event loop.
+    """Measures the longest time in seconds between two iterations of the event loop.
 
-    `work`: processor time of the loop's thread between two iterations. `pause`: elapsed time in
-    which any thread of the process was busy, which is the delay that a client may notice. Other
-    load on the machine makes neither of them longer.
+    `work` is the processor time of the loop's thread. `pause` is the elapsed time in which any
+    thread of the process was busy, which a client may notice. Other load on the machine increases
+    neither.
     """
 
     def __init__(self) -> None:
         self.work = self.pause = 0.0
 
     async def watch(self) -> None:
-        """Measures without end."""
+        """Measures until it is cancelled."""
         while True:
             wall, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
             await asyncio.sleep(_TICK_SECONDS)
@@ -40,8 +40,8 @@ class Watchdog:
             self.pause = max(self.pause, min(busy, elapsed))
 
     def report(self) -> None:
-        """Runs in a thread, and answers each input line. The process ends at the end of the
-        input.
+        """Runs in a thread. Prints the pauses after each line of standard input, and ends the
+        process at its end.
         """
         for _ in sys.stdin:
             self.work, self.pause, longest = 0.0, 0.0, {"work": self.work, "pause": self.pause}

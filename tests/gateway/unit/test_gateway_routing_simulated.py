@@ -27,7 +27,7 @@ def serve(policy: str, workload: Workload, at_once: int, pool_share: float) -> S
 
 @pytest.mark.parametrize("at_once", [4, 24])
 def test_conversations_stay_where_they_are_cached_at_any_load(at_once: int) -> None:
-    """All pools together have exactly enough blocks for the open conversations."""
+    """The pools of all replicas together have exactly enough blocks for all conversations."""
     aware, turns, load = (
         serve(policy, CONVERSATIONS, at_once, 1 / NUM_REPLICAS)
         for policy in ("cache-aware", "round-robin", "least-loaded")
@@ -39,8 +39,8 @@ def test_conversations_stay_where_they_are_cached_at_any_load(at_once: int) -> N
 
 
 def test_replicas_that_measure_unequal_speeds_share_the_conversations() -> None:
-    """At little load, one of several equal replicas is by chance measured as half as fast as
-    another.
+    """With little load, measured speeds differ by chance. Here one of several equal replicas seems
+    half as fast as another.
     """
     num_blocks = round(CONVERSATIONS.num_blocks(BLOCK_SIZE) / NUM_REPLICAS)
     world = SimulatedFleet(
@@ -52,8 +52,8 @@ def test_replicas_that_measure_unequal_speeds_share_the_conversations() -> None:
 
 
 def test_a_prefix_that_all_share_does_not_make_a_queue_at_one_replica() -> None:
-    """Each prompt is a long system prompt, the same for all, and a short question. A limit of the
-    difference in load would not help.
+    """Each prompt is the same long system prompt and a short question. The cap of the difference in
+    load is off.
     """
     questions = Workload(64, 1, 1, 512, 16, 16, 100, 300, 4096, "questions")
     aware, load = (

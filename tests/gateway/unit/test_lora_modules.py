@@ -1,4 +1,4 @@
-"""Tests which names adapters may have."""
+"""The names that LoRA adapters may have."""
 
 from pathlib import Path
 

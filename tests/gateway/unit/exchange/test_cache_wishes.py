@@ -1,4 +1,4 @@
-"""Wishes that a prompt stays cached, in the words of Anthropic's and OpenAI's clients."""
+"""The fields by which Anthropic's and OpenAI's clients ask to keep a prompt cached."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Unknown fields of bodies: ignored and named, or refused."""
+"""Unknown fields of request bodies are ignored and named in the answer, or refused."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What requests say about their programs: fields, headers, and contradictions."""
+"""The fields and headers by which a request declares the agent program to which it belongs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Work in the task that serves a client is cancelled when the client disconnects."""
+"""The work for a request is cancelled when its client disconnects."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Tests that a policy that examines few replicas finds what it would find if it examined all."""
+"""A routing policy examines few replicas, and finds the same as if it examined all replicas."""
 
 import random
 
@@ -19,7 +19,9 @@ ALL = 1 << 30
 
 
 def a_while(world: FakeFleet, rng: random.Random, num_events: int) -> None:
-    """Requests come, are admitted, get tokens and end, replicas report, and time passes."""
+    """Random events: requests arrive, are admitted, get tokens and end, replicas report their load,
+    and time passes.
+    """
     for _ in range(num_events):
         replica = rng.choice(list(world.replicas.values()))
         handles = list(replica.running)
@@ -93,7 +95,7 @@ def test_a_replica_that_certainly_costs_more_is_not_examined() -> None:
     world.connect(*world.replicas)
     for _ in world.replicas:
         world.start()
-    (inflight,) = world.start().inflights  # the second at the first replica
+    (inflight,) = world.start().inflights  # the second sequence at replica "a"
     order = LoadOrder(world.fleet.membership.ready(), 0)
     near = Offers(order, inflight, KEYS, 0.0).near(ALL, 1.05)
     assert [order.replicas[index].address for index in near.indexes] == list("bcdefgh")

@@ -17,12 +17,12 @@ DRAINING = ReplicaState(ready=False, reason="the scheduler is draining", drainin
 
 
 def names(world: FakeFleet) -> list[str]:
-    """The addresses of the replicas."""
+    """The addresses of the fleet's replicas."""
     return [replica.address for replica in world.fleet.membership.replicas]
 
 
 def route_of(mailbox: Mailbox) -> tuple[str, RoutingReason]:
-    """The last route of the only sequence."""
+    """The replica and the reason of the last route of the only sequence."""
     return mailbox.routes[-1].address, mailbox.routes[-1].reason
 
 
@@ -213,7 +213,7 @@ def test_a_cold_replica_gets_its_share_of_a_hot_prefix_and_no_more_at_once() -> 
     routes = [route_of(world.start(prompt=prompt)) for _ in range(SPREAD_MIN_SHARING + 1)]
     assert routes[:-1] == [("a", RoutingReason.CACHED)] * SPREAD_MIN_SHARING
     assert routes[-1] == ("b", RoutingReason.SPREAD)
-    # The prompt counts as cached there, so the next sequences are routed by cost.
+    # The prompt now counts as cached at replica "b" too, so the next sequences are routed by cost.
     for _ in range(40):
         world.start(prompt=prompt)
     loads = [len(world.has(name)) for name in "ab"]

@@ -1,4 +1,4 @@
-"""Tests which of several replicas a sequence is sent to, and the reported reason."""
+"""The replica to which a routing policy sends a sequence, and the reported reason."""
 
 import random
 from collections import Counter
@@ -29,7 +29,7 @@ from tests.gateway.fake_fleet import BLOCK_SIZE, MAX_LOAD_DELTA, FakeFleet, Manu
 PROMPT = tuple(range(1, 41))
 NUM_BLOCKS = (len(PROMPT) + 1) // BLOCK_SIZE
 COUNT = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT
-"""The weight of a token to compute if all replicas compute equally much."""
+"""The cost of a token to compute if all replicas have computed the same number of tokens."""
 
 
 def fleet(policy: str, num_replicas: int = 3) -> FakeFleet:
@@ -46,13 +46,13 @@ def route_of(mailbox: Mailbox) -> RoutingDecision:
 
 
 def finish(world: FakeFleet, name: str, index: int = 0) -> None:
-    """Ends a sequence of a replica."""
+    """Ends the sequence with the given index at a replica."""
     replica = world.replicas[name]
     replica.finished(world.handle(replica, world.has(name)[index]), Finish(FinishReason.STOP))
 
 
 def report(world: FakeFleet, name: str, num_requests: int = 0, num_tokens: int = 0) -> None:
-    """A replica's scheduler reports `num_requests` of other gateways, and their tokens."""
+    """Makes a replica's scheduler report requests of other gateways and their uncomputed tokens."""
     replica = world.replicas[name]
     load = replica.load
     replica.load_changed(
@@ -66,7 +66,7 @@ def report(world: FakeFleet, name: str, num_requests: int = 0, num_tokens: int =
     )
 
 
-# The policies without a cache.
+# The policies that do not use prefix caches.
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
@@ -174,7 +174,7 @@ def test_a_queue_that_takes_longer_than_the_prefix_sends_it_elsewhere() -> None:
 
 
 def compute(world: FakeFleet, name: str, num_tokens: int) -> None:
-    """A replica computes `num_tokens` of a prompt for this gateway, and ends the sequence."""
+    """Makes a replica compute a prompt of `num_tokens` tokens for this gateway."""
     others = [other for other in world.replicas if other != name]
     world.replicas[name].load.clear()
     for other in others:
@@ -190,8 +190,8 @@ def compute(world: FakeFleet, name: str, num_tokens: int) -> None:
 
 
 def test_what_is_new_goes_where_less_was_computed_lately() -> None:
-    """New prompts go to the replica that has computed less, since their blocks evict fewer others
-    there. Cached prompts stay at their replica.
+    """A new prompt is sent to the replica that has computed fewer tokens lately, where it evicts
+    fewer blocks. A cached prompt is sent to the replica that has it cached.
     """
     world = fleet("cache-aware", 2)
     compute(world, "a", 4 * FEW_TOKENS)
@@ -204,7 +204,7 @@ def test_what_is_new_goes_where_less_was_computed_lately() -> None:
 
 
 def test_few_tokens_evict_little() -> None:
-    """The next turn of the only conversation goes to the replica that computed its first turn."""
+    """A replica that has computed few tokens gets the next turn of the only conversation, too."""
     world = fleet("cache-aware", 2)
     compute(world, "a", FEW_TOKENS // 64)
     world.directory = {"a": 2}
@@ -354,7 +354,7 @@ def test_of_a_chain_of_smaller_units_each_block_has_the_key_of_its_last() -> Non
     tokens, chain_keys = list(range(70)), ChainKeys()
     units = block_keys(hash_full_blocks(b"root", tokens, 2, cache_salt="salt"))
     assert chain_keys.of(b"root", tokens, 4, "salt", 2) == units[1:34:2]
-    # The same tokens in units of another size have another chain of keys.
+    # The chain of the same tokens in units of 4 tokens has other keys.
     whole = block_keys(hash_full_blocks(b"root", tokens, 4, cache_salt="salt"))
     assert chain_keys.of(b"root", tokens, 4, "salt") == whole
 
@@ -364,7 +364,7 @@ def test_the_depth_of_what_was_sent_is_the_longest_common_beginning(
     sent: list[list[int]], asked: list[int]
 ) -> None:
     def chain(values: list[int]) -> list[int]:
-        """A name for each beginning of a list. Equal beginnings have equal names."""
+        """A key for each prefix of a list. Equal prefixes have equal keys."""
         return [hash(tuple(values[: end + 1])) for end in range(len(values))]
 
     recent = RecentPrefixes()

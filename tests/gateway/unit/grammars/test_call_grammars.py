@@ -1,5 +1,5 @@
-"""Checks grammars that the gateway generates on texts, with the workers' compiler. The formats'
-markers are single tokens or plain text.
+"""The grammars that the gateway generates for tool calls, compiled as in the workers and checked
+with texts. The markers of a format are single tokens or plain text.
 """
 
 import json
@@ -38,7 +38,7 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = [CallableTool("f", SCHEMA, strict=True), CallableTool("g", {"type": "object"})]
 QWEN = REASONING_FORMATS["qwen3"]
-# Reasoning before the answer, and the part of it that the prompt contains.
+# Reasoning text before the answer, and the state of the reasoning at the end of the prompt.
 REASONING: list[tuple[str, PromptedReasoning | None]] = [
     ("", None),
     ("hm</think>\n\n", PromptedReasoning(QWEN, ReasoningState.INSIDE)),
@@ -60,7 +60,7 @@ def tokenizer(request: pytest.FixtureRequest, model: Path) -> HfTokenizer:
 def check(
     tokenizer: HfTokenizer, form: StructuredOutputs, good: Sequence[str], bad: Sequence[str]
 ) -> None:
-    """Asserts that the grammar accepts all good texts completely, and no bad text."""
+    """Asserts that the grammar accepts each good text as a whole, and no bad text."""
     size = tokenizer._backend.get_vocab_size()
     matcher = GrammarCompiler(tokenizer.to_json(), size, [0]).compile(form)
     for text in (*good, *bad):

@@ -39,7 +39,7 @@ def judge(tokenizer_json: str) -> GrammarJudge:
 
 
 async def verdict(judge: GrammarJudge, kind: StructuredOutputsKind, text: str) -> str:
-    """The client's error text. It is empty if the grammar is accepted."""
+    """The text of the client's error, or "" if the grammar is accepted."""
     try:
         await judge.check(StructuredOutputs(kind, text), VOCAB_SIZE, [0])
     except InvalidArgument as error:
@@ -58,7 +58,7 @@ REFERRED = (
     *("Resp[int]", "Map<string,int>", "My Type", "List`1", "名前", "é", "A|B", "a%b", "a%20b"),
     *("a/b", "a~b", 'x"y', "a^b", "{x}", "a\\b", "#x", "a?b", "a%5Bb"),
 )
-"""Names that are not allowed in a URI, or have another meaning there."""
+"""Names of definitions with characters that a URI does not allow or that have a meaning in it."""
 
 
 def referring(name: str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def test_a_reference_is_found_as_a_validator_finds_it(tokenizer_json: str, name:
     schema = referring(name)
     if name == "Resp%5Bint%5D":
         schema["$defs"] = {"Resp[int]": {"type": "integer"}}
-    if name not in ("a%20b", "a%5Bb"):  # a validator does not look these up as they are written
+    if name not in ("a%20b", "a%5Bb"):  # the validator would decode these names
         assert Draft202012Validator(schema).is_valid(5)
         assert not Draft202012Validator(schema).is_valid("x")
     compiler = GrammarCompiler(tokenizer_json, VOCAB_SIZE, [0])
@@ -194,7 +194,7 @@ BOMBS = {
 async def test_a_bomb_takes_seconds_of_one_thread_and_none_of_the_event_loop(
     name: str, judge: GrammarJudge
 ) -> None:
-    await verdict(judge, REGEX, "a")  # the tokenizer is read
+    await verdict(judge, REGEX, "a")  # loads the tokenizer
     judging = asyncio.create_task(verdict(judge, JSON, BOMBS[name]))
     began, turns = time.process_time(), 0
     while not judging.done():
@@ -208,7 +208,9 @@ async def test_a_bomb_takes_seconds_of_one_thread_and_none_of_the_event_loop(
 async def test_what_takes_too_long_is_refused_here_alone(
     judge: GrammarJudge, tokenizer_json: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker with a slower processor must not refuse a grammar that is accepted here."""
+    """Only the gateway limits the time of compilation. A worker with a slower processor must not
+    refuse a grammar that the gateway accepts.
+    """
     monkeypatch.setattr(grammar_judge, "MAX_COMPILE_SECONDS", 0.0)
     assert "takes too long to compile" in await verdict(judge, REGEX, "[a-z]{1,30}")
     compiler = GrammarCompiler(tokenizer_json, VOCAB_SIZE, [0])

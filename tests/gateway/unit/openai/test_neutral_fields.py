@@ -41,8 +41,8 @@ BASES: dict[type[BaseModel], dict[str, Any]] = {
     TokenizeBody: {"messages": ASK},
 }
 
-# The defaults of the request classes of vLLM 0.32 and some earlier releases, and of the
-# documentation of OpenAI and Anthropic, in addition to null.
+# The default values in vLLM 0.32 and some earlier releases and in the documentation of OpenAI and
+# Anthropic. Each field may also be null.
 _PROMPTS = {"truncate_prompt_tokens": None, "truncation_side": None, "mm_processor_kwargs": {}}
 _COMPLETIONS = {
     **_PROMPTS,
@@ -379,7 +379,7 @@ def test_an_error_names_no_class_of_the_code(name: str, value: object) -> None:
 
 
 def _unions(schema: Any, path: str) -> list[str]:
-    """Alternatives that pydantic distinguishes by trying: errors would contain their
+    """Paths of unions whose alternatives pydantic tries one after another. Its errors would contain
     class names.
     """
     if isinstance(schema, list | tuple):

@@ -1,4 +1,6 @@
-"""Contract, dataclass, request bodies and documentation have the same sampling parameters."""
+"""The protobuf contract, the dataclass, the request bodies, the command line and the documentation
+have the same sampling parameters.
+"""
 
 import argparse
 import ast
@@ -30,7 +32,7 @@ from services.gateway.adapters.http.openai.vllm_fields import UnservedSamplingFi
 DOCUMENT = Path(__file__).parents[4] / "docs" / "sampling.md"
 NAMES = {field.name for field in fields(SamplingParams)}
 
-# The client's names of parameters that bodies call otherwise.
+# Maps parameters to their fields in request bodies, where the names differ.
 CLIENT_NAMES = {
     "logit_bias_token_ids": "logit_bias",
     "logit_bias_values": "logit_bias",
@@ -39,7 +41,7 @@ CLIENT_NAMES = {
 }
 CLIENT_FIELDS = {CLIENT_NAMES.get(name, name) for name in NAMES}
 
-# Fields of SamplingBody that do not choose tokens.
+# Fields of SamplingBody that are no sampling parameters.
 OTHER_FIELDS = {
     "model",
     "n",
@@ -73,7 +75,7 @@ OTHER_FIELDS = {
     "guided_grammar",
 }
 
-# For each parameter, a field of a body and the resulting value. Values are exact in float32.
+# Maps each parameter to a field of a body and its value, which is exact in float32.
 EXAMPLES: dict[str, tuple[dict[str, Any], object]] = {
     "temperature": ({"temperature": 0.5}, 0.5),
     "top_k": ({"top_k": 7}, 7),
@@ -101,7 +103,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], object]] = {
         {"structured_outputs": {"regex": "a+"}},
         StructuredOutputs(StructuredOutputsKind.REGEX, "a+"),
     ),
-    "thinking_budget": ({}, None),  # of chats, whose prompts say where reasoning begins
+    "thinking_budget": ({}, None),  # only chats have it, where the reasoning's begin is known
 }
 
 
@@ -114,9 +116,9 @@ async def bad_words(words: list[str]) -> tuple[tuple[int, ...], ...]:
 
 
 NOT_WRITTEN = {"bad_words", "eos_token_ids", "thinking_budget", "prompt_logprobs"}
-"""Parameters that /render copies from the body, or refuses."""
+"""Parameters that /render copies from the body or refuses."""
 NO_FLAG = {"min_tokens", "logprobs", "prompt_logprobs"}
-"""Numbers that the terminal's commands do not set."""
+"""Numbers for which `stepwell chat` and `complete` have no flag."""
 
 INFERENCE = SimpleNamespace(
     default_sampling=SamplingParams(), texts=SimpleNamespace(bad_words=bad_words), tokenizer=None

@@ -1,5 +1,5 @@
-"""Text events inserted into a prepared frame equal the serialization of whole chunks, byte for
-byte.
+"""A stream's event with text, which is inserted into a prepared frame, equals the serialized chunk
+byte for byte.
 """
 
 from pathlib import Path

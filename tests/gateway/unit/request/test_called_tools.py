@@ -1,4 +1,4 @@
-"""The tool that a client runs after an answer is sent to the replica that retains its context."""
+"""The names of the tools that an answer calls are sent to the replica that retains its context."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 
 
 def tools_sent(tokenizer: HfTokenizer, text: str, *, retains_contexts: bool = True, **fields):
-    """The tools that are sent to the replica for an answer with this text."""
+    """The names of tools that the gateway sends to the replica after an answer with `text`."""
     world = FakeFleet(1)
     world.connect("a", retains_contexts=retains_contexts)
     form = OutputForm(tools=TOOL_FORMATS["hermes"])

@@ -1,4 +1,4 @@
-"""The events that a sink receives from a generation."""
+"""The items that a sink receives from the delivery of a generation."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 
 
 class Engine:
-    """A Source whose sequences receive the test's events."""
+    """A Source whose sequences get their tokens from the test."""
 
     def __init__(self) -> None:
         self.dropped: list[Inflight] = []
@@ -40,8 +40,8 @@ class Engine:
 
 
 class Pieces:
-    """A sink that keeps the tokens of each item. If it takes one item at a time, it has no room
-    after each.
+    """A sink that stores the tokens of each item. With `one_at_a_time`, it is full after each item
+    until the test sets `has_room`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which of several answers are the best."""
+"""The best of several answers have the highest mean log-probability."""
 
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.request.generation import Answer, best_answers
@@ -7,7 +7,7 @@ from services.gateway.core.request.request import ClientRequest, Prompt
 
 
 def answer(*logprobs: float) -> Answer:
-    """An answer whose tokens have these log-probabilities, each beside a more probable token."""
+    """An answer whose tokens have these log-probabilities. Each row also has the best token."""
     token_ids = [token for index in range(len(logprobs)) for token in (index, 9)]
     rows = [value for logprob in logprobs for value in (logprob, 0.0)]
     return Answer(logprobs=LogprobRows.of(2, token_ids, rows, [2] * len(logprobs)))

@@ -1,4 +1,4 @@
-"""The grouping of tokens into deltas does not change an answer."""
+"""An answer does not depend on how its tokens are grouped into deltas."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The parameters of a request show whether it has banned every token itself."""
+"""Errors of requests whose parameters ban every token, alone or together with a grammar."""
 
 from typing import Any
 

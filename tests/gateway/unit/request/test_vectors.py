@@ -1,4 +1,4 @@
-"""The similarity of vectors, and the scores in an answer."""
+"""The similarity of embedding vectors, and the scores in an answer."""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""A fleet chooses another replica if a scheduler refuses a sequence, or if its queue would refuse
-it.
+"""The fleet chooses another replica if a scheduler refuses a sequence, or would refuse it by the
+reported state of its queue.
 """
 
 import gc
@@ -35,7 +35,7 @@ DRAINING = Unavailable("draining", retry_after_seconds=0.5)
 
 
 def reject(world: FakeFleet, error: StepwellError) -> str:
-    """Lets the replica refuse the only sequence. Returns the replica's name."""
+    """Makes the replica of the only sequence refuse it. Returns the replica's name."""
     (name,) = (name for name in world.links if world.has(name))
     (handle,) = world.replicas[name].running
     world.replicas[name].rejected(handle, error)
@@ -92,7 +92,7 @@ async def test_a_sequence_that_was_accepted_before_waits_where_all_queues_are_fu
     reject(world, FULL)
     world.replicas["a"].state_changed(ReplicaState(ready=False, reason="no worker"))
     world.clock.advance(RESUBMIT_TIMEOUT_SECONDS)
-    await only_delta(mailbox)  # it was admitted
+    await only_delta(mailbox)  # the sequence was admitted
     assert world.fleet.num_waiting == 0, "its time began with the loss"
 
 
@@ -128,7 +128,7 @@ def test_there_is_room_while_one_replica_takes_requests() -> None:
     with pytest.raises(ResourceExhausted):
         world.fleet.check_room(ANYONE, None)
     world.replicas["a"].closed("killed")
-    world.fleet.check_room(ANYONE, None)  # accepted: requests wait for a replica
+    world.fleet.check_room(ANYONE, None)  # without any replica, requests wait
 
 
 def test_a_refusal_is_freed_without_a_search_for_garbage() -> None:
@@ -229,7 +229,7 @@ def test_a_request_whose_deadline_passed_is_told_so_and_not_to_come_back() -> No
 
 
 def test_new_requests_are_refused_while_too_many_prompt_tokens_have_no_output() -> None:
-    """A sequence counts until its first token, whether it waits or is being computed."""
+    """The prompt tokens of a sequence count until its first output token, also while it waits."""
     world = FakeFleet(1, max_num_queued_tokens=9)
     ann = Caller("ann")
     first = world.start(prompt=[1] * 5)  # six tokens, and no replica yet

@@ -1,5 +1,5 @@
-"""Tests the gateway's reaction to wrong messages of a scheduler. Each field is changed in each
-way.
+"""The gateway's reaction to wrong messages of a scheduler. The tests change each field of a message
+in several ways.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ STOPPED = common_pb2.FINISH_REASON_STOP
 
 
 class Session:
-    """A session with these requests: a plain one, one with log-probabilities, one that a token
-    stops, one that is refused, and one that was aborted. Handles begin at 1.
+    """A session with five requests, whose handles begin at 1: a plain one, one with
+    log-probabilities, one that a stop token ends, one that is refused, and one that was aborted.
     """
 
     def __init__(self, pooler: Pooler | None = None) -> None:
@@ -117,7 +117,7 @@ def last_step() -> scheduler_pb2.StepDeltas:
 
 
 def outcome_of(messages: Sequence[bytes]) -> list[Any] | None:
-    """The clients' results. The result is None if a message ended the session."""
+    """The results of the clients after these messages, or None if a message ends the session."""
     session = Session()
     for message in messages:
         try:
@@ -144,8 +144,8 @@ def test_a_session_in_order_delivers_everything() -> None:
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_no_changed_field_changes_an_answer_unless_no_check_can_see_it(step: int) -> None:
-    """Either the session ends, and the requests continue after the delivered tokens, or the answers
-    do not change.
+    """A changed message ends the session, so that the requests continue elsewhere, or leaves the
+    answers unchanged.
     """
     expected = outcome_of(STEPS)
     unseen = []
@@ -160,7 +160,7 @@ def test_no_changed_field_changes_an_answer_unless_no_check_can_see_it(step: int
 
 
 def wrong(message: scheduler_pb2.StepDeltas, session: Session | None = None) -> str:
-    """The reason why a message ends a session. Nothing of the message may be delivered."""
+    """The reason why a message ends a session. Clients receive nothing of the message."""
     session = session or Session()
     with pytest.raises(WrongMessage) as raised:
         session.deltas.take(message)
@@ -305,7 +305,7 @@ def test_the_last_token_of_a_length_comes_with_the_end() -> None:
 def test_input_that_crosses_the_end_of_its_session_is_rejected_once(
     *, is_given_up: bool, in_one_message: bool
 ) -> None:
-    """The scheduler ends a session between two turns before it receives the next turn's input."""
+    """The scheduler ends a client session before it receives the input of the next turn."""
     session = Session()
     session.deltas.sent(1, session.replica.running[1])
     ended = [] if is_given_up else [finished(1, common_pb2.FINISH_REASON_ABORT)]

@@ -1,4 +1,4 @@
-"""A temperature that makes answers random is logged once."""
+"""The gateway logs once that a temperature is so high that answers are random."""
 
 import pytest
 

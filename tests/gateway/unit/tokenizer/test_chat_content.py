@@ -96,7 +96,7 @@ async def test_each_template_gets_what_it_takes(loaded: Any, name: str, count: i
         joined = [(role, ["\n".join(texts)]) for role, texts in turns]
         expected = theirs(loaded, template, joined, [form] * count)
     assert await rendered(loaded, template, turns) == expected
-    # A text as content equals a content with this text as its only part.
+    # Content that is a text is rendered like content with this text as its only part.
     firsts = [(role, texts[:1]) for role, texts in turns]
     expected = theirs(loaded, template, firsts, [form] * count)
     assert await rendered(loaded, template, firsts) == expected

@@ -1,6 +1,4 @@
-"""--chat-template and --default-chat-template-kwargs: the template and arguments of
-conversations.
-"""
+"""The settings --chat-template and --default-chat-template-kwargs."""
 
 from pathlib import Path
 from typing import Any

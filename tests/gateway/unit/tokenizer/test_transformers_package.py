@@ -1,4 +1,4 @@
-"""A tokenizer loads without transformers' list of all models, and is the same as with it."""
+"""A tokenizer loads without the import of transformers' list of all models, and is the same."""
 
 import json
 import os
@@ -23,7 +23,7 @@ MODELS = {
     "PreTrainedTokenizer": "phi3",
     "": "qwen3",
 }
-"""Classes in tokenizer_config.json, each with the kind of the model in config.json."""
+"""Maps the class in tokenizer_config.json to the model type in config.json."""
 UNKNOWN = "NoSuchTokenizer"
 PROGRAM = """
 import asyncio, json, sys
@@ -56,7 +56,7 @@ print(json.dumps([found, packages, AutoTokenizer.__name__, LlamaConfig().model_t
 
 
 def write_model(directory: Path, tokenizer_class: str, model_type: str) -> Path:
-    """Tokenizer files that name this tokenizer class and this model type."""
+    """Writes the files of a tokenizer with this tokenizer class and model type."""
     write = write_marked_tokenizer if tokenizer_class == "LlamaTokenizer" else write_tokenizer
     path = write(directory) / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class}
@@ -78,7 +78,7 @@ def described(directory: Path) -> list[Any]:
 
 
 def run(directories: list[Path]) -> list[Any]:
-    """Runs the program in a separate process, and returns its output."""
+    """Runs PROGRAM in a separate process. Returns its output."""
     given = {"text": TEXT, "messages": MESSAGES, "directories": [*map(str, directories)]}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

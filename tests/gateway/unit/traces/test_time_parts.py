@@ -22,9 +22,7 @@ class Clock:
 
 
 class Told:
-    """A request with one sequence. The test advances it part by part, and gives the time of each
-    part.
-    """
+    """A request with one sequence. The test begins each part, and sets how long it takes."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -106,7 +104,7 @@ def test_what_a_replica_has_not_reported_is_told_by_what_came_from_it() -> None:
     told.wait(20)
     told.trace.first_token = told.clock.now
     told.wait(30)
-    told.trace.timeline.end("aborted")  # a stop string
+    told.trace.timeline.end("aborted")  # as after a stop string
     seen = {"queue": 10, "prefill": 20, "decode": 30, "client": 2, "gateway": 5}
     assert told.parts() == seen
 

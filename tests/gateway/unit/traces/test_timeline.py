@@ -1,4 +1,4 @@
-"""The timeline of a request at the gateway: consecutive parts that add up."""
+"""The timeline of a request at the gateway has consecutive parts, which add up to the whole."""
 
 from itertools import count
 
@@ -21,11 +21,11 @@ def parts(timeline: Timeline) -> list[tuple[Part, int]]:
 def test_each_part_begins_where_the_one_before_it_ends() -> None:
     timeline = Timeline(count(10).__next__, Part.ADMIT, began=3)
     timeline.enter(Part.READ)
-    timeline.enter(Part.READ)  # it goes on
+    timeline.enter(Part.READ)  # the part continues
     timeline.enter(Part.PARSE)
     timeline.end("done")
     timeline.end("again")
-    timeline.enter(Part.WRITE)  # after the end
+    timeline.enter(Part.WRITE)  # has no effect after the end
     assert parts(timeline) == [(Part.ADMIT, 3), (Part.READ, 10), (Part.PARSE, 11)]
     assert (timeline.ended, timeline.stretches[-1].outcome) == (12, "done")
     assert timeline.nanos_of(Part.ADMIT, Part.PARSE) == 7 + 1
@@ -50,7 +50,7 @@ def test_a_sequence_knows_where_it_was_and_why_it_left() -> None:
     trace = SequenceTrace(2, "r-2", count(100).__next__)
     trace.sent(RoutingDecision("a:1", RoutingReason.ONLY, 1))
     trace.left(ResubmitCause.SCHEDULER_LOST)
-    trace.found_no_replica()  # it waits for the next replica, with the same cause
+    trace.found_no_replica()  # the sequence waits for a replica, still because of the loss
     trace.timeline.enter(Part.ROUTE)
     trace.sent(RoutingDecision("b:1", RoutingReason.LEAST_LOADED, 2))
     trace.timeline.end("finished")

@@ -1,4 +1,4 @@
-"""Deferrable calls: how many of them run in one iteration of the event loop."""
+"""The number of deferred calls that run in one iteration of the event loop."""
 
 import asyncio
 
@@ -48,9 +48,7 @@ async def test_one_is_made_in_a_turn_however_many_wait() -> None:
 
 
 async def test_where_turns_are_long_calls_take_half_of_the_time_that_the_rest_takes() -> None:
-    """Each call takes 0.25 s, and the rest of an iteration takes one second. Two calls take half as
-    long as the rest.
-    """
+    """The rest of an iteration takes 1 s, and a call takes 0.25 s. So two calls run in each one."""
     made = await calls_of_each_turn(7, seconds_each=0.25, seconds_between=1.0)
     assert made == [2, 2, 2, 1]
 

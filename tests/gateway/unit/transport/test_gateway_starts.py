@@ -6,8 +6,8 @@ from services.gateway.adapters.http.transport.connections import Starts
 
 
 async def started(*clients: bytes) -> list[list[str]]:
-    """The requests that start in each iteration of the event loop. A request's name is its client
-    and its number.
+    """The names of the requests that start in each iteration of the event loop. A name is the
+    client and the number of the client's request.
     """
     starts, turns, numbers = Starts(), [[]], dict.fromkeys(clients, 0)
     for client in clients:
