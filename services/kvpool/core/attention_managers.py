@@ -63,10 +63,10 @@ class FullAttentionManager(GroupManager):
 
 
 class SlidingWindowManager(GroupManager):
-    """Manages the tables of a group in which a request keeps the blocks of the last window. A block
-    is published only if it lies in the window before a possible end of a hit. Some blocks lie in no
-    such window if groups have different block sizes. Most blocks lie in no such window if
-    `prefix_cache_retention_interval` is set.
+    """Manages the tables of a group in which only the blocks of a request's last window stay
+    allocated. A block is published only if it is in the window before a possible end of a hit. If
+    groups have different block sizes, or `prefix_cache_retention_interval` is set, other blocks are
+    not published.
     """
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:
@@ -93,4 +93,4 @@ class SlidingWindowManager(GroupManager):
 
 
 class ChunkedLocalManager(GroupManager):
-    """Manages the tables of a group in which a request keeps the blocks of its current chunk."""
+    """Manages the tables of a group in which requests keep the blocks of their current chunk."""

@@ -151,8 +151,8 @@ class BlockPool:
     def retain(
         self, context: ContextId, blocks: Iterable[BlockId], *, is_whole: bool = False
     ) -> None:
-        """Makes a context of blocks in use (see `retained_contexts`). If `is_whole`, a later
-        request needs all of its blocks. Does nothing in a simulation with its own free queue.
+        """Makes a context of blocks in use (see `retained_contexts`). If `is_whole`, a later hit
+        needs all these blocks. Does nothing in a simulation with its own free queue.
         """
         if self.contexts is None and type(self._free) is FreeQueue:
             self._free = self.contexts = RetainingFreeQueue(self._free)
@@ -234,7 +234,7 @@ class BlockPool:
         )
 
     def free_block_ids(self) -> list[BlockId]:
-        """The blocks of the free queue. The block that is allocated next comes first."""
+        """All blocks in the free queue, in the order in which they will be allocated."""
         return self._free.order()
 
     @property
@@ -249,9 +249,9 @@ class BlockPool:
     def check(
         self, tables: Iterable[tuple[int, Sequence[BlockId], Sequence[Collection[BlockHash]]]]
     ) -> None:
-        """Checks that every block is either in the free queue or in block tables of requests. A
-        table is given as its group, its blocks, and the hashes allowed for each block. Raises
-        AssertionError. Tests call this method after each step.
+        """Checks that every block is either in the free queue or in block tables of requests.
+        `tables` has the group, the blocks, and the hashes allowed for each block of every table.
+        Raises AssertionError. Tests call this method after each step.
         """
         holders: Counter[BlockId] = Counter()
         for group, blocks, hashes in tables:

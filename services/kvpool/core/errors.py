@@ -44,7 +44,7 @@ class StaleGeneration(errors.FailedPrecondition):
 
 
 class OutOfSequence(errors.FailedPrecondition):
-    """The transaction's number is neither the last number, which may be repeated, nor the next."""
+    """The transaction's number is not the next one, and not the last one, which may be repeated."""
 
     reason = "OUT_OF_SEQUENCE"
 

@@ -87,11 +87,11 @@ class FreeQueue:
         self._cached.clear()
 
     def order(self) -> list[BlockId]:
-        """All free blocks. The block that is reused next comes first."""
+        """All free blocks, in the order in which they will be reused."""
         return [*reversed(self._blank), *self._cached]
 
     def cached(self) -> list[BlockId]:
-        """The free blocks with a hash. The block that is reused next comes first."""
+        """The free blocks with a hash, in the order in which they will be reused."""
         return list(self._cached)
 
 

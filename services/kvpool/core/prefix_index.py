@@ -94,13 +94,13 @@ class PrefixIndex:
             self.insert_at(block_hash, target, end)
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
-        """Returns the block that was published first among those with this hash, or None."""
+        """Returns the first published block that has this hash, or None."""
         return self._block_of.get(block_hash)
 
     def find_prefix(self, hashes: Sequence[BlockHash], max_blocks: int) -> list[BlockId]:
         """Returns the blocks of the chain's longest cached prefix, at most `max_blocks`."""
         blocks: list[BlockId] = []
-        with suppress(KeyError):  # stops at the first miss and keeps the earlier blocks
+        with suppress(KeyError):  # ends at the first miss, after the hits
             blocks.extend(map(self._block_of.__getitem__, islice(hashes, max_blocks)))
         return blocks
 
@@ -117,7 +117,7 @@ class PrefixIndex:
         return self._hash_of.get(block)
 
     def hashes_of(self, block: BlockId) -> list[BlockHash]:
-        """All hashes of a block. Its first hash comes first."""
+        """All hashes of a block, the first hash first."""
         first = self._hash_of.get(block)
         return [] if first is None else [first, *self._further.get(block, ())]
 

@@ -31,11 +31,11 @@ class RequestBlocks:
         self.tables: dict[RequestKey, Tables] = {}
         """Block tables of the requests that have blocks."""
         self.chains: dict[RequestKey, Chain] = {}
-        """Hashes of the requests that have blocks or were looked up."""
+        """Hashes of requests that have blocks, or whose prefix hits were looked up."""
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self._hits: dict[RequestKey, _KnownHit] = {}
-        """Look-up results of requests that have not been admitted since."""
+        """The last look-up result of each request that has not been admitted since."""
         self._config = config
         self._blocks = blocks
         self._block_size = config.groups[0].block_size
@@ -67,8 +67,8 @@ class RequestBlocks:
 
     def _retain(self, context: ContextId, tables: Tables) -> None:
         """Makes a context of the published blocks of a request (see `retained_contexts`). If no
-        group frees blocks early, the context is ordered by token, so that blocks from its end can
-        be reused and the rest can still be hit. Otherwise a later hit needs all of its blocks.
+        group frees blocks early, the context is ordered by token, so that its beginning can be hit
+        without its end. Otherwise a later hit needs all of its blocks.
         """
         if self.coordinator.is_simple:
             published = (table.blocks[: table.num_published] for table in tables)
@@ -128,7 +128,7 @@ class RequestBlocks:
     def _distribute(
         self, blocks: list[BlockId], growing: Sequence[tuple[Tables, int]]
     ) -> tuple[ops.GroupBlocks, ...]:
-        """Distributes `blocks` in order: each table receives the number of blocks that it lacks."""
+        """Distributes `blocks` in order. Each table receives as many blocks as it needs."""
         groups, end = self._no_blocks(), 0
         for tables, missing in growing:
             for index, table in enumerate(tables):
@@ -238,8 +238,8 @@ class RequestBlocks:
         )
 
     def _num_retained_needed(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> int:
-        """The number of blocks that an admission takes from retained contexts, besides its hit, for
-        all slots that it reserves. It is negative if other free blocks are left over.
+        """The number of retained blocks that an admission must reuse for all slots that it
+        reserves, besides its hit. It is negative if other free blocks are left over.
         """
         contexts = self._blocks.contexts
         if contexts is None:

@@ -77,7 +77,7 @@ class RetainingFreeQueue(FreeQueue):
                 sums[block] = context
 
     def rank(self, contexts: Iterable[ContextId]) -> None:
-        """Puts `contexts` first in the order of reuse, in the given order. All others follow."""
+        """Makes `contexts` the first contexts in the order of reuse, in the given sequence."""
         known = self._contexts
         ranked = {context: known.pop(context) for context in contexts if context in known}
         self._contexts = ranked | known

@@ -8,8 +8,8 @@ from zlib import crc32
 
 @dataclass(slots=True)
 class Answer:
-    """What a client has received so far of an answer. The mappings' keys are indices of choices, or
-    numbers of turns in a session.
+    """The part of an answer that a client has received so far. The mappings' keys are indices of
+    choices, or numbers of turns in a session.
     """
 
     texts: dict[int, str] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Answer:
     error: str | None = None
 
     def clear(self) -> None:
-        """Drops what has arrived, because the request is sent again."""
+        """Drops all received parts, because the request is sent again."""
         for part in (self.texts, self.token_ids, self.logprobs, self.finished):
             part.clear()
         self.num_cached_tokens, self.error = 0, None

@@ -18,7 +18,7 @@ _FOCUS = 0.4
 """The probability that most faults of a run are of one kind."""
 _SOON_SECONDS = 0.15
 _ANSWER_SECONDS = 0.0003
-"""About the time that the reply to a message travels."""
+"""The approximate time that the reply to a message travels."""
 _AHEAD = 20
 """A wrong clock is ahead by this many times the duration of the fault."""
 

@@ -1,4 +1,4 @@
-"""Finds what is left over in the services after all requests have ended."""
+"""Finds requests, blocks and other objects that the services have not released after a run."""
 
 import json
 from collections import Counter

@@ -18,10 +18,10 @@ _NUM_DOCUMENTS = 4
 _DOCUMENT_TOKENS = 350
 _LONG_PROMPT = 345
 _LONG_ANSWER = 60
-"""The number of tokens of an answer that takes a while."""
+"""The number of tokens of a long answer."""
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
 _TOKEN_SECONDS = 0.0045
-"""About the time that the device takes for a token."""
+"""The approximate time that the device needs for a token."""
 _FOCUSED = 0.6
 """The fraction of a run's requests that are of the kind in focus."""
 _LEAVES, _FOCUSED_LEAVES = 0.15, 0.5

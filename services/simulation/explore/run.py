@@ -34,7 +34,7 @@ from services.simulation.runtime.streams import MemoryStreams
 _START_SECONDS = 20.0
 _SETTLE_SECONDS = 3.0
 _CALM_SETTLE_SECONDS = 0.15
-"""Enough to complete what is in progress without faults, except for abandoned answers."""
+"""Enough for all work to end if there are no faults and no abandoned answers."""
 _REDIS_SECONDS = 1.2
 """Gateways look for new pools in Redis once per second."""
 _ANSWER_SECONDS = 120.0

@@ -37,7 +37,7 @@ class Accounts:
         """The mean sum of live programs' contexts until the last program has arrived."""
         self.last_end = 0.0
         self._speeds: defaultdict[str, list[float]] = defaultdict(list)
-        """For each tenant, the time alone divided by the time taken, of each job."""
+        """Maps a tenant to its jobs' speeds: time alone, divided by actual time."""
         self._device = device
         self._budget = budget
         self._block_size = block_size
@@ -103,8 +103,8 @@ class Accounts:
 
     @property
     def fairness(self) -> float:
-        """Jain's index of the tenants' mean speeds. A job's speed is its time alone divided by the
-        time taken. The index is 1 if all tenants are slowed down equally.
+        """Jain's index of the tenants' mean speeds. A job's speed is its time alone divided by its
+        actual time. The index is 1 if all tenants are slowed down equally.
         """
         speeds = [sum(values) / len(values) for values in self._speeds.values()]
         return jain(speeds)

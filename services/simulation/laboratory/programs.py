@@ -65,7 +65,7 @@ class Context:
     """Identifies the tokens after the application's. A compaction changes it."""
     num_tokens: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
-    """The hashes of the context's full blocks, as far as they were computed."""
+    """The known hashes of the context's full blocks."""
 
     @property
     def own_token(self) -> int:

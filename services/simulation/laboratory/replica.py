@@ -200,7 +200,7 @@ class SimulatedReplica:
             raise AssertionError("requests wait, none runs, and none can be admitted")
 
     def _load_ended(self) -> None:
-        """Reports an ended load in an empty step, unless one runs. The next one may run its
+        """Reports an ended load in an empty step, unless a step runs. The next step may run its
         request.
         """
         self._awaits_load = False

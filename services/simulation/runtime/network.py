@@ -33,7 +33,7 @@ class Listener(Protocol):
 
 
 class Network:
-    """All addresses and connections of a run, and the log of what arrives."""
+    """The addresses and connections of a run, and the log of arrived messages."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.loop = loop
@@ -46,7 +46,7 @@ class Network:
         """The probability that a message takes up to 20 ms longer than usual."""
         self._cuts: dict[Cut, None] = {}
         self.awaited: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
-        """Maps (source, target) to those who wait for the next arrival at the target."""
+        """Maps (source, target) to futures that the next arrival at the target sets."""
         self._waiting: dict[Cut, list[tuple[Pipe, Callable[..., object], tuple[Any, ...]]]] = {}
         self.connections: dict[Connection, None] = {}
         """Connections with at least one open end."""

@@ -38,7 +38,7 @@ class Process:
         """The MemoryFiles that the process has created."""
         self.is_disk_full = False
         self.at_end: list[Callable[[], None]] = []
-        """Functions that do what the machine's kernel does after the process has ended."""
+        """Functions that release what the machine's kernel releases when a process ends."""
         self.on_exit: Callable[[str], None] = lambda _: None
         """Called with the reason, outside of the process, when the process ends itself."""
         self.inside: Any = None
@@ -46,8 +46,8 @@ class Process:
         self._loop = loop
         self._held: list[asyncio.Handle] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        """The unfinished tasks of a killed process. They are kept, because Python runs a coroutine
-        to its end when its task is freed.
+        """The unfinished tasks of a killed process. They must not be freed, because Python would
+        then run their coroutines to the end.
         """
         self.context = contextvars.copy_context()
         self.context.run(PROCESS.set, self)

@@ -104,7 +104,7 @@ class StageLink:
 
     def send(self, tensor: torch.Tensor) -> None:
         """Begins to send a tensor, which the caller must not change afterwards. A step sends two
-        tensors. Waits while the next stage has not received 2 * (stages + 1) tensors.
+        tensors. Waits while 2 * (stages + 1) sent tensors have not been received yet.
         """
         while len(self._unsent) >= self._most_unsent:
             work, _ = self._unsent.popleft()

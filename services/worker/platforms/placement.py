@@ -58,8 +58,9 @@ def place_threads(
 
 
 def memory_sharers(processors: Processors, worker: LocalWorker, bind: str = BIND_AUTO) -> int:
-    """The number of equal parts of the machine's memory. A local worker may use one part. A worker
-    that is bound to a node may use at most the node's memory, even if other nodes have no worker.
+    """The number of equal parts of the machine's memory. Each local worker may use one part. A
+    worker that is bound to a node may use at most its node's memory, even if other nodes have no
+    worker.
     """
     if bind != BIND_AUTO or not _suits(processors):
         return worker.count

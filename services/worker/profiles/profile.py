@@ -103,7 +103,7 @@ class ComputedProfile:
     bandwidth_efficiency: float
     compute_efficiency: float
     seconds_per_step: float
-    """Time of a step besides reading and computing, as for kernel launches and sampling."""
+    """Time of a step for everything else, such as kernel launches and sampling."""
     mean_output_tokens: int = 0
     draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
 

@@ -28,8 +28,8 @@ class BatchLimits:
     windows: tuple[int | None, ...] = (None,)
     """The attention window of each KV-cache group, in tokens. None means full attention."""
     state_block_sizes: tuple[int, ...] = ()
-    """For each group of recurrent layers, the number of tokens that a block stands for. These
-    groups follow the groups of attention layers.
+    """For each group of recurrent layers, the number of tokens that one block covers. These groups
+    follow the groups of attention layers.
     """
     num_tier_blocks: int = 0
     num_speculative_tokens: int = 0
@@ -60,7 +60,7 @@ class BatchLimits:
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """For each group, the number of tokens that a block stands for."""
+        """For each group, the number of tokens that one block covers."""
         scales = self.block_scales or (1,) * self.first_state_group
         return (*(scale * self.block_size for scale in scales), *self.state_block_sizes)
 
@@ -93,7 +93,7 @@ class InputBatch:
       step's last token.
 
     `counting` is the array 0, 1, 2, ..., max_num_seqs. `groups` has, for each KV-cache group, its
-    `block_tables` and the number of tokens that a block stands for.
+    `block_tables` and the number of tokens that a block covers.
     """
 
     def __init__(self, limits: BatchLimits) -> None:

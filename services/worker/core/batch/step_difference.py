@@ -9,7 +9,7 @@ from services.worker.core.errors import InvalidStep
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
 
 PROPOSED_HERE = -1
-"""The draft id that asks the worker to propose the draft itself."""
+"""The id of a draft that the worker must propose itself."""
 
 _NO_DRAFTS = np.zeros(1, np.int32)
 

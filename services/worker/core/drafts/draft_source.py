@@ -12,8 +12,8 @@ from services.worker.speculation.proposer import Proposer
 @dataclass(slots=True)  # not frozen, as StepInput
 class WantedDrafts:
     """A request for up to `most` drafts. `index` is the request's index in the step, and `row` its
-    row in the batch. `forced` has the tokens, at most `most`, that a grammar forces to come next.
-    They are the first drafts.
+    row in the batch. `forced` has the next tokens, at most `most`, that a grammar forces. They are
+    the first drafts.
     """
 
     index: int

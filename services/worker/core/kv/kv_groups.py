@@ -70,7 +70,7 @@ class LayerGroup:
         """Returns the group as the scheduler and the pool need it, without layer indices.
         `block_size` is the number of tokens in the smallest blocks.
 
-        If each step overwrites the state in place, a sequence has one block, which stands for
+        If each step overwrites the state in place, a sequence has one block, which covers
         `max_model_len` tokens.
         """
         count = len(self.layers)
@@ -117,8 +117,8 @@ def group_layers(
     num_state_layers: int = 0,
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
 ) -> tuple[LayerGroup, ...]:
-    """Groups layers of these kinds. Groups are in the order of each kind's first layer. Groups of
-    recurrent layers come last.
+    """Divides layers of these kinds into groups. Groups are in the order of each kind's first
+    layer, with groups of recurrent layers at the end.
 
     If a kind has several groups, its layers are assigned to them round-robin, as in vLLM.
     """
@@ -150,7 +150,7 @@ def block_scales(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
 def state_block_sizes(
     groups: Sequence[LayerGroup], block_size: int, max_model_len: int
 ) -> tuple[int, ...]:
-    """For each group of recurrent layers, the number of tokens that a block stands for."""
+    """For each group of recurrent layers, the number of tokens that one block covers."""
     return tuple(
         group.kv_cache_group(block_size, max_model_len).block_size
         for group in groups

@@ -20,7 +20,7 @@ class SimulatedDevice:
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
     slowness: float = 1.0
-    """The factor by which work takes longer than queued."""
+    """The factor by which the duration of queued work is multiplied."""
     ends: float = -inf
     """The time, by `clock`, at which all queued work ends."""
     _queued: float = -inf

@@ -62,8 +62,8 @@ def select_simulated(
 
 
 class SimulatedPlatform:
-    """A Platform without weights. A step hashes on the CPU what it reads from the cache, and takes
-    the time that the profile predicts.
+    """A Platform without weights. A step computes hashes on the CPU from the contents of the cache,
+    and its duration is the time that the profile predicts.
     """
 
     torch_device = CPU
