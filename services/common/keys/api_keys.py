@@ -49,7 +49,7 @@ class KeyRecord:
     """Models for which the key may be used. None means all."""
 
     def matches(self, key: bytes) -> bool:
-        """Whether this record belongs to the given whole key. Compares in constant time."""
+        """Whether this record belongs to the whole key `key`. Compares in constant time."""
         return hmac.compare_digest(hashlib.sha256(key).hexdigest(), self.sha256)
 
     def state(self, now: float) -> KeyState:
@@ -73,7 +73,7 @@ class TenantRecord:
     priority_ceiling: int | None = None
     """The smallest `priority` that the tenant's requests can have. Smaller values run earlier."""
     max_retained_share: float = 1.0
-    """Limit on the KV blocks of paused contexts, as a share of a replica's blocks."""
+    """Limit on the KV blocks of paused contexts, as a fraction of a replica's blocks."""
 
 
 def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, str, str]:

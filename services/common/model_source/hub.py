@@ -74,7 +74,7 @@ def find_snapshot(name: HubName, *, with_weights: bool) -> Path | None:
 
 def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
     """Downloads missing files and shows the progress on standard error. Raises ModelSourceError
-    within seconds if the hub does not answer or rejects the request.
+    within seconds if the hub does not respond or rejects the request.
     """
     found = _ask(name, with_weights)
     files = needed_files([each.rfilename for each in found.siblings], with_weights=with_weights)
@@ -143,8 +143,8 @@ def _why(name: HubName, error: Exception, with_weights: bool) -> str:
 
 
 def _cached(name: HubName) -> Path | None:
-    """Returns the directory of a model's snapshot in the cache, or None. huggingface_hub's own
-    look-up would find only snapshots that also have all the files that are not needed here.
+    """Returns the directory of a model's snapshot in the cache, or None. The function of
+    huggingface_hub is not used, since it finds only snapshots with all files of the model.
     """
     try:
         from huggingface_hub import constants  # noqa: PLC0415 - not in every image

@@ -97,10 +97,10 @@ class KVCacheGroup:
                 return min(1 + num_steps_in_flight, num_blocks) + self.num_speculative_blocks
 
     def max_admission_blocks(self, max_in_flight_tokens: int, max_model_len: int) -> int | None:
-        """The most free blocks that an admission can require for a whole sequence in this group.
-        None means that there is no such limit, because no blocks become unseen. Blocks outside a
-        window are freed only after a step has been processed, so the limit includes the tokens of
-        all steps in flight. As in vLLM, the limit does not depend on the request.
+        """Limit on the free blocks that an admission requires for a whole sequence in a group with
+        windows or chunks. None for other groups. Blocks outside a window are freed only after a
+        step has been processed, so the limit includes the tokens of all steps in flight. As in
+        vLLM, the limit does not depend on the request.
         """
         match self.attention_type:
             case AttentionType.SLIDING_WINDOW:
@@ -131,10 +131,10 @@ def chain_block_size(groups: Sequence[KVCacheGroup]) -> int:
 def hash_block_size(
     groups: Sequence[KVCacheGroup], prefix_match_unit: int | None, *, enable_prefix_caching: bool
 ) -> int:
-    """The number of tokens that each hash in a chain of block hashes adds. With one group, it is
+    """The number of tokens that each hash in a chain of block hashes covers. With one group, it is
     the group's block size. With several groups, it is `prefix_match_unit`, or by default the
-    greatest common divisor of all block sizes. But it is `hit_block_size` without prefix caching,
-    or if one of several groups overwrites its states.
+    greatest common divisor of all block sizes. With several groups and without prefix caching, or
+    if a group overwrites its states, it is `hit_block_size`.
     """
     if len(groups) == 1:
         return groups[0].block_size

@@ -1,8 +1,9 @@
 """Types of the directory of cached prefixes, which pools write and gateways read. A *node* is the
-pool of one scheduler process. Each node has a log, whose entries list the blocks that the node
-added to its prefix index and removed from it. When earlier entries become invalid, the node begins
-a new *epoch*, and readers ignore entries of other epochs. Blocks are identified by keys, which are
-shortened hashes. `services.common.redis.directory_layout` defines the schemas in Redis.
+pool of one scheduler process. All nodes of a model write to one log, whose entries list the blocks
+that a node added to its prefix index and removed from it. When a node's earlier entries become
+invalid, the node begins a new *epoch*, and readers ignore the entries of its other epochs. Blocks
+are identified by keys, which are shortened hashes. `services.common.redis.directory_layout` defines
+the schemas in Redis.
 """
 
 from collections.abc import Iterable, Sequence

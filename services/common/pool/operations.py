@@ -2,10 +2,10 @@
 
 An operation covers several requests. Its fields are parallel sequences with one item for each
 request. An item *fits* if enough blocks are free for the item and its planned prefix hit has not
-changed. A *context* is the published blocks that a released request leaves for a later request. The
-blocks of contexts are reused after all other free blocks. stepwell.kvpool.v1 specifies the fields.
-Types with an instance per step or per request are not frozen, since creating a frozen instance
-takes three times as long.
+changed. A *context* consists of the published blocks that a released request leaves for a later
+request. The blocks of contexts are reused after all other free blocks. stepwell.kvpool.v1 specifies
+the fields. Types with an instance per step or per request are not frozen, since creating a frozen
+instance takes three times as long.
 """
 
 import enum
@@ -103,7 +103,7 @@ class Grow:
     num_slots: Sequence[int]
     num_tokens: Sequence[int] = ()
     """For each request, the number of tokens that are computed at the end of the step, draft tokens
-    included. Empty if these numbers equal `num_slots`, which is so without lookahead slots.
+    included. Empty if there are no lookahead slots, so that these numbers equal `num_slots`.
     """
 
 
@@ -251,7 +251,7 @@ class GroupBlocks:
 
 @dataclass(slots=True)
 class GrowResult:
-    """The new blocks in each group, of the requests that grew."""
+    """For each group, the new blocks of the requests that grew."""
 
     groups: tuple[GroupBlocks, ...]
 

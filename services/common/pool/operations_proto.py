@@ -73,7 +73,7 @@ def outcome_to_proto(
         stop=None if outcome.stop is None else _stop_to_proto(outcome.stop),
         num_free_blocks=outcome.num_free_blocks,
     )
-    if outcome.block_ids_to_zero or outcome.copies:  # as in models with states
+    if outcome.block_ids_to_zero or outcome.copies:  # only with state-space layers
         message.block_ids_to_zero.extend(outcome.block_ids_to_zero)
         message.copies.extend(
             kvpool_pb2.BlockCopy(group=copy.group, source=copy.source, target=copy.target)
@@ -94,7 +94,7 @@ def outcome_from_proto(message: kvpool_pb2.TransactResponse) -> ops.Outcome:
     """Converts a response to an outcome. Raises ValueError for an unknown stop reason."""
     stop = _stop_from_proto(message.stop) if message.HasField("stop") else None
     results = tuple(map(_result_from_proto, message.results))
-    if not (message.block_ids_to_zero or message.copies):  # as in models without states
+    if not (message.block_ids_to_zero or message.copies):  # usual without state-space layers
         outcome = ops.Outcome(message.num_free_blocks, results, stop)
         if message.contexts or message.num_retained_blocks:
             outcome.num_retained_blocks = message.num_retained_blocks

@@ -62,7 +62,7 @@ class HealthFile:
             self._try_to_write()
 
     def _try_to_write(self) -> None:
-        """Writes the file. Logs a failure, such as a full disk, unless it continues."""
+        """Writes the file. Logs each failure, such as a full disk, once."""
         failure = ""
         try:
             self.write()

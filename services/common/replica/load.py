@@ -13,7 +13,7 @@ class ReplicaLoad:
     num_requests: int
     """The number of running and waiting requests."""
     num_uncomputed_tokens: int
-    """Number of tokens that the requests have still to compute or to find in the prefix cache."""
+    """Number of the requests' tokens that must still be computed or found in the prefix cache."""
     seconds_per_prompt_token: float = 0.0
     seconds_per_decode: float = 0.0
     num_other_requests: int = 0

@@ -29,13 +29,13 @@ _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
 
 
 def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
-    """Returns a function that reads these processes of this machine, given the current time."""
+    """Returns a function of the current time, which returns a reading of these processes."""
     return lambda now: _reading(now, pids)
 
 
 def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float], Reading]:
-    """Returns a function that reads the processes that listen at these addresses. A process can be
-    found only if its address is a Unix socket of this machine (unix:PATH). If any process cannot be
+    """As `watch_pids`, for the processes that listen at these addresses. A process can be found
+    only if its address is a Unix socket of this machine (unix:PATH). If any process cannot be
     found, readings contain no process.
     """
 
@@ -47,7 +47,7 @@ def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float],
 
 
 def watch_self() -> Callable[[float], Reading]:
-    """Returns a function that reads this process as the watched process, without a watcher."""
+    """As `watch_pids`, for this process. Readings contain no watcher."""
     return partial(_reading, pids=(os.getpid(),), watcher=False)
 
 

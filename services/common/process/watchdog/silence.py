@@ -14,10 +14,10 @@ time in which the watched process and its watcher could both run:
    instead. With more than two runnable threads per processor, only a fraction of the time counts.
    The fraction is two times the number of processors, divided by the number of runnable threads.
 
-A reading consists of counters. The difference of two readings shows how much of the interval
-between them counts. The time from the last reply to the first reading has no such difference. The
-fraction of that time that counts is estimated from the machine's run queue, and after the second
-reading it is the fraction of the first interval.
+A reading consists of counters. The difference of two readings shows which fraction of the interval
+between them counts. For the time from the last reply to the first reading, the fraction is
+estimated: first from the machine's run queue, and after the second reading as the fraction of the
+interval between the first two readings.
 """
 
 from collections.abc import Mapping, Sequence
