@@ -58,8 +58,8 @@ def load_model(
 
 
 def without_idle_windows(loaded: LoadedModel) -> LoadedModel:
-    """The model without windows that are at least as long as the longest sequence. They have no
-    effect.
+    """The model without windows that have no effect, because they are at least as long as the
+    longest sequence.
     """
     attention = tuple(
         replace(x, window=None) if x.window and x.window >= loaded.max_model_len else x

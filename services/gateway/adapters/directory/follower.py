@@ -1,5 +1,5 @@
 """Updates the index of cached prefixes. The source is Redis if it is configured, and otherwise the
-pools' events.
+event streams of the replicas' KV pools.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Replicas = Callable[[], Iterable[Replica]]
 _SWEEP_IDLE_SECONDS = 0.1
 _SWEEP_PART_SECONDS = 0.002
-"""Pauses of `sweep`, in seconds. The first is used while the index has no invalid entries, and the
-second between two parts of a sweep.
+"""Pauses of `sweep`, in seconds: _SWEEP_IDLE_SECONDS while the index has no invalid entries, and
+_SWEEP_PART_SECONDS between two parts of a sweep.
 """
 
 
@@ -44,7 +44,7 @@ def make_follower(
     index: PrefixIndex, redis_url: str | None, replicas: Replicas, tls: "Tls | None" = None
 ) -> Follower:
     """Makes the follower of the replicas' pools. It reads from Redis if `redis_url` is set, and
-    otherwise the pools' events, with `tls`.
+    otherwise from the pools' event streams, with `tls`.
 
     Raises SettingError if the package for Redis is missing.
     """
@@ -54,7 +54,7 @@ def make_follower(
 
 
 class RedisFollower:
-    """Follows the Redis directory of the model that the replicas serve."""
+    """Follows the directory of cached prefixes in Redis, for the model that the replicas serve."""
 
     def __init__(self, index: PrefixIndex, redis_url: str, replicas: Replicas) -> None:
         try:

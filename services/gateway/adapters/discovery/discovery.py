@@ -1,4 +1,4 @@
-"""Combines all sources of scheduler addresses."""
+"""Combines the sources of scheduler addresses: the settings, DNS, and the registry in Redis."""
 
 import asyncio
 import logging
@@ -22,8 +22,8 @@ SetAddresses = Callable[[str, Iterable[str]], None]
 
 
 class Watcher:
-    """Forwards the addresses of a source. While the source fails, its last addresses stay in
-    use.
+    """Queries one source of scheduler addresses at intervals. While the source fails, its last
+    addresses stay in use.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Watcher:
 
 
 SETTINGS, REDIS = "settings", "redis"
-"""Names of sources in logs and metrics. A DNS source has the name that it resolves."""
+"""Names of sources in logs and metrics. The name of a DNS source is its entry dns:NAME:PORT."""
 
 _DNS_SECONDS, _REGISTRY_SECONDS = 3.0, 1.0
-"""Intervals between two queries of DNS, and between two reads of the registry."""
+"""Seconds between two queries of DNS, and between two reads of the registry."""
 
 
 class Discovery(Collector):
@@ -81,8 +81,8 @@ class Discovery(Collector):
         model_name: str,
         set_addresses: SetAddresses,
     ) -> None:
-        """Reports the addresses in the settings at once. Raises SettingError if the package for
-        Redis is missing.
+        """Passes the addresses in the settings to `set_addresses` at once. Raises SettingError if
+        the package for Redis is missing.
         """
         in_dns = [address for address in schedulers if address.startswith(DNS)]
         set_addresses(SETTINGS, [address for address in schedulers if address not in in_dns])
@@ -117,7 +117,7 @@ class Discovery(Collector):
 
 
 class _Registry:
-    """Reads the registry of the replicas that serve one model, over its own connection."""
+    """Reads Redis's registry of the replicas that serve one model, over its own connection."""
 
     def __init__(self, redis_url: str, model_name: str) -> None:
         try:
@@ -137,9 +137,8 @@ class _Registry:
 
 
 async def _resolve(value: str) -> set[str]:
-    """All addresses of dns:NAME:PORT, with the port. Raises Unavailable.
-
-    The duration is bounded by the system's resolver, mostly to a few seconds.
+    """Returns all addresses of dns:NAME:PORT, each with the port. Raises Unavailable if the name
+    cannot be resolved. The system's resolver bounds the duration, usually to a few seconds.
     """
     name, port = split_host_port(value.removeprefix(DNS))
     try:

@@ -1,7 +1,8 @@
-"""Linear layers of models that transformers runs: divided ones, and products alike in any batch.
+"""Linear layers of models that transformers runs: layers that are divided among ranks, and
+batch-invariant products.
 
 A divided layer is a rank's part of a whole layer. It is constructed, without weights, from the
-layer that it replaces. `parts`: the parts of the whole layer's tensors that the rank has. Batches
+layer that it replaces. `parts`: the parts of the whole layer's tensors that the rank has. Inputs
 may have any shape [..., width].
 """
 
@@ -25,7 +26,7 @@ Part = tuple[slice, ...]
 
 
 class DividedLinear(nn.Linear):
-    """Some rows of a whole layer. Its output is a part of the whole output."""
+    """A layer with some rows of a whole layer. Its output is a part of the whole output."""
 
     def __init__(self, whole: nn.Linear, rows: slice = WHOLE, columns: slice = WHOLE) -> None:
         super().__init__(
@@ -44,7 +45,7 @@ class DividedLinear(nn.Linear):
 
 
 class GatheredLinear(DividedLinear):
-    """Equally many rows of a whole layer on each rank. All ranks get the whole output."""
+    """A layer with equally many rows of a whole layer on each rank. Returns the whole output."""
 
     def __init__(self, whole: nn.Linear, rows: slice, ranks: Ranks) -> None:
         super().__init__(whole, rows)
@@ -70,9 +71,9 @@ class GatheredTiedLinear(DividedLinear):
 
 
 class SummedLinear(DividedLinear):
-    """Some columns of a whole layer. The products are summed over the ranks. By default the input
-    is this rank's part of the whole input. With `takes_part` it is the whole input, and the layer
-    selects this rank's part.
+    """A layer with some columns of a whole layer. The products are summed over the ranks. By
+    default the input is this rank's part of the whole input. With `takes_part` it is the whole
+    input, and the layer selects this rank's part.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class SummedLinear(DividedLinear):
 
 
 def multiply_alike(model: nn.Module) -> None:
-    """Makes rows of linear layers independent of the number of rows, from four rows on.
+    """Makes the results of linear layers for a row independent of the number of rows, if there are
+    at least four rows.
 
     Each shape of weight is tested, as in PackedLinear. If the libraries of torch fail the test, the
     layers of that shape compute tiles of equally many rows.
@@ -119,7 +121,9 @@ def multiply_alike(model: nn.Module) -> None:
 def _whole_product(
     module: nn.Linear | Conv1D,
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
-    """A layer's product, before ranks exchange anything, and the width of its input."""
+    """A function that computes a layer's product before ranks exchange results, and the width of
+    the layer's input.
+    """
     if isinstance(module, Conv1D):
         return module.forward, module.nx
     return partial(F.linear, weight=module.weight, bias=module.bias), module.in_features
@@ -134,8 +138,8 @@ def _multiply_in_tiles(
 
 
 def normalize_gathered(norm: nn.Module, own: slice, ranks: Ranks) -> None:
-    """Changes a norm of divided inputs. It then gathers the parts of its input, which are equally
-    long on each rank, and returns the part `own` of its output.
+    """Changes a norm whose input is divided among ranks. The norm then gathers the parts of the
+    input, which are equally long on each rank, and returns the part `own` of its output.
     """
     norm.register_forward_pre_hook(lambda _, inputs: (_gather(ranks, inputs[0]),))
     norm.register_forward_hook(lambda _norm, _inputs, output: output[..., own])
