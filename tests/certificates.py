@@ -27,15 +27,15 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate and its key, PEM."""
+    """A certificate and its key, both in PEM format."""
 
     chain: bytes
     key: bytes
 
 
 class Authority:
-    """Issues certificates that are valid from one hour ago. They have the extensions that Python
-    3.13 requires of a chain.
+    """Issues certificates that became valid one hour ago. They have the extensions that Python 3.13
+    requires in a chain.
     """
 
     def __init__(self, name: str = "an authority") -> None:
@@ -70,7 +70,7 @@ class Authority:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a certificate in a directory. The files exist once `write` was called."""
+    """The files of a certificate in a directory. `write` creates the files."""
 
     directory: Path
 
@@ -87,8 +87,8 @@ class Files:
         return self.directory / "ca.crt"
 
     def write(self, issued: Issued, *trusted: Authority) -> "Files":
-        """Replaces each file atomically. Without authorities, the file of authorities is not
-        changed.
+        """Replaces each file atomically. `trusted` are the authorities in the file `ca`. Without
+        authorities, this file is not changed.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         contents = {self.cert: issued.chain, self.key: issued.key}
@@ -108,12 +108,12 @@ class Files:
         )
 
     def tls(self, *allowed: str, server_name: str | None = None, mutual: bool = True) -> Tls:
-        """TLS with these files. The files are read again only by `watch.look()`."""
+        """A TLS configuration with these files. Only `watch.look()` reads the files again."""
         watch = CertificateWatch("internal", self.files(mutual=mutual))
         return Tls(watch, frozenset(allowed), server_name)
 
     def settings(self, prefix: str = "internal_tls", ca: str = "ca") -> dict[str, Path]:
-        """The settings of a service that name these files."""
+        """The settings of a service, as a map from names of settings to these files."""
         return {
             f"{prefix}_cert_file": self.cert,
             f"{prefix}_key_file": self.key,
@@ -121,8 +121,8 @@ class Files:
         }
 
     def client_context(self) -> ssl.SSLContext:
-        """A context for a client of Python's ssl module, with this certificate and these
-        authorities.
+        """A client context of Python's ssl module, with the certificate and the authorities of
+        these files.
         """
         context = ssl.create_default_context(cafile=self.ca)
         context.load_cert_chain(self.cert, self.key)

@@ -1,9 +1,9 @@
-"""How `make test` divides the tests between four processes of pytest-xdist.
+"""Divides the tests between four processes of pytest-xdist, for `make test`.
 
-Tests that start servers or measure time run in two processes, one test after another, from the
-start: they mostly wait. Tests that only compute run in the other two processes, file by file, each
-with one thread and at low priority, so that the servers are hardly delayed. Each process imports
-and collects only the tests that it may run, as collecting takes 20 seconds of processor time.
+Tests that start servers or measure time run in two processes, one test after another. They mostly
+wait. Tests that only compute run in the other two processes, file by file. These processes have one
+thread and low priority, so that they hardly delay the servers. Each process imports and collects
+only the tests that it may run, because collecting all tests takes 20 seconds of processor time.
 Without pytest-xdist all tests run in one process, in the order of collection.
 """
 
@@ -39,8 +39,8 @@ SERVERS = {
         "tests/scheduler/integration/",
     ),
 }
-"""The tests of each of the first two processes. Both sets end before the tests that only compute
-do, so that two processors are busy to the end.
+"""The tests of each of the first two processes. Both processes end before the tests that only
+compute, so that two processors are busy to the end.
 """
 LONG_FILES = (
     "tests/worker/unit/test_xformers_kernels.py",
@@ -62,9 +62,9 @@ LONG_FILES = (
 to the end.
 """
 NICENESS = 10
-# Hypothesis tries the same examples in every run, without a time limit for an example, so that
-# results do not depend on the machine's speed. `make test ARGS=--hypothesis-profile=default` tries
-# other examples.
+# Hypothesis tries the same examples in every run. Examples have no time limit, so that results do
+# not depend on the machine's speed. `make test ARGS=--hypothesis-profile=default` tries other
+# examples.
 settings.register_profile(
     "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -73,24 +73,25 @@ LIMITED = pytest.StashKey[bool]()
 """Whether this process has already limited its processor use."""
 SESSION = pytest.StashKey[pytest.Session]()
 
-# Imported modules and collected tests are never garbage. Collecting garbage would take a third of
-# the collection time.
+# During collection there is no garbage. Garbage collections would take a third of the time.
 gc.disable()
 
 
 def servers_of(nodeid: str) -> str | None:
-    """The server process that a test or a directory belongs to; None for others."""
+    """The key in SERVERS of the process that runs a test or a directory. It is None for tests that
+    only compute.
+    """
     return next((name for name, paths in SERVERS.items() if nodeid.startswith(paths)), None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Stores the session: the printed progress is relative to its number of tests."""
+    """Stores the session, whose number of tests is needed for the printed progress."""
     session.config.stash[SESSION] = session
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Limits each of the four processes of pytest-xdist to its own tests. A process that replaces a
-    crashed one collects all tests, and so does each process if there are not four.
+    crashed process collects all tests. If there are not four processes, each collects all tests.
     """
     worker: dict[str, Any] = getattr(config, "workerinput", {"workercount": 1})
     if worker["workercount"] != NUM_PROCESSES:
@@ -103,7 +104,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def order(item: pytest.Item) -> int:
-    """The sort key: server tests first, then slow files, then the others."""
+    """The sort key of a test: tests with servers first, then slow files, then all other files."""
     servers = servers_of(item.nodeid)
     if servers is not None:
         return list(SERVERS).index(servers)
@@ -119,8 +120,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Exempts imported modules and collected tests from garbage collection. Scanning them
-    repeatedly takes a fifth of the processor time of tests that serve.
+    """Exempts imported modules and collected tests from garbage collection, which would take a
+    fifth of the processor time of tests with servers to scan them.
     """
     gc.freeze()
     gc.enable()
@@ -128,12 +129,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distributes the server tests in two units, and the other tests file by file."""
+    """Distributes the tests with servers in two units, and all other tests file by file."""
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - ARGS works without it
 
     class ServersAndFiles(LoadScopeScheduling):
-        """Units of work: the server tests of each process, and each file of other tests. A process
-        receives the first unit that it has collected.
+        """A unit of work has all tests of one process with servers, or the tests of one other file.
+        A process receives the first unit that it has collected.
         """
 
         def _split_scope(self, nodeid: str) -> str:
@@ -148,8 +149,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     self.workqueue.setdefault(self._split_scope(nodeid), {})[nodeid] = False
                 self.collection = list(chain.from_iterable(self.workqueue.values()))
                 self.config.stash[SESSION].testscollected = len(self.collection)
-            # A process starts a test only once it knows the next test. Two units give it at least
-            # two.
+            # A process starts a test only when it knows the next test. Two units have at least two.
             for node in 2 * self.nodes:
                 self._reschedule(node)
 
@@ -171,7 +171,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Limits the processor use of a pytest-xdist process before its first test. torch uses one
-    thread, unless a test sets another number. Processes without servers run at low priority.
+    thread, unless a test sets another number. Processes that only compute have low priority.
     """
     if hasattr(item.config, "workerinput") and not item.config.stash.setdefault(LIMITED, False):
         item.config.stash[LIMITED] = True
@@ -184,9 +184,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def grpc_poller() -> None:
-    """Keeps grpc.aio's poller thread alive until the process ends. Otherwise the thread ends with
-    the last channel or server. A garbage collection in any later test may free that object and wait
-    for the thread, for ever if one of its calls is open (grpc 1.85).
+    """Keeps grpc.aio's poller thread alive until the process ends. Otherwise a garbage collection
+    in a later test may free the last channel or server. It then waits for the end of the thread,
+    for ever if a call is open (grpc 1.85).
     """
     import grpc.aio  # noqa: PLC0415 - after `services.worker`, as the services do
 
@@ -200,8 +200,8 @@ def grpc_poller() -> None:
 
 @pytest.fixture(params=["port", "socket"])
 def listening(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The listening address for a service of a test: a free port, or a Unix socket. The sockets for
-    the service's streams are created beside the Unix socket.
+    """The listening address of a service in a test: a free port, or a Unix socket in a directory of
+    its own, where the service also creates the sockets of its local streams.
     """
     with (
         tempfile.TemporaryDirectory() as directory

@@ -29,8 +29,8 @@ def rounded_to_int8(weight: Floats) -> Floats:
 def save_dequantized(
     directory: Path, to: Path, dequantized: Callable[[Floats], Floats] = rounded_to_int8
 ) -> Path:
-    """Copies a model and replaces its projections with the results of `dequantized`. A head that is
-    tied to the embedding becomes a separate tensor.
+    """Copies a model, and applies `dequantized` to the weights of its projections. An output head
+    that is tied to the embedding becomes a separate tensor.
     """
     shutil.copytree(directory, to)
     tensors = load_file(directory / "model.safetensors")

@@ -1,5 +1,5 @@
-"""Writes models as GGUF files with the package of llama.cpp's authors, and the equivalent float
-weights.
+"""Writes models as GGUF files with the package `gguf` of llama.cpp's authors, and models with the
+same weights in float32.
 """
 
 import json
@@ -36,12 +36,14 @@ Types = gguf.GGMLQuantizationType
 
 
 def random_blocks(of: Types, rows: int, columns: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Random codes and scales for types that the package cannot quantize to; [rows, bytes]."""
+    """Random codes and scales [rows, bytes], for types to which the package `gguf` cannot
+    quantize.
+    """
     size, num_bytes = gguf.GGML_QUANT_SIZES[of]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows * columns // size, num_bytes), np.uint8)
     scale = random.uniform(1e-4, 2e-4, (len(blocks), 1)).astype(np.float16)
-    # The smallest number of a group is below zero, so that both signs occur.
+    # Offsets are such that weights of both signs occur.
     halves = {Types.Q4_K: {0: scale, 2: 7.5 * scale}, Types.Q6_K: {208: scale}}[of]
     for place, half in halves.items():
         blocks[:, place : place + 2] = half.astype(np.float16).view(np.uint8)
@@ -52,8 +54,8 @@ def save_gguf(
     directory: Path, to: Path, types: dict[str, Types], architecture: str, heads: tuple[int, int]
 ) -> Path:
     """Copies a model with its weights in a GGUF file. `types` maps the last part of a weight's name
-    to its type; other weights are in float32. A second copy, at `to` with the suffix .float, has
-    the same weights in safetensors. Returns the directory of the second copy.
+    to the weight's type. All other weights are in float32. A second copy, at `to` with the suffix
+    .float, has the same weights in safetensors. Returns the directory of the second copy.
     """
     floats = to.with_suffix(".float")
     for copy in (to, floats):
@@ -82,13 +84,15 @@ def save_gguf(
 
 
 def in_pairs(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Reorders the rows of a head from halves to pairs, as llama.cpp's converter does for Llama."""
+    """Reorders the rows of heads from rotated halves to rotated pairs, as llama.cpp's converter
+    does for Llama.
+    """
     halves = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
 
 def _stored(tensor: Floats, of: Types | None, seed: int) -> tuple[npt.NDArray[Any], Floats]:
-    """A tensor as it is written, and the values that it then has."""
+    """A tensor as it is written to the file, and the values that the written tensor has."""
     if of is None:
         return tensor, tensor
     if of in (Types.Q4_K, Types.Q6_K):
@@ -109,9 +113,9 @@ def _name_of(module: str, kind: str) -> str:
 def save_alone(
     directory: Path, file: Path, architecture: str, *, pre: str = "qwen2", **metadata: Any
 ) -> None:
-    """Writes a GGUF file that needs no other files: configuration, byte-level BPE tokenizer and
-    float32 weights of a model directory, with the keys of llama.cpp's converter. `metadata`:
-    further values by key, with __ in place of a dot.
+    """Writes a GGUF file that needs no other files. It has the configuration, the byte-level BPE
+    tokenizer and the float32 weights of a model directory, with the keys of llama.cpp's converter.
+    `metadata` has further values by key, with __ in place of a dot.
     """
     config = json.loads((directory / "config.json").read_text())
     heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -171,7 +175,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str, size: int
 
 
 def _llama3_divisors(rope: dict[str, Any], config: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """The divisors of rotary frequencies in transformers, which the converter writes as a
+    """Transformers' divisors of rotary frequencies, which llama.cpp's converter writes as a
     tensor.
     """
     plain = rope["rope_theta"] ** -(np.arange(0, config["head_dim"], 2) / config["head_dim"])

@@ -6,8 +6,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def in_hub_cache(cache: Path, name: str, model: Path) -> dict[str, str]:
-    """Adds a directory to a cache as the newest commit of a hub's model. Returns the variables with
-    which a process reads this cache and makes no requests to the hub.
+    """Adds the directory `model` to a cache, as the newest commit of the model `name`. Returns the
+    environment variables with which a process reads this cache and sends no requests to the hub.
     """
     folder = cache / f"models--{name.replace('/', '--')}"
     for directory in ("refs", "snapshots"):

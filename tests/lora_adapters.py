@@ -28,12 +28,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def save_adapter(model_directory: Path, directory: Path, seed: int = 0, **config: Any) -> Path:
-    """Saves an adapter with random weights, large enough to change the generated tokens."""
+    """Saves an adapter. Its random weights are large enough to change the generated tokens."""
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415 - most processes need none
 
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     torch.manual_seed(seed)
-    with warnings.catch_warnings():  # warnings about peft's use of transformers
+    with warnings.catch_warnings():  # peft's calls of transformers cause warnings
         warnings.simplefilter("ignore", FutureWarning)
         adapted = get_peft_model(base, LoraConfig(**config, init_lora_weights=False))
     for name, weight in adapted.named_parameters():
@@ -44,7 +44,7 @@ def save_adapter(model_directory: Path, directory: Path, seed: int = 0, **config
 
 
 def adapted_model(model_directory: Path, adapter: Path | None) -> PreTrainedModel:
-    """The model with an adapter, as peft computes it."""
+    """peft's model with an adapter, or the model itself if `adapter` is None."""
     from peft import PeftModel  # noqa: PLC0415 - most processes need none
 
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()

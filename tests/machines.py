@@ -7,12 +7,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Sockets with the same number of cores, and one or two processors on each core. As on Linux,
-    the second processors of all cores are numbered after the first ones. With `are_adjacent`, the
-    processors of a core have successive numbers, as on some virtual machines.
+    """A machine with equal sockets, and one or two processors on each core. As on Linux, the
+    numbers of the cores' second processors follow the numbers of all first processors. With
+    `are_adjacent`, the processors of a core have successive numbers, as on some virtual machines.
 
-    `offline` and `allowed` are lists of processors, as Linux writes them. `allowed` is the affinity
-    mask. `cgroup`: the lines of /proc/self/cgroup. `limits`: the text of files in /sys/fs/cgroup.
+    `online` and `allowed`, the affinity mask, are lists of processors in the format of Linux.
+    `cgroup` has the lines of /proc/self/cgroup. `limits` maps names of files in /sys/fs/cgroup to
+    their text.
     """
 
     num_cores: int
@@ -25,14 +26,14 @@ class Machine:
     limits: Mapping[str, str] = field(default_factory=dict)
 
     def record(self, root: Path) -> Path:
-        """Writes the files into `root`, which it returns."""
+        """Writes the files into `root`. Returns `root`."""
         for path, text in {**self._files(), **self._groups()}.items():
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(f"{text}\n")
         return root
 
     def processors(self, core: int) -> list[int]:
-        """The processors on a core."""
+        """The numbers of the processors on a core."""
         if self.are_adjacent:
             return [core * self.num_threads + thread for thread in range(self.num_threads)]
         return [core + thread * self.num_cores for thread in range(self.num_threads)]

@@ -1,8 +1,7 @@
-"""HTTP clients for the tests' own servers, without TLS.
+"""HTTP clients without TLS for servers in tests.
 
-By default httpx reads the certificates of all authorities for each client, and for each call
-without a client, which takes 20 ms of a processor. Its default timeout of five seconds is short on
-a busy machine.
+By default httpx reads the certificates of all authorities for each client and for each call without
+a client, which takes 20 ms. The default timeout of httpx, five seconds, is short on a busy machine.
 """
 
 from functools import partial

@@ -1,7 +1,7 @@
-"""Tiny pooling models, saved in the published directory formats, and transformers' results for
-them.
+"""Tiny pooling models in the usual directory formats, and transformers' results for these models.
 
-A decoder is saved without a head, as sentence-transformers do, or with a classification head.
+A decoder is saved without an output head, as sentence-transformers does, or with a classification
+head.
 """
 
 import json
@@ -50,7 +50,7 @@ def _config(kind: str, **changes: Any) -> PretrainedConfig:
 
 
 def _randomized(model: PreTrainedModel) -> PreTrainedModel:
-    """Sets random biases and norms and switches the model to inference."""
+    """Sets random biases and norms, and switches the model to inference mode."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -63,7 +63,9 @@ def _randomized(model: PreTrainedModel) -> PreTrainedModel:
 def save_embedder(
     directory: Path, kind: str, mode: str | None = None, *, normalize: bool = True, **changes: Any
 ) -> PreTrainedModel:
-    """Saves a model without a head. A `mode` adds the files of sentence-transformers."""
+    """Saves a model without an output head. With a pooling `mode`, the files of
+    sentence-transformers are added.
+    """
     torch.manual_seed(7)
     model = _randomized(AutoModel.from_config(_config(kind, **changes)))
     model.save_pretrained(directory)
@@ -73,7 +75,7 @@ def save_embedder(
 
 
 def add_modules(directory: Path, mode: str, *, normalize: bool = True) -> None:
-    """Adds the files of sentence-transformers to a model's directory."""
+    """Adds the files of sentence-transformers for a pooling mode to a model's directory."""
     names = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     paths = ["", "1_Pooling", "2_Normalize"]
     modules = [
@@ -95,7 +97,7 @@ def add_modules(directory: Path, mode: str, *, normalize: bool = True) -> None:
 def save_classifier(directory: Path, kind: str, num_labels: int = 1) -> PreTrainedModel:
     """Saves a model with a classification head."""
     torch.manual_seed(8)
-    # Without a padding token, transformers uses the state of the last token, whatever the token is.
+    # Without a padding token, transformers always uses the state of the last token.
     changes: dict[str, Any] = {} if kind in ENCODERS else {"pad_token_id": None}
     config = _config(kind, num_labels=num_labels, **changes)
     model = _randomized(AutoModelForSequenceClassification.from_config(config))
@@ -112,7 +114,9 @@ def embedding(
     normalize: bool = True,
     dimensions: int | None = None,
 ) -> list[float]:
-    """The vector of a prompt, from transformers' states and an explicit pooling."""
+    """The vector of a prompt, computed from transformers' hidden states with an explicit
+    pooling.
+    """
     states = model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
     vector = {"last": states[-1], "cls": states[0], "mean": states.mean(0)}[mode][:dimensions]
     return (nn.functional.normalize(vector, dim=0) if normalize else vector).tolist()
@@ -122,7 +126,7 @@ def embedding(
 def class_scores(
     model: PreTrainedModel, token_ids: list[int], num_first_text_tokens: int = 0
 ) -> torch.Tensor:
-    """The logits of the classes, from the model's last layer."""
+    """The logits of the classes, computed by transformers."""
     ids = torch.tensor([token_ids])
     types = {}
     if num_first_text_tokens:

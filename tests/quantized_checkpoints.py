@@ -1,5 +1,5 @@
-"""Writes models with quantized weights in each tool's own format, and the equivalent
-float weights.
+"""Writes models with quantized weights in the formats of several tools, and models with the same
+weights in float32.
 """
 
 import json
@@ -22,7 +22,9 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Codes:
-    """A quantized weight [out, in]: unsigned codes and zero points, scales, and groups."""
+    """A quantized weight [out, in] with unsigned codes and zero points, scales, and groups of
+    columns.
+    """
 
     codes: Ints
     zero_points: Ints
@@ -69,7 +71,7 @@ def packed(codes: Ints, bits: int) -> Ints:
 
 
 def gptq(one: Codes) -> Tensors:
-    """The tensors of GPTQ. Stored zero points are smaller by one."""
+    """The tensors of a weight in GPTQ's format, in which stored zero points are smaller by one."""
     columns = one.codes.shape[1]
     group = columns // one.scales.shape[1]
     return {
@@ -81,13 +83,13 @@ def gptq(one: Codes) -> Tensors:
 
 
 def awq(one: Codes) -> Tensors:
-    """The tensors of AWQ. Of eight output features, the even ones are in the lower half
-    of a word.
+    """The tensors of a weight in AWQ's format. A word has the codes of eight output features, with
+    the even features in the lower half.
     """
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def in_words(numbers: Ints) -> Ints:
-        """[k, n] -> [k, n / 8]."""
+        """Packs codes [k, n] into words [k, n / 8]."""
         eights = numbers.reshape(len(numbers), -1, 8)[..., order]
         return packed(eights.reshape(numbers.shape), 4)
 
@@ -99,7 +101,9 @@ def awq(one: Codes) -> Tensors:
 
 
 def pack_quantized(one: Codes) -> Tensors:
-    """The tensors of compressed-tensors. Zero points are packed along the output features."""
+    """The tensors of a weight in compressed-tensors' format. Zero points are packed along the
+    output features.
+    """
     tensors: Tensors = {
         "weight_packed": packed(one.codes, one.bits),
         "weight_scale": one.scales,
@@ -117,8 +121,8 @@ def int_quantized(one: Codes) -> Tensors:
 
 @dataclass(frozen=True)
 class Format:
-    """A checkpoint format: how tensors are built from codes, and the quantization entry of
-    config.json.
+    """A checkpoint format: the function that builds tensors from codes, and the quantization entry
+    of config.json.
     """
 
     tensors: Callable[[Codes], Tensors]
@@ -133,7 +137,9 @@ class Format:
 def compressed(
     stored: str, ignored: tuple[str, ...], activations: dict[str, Any] | None = None, **weights: Any
 ) -> dict[str, Any]:
-    """The configuration of compressed-tensors. `activations`: how inputs are quantized."""
+    """The configuration of compressed-tensors. `activations` describes the quantization of inputs,
+    and `weights` the quantization of weights.
+    """
     group: dict[str, Any] = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
     group["input_activations"] = activations
     return {

@@ -1,4 +1,4 @@
-"""Redis servers for tests. The tests are skipped if no server program is installed."""
+"""Redis servers for tests. Without the program redis-server these tests are skipped."""
 
 import importlib.util
 

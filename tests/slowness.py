@@ -1,7 +1,7 @@
 """Measures how slow the machine is, for tests of durations.
 
-Waits for an expected event have a limit of one minute on any machine. A time limit that is itself
-under test is multiplied by one of these factors.
+Tests wait for expected events for up to a minute on any machine. If a test is about a time limit,
+the limit is multiplied by one of these factors.
 """
 
 import time
@@ -13,22 +13,22 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 def slowness() -> float:
-    """The time of a fixed computation on this processor, relative to a current server; at
+    """The time of a fixed computation on this processor, relative to a current server. It is at
     least 1.
     """
     return max(1.0, min(_taken(time.thread_time)) / _REFERENCE_SECONDS)
 
 
 def busy_slowness() -> float:
-    """The elapsed time of the same computation, on average. It is longer if other processes use the
-    processor.
+    """The mean elapsed time of the computation in `slowness`, relative to a current server. It is
+    longer if other processes use the processor.
     """
     return max(1.0, sum(taken := _taken(time.perf_counter)) / len(taken) / _REFERENCE_SECONDS)
 
 
 def seconds_without_processor() -> float:
-    """The time for which this thread was ready to run but waited for a processor, as reported by
-    Linux; 0.0 on other systems.
+    """The time for which this thread has waited for a processor, as reported by Linux. It is 0.0 on
+    other systems.
     """
     try:
         return int(_SCHEDULED.read_text().split()[1]) / 1e9

@@ -1,5 +1,5 @@
-"""Structured outputs, each with an independent check of finished texts that does not use masks: a
-JSON Schema validator, Python's regular expressions, a list, or a hand-written recognizer.
+"""Structured outputs, each with a check of complete texts that is independent of grammar masks: a
+JSON Schema validator, Python's regular expressions, a list, or a hand-written parser.
 """
 
 import json
@@ -46,7 +46,7 @@ CHOOSE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Form:
-    """A value of `structured_outputs` as clients send it, and the check of a finished text."""
+    """A value of `structured_outputs` as clients send it, and the check of a complete text."""
 
     sent: dict[str, Any]
     wanted: StructuredOutputs

@@ -1,7 +1,7 @@
 """Tiny seeded models of every supported architecture, saved as Hugging Face directories.
 
-The weights are drawn with a large variance, so that greedy outputs vary. A kind's model is the same
-on every machine with the same random number generator.
+The weights are drawn with a large variance, so that greedy outputs vary. A kind names an entry of
+TINY_MODELS. Its model is the same on every machine with the same random number generator.
 """
 
 import json
@@ -41,8 +41,8 @@ from transformers import (
 VOCAB_SIZE = 320
 MAX_POSITION_EMBEDDINGS = 512
 TILED = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
-"""Sizes for which a processor with tile registers computes projections and scores with them. They
-are changes to a kind's configuration.
+"""Changes to a kind's configuration. With these sizes, processors with tile registers use them for
+projections and attention scores.
 """
 
 _SHAPE: dict[str, Any] = {
@@ -62,7 +62,9 @@ _SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A kind of tiny model: its configuration class, and its differences from the common shape."""
+    """A kind of tiny model: its configuration class, and its changes to the common
+    configuration.
+    """
 
     config_class: type[PretrainedConfig]
     changes: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +75,7 @@ class TinyModel:
         return self.configured()
 
     def configured(self, **changes: Any) -> PretrainedConfig:
-        """A configuration with changes to the kind's own."""
+        """A new configuration object with additional changes."""
         return self.config_class(**{**_SHAPE, **self.changes, **changes})
 
 
@@ -131,8 +133,8 @@ TINY_MODELS: dict[str, TinyModel] = {
     "mistral_wide_window": TinyModel(MistralConfig, {"sliding_window": 200}),
     "mixtral": TinyModel(MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2": TinyModel(Qwen2Config, {"use_sliding_window": False}),
-    # Two layers with full attention and three with a window: one group for each, one of them not
-    # full.
+    # Two layers with full attention and three with a window. They form three KV-cache groups of up
+    # to two layers.
     "qwen2_window": TinyModel(
         Qwen2Config,
         {
@@ -175,9 +177,9 @@ TINY_MODELS: dict[str, TinyModel] = {
             "final_logit_softcapping": 10.0,
         },
     ),
-    # One layer with full attention for five layers with a window: six groups of one layer each.
+    # One layer with full attention and five with a window form six KV-cache groups of one layer.
     "gemma3": TinyModel(Gemma3TextConfig, {**_GEMMA, "num_hidden_layers": 6, "sliding_window": 16}),
-    # No native implementation: transformers runs this model.
+    # This model has no native implementation, so transformers runs it.
     "afmoe": TinyModel(
         AfmoeConfig,
         {
@@ -212,9 +214,9 @@ TINY_MODELS: dict[str, TinyModel] = {
             "altup_num_inputs": 2,
         },
     ),
-    # Layers without a window have keys of another shape than layers with a window. In the first
-    # model both shapes have the same number of bytes. In the second they have half as many, so that
-    # blocks of the two groups differ in tokens.
+    # Keys of layers without a window have another shape than keys of layers with a window. In the
+    # first model both shapes have the same number of bytes. In the second model, keys without a
+    # window have half of the bytes, so that a block of their group has more tokens.
     "gemma4": TinyModel(Gemma4TextConfig, _GEMMA4),
     "gemma4_moe": TinyModel(
         Gemma4TextConfig,
@@ -242,8 +244,8 @@ TINY_MODELS: dict[str, TinyModel] = {
             "tie_word_embeddings": True,
         },
     ),
-    # Recurrent layers in addition to attention layers: gated delta nets, Mamba-2, and both in each
-    # layer.
+    # Recurrent layers in addition to attention layers: gated delta nets, or Mamba-2. In falcon_h1
+    # each layer has both attention and Mamba-2.
     "qwen3_next": TinyModel(
         Qwen3NextConfig,
         {
@@ -288,17 +290,16 @@ CACHES = [
     "qwen2_window",
     "qwen3_next",
 ]
-"""Kinds that differ in what they cache: blocks of each shape, windows and states. Other kinds
-differ from one of these only in the model.
+"""Kinds with different KV caches: block shapes, windows and recurrent states. Every other kind has
+the same cache as one of these kinds.
 """
 
 
 def build_tiny_model(
     kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """The model of a kind in inference mode. Biases and norms are random too.
-
-    `changes`: changes to the kind's configuration.
+    """The model of a kind in inference mode. Biases and norms are random too. `changes` are changes
+    to the kind's configuration.
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(TINY_MODELS[kind].configured(**changes))
@@ -320,8 +321,8 @@ def save_tiny_model(
     shard_bytes: int | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
-    """Saves the model of a kind to `directory` and returns it. `shard_bytes` limits the size of a
-    shard.
+    """Saves the model of a kind to `directory`, and returns the model. `shard_bytes` is the maximum
+    size of a weights file.
     """
     model = build_tiny_model(kind, dtype=dtype, seed=seed, **changes)
     shards = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
@@ -330,7 +331,7 @@ def save_tiny_model(
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
-    """Overwrites keys of config.json; a value of None removes the key."""
+    """Overwrites keys of config.json. A value of None removes the key."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     for key, value in changes.items():

@@ -1,3 +1,3 @@
-"""Tests of all services together. They are a package, so that the shared stacks end after its last
-test.
+"""Tests of all services together. They form a Python package, so that shared stacks end after the
+package's last test.
 """

@@ -1,7 +1,7 @@
-"""Runs the pods of a rendered chart as processes of this machine, in the order that a kubelet uses.
+"""Runs the pods of a rendered Helm chart as processes of this machine, in the order of a kubelet.
 
 Each pod has its own loopback address, so that its containers can use the ports of the manifests.
-Volumes are directories. Service names are replaced by the address of their pod.
+Volumes are directories. Names of Kubernetes services are replaced by the addresses of their pods.
 """
 
 import re
@@ -29,7 +29,7 @@ def _loopback_address() -> str:
 
 
 class RunningContainer:
-    """A process whose environment has only the container's variables."""
+    """A container of a pod, as a process that has only the container's environment variables."""
 
     def __init__(self, container: Container, directory: Path, names: Mapping[str, str]) -> None:
         """`names` maps texts in variables to their replacements, such as service names to
@@ -87,7 +87,9 @@ class RunningPods:
         self.containers: dict[str, list[RunningContainer]] = {}
 
     def start(self, pod: Pod, *, wait: bool = True) -> list[RunningContainer]:
-        """Starts the containers of a pod. Each one starts after the previous ones have started."""
+        """Starts the containers of a pod. A container starts when the previous container has
+        started.
+        """
         names = {**self._names, _EVERY_ADDRESS: self.addresses[pod.component] + ":"}
         running = self.containers.setdefault(pod.component, [])
         for container in pod.containers():
@@ -105,7 +107,7 @@ class RunningPods:
 
 
 def _environ(container: Container, directory: Path, names: Mapping[str, str]) -> dict[str, str]:
-    """The container's variables, adapted to this machine."""
+    """The container's environment variables, adapted to this machine."""
     for path, volume in container.mounts().items():
         _make(directory / path.lstrip("/"), volume, directory.parent)
     mounts = sorted(map(re.escape, container.mounts()), key=len, reverse=True)
@@ -120,7 +122,7 @@ def _environ(container: Container, directory: Path, names: Mapping[str, str]) ->
 
 
 def _make(mount: Path, volume: Object, secrets_and_model: Path) -> None:
-    """Creates a volume's directory. Secrets and the model are taken from the test's directory."""
+    """Creates a volume's directory. Secrets and the model are copied from the test's directory."""
     if mount.exists():
         return
     mount.parent.mkdir(parents=True, exist_ok=True)

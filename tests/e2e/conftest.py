@@ -1,8 +1,8 @@
-"""Stacks that several tests share. Each kind starts at its first use, and all stacks end after the
-last test of this package.
+"""Stacks (running services) that several tests share. Each kind of stack starts at its first use,
+and all stacks end after the last test of this package.
 
-An idle stack takes a hundredth of a processor. Files whose tests share stacks therefore run after
-all others, and files with the same stacks run one after another.
+An idle stack takes a hundredth of a processor. Therefore files that share stacks run after all
+other files, and files with the same stacks run one after another.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,9 +21,8 @@ from tests.e2e.tiny import MAX_MODEL_LEN, save_servable_model, save_tokenizer
 from tests.pooling_models import save_embedder
 from tests.tiny_models import edit_config
 
-# The cache is small and soon fully written, so that constant memory can be observed. The pool can
-# store about four of the sixteen sequences that the tests run. Steps cut prompts into chunks of
-# seven tokens, in priority order.
+# In "plain" the KV cache is small and soon fully written, so that constant memory can be observed.
+# In "small pool" it has room for about four of the sixteen sequences that the tests run.
 FLAGS = {
     "plain": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
     "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
@@ -39,7 +38,7 @@ FLAGS = {
 TEMPLATE = TemplateProcessing(
     single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
 )
-"""Texts begin and end with special tokens, as those of most models that embed."""
+"""Texts begin and end with special tokens, as with most embedding models."""
 DEMO = ROOT / "models" / "demo"
 # Features that clients of other projects need: tool calls and vllm.grpc.engine.
 DEMO_FLAGS = (
@@ -68,8 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def shared_rank(item: pytest.Item) -> int:
-    """0 for a test that shares no stack, otherwise the position of its last shared fixture, counted
-    from 1.
+    """The position in SHARED_FIXTURES of the last fixture that a test uses, counted from 1. It is 0
+    for a test that shares no stack.
     """
     names = getattr(item, "fixturenames", ())
     return max((rank for rank, name in enumerate(SHARED_FIXTURES, 1) if name in names), default=0)
@@ -77,7 +76,7 @@ def shared_rank(item: pytest.Item) -> int:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model on disk and in memory."""
+    """A model in a directory, and the same model in transformers."""
 
     directory: Path
     model: PreTrainedModel
@@ -123,7 +122,7 @@ def stack(stack_of: Callable[[str], Stack]) -> Stack:
 
 @pytest.fixture(scope="package")
 def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """A model that embeds."""
+    """A tiny embedding model."""
     directory = tmp_path_factory.mktemp("models") / "embedder"
     model = save_embedder(directory, "qwen3", "last")
     edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
@@ -133,7 +132,7 @@ def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="package")
 def embedder(embedding_model: TinyModel) -> Iterator[Stack]:
-    """A stack that embeds, whose requests may have priorities."""
+    """A stack that serves the embedding model. Its requests may have priorities."""
     flags = ("--policy", "priority", "--served-model-name", "tiny", "--num-blocks", "200")
     steps = ("--dtype", "float32", "--max-num-batched-tokens", "16")
     with closing(Stack(embedding_model.directory, *flags, *steps)) as stack:

@@ -1,5 +1,5 @@
-"""The fields of requests, from their classes and messages, and their examples in
-documented_fields.md.
+"""The fields of requests, read from Pydantic classes and protobuf messages, and the fields'
+examples in documented_fields.md.
 """
 
 import json
@@ -41,8 +41,9 @@ class Example:
 
 
 def examples() -> dict[str, list[Example]]:
-    """The examples of the page by call: an HTTP method and route, or a method of `Inference`. The
-    section without a base request has the fields that both kinds of completions share.
+    """The examples of documented_fields.md. Maps a call (an HTTP method and route, or a method of
+    `Inference`) to its examples. The section without a base request has the fields that both kinds
+    of completions share.
     """
     found: dict[str, list[Example]] = {}
     shared: list[tuple[str, str]] = []
@@ -62,8 +63,8 @@ def examples() -> dict[str, list[Example]]:
 
 
 def fields_of_body(body: type[BaseModel]) -> Iterator[str]:
-    """The field paths of a body. The fields of a nested object follow the object's own path, with
-    dots between.
+    """Yields the paths of a body's fields, such as `stream_options` and
+    `stream_options.include_usage`.
     """
     for attribute, field in body.model_fields.items():
         name = field.alias or attribute
@@ -73,7 +74,7 @@ def fields_of_body(body: type[BaseModel]) -> Iterator[str]:
 
 
 def fields_of_message(message: Descriptor) -> Iterator[str]:
-    """The field paths of a protobuf message, with dots between."""
+    """Yields the paths of a protobuf message's fields, with dots between nested names."""
     for field in message.fields:
         yield field.name
         if field.message_type is not None:

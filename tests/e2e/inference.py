@@ -1,4 +1,4 @@
-"""The gateway's gRPC API for the tests."""
+"""Calls the gateway's gRPC API in tests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,7 +17,7 @@ from tests.e2e.stack import Stack
 
 @dataclass
 class Answer:
-    """A complete answer."""
+    """The complete answer to a request."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -61,7 +61,9 @@ async def generate(
     on_tokens: Callable[[int], None] | None = None,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
-    """Generates to the end. `on_tokens` is called with the number of tokens after each delta."""
+    """Sends a request, and reads the whole answer. `on_tokens` is called with the number of tokens
+    so far after each delta.
+    """
     answer = Answer()
     async for piece in stub.Generate(wanted, timeout=100, metadata=metadata):
         answer.token_ids += piece.token_ids
@@ -80,8 +82,8 @@ async def generate_all(
     hit: Callable[[], None] | None = None,
     hit_at: int = 0,
 ) -> list[Answer]:
-    """Generates all answers concurrently. `hit` is called during the streams, once the first one
-    has `hit_at` tokens.
+    """Sends all requests concurrently, and reads the answers. `hit` is called when the first
+    request has `hit_at` tokens.
     """
     is_hit = hit is None
     first, *others = requests
@@ -108,8 +110,8 @@ async def greedy_answers(
     victim: str | None = None,
     hit_at: int = 20,
 ) -> list[list[int]]:
-    """The tokens of greedy answers to prompts that are sent at once. The victim, a service, is
-    killed once the first answer has `hit_at` tokens.
+    """The tokens of greedy answers to prompts that are sent at once. The service `victim` is killed
+    when the first answer has `hit_at` tokens.
     """
     requests = [request(prompt, num_tokens) for prompt in prompts]
     hit = None if victim is None else partial(stack.hit, victim)

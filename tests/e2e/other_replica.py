@@ -1,4 +1,6 @@
-"""A replica with its own kvpool, worker and scheduler processes, as on another machine."""
+"""An additional replica with its own kvpool, worker and scheduler processes, as on another
+machine.
+"""
 
 import os
 import signal

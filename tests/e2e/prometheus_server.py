@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes every 1.5 seconds, with the rules of deploy/ on shorter times."""
+"""A real Prometheus that scrapes every 1.5 seconds, with the rules of deploy/ and shorter times."""
 
 import json
 import math
@@ -23,18 +23,18 @@ needs_prometheus = pytest.mark.skipif(
     PROGRAM is None, reason="prometheus is not installed (Debian's package prometheus)"
 )
 _SCRAPE_INTERVAL = "1500ms"
-"""Gateways and schedulers wait one second for a process that does not answer. A scrape that takes
-longer than the interval is lost.
+"""The scrape interval. Gateways and schedulers wait one second for a process that does not answer,
+and a scrape that takes longer than the interval is lost.
 """
 _LOOK_AGAIN_SECONDS = 0.25
-"""The time between two queries of a test that waits. Rules are evaluated twice a second."""
+"""The time between two queries while a test waits. Rules are evaluated twice a second."""
 RULES = ROOT / "deploy" / "prometheus" / "rules"
 _WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m", "1h": "3m"}
-"""Replacements for the ranges of the rules. The longest ones still exceed the duration of a test,
-since they count losses.
+"""Maps time ranges of the rules to shorter ranges. Rules with the longest ranges count events, so
+these ranges still exceed the duration of a test.
 """
 QUICK_SECONDS = 0.3
-"""The replaced thresholds, in seconds, for time in the queue and time to first token."""
+"""The replaced thresholds of the queue time and of the time to the first token."""
 _THRESHOLDS = {"> 10": f"> {QUICK_SECONDS}", "> 20": f"> {QUICK_SECONDS}"}
 
 
@@ -45,7 +45,7 @@ class Prometheus:
         self._url = url
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """The series of an instant query, without NaN values."""
+        """The result of an instant query, without series whose value is NaN."""
         answer = http_get(f"{self._url}/api/v1/query?{urlencode({'query': expr})}").json()
         assert answer["status"] == "success", (expr, answer)
         series: list[dict[str, Any]] = answer["data"]["result"]
@@ -84,7 +84,7 @@ def quick_rules(directory: Path) -> None:
 
 @contextmanager
 def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Prometheus]:
-    """Scrapes `targets` (URLs by job name) until the end of the block."""
+    """Runs a Prometheus inside the context. `targets` maps names of jobs to the scraped URLs."""
     assert PROGRAM is not None
     quick_rules(directory)
     configuration = {
@@ -100,7 +100,7 @@ def prometheus(directory: Path, targets: Mapping[str, str]) -> Iterator[Promethe
             for job, target in targets.items()
         ],
     }
-    path = directory / "prometheus.json"  # JSON is YAML
+    path = directory / "prometheus.json"  # Prometheus reads YAML, which includes JSON
     path.write_text(json.dumps(configuration))
     port = free_port()
     with (directory / "log").open("w") as log:

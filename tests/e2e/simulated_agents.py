@@ -1,4 +1,4 @@
-"""Agents before the real services, with a simulated device."""
+"""Sends turns of agents to the real services with a simulated device."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ ORACLE = Oracle(VOCAB_SIZE, (2,))
 def simulated_stack(
     directory: Path, *flags: str, policy: str = "program", num_blocks: int = 41
 ) -> Stack:
-    """The services, with blocks of 16 tokens. The model is saved in the directory."""
+    """The services with a simulated device. The model's files are saved in `directory`."""
     save_servable_model(directory)
     (directory / "model.safetensors").unlink()
     (directory / "steps.toml").write_text(PROFILE)
@@ -29,8 +29,8 @@ def simulated_stack(
 def turn(
     url: str, context: list[int], headers: dict[str, str] | None = None, **fields: object
 ) -> tuple[list[int], int]:
-    """Sends a turn to a gateway. Checks its answer. Returns the context after it, and its cached
-    tokens.
+    """Sends a turn to a gateway, and checks the answer. Returns the context with the answer, and
+    the number of cached prompt tokens.
     """
     body = {"prompt": context, "max_tokens": 12, "return_token_ids": True} | fields
     answer = http_post(f"{url}/v1/completions", json=body, headers=headers).json()
@@ -41,7 +41,7 @@ def turn(
 
 
 def values(stack: Stack, name: str, label: str) -> dict[str, float]:
-    """The samples of a metric of the present scheduler process, by the value of a label."""
+    """The values of a metric. Maps the values of a label to the metric's values."""
     text = http_get(f"{stack.url}/metrics").text
     return {
         sample.labels[label]: sample.value

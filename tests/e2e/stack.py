@@ -103,7 +103,7 @@ class Stack:
         return _VLLM_GRPC.findall("\n".join(self.output))
 
     def pids(self) -> dict[str, int]:
-        """Process ids of the services that run now, by service name in the output."""
+        """Maps each running service's name, as in the output, to its process id."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         found = {}
         for child in children:
@@ -120,7 +120,7 @@ class Stack:
         return found
 
     def address(self, service: str) -> str:
-        """The internal address of a service: a Unix socket."""
+        """The address of a service's Unix socket."""
         environ = Path(f"/proc/{self.pids()[service]}/environ").read_bytes().decode()
         (found,) = re.findall(rf"\bSTEPWELL_{service.upper()}_ADDRESS=(unix:[^\0]+)", environ)
         return str(found)
@@ -134,8 +134,8 @@ class Stack:
         return sizes
 
     def status(self) -> dict[str, Any]:
-        """The statistics of the only replica. They are requested until there are some: the gateway
-        waits one second for them.
+        """The statistics of the only replica. They are requested repeatedly, because the gateway's
+        status lacks them if the replica does not reply within a second.
         """
         found: list[dict[str, Any]] = []
 
@@ -154,14 +154,14 @@ class Stack:
 
         def nothing_is_held() -> bool:
             status = self.status()
-            # A restarted gateway reports 0 for both until the pool's state has arrived.
+            # A restarted gateway reports 0 for both numbers until it has received the pool's state.
             is_free = status["num_free_blocks"] == status["num_usable_blocks"] > 0
             return is_free and not (status["num_running"] or status["num_waiting"])
 
         wait_for(nothing_is_held, seconds)
 
     def hit(self, service: str, signum: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal to one service, by default to end it as a crash would."""
+        """Sends a signal to a service. The default, SIGKILL, has the effect of a crash."""
         os.kill(self.pids()[service], signum)
 
     def wait_until_back(self, service: str, killed_pid: int, seconds: float = 60) -> None:
@@ -180,7 +180,7 @@ class Stack:
             return False
 
     def terminate(self) -> None:
-        """Asks `stepwell up` to stop."""
+        """Sends SIGTERM to `stepwell up`."""
         self._process.terminate()
 
     def wait(self, seconds: float) -> int:
@@ -188,7 +188,7 @@ class Stack:
         return self._process.wait(seconds)
 
     def close(self) -> None:
-        """Ends `stepwell up` in any state."""
+        """Ends `stepwell up`, whatever its state."""
         if self._process.poll() is None:
             self._process.terminate()
             try:

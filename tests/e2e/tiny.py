@@ -24,7 +24,7 @@ def save_servable_model(directory: Path) -> PreTrainedModel:
     Each token is one byte. Some ids of the model have no token, as in many real models.
     """
     model = save_tiny_model(directory)
-    # Rotary positions are unlimited, so only the longest allowed sequence changes.
+    # Rotary positions are unlimited, so this changes only the maximum length of a sequence.
     edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
     save_tokenizer(directory)
     return model
@@ -52,19 +52,19 @@ def save_tokenizer(directory: Path, processor: PostProcessor | None = None) -> N
 
 
 def embed(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
-    """The model's own embeddings of tokens, [num_tokens, hidden_size]."""
+    """The embeddings of a prompt's tokens, [num_tokens, hidden_size]."""
     with torch.inference_mode():
         return model.get_input_embeddings()(torch.tensor(prompt)).clone()
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """The model's own greedy continuation. No token ends it early."""
+    """Transformers' greedy continuation. End-of-text tokens are ignored."""
     return list(_greedy(model, tuple(prompt), max_tokens))
 
 
 @cache
 def _greedy(model: PreTrainedModel, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """The continuation, cached because tests share prompts."""
+    """The result of `greedy`, which is cached because tests share prompts."""
     token_ids, past = torch.tensor([prompt]), None
     output: list[int] = []
     with torch.inference_mode():

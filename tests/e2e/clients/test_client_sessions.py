@@ -1,5 +1,5 @@
-"""Sessions of clients continue through all services from kept blocks, whichever service dies
-between turns.
+"""Sessions of clients continue with the blocks of earlier turns, even if a service ends between
+turns.
 """
 
 import signal
@@ -135,8 +135,8 @@ async def test_a_client_that_goes_away_leaves_nothing(stack: Stack) -> None:
 async def test_a_session_goes_on_when_a_service_is(
     service: str, signum: signal.Signals, stack: Stack, tiny_model: TinyModel
 ) -> None:
-    """The service is hit once between two turns, and once during a turn. For a session, a stopped
-    worker or pool is only killed later.
+    """The service gets the signal between two turns, and again during a turn. SIGSTOP is tested
+    only for the scheduler, since stopped workers and pools are killed after some time.
     """
     chunks, counts, was_hit = [*CHUNKS, CHUNKS[1]], [20, 30, 150, 20], False
 

@@ -1,4 +1,4 @@
-"""Every field of every request has an example in documented_fields.md, and each is answered."""
+"""Every request field has an example in documented_fields.md, and every example is answered."""
 
 import base64
 from collections.abc import Callable
@@ -30,7 +30,7 @@ EXAMPLES = examples()
 POOLED = ("POST /v1/embeddings", "POST /score", "POST /rerank", "POST /pooling", "Embed")
 OF_CLASSES = "POST /classify"
 
-pytestmark = pytest.mark.usefixtures("stack_of")  # most tests use it, through `serving`
+pytestmark = pytest.mark.usefixtures("stack_of")  # most tests use this fixture through `serving`
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def server(stack_of: Callable[[str], Stack]) -> Stack:
 
 @pytest.fixture
 def serving(call: str, request: pytest.FixtureRequest) -> Stack:
-    """The server for a call. It either generates or embeds."""
+    """The server for a call. One server generates, and another embeds."""
     stack: Stack = request.getfixturevalue("embedder" if call in POOLED else "server")
     return stack
 
@@ -50,13 +50,13 @@ def test_every_call_has_its_fields_and_no_other() -> None:
     assert EXAMPLES.keys() == BODIES.keys() | MESSAGES.keys()
     for call, body in BODIES.items():
         expected = set(fields_of_body(body))
-        if call == "POST /tokenize":  # those of messages are in the table of chat completions
+        if call == "POST /tokenize":  # fields of messages are in the table of chat completions
             expected = {name for name in expected if not name.startswith("messages.")}
         if call == "POST /v1/messages/count_tokens":  # the rest is in the table of messages
             expected = {name for name in expected if "." not in name}
         if call == "POST /inference/v1/generate":  # the rest is in the table of completions
             expected = {name for name in expected if not name.startswith("sampling_params.")}
-        if call.endswith("/derender"):  # requests within it have tables of their own
+        if call.endswith("/derender"):  # nested requests have their own tables
             inner = ("chat_request.", "completion_request.")
             expected = {name for name in expected if not name.startswith(inner)}
         _expect(call, expected)
@@ -108,7 +108,7 @@ async def test_each_example_over_grpc_is_answered(
 
 
 async def _called(stub: Any, example: Example, tiny_model: TinyModel) -> bool:
-    """Makes the call of an example, and returns whether it was answered."""
+    """Makes the gRPC call of an example, and returns whether it was answered."""
     wanted = dict(example.request)
     if "embeds" in wanted:
         numbers = _embeds(tiny_model).numpy().astype("<f4").tobytes()

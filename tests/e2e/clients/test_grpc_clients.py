@@ -26,7 +26,7 @@ async def test_detokenize_gives_back_what_tokenize_was_given(stack: Stack) -> No
         text = await stub.Detokenize(
             gateway_pb2.DetokenizeRequest(token_ids=tokens.token_ids), timeout=60
         )
-    assert len(tokens.token_ids) == 8  # Each token is one byte.
+    assert len(tokens.token_ids) == 8  # each token is one byte
     assert tokens.max_model_len == MAX_MODEL_LEN
     assert text.text == "größer"
 

@@ -117,7 +117,7 @@ def test_logprobs_of_a_chat(client: openai.OpenAI, stack: Stack) -> None:
     assert len(logprobs.content) == 5
     for token in logprobs.content:
         assert len(token.top_logprobs) == 3
-        # The greedy token is the most probable one.
+        # A greedy token is the most probable token.
         assert token.logprob == token.top_logprobs[0].logprob
         assert token.logprob <= 0
 

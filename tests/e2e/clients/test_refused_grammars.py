@@ -1,6 +1,5 @@
-"""If no further token can satisfy a request's grammar, the answer ends with a client error that
-states the reason: as an HTTP status before the answer has begun, and as an event of the stream
-after that.
+"""If no token can satisfy a request's grammar, the answer ends with a client error that states the
+reason. It is an HTTP status before the answer has begun, and an event of the stream afterwards.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from tests.scheduler.serving_replica import Gateway, sampling
 
 PROMPT = "class Point:"
 TOO_COMPLEX = ".*a.{200}b.{200}c"
-"""An expression whose automaton gets more states with each token, up to its limit."""
+"""A regular expression whose automaton gets more states with each token, up to its limit."""
 FAILING = {"structured_outputs": {"regex": TOO_COMPLEX}, "max_tokens": 900, "temperature": 2}
 
 
@@ -124,8 +123,8 @@ async def test_parameters_that_leave_no_later_token_end_a_stream(http: httpx.Asy
 async def test_what_only_the_worker_refuses_is_the_clients_error(
     demo: Stack, http: httpx.AsyncClient
 ) -> None:
-    """The request goes directly to the scheduler, because the gateway would refuse such a grammar
-    itself.
+    """The request is sent directly to the scheduler, because the gateway would refuse its
+    grammar.
     """
     (replica,) = (await http.get("/status")).json()["replicas"]
     wrong = common_pb2.StructuredOutputs(kind=common_pb2.STRUCTURED_OUTPUTS_KIND_REGEX, text="(")

@@ -1,4 +1,4 @@
-"""Tests smg, a gateway for vLLM, with Stepwell's scheduler and the `openai` package."""
+"""Tests Stepwell's scheduler behind smg, a gateway for vLLM, with the `openai` package."""
 
 import subprocess
 import sys
@@ -185,7 +185,7 @@ def test_log_probabilities_are_those_of_our_gateway(
 
 
 def test_smg_cuts_the_text_at_a_stop_string(client: openai.OpenAI, demo_stack: Stack) -> None:
-    """The scheduler has no text, and the request to it says that its client applies stop
+    """The scheduler does not have the text. A field of its request states that smg applies the stop
     strings.
     """
     whole = client.completions.create(
@@ -220,8 +220,8 @@ def test_what_is_not_served_is_a_bad_request_that_names_it(
 
 
 def test_smg_sends_a_prefix_to_the_replica_that_has_it_cached(demo_replicas: Stack) -> None:
-    """smg knows the cached prefixes through SubscribeKvEvents. With random choices, all twelve
-    continuations of a round would find their prefixes in one of 4096 rounds.
+    """smg receives the cached prefixes through SubscribeKvEvents. With random routing, all twelve
+    continuations of a round would find their prefixes only in one of 4096 rounds.
     """
     with running_smg(demo_replicas) as url, client_of(url) as client:
         rounds = count()

@@ -1,5 +1,6 @@
-"""Tests structured outputs with the released servers and model: streamed or not, in a batch with
-others, preempted, and after a kill. tests/e2e/replicas/test_composition.py has them on two ranks.
+"""Tests structured outputs with all services and the demo model: streamed and not streamed, in a
+batch with other requests, preempted, and after a kill. tests/e2e/replicas/test_composition.py tests
+them on two ranks.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILIN
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Stack]:
-    """A stack whose pool can store about a third of the tests' concurrent requests."""
+    """A stack whose KV cache has room for about a third of the tests' concurrent requests."""
     stack = Stack(DEMO, *FLAGS)
     yield stack
     stack.close()
@@ -54,7 +55,9 @@ async def stream(
     wanted: dict[str, Any],
     on_piece: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Like `ask`, but streamed. `on_piece` is called with the number of pieces so far."""
+    """Does the same as `ask` with a stream. `on_piece` is called with the number of pieces so
+    far.
+    """
     text, finish, count = "", None, 0
     async with http.stream("POST", "/v1/completions", json={**wanted, "stream": True}) as response:
         assert response.status_code == 200
@@ -70,8 +73,8 @@ async def stream(
 
 
 def check(name: str, answer: dict[str, Any]) -> None:
-    """Asserts that a complete answer has its form. An answer that was cut off at its maximum length
-    may be incomplete.
+    """Asserts that a complete answer conforms to the form `name`. An answer that was cut off at its
+    maximum length may be incomplete.
     """
     assert answer["finish_reason"] in ("stop", "length")
     if answer["finish_reason"] == "stop":

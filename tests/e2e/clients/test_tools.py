@@ -1,4 +1,4 @@
-"""Tests tool calls that grammars force, with the released servers and model and unmodified client
+"""Tests tool calls that grammars force, with all services, the demo model and unmodified client
 packages.
 """
 
@@ -108,7 +108,7 @@ async def test_responses_call_tools_in_turns_of_a_conversation(
     pieces = [e for e in events if e.type == "response.function_call_arguments.delta"]
     assert len(pieces) > 3
     assert pieces[-1].snapshot == streamed.arguments == call.arguments
-    assert final.usage.input_tokens_details.cached_tokens > 0  # the same prompt came before
+    assert final.usage.input_tokens_details.cached_tokens > 0  # the same prompt was sent before
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
     conversation = [*ASK, call, result]
     again = await client.responses.parse(
@@ -152,7 +152,7 @@ async def test_the_client_of_anthropic(demo_stack: Stack, choice: dict[str, Any]
     assert len(pieces) > 3
     usage = streamed.usage
     assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
-    assert usage.cache_read_input_tokens > 0  # the same prompt came before
+    assert usage.cache_read_input_tokens > 0  # the same prompt was sent before
     assert again.content[0].type == "text"
 
 

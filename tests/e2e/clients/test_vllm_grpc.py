@@ -1,4 +1,4 @@
-"""The same requests get the same tokens through the gateway and through vllm.grpc.engine."""
+"""Requests get the same tokens through the gateway and through vllm.grpc.engine."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ def stub(stack: Stack) -> Iterator[vllm_engine_pb2_grpc.VllmEngineStub]:
 
 
 def of_gateway(stack: Stack, **fields: Any) -> list[dict[str, Any]]:
-    """The choices of a completion."""
+    """Sends a completion to the gateway. Returns the choices of the answer."""
     body = {"model": stack.model, "prompt": PROMPT, "return_token_ids": True, **fields}
     with httpx.Client(verify=False) as http:
         answer = http.post(f"{stack.url}/v1/completions", json=body, timeout=60).raise_for_status()
@@ -34,7 +34,7 @@ def of_gateway(stack: Stack, **fields: Any) -> list[dict[str, Any]]:
 def of_engine(
     stub: vllm_engine_pb2_grpc.VllmEngineStub, **fields: Any
 ) -> list[vllm_engine_pb2.GenerateComplete]:
-    """The answers of a call."""
+    """Sends a request to vllm.grpc.engine. Returns its answers, sorted by index."""
     request = pb.GenerateRequest(
         request_id="one",
         tokenized=pb.TokenizedInput(input_ids=PROMPT),

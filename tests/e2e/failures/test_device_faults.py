@@ -1,4 +1,4 @@
-"""Faults of a simulated device. Answers are the ones of an undisturbed device."""
+"""Faults of a simulated device do not change answers."""
 
 import re
 from contextlib import closing
@@ -38,7 +38,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 async def test_answers_are_complete(directory: Path, faults: str, num_losses: int) -> None:
-    """Failed steps, ended processes and a device that hangs for ever count as losses of workers."""
+    """The services lose workers by a failed step, an ended process, or a device that hangs for
+    ever.
+    """
     num_ranks = 2 if "rank" in faults else 1
     flags = (
         *("--device", "simulated", "--profile", str(directory / "steps.toml")),
@@ -52,6 +54,6 @@ async def test_answers_are_complete(directory: Path, faults: str, num_losses: in
             assert answer.token_ids == ORACLE.continuation(prompt, NUM_TOKENS)
         text = http_get(f"{stack.url}/metrics").text
         losses = re.findall(r'^stepwell_recoveries_total{.*?lost="workers?".*?} (\S+)$', text, re.M)
-        # A rank that comes back while the other one recovers can be lost again.
+        # A rank that restarts while the other rank recovers can be lost again.
         assert min(sum(map(float, losses)), 2) == num_losses
         stack.wait_until_nothing_is_held()

@@ -65,7 +65,9 @@ class Secured:
         return self._secrets[service].files
 
     def rewire(self, spec: ChildSpec) -> ChildSpec:
-        """The service at its port, with TLS. Its health check stays at its socket."""
+        """The start command of a service that listens on its TCP port with TLS. Its health check
+        still uses the Unix socket.
+        """
         prefix = env_prefix(spec.name)
         settings = {
             name.upper(): str(path) for name, path in self.files(spec.name).settings().items()
@@ -86,7 +88,7 @@ class Secured:
         return dataclasses.replace(spec, environ={**spec.environ, **environ})
 
     def num_replaced(self) -> int:
-        """The number of certificates that the services have replaced, from their logs."""
+        """The number of certificate replacements in the services' logs."""
         log = (self._directory / "services.log").read_text()
         return log.count("certificate was replaced")
 
@@ -145,7 +147,7 @@ async def test_streams_go_on_while_every_certificate_is_replaced(
                 secured.issue(issuer, *trusted)
                 await until(lambda phase=phase: secured.num_replaced() == phase * len(SERVICES))
                 await answers_go_on()
-            # Processes that start now know only the new authority, on both sides.
+            # New processes trust only the new authority, as clients and as servers.
             for victim in ("worker", "scheduler"):
                 num_ready = services.record.num_ready[victim]
                 os.kill(services.pid(victim), signal.SIGKILL)
@@ -162,7 +164,7 @@ async def test_streams_go_on_while_every_certificate_is_replaced(
 async def answers_https_with_a_new_certificate(
     services: Replicas, secured: Secured, expected: list[int]
 ) -> None:
-    """Asserts that HTTP has a new certificate, with a client that trusts only the new authority."""
+    """Asserts that the HTTP API has a new certificate. The client trusts only the new authority."""
     num_replaced, new = secured.num_replaced(), Authority("new, public")
     secured.public.write(new.issue(*LOOPBACK), new)
     await until(lambda: secured.num_replaced() > num_replaced)
@@ -177,8 +179,8 @@ async def answers_https_with_a_new_certificate(
 async def refuses_strangers(
     secured: Secured, old: Authority, new: Authority, directory: Path
 ) -> None:
-    """Asserts that the pool accepts the scheduler's certificate, and refuses those of the worker
-    and of the old authority.
+    """Asserts that the pool accepts the scheduler's certificate, and refuses the worker's
+    certificate and certificates of the old authority.
     """
     former = Files(directory / "former").write(old.issue(identity("scheduler")), old, new)
     expected = {
@@ -197,8 +199,8 @@ async def refuses_strangers(
 
 
 async def serves_other_gateways(secured: Secured) -> None:
-    """Asserts that vllm.grpc.engine has the scheduler's certificate, and that its callers need a
-    certificate too.
+    """Asserts that vllm.grpc.engine uses the scheduler's certificate, and that its clients also
+    need a certificate.
     """
     vllm_engine_pb2 = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
     vllm_engine_pb2_grpc = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")

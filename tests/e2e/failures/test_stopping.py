@@ -21,12 +21,14 @@ from tests.e2e.stack import ROOT, SERVICES, Stack, wait_for
 from tests.plain_http import http_get
 
 NUM_TOKENS = 600
-"""The length of an answer: enough that the signal arrives long before its end."""
+"""The length of an answer, so that the signal arrives long before the answer's end."""
 
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A directory for the sockets of a test. Its path is short, since socket paths are limited."""
+    """A directory for the sockets of a test. Its path is short, since socket paths are limited to
+    107 bytes.
+    """
     with tempfile.TemporaryDirectory() as directory:
         yield Path(directory)
 
@@ -71,7 +73,7 @@ async def test_sigterm_under_load_ends_everything_in_order(
         assert stops[:2] == ["gateway", "scheduler"]
         assert not any("is killed" in line or "Traceback" in line for line in stack.output)
         for answer in await asyncio.gather(*clients):
-            # A request that could not be finished in time has this error.
+            # A request that did not finish in time has this error.
             if isinstance(answer, grpc.aio.AioRpcError):
                 assert answer.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             else:
@@ -123,7 +125,7 @@ def test_nothing_outlives_a_killed_up(tiny_model: TinyModel, temporary: Path) ->
         environ={"TMPDIR": str(temporary), "STEPWELL_WORKER_MAX_MODEL_LEN": "128"},
     )
     try:
-        # This also checks --quiet: only the lines that say how to use the server are printed.
+        # This also checks --quiet: only the lines that show how to use the server are printed.
         assert [line.split()[0] for line in stack.output] == ["ready:", "curl", "export"]
         assert http_get(f"{stack.url}/v1/models").status_code == httpx.codes.UNAUTHORIZED
         key = {"Authorization": "Bearer second"}

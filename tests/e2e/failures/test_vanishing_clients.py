@@ -17,7 +17,7 @@ MOST_GROWTH_BYTES = 16 * 2**20
 
 
 async def wave(stack: Stack, number: int) -> None:
-    """Runs fifty clients at once. Each has a different prompt, and leaves after one token."""
+    """Runs fifty clients at once. Each has a different prompt, and disconnects after one token."""
 
     async def client(name: str) -> None:
         body = {
@@ -42,8 +42,7 @@ async def wave(stack: Stack, number: int) -> None:
 async def test_five_hundred_vanishing_clients_leave_nothing_behind(stack: Stack) -> None:
     async with connect(stack.grpc) as stub:
         before = await generate(stub, request(PROMPTS[3], 20))
-        # Buffers, kernels and thread pools reach their full size in steps of every length and in
-        # waves.
+        # Buffers, kernels and thread pools reach their full size in steps of all lengths and waves.
         for length in range(4, 1_024, 12):
             await generate(stub, request(random_tokens(length, length), 1))
         for number in range(NUM_WARM_UP_WAVES):
@@ -57,7 +56,7 @@ async def test_five_hundred_vanishing_clients_leave_nothing_behind(stack: Stack)
         num_generated = int(stack.status()["num_generated_tokens"]) - num_generated
         after = await generate(stub, request(PROMPTS[3], 20))
 
-    # Most answers ended long before their last token.
+    # Most answers were aborted long before their last token.
     assert num_generated < NUM_WAVES * WAVE * NUM_TOKENS / 10
     assert after.token_ids == before.token_ids
     for service, size in stack.resident_bytes().items():

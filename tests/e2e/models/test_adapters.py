@@ -1,4 +1,6 @@
-"""Requests for adapters get peft's tokens in any batch, through loads, evictions and kills."""
+"""Requests for LoRA adapters get peft's tokens in any batch, even if adapters are loaded and
+evicted and services are killed.
+"""
 
 import asyncio
 import re
@@ -34,7 +36,7 @@ ADAPTER_LABELS = re.compile(
 @dataclass(frozen=True)
 class Adapted:
     """A server of a model with adapters, and peft's model for each adapter. The key "" has the
-    model alone.
+    model without an adapter.
     """
 
     stack: Stack
@@ -47,8 +49,8 @@ class Adapted:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    """Three adapters are named at the start. At most two of them are in memory and in a step. A
-    fourth is stored where operators may load it from.
+    """A server with three adapters, at most two of which are in memory and in a step. A fourth
+    adapter is in the directory from which operators may load adapters.
     """
     directory = tmp_path_factory.mktemp("tiny")
     save_servable_model(directory)
@@ -95,7 +97,8 @@ def named(
 async def test_more_adapters_than_there_is_room_for_answer_as_peft_does(
     adapted: Adapted, stub: gateway_pb2_grpc.InferenceStub
 ) -> None:
-    # All send the same prompt. Cached blocks of one adapter must not be found by another.
+    # Each prompt is sent with each adapter. An adapter must not use another adapter's cached
+    # blocks.
     prompts = [random_tokens(1, 40), *(random_tokens(seed, 3 + 9 * seed) for seed in range(5))]
     wanted = [(name, prompt) for prompt in prompts for name in ("", *NAMES)]
     for _ in range(2):
@@ -219,7 +222,7 @@ async def test_the_adapters_of_requests_are_in_the_metrics(
             len(running) == 2 and running | waiting == {*NAMES} for running, waiting in named
         )
 
-    # At most two adapters run at once and are in memory, so the third waits.
+    # At most two adapters run at once, so the request of the third waits.
     tasks = [
         asyncio.create_task(generate(stub, named(name, random_tokens(5, 9), 2000)))
         for name in NAMES

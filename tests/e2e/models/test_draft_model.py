@@ -34,7 +34,7 @@ def stack(tiny_model: TinyModel, draft: Path) -> Iterator[Stack]:
 
 
 def count(stack: Stack, name: str) -> float:
-    """The current value of a counter of drafts."""
+    """The current value of a counter of drafts, from the gateway's metrics."""
     pattern = rf"^vllm:spec_decode_{name}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
     return sum(map(float, re.findall(pattern, http_get(f"{stack.url}/metrics").text, re.M)))
 
@@ -42,7 +42,7 @@ def count(stack: Stack, name: str) -> float:
 async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) -> None:
     prompts = PROMPTS[:4]
     expected = [greedy(tiny_model.model, prompt, NUM_TOKENS) for prompt in prompts]
-    for _ in range(2):  # the second time after prefix hits
+    for _ in range(2):  # the second round has prefix hits
         assert await greedy_answers(stack, prompts, NUM_TOKENS) == expected
     drafted, accepted = count(stack, "num_draft_tokens"), count(stack, "num_accepted_tokens")
     assert 0.2 * drafted < accepted < drafted

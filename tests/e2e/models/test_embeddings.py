@@ -1,5 +1,5 @@
-"""Embeddings and scores of `stepwell up`, through the `openai` package, plain HTTP and gRPC, equal
-those of transformers.
+"""Embeddings and scores of `stepwell up` equal transformers' results, through the `openai` package,
+plain HTTP and gRPC.
 """
 
 import base64

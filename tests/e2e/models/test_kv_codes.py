@@ -28,7 +28,7 @@ def stack(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 async def answers_after_a_reset(stack: Stack, *prompts: list[int]) -> list[list[int]]:
-    """Answers whose prompts are found in the tier only."""
+    """Answers after a reset of the prefix cache, so that prompts are found only in the tier."""
     assert http_post(f"{stack.admin_url}/reset_prefix_cache").status_code == 200
     return await greedy_answers(stack, prompts, NUM_TOKENS)
 
@@ -37,7 +37,7 @@ async def test_tokens_are_the_same_however_they_are_served(stack: Stack) -> None
     prompts = PROMPTS[:4]
     together = await greedy_answers(stack, prompts, NUM_TOKENS)
     assert all(len(answer) == NUM_TOKENS for answer in together)
-    for prompt, expected in zip(prompts, together, strict=True):  # alone, after prefix hits
+    for prompt, expected in zip(prompts, together, strict=True):  # alone, with prefix hits
         assert await greedy_answers(stack, [prompt], NUM_TOKENS) == [expected]
     assert await answers_after_a_reset(stack, *prompts) == together
     loaded = num_loaded(stack)
@@ -46,7 +46,7 @@ async def test_tokens_are_the_same_however_they_are_served(stack: Stack) -> None
     pid = stack.pids()[victim]
     assert await greedy_answers(stack, prompts, NUM_TOKENS, victim) == together
     stack.wait_until_back(victim, pid)
-    # The tier was lost with the worker, and is filled and read again.
+    # The killed worker's tier was lost. The new tier is filled and read.
     assert await greedy_answers(stack, prompts, NUM_TOKENS) == together
     assert await answers_after_a_reset(stack, *prompts) == together
     assert num_loaded(stack) > loaded

@@ -1,4 +1,4 @@
-"""For clients and operators, speculation does not change answers, and drafts are counted."""
+"""Speculation does not change the services' answers, and the metrics count drafts."""
 
 import re
 from collections.abc import Callable

@@ -29,7 +29,7 @@ def test_top_shows_the_replica_in_one_screen(stack: Stack) -> None:
 
 
 def ask(stack: Stack) -> tuple[str, str]:
-    """Sends a request, and returns the id of its trace and its own id."""
+    """Sends a request, and returns its trace id and its request id."""
     trace_id = secrets.token_hex(16)
     answer = http_post(
         f"{stack.url}/v1/completions",
@@ -45,9 +45,7 @@ def services_in(stack: Stack, trace_id: str) -> set[str]:
 
 
 def test_a_traced_request_is_shown_through_all_services(stack: Stack) -> None:
-    """The client's trace context makes the request sampled, however many requests this minute
-    had.
-    """
+    """The client's trace context marks the request as sampled, so that its trace is always kept."""
     trace_id, name = ask(stack)
     assert name in stepwell(stack, "trace", "--limit", "5")
     wait_for(lambda: services_in(stack, trace_id) == {"gateway", "scheduler", "kvpool"}, 30)

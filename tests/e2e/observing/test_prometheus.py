@@ -27,7 +27,7 @@ DAMAGED_TOKEN = 300
 
 
 def complete(stack: Stack, **changes: object) -> int:
-    """The status of a request for a few tokens. It is 0 if there was no answer."""
+    """Sends a request for a few tokens. Returns the HTTP status, or 0 if there was no answer."""
     body = {"model": stack.model, "prompt": "one two three four", "max_tokens": 8, "seed": 1}
     try:
         answer = http_post(f"{stack.url}/v1/completions", json=body | changes, timeout=SECONDS)
@@ -38,7 +38,9 @@ def complete(stack: Stack, **changes: object) -> int:
 
 @contextmanager
 def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
-    """A load of `clients` clients. Each sends its next request soon after an answer."""
+    """Runs `clients` clients inside the context. Each sends its next request soon after an
+    answer.
+    """
     over = threading.Event()
 
     def ask() -> None:
@@ -57,7 +59,7 @@ def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
 
 @contextmanager
 def paused(stack: Stack) -> Iterator[None]:
-    """Pauses the services, so that requests wait until the end of the block."""
+    """Pauses the services inside the context, so that requests wait until its end."""
     assert http_post(f"{stack.admin_url}/pause?mode=keep").is_success
     try:
         yield
@@ -67,8 +69,8 @@ def paused(stack: Stack) -> Iterator[None]:
 
 @contextmanager
 def paused_often(stack: Stack) -> Iterator[None]:
-    """Pauses the services often, so that on any machine most requests wait for longer than the
-    thresholds of the rules.
+    """Pauses the services repeatedly inside the context, so that on any machine most requests wait
+    for longer than the thresholds of the alert rules.
     """
     over = threading.Event()
 
@@ -87,7 +89,7 @@ def paused_often(stack: Stack) -> Iterator[None]:
 
 
 def queries(path: Path) -> list[str]:
-    """The queries of a dashboard, for all models and replicas."""
+    """The queries of a dashboard. Its variables select all models and replicas."""
     filled = []
     for panel in json.loads(path.read_text())["panels"]:
         for target in panel["targets"]:
@@ -120,7 +122,7 @@ def test_every_query_of_every_dashboard_returns_data(stack: Stack, tmp_path: Pat
 
 @contextmanager
 def watched(stack: Stack, tmp_path: Path, **targets: str) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes the stack's gateway and `targets`. No alert fires at first."""
+    """Runs a Prometheus that scrapes the stack's gateway and `targets`. No alert fires at first."""
     with prometheus(tmp_path, {"stepwell": stack.url} | targets) as server:
         wait_for(lambda: len(server.query("up == 1")) == 1 + len(targets), SECONDS)
         assert server.firing() <= {"StepwellPrefixIndexNotExact"}
@@ -157,9 +159,7 @@ def test_alerts_fire_when_what_they_watch_breaks(tiny_model: TinyModel, tmp_path
 
 
 def _break_load(stack: Stack, server: Prometheus) -> None:
-    """Sends more requests than the pool and the queue can store, during a pause in which requests
-    wait.
-    """
+    """Sends more requests than fit into the KV cache and the queue, during pauses."""
     with load(stack, 12, max_tokens=150, ignore_eos=True):
         server.until_firing("StepwellPreemptionsCostly", "StepwellRequestsRefused")
         server.until_firing("StepwellServerErrors", "StepwellKVCacheFull")
@@ -179,7 +179,7 @@ def _break_redis(redis: RedisServer, server: Prometheus) -> None:
 
 
 def _break_processes(stack: Stack, server: Prometheus) -> None:
-    """Stops the worker in a step, kills the pool three times, and stops the scheduler."""
+    """Stops the worker during a step, kills the pool three times, and stops the scheduler."""
     with load(stack, 1, max_tokens=200, ignore_eos=True):
         wait_for(lambda: stack.status()["num_running"] > 0, SECONDS)
         stack.hit("worker", signal.SIGSTOP)
@@ -203,7 +203,7 @@ def _break_processes(stack: Stack, server: Prometheus) -> None:
 
 
 def damaged_copy(model: Path, directory: Path) -> Path:
-    """The model with one damaged row of its embeddings: logits after DAMAGED_TOKEN are NaN."""
+    """Copies the model, with NaN in the embedding of DAMAGED_TOKEN. Logits after it are NaN."""
     shutil.copytree(model, directory)
     path = directory / "model.safetensors"
     weights = load_file(path)

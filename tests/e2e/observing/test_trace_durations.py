@@ -1,6 +1,5 @@
-"""The spans of a trace cover all of a request's time, from the gateway's span down to the innermost
-spans, through preemptions, pauses and kills. `python -m benchmarks.soak traces` checks the same
-with 200 requests.
+"""The leaf spans of a trace cover all of a request's time, also with preemptions, pauses and kills.
+`python -m benchmarks.soak traces` makes the same checks with 200 requests.
 """
 
 from dataclasses import replace
@@ -21,7 +20,7 @@ ROOT, ENGINE, REQUEST, WAIT, DECODE, RESUBMIT = 0, 4, 6, 8, 9, 3
 
 
 def test_parts_add_up_and_no_wait_lacks_a_reason(tiny_model: TinyModel) -> None:
-    # All running requests may end just before a pause begins. One pause of three is enough.
+    # All requests may end just before a pause begins, so only one of the three pauses must matter.
     flags = ("--requests", 24, "--kills", 1, "--pauses", 3)
     report = run_program("soak", "traces", *flags, "--model", tiny_model.directory).stdout
     assert "| requests | 24 |" in report
@@ -33,7 +32,7 @@ def test_parts_add_up_and_no_wait_lacks_a_reason(tiny_model: TinyModel) -> None:
 def span(
     name: str, number: int, parent: int, start: int, end: int, **rest: str | int | float
 ) -> SpanRecord:
-    """A span with times in whole seconds. The parent is given by its number."""
+    """A span. `start` and `end` are in seconds, and `parent` is the number of the parent span."""
     return SpanRecord(
         name,
         TRACE,
@@ -104,7 +103,7 @@ def test_each_fault_of_a_trace_is_found(index: int, change: dict[str, Any], faul
 
 
 def test_the_sequence_that_is_explained_worst_counts() -> None:
-    """Two sequences that explain all of the time only together do not explain it."""
+    """The leaf spans of the second sequence leave a tenth of the time unexplained."""
     second = [
         span("gateway.route", 21, 3, 2, 3, sequence=1),
         span("gateway.engine", 22, 3, 3, 10, sequence=1, outcome="finished"),

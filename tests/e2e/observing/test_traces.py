@@ -1,5 +1,5 @@
-"""Across the services, a request is one trace and a step is another. They are linked to each
-other.
+"""The spans of a request in all services are one trace, and the spans of a step are another trace.
+The traces are linked to each other.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ linked.
 
 @pytest.fixture(scope="module")
 def traced(tiny_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
-    """A stack that traces everything, and cuts prompts into chunks of 32 tokens."""
+    """A stack that traces all requests, and computes prompts in chunks of 32 tokens."""
     stack = Stack(
         tiny_model.directory,
         *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "1"),
@@ -41,13 +41,13 @@ def traced(tiny_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
 
 
 def traceparent(number: int, sampled: bool = True) -> tuple[str, str]:
-    """A new client's trace id and header."""
+    """A trace id, and the `traceparent` header of a client with this trace."""
     trace_id = f"4bf92f3577b34da6a3ce929d0e0e{number:04x}"
     return trace_id, f"00-{trace_id}-{CLIENT_SPAN}-{'01' if sampled else '00'}"
 
 
 def complete(receiver: OtlpReceiver, trace_id: str) -> bool:
-    """Whether every service has sent its part of a trace, and no span lacks its parent."""
+    """Whether every service has sent spans of a trace, and no span lacks its parent."""
     spans = receiver.trace(trace_id)
     ids = {span.span_id for span in spans}
     last = {names.SPAN_REQUEST_DECODE, names.SPAN_POOL_ADMIT}
@@ -59,8 +59,8 @@ def complete(receiver: OtlpReceiver, trace_id: str) -> bool:
 
 
 def assert_one_tree(spans: list[ReceivedSpan], root_parent: str) -> ReceivedSpan:
-    """Asserts that all spans except one have their parents among the spans. The parent of that one
-    is `root_parent`. Returns it.
+    """Asserts that the spans form one tree, and that the parent of the root is `root_parent`.
+    Returns the root.
     """
     ids = {span.span_id for span in spans}
     (root,) = [span for span in spans if span.parent_id not in ids]
@@ -134,7 +134,7 @@ async def test_steps_link_to_the_requests_they_served(
             )
         )
 
-    # 90 tokens in chunks of 32 are three steps, the last of which gives the first token.
+    # A prompt of 90 tokens takes three steps of up to 32 tokens. The third yields the first token.
     wait_for(lambda: len(steps()) >= 3 + 11 and all(map(whole, steps())))
     assert linked() == {step.span_id for step in steps()}
     by_name: dict[str, int] = {}
@@ -149,7 +149,7 @@ async def test_steps_link_to_the_requests_they_served(
     assert services == ALL_SERVICES - {"stepwell-gateway", "stepwell-scheduler"} | {
         "stepwell-engine-steps"
     }
-    # Most decoding steps do not call the pool. Each call has spans of both sides.
+    # Most decode steps do not call the pool. Each call has a span of the scheduler and of the pool.
     assert by_name[names.SPAN_STEP_TRANSACT] == by_name[names.SPAN_POOL_TRANSACT] >= 1
 
 
@@ -166,9 +166,7 @@ async def test_an_unsampled_request_leaves_no_span(traced: Stack, receiver: Otlp
 async def test_a_slow_request_is_traced_by_all_services_though_it_was_not_sampled(
     tiny_model: TinyModel, receiver: OtlpReceiver
 ) -> None:
-    """For this gateway every request is slow, so it asks the scheduler for the scheduler's
-    spans.
-    """
+    """With this threshold every request is slow, so the gateway requests the scheduler's spans."""
     stack = Stack(
         tiny_model.directory,
         *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "0"),

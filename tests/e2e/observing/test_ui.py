@@ -32,7 +32,7 @@ NUMBER_OF_TOKENS = "document.querySelectorAll('#numbers b')[4].textContent"
 
 @pytest.fixture(scope="module")
 def shown(tiny_model: TinyModel) -> Iterator[Stack]:
-    """A stack for a browser. It starts only if there is a browser."""
+    """A stack for tests with a browser. It starts only if a browser is installed."""
     playwright_api()
     stack = Stack(
         tiny_model.directory, *("--max-num-seqs", "4", "--num-blocks", "200", "--admin-port", "0")
@@ -42,8 +42,8 @@ def shown(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 async def until(page: Any, expression: str) -> None:
-    """Waits until an expression is true. The page's security policy forbids Playwright's own
-    method, which evaluates a text in the page.
+    """Waits until a JavaScript expression is true. Playwright's own method evaluates a text in the
+    page, which the page's security policy forbids.
     """
     async with asyncio.timeout(DEADLINE_MILLISECONDS / 1000):
         while not await page.evaluate(expression):  # noqa: ASYNC110
@@ -52,7 +52,7 @@ async def until(page: Any, expression: str) -> None:
 
 @asynccontextmanager
 async def load(stack: Stack) -> AsyncIterator[None]:
-    """A load of six concurrent requests, of which at most four run."""
+    """Keeps six concurrent requests at the services, of which at most four run."""
 
     async def ask(number: int) -> None:
         body = {"prompt": f"{number} " * 20, "max_tokens": 100, "ignore_eos": True}
@@ -73,7 +73,7 @@ async def load(stack: Stack) -> AsyncIterator[None]:
 
 async def test_the_page_shows_what_the_replica_does_as_it_does_it(shown: Stack) -> None:
     async with chromium() as browser, page_of(browser, shown.url, **WIDE) as page:
-        await page.goto(f"{shown.url}/ui")  # the browser's first page takes longer
+        await page.goto(f"{shown.url}/ui")  # the first page of a browser takes longer
         async with load(shown):
             times = []
             for _ in range(3):
@@ -91,7 +91,8 @@ async def test_the_page_shows_what_the_replica_does_as_it_does_it(shown: Stack) 
             before = await page.evaluate(now)
             await until(page, f"{now} !== {json.dumps(before)}")
             for canvas in ("#timeline", "#blocks"):
-                # Between two requests, all blocks may be free for a moment.
+                # The chart may be empty for a moment, when all blocks are free between two
+                # requests.
                 await until(page, f"({COLOURS})('{canvas}') > 3")
             for canvas in (
                 "#curves figure:nth-child(1) canvas",
@@ -112,8 +113,8 @@ COLOURS = """(name) => {
   const data = drawing.getImageData(0, 0, canvas.width, canvas.height).data;
   return new Set(new Uint32Array(data.buffer)).size;
 }"""
-"""A function that returns the number of colours of a canvas. It reads a copy, since Chromium warns
-about a canvas that is read repeatedly.
+"""A JavaScript function that returns the number of colours of a canvas. It reads a copy, since
+Chromium warns about a canvas that is read repeatedly.
 """
 
 
@@ -144,7 +145,8 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
         await until(page, "document.querySelector('#waterfall-time').textContent.includes(' = ')")
         await page.click("#waterfall-parts .decode")
         await page.wait_for_selector("#waterfall-part >> text=Its output was generated")
-        await until(page, f"!{SAYS}.includes('spans are still to come')")  # rows are then replaced
+        # The last spans replace the rows of the waterfall.
+        await until(page, f"!{SAYS}.includes('spans are still to come')")
         await page.click("#waterfall .span .head")
         await page.wait_for_selector("#waterfall dt >> text=gen_ai.response.id")
         assert await page.evaluate(fits)
@@ -157,8 +159,8 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
 
 
 async def test_a_request_that_runs_is_a_waterfall_that_grows(shown: Stack) -> None:
-    """A request that is not sampled waits for the end of a pause. Its waterfall is shown in the
-    page and in the terminal. Since it was viewed, its trace is kept.
+    """A request that is not sampled waits for the end of a pause. The page and the terminal show
+    its waterfall. A trace that was viewed is kept.
     """
     body = {"prompt": "wait for it", "max_tokens": 5}
     headers = {"traceparent": UNSAMPLED, "X-Request-Id": "patient"}

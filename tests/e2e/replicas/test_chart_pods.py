@@ -1,5 +1,5 @@
-"""The pods of the Helm chart serve requests. Their variables, sockets, ports, probes and
-certificates agree.
+"""The pods of the Helm chart serve requests. Their environment variables, sockets, ports, probes
+and certificates agree.
 """
 
 import ssl
@@ -23,7 +23,7 @@ WORKER = {"settings": {"num_blocks": 200, "num_threads": 1, "kernels": "torch", 
 
 
 def _model() -> dict[str, Any]:
-    """The chart's values of a model. Its volume is a directory of the test."""
+    """The chart's values for a model, whose volume is a directory of the test."""
     return {"name": "tiny", "path": "tiny", "volume": {"hostPath": {"path": "/models"}}}
 
 
@@ -31,8 +31,8 @@ def _model() -> dict[str, Any]:
 def running(
     values: dict[str, Any], model: TinyModel
 ) -> Iterator[tuple[Rendered, RunningPods, Path]]:
-    """The pods of a release with TLS and a password-protected Redis, and their directory. The test
-    starts the pods. The directory's path is short, since socket paths are limited.
+    """The pods of a release with TLS and a password-protected Redis, and their directory. The path
+    of the directory is short, since the length of socket paths is limited.
     """
     release = render_chart({"release": values})["release"]
     assert release.refused is None, release.refused
@@ -61,9 +61,9 @@ def _running(
 
 
 def complete(pods: RunningPods, authority: Path) -> str:
-    """The continuation of a text through the gateway."""
+    """Requests the continuation of a text from the gateway."""
     context = ssl.create_default_context(cafile=authority)
-    context.check_hostname = False  # the certificate is for names in a cluster
+    context.check_hostname = False  # the certificate has only names in a cluster
     with httpx.Client(verify=context, timeout=60) as client:
         answer = client.post(
             f"https://{pods.addresses['gateway']}:8000/v1/completions",

@@ -1,6 +1,6 @@
 """Tests all features together: seeded requests with structured outputs, drafts and an adapter, on
-4-bit weights and two ranks, which compare their tokens at every step. The answers equal those of
-one rank without drafts to each request alone.
+4-bit weights and two ranks, which compare their tokens at every step. Each answer equals the answer
+of one rank without drafts to the same request alone.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ COUNTER = r"^vllm:{}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
 
 @dataclass(frozen=True)
 class Composed:
-    """A server with all features, and the answers to each request alone without ranks and
+    """A server with all features. `alone` has the answer to each request alone, on one rank without
     drafts.
     """
 
@@ -45,7 +45,9 @@ class Composed:
 
 
 def requests() -> list[dict[str, Any]]:
-    """Requests with every form. Those with long answers are repeated, which causes preemptions."""
+    """Requests with every form of structured output. Forms with long answers are repeated, which
+    causes preemptions.
+    """
     first = ["person", "tree", "phone", "choices", "person", "tree", "phone"]
     return [
         {
@@ -61,8 +63,8 @@ def requests() -> list[dict[str, Any]]:
 
 
 async def answered(stack: Stack, wanted: list[dict[str, Any]], victim: str = "") -> list[str]:
-    """The texts of requests that are sent at once. With a `victim`, that service is killed once the
-    first answer has begun.
+    """Sends requests at once, and returns the texts of the answers. If a service `victim` is given,
+    it is killed when the first answer has begun.
     """
     killed = False
 

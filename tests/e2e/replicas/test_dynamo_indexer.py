@@ -1,6 +1,6 @@
-"""Tests Dynamo's own indexer of KV events with events of a scheduler. The indexer is not one of the
-tests' dependencies. DYNAMO_PYTHON names an interpreter for which `pip install ai-dynamo-runtime`
-has been run.
+"""Tests Dynamo's own indexer of KV events with events of a scheduler. The environment variable
+DYNAMO_PYTHON names an interpreter with the package ai-dynamo-runtime, which is not one of the
+tests' dependencies.
 """
 
 import os
@@ -26,7 +26,7 @@ PROMPT = [3 + token % 200 for token in range(100)]
 
 @contextmanager
 def indexer() -> Iterator[str]:
-    """Runs an indexer that does not follow an engine yet, and yields its URL."""
+    """Runs an indexer that is not connected to an engine, and yields its URL."""
     port = claim_port("127.0.0.1", 0, "--port")
     code = f"import dynamo._core as core; core.run_kv_indexer(['--port', '{port}'])"
     process = subprocess.Popen([str(PYTHON), "-c", code])
@@ -78,8 +78,8 @@ def test_it_finds_what_is_cached_and_recovers_what_it_missed(tiny_model: TinyMod
             rounds = iter(range(1000))
 
             def knows_all() -> bool:
-                """Whether the indexer has all blocks, after one more request. It notices a gap only
-                with the first new batch of events.
+                """Whether the indexer has all blocks. Sends a request first, because the indexer
+                notices missing events only when new events arrive.
                 """
                 later = [next(rounds) % 200 + 3, *PROMPT]
                 complete(later)

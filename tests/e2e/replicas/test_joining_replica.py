@@ -20,8 +20,8 @@ from tests.redis_servers import RedisServer, needs_redis, redis_server
 NUM_STREAMS = 16
 NUM_TOKENS = 300
 LONGEST_SILENCE_SECONDS = 5.0
-"""The longest allowed silence of a stream whose replica stops completely, on a busy machine. It is
-much less than --drain-seconds.
+"""The longest allowed time without a token of a stream whose replica stops completely, on a busy
+machine. It is much less than --drain-seconds.
 """
 
 pytestmark = [needs_redis, pytest.mark.slow]
@@ -49,7 +49,7 @@ def other(tiny_model: TinyModel, redis: RedisServer, tmp_path: Path) -> Iterator
 
 
 def replicas(stack: Stack) -> dict[str, dict[str, Any]]:
-    """The gateway's data about each replica, by address."""
+    """Maps the address of each replica to its entry in the gateway's status."""
     found = http_get(f"{stack.url}/status").json()["replicas"]
     return {replica["address"]: replica for replica in found}
 
@@ -59,7 +59,9 @@ def is_ready(stack: Stack, address: str) -> bool:
 
 
 async def ask_all(stack: Stack, when_half_done: Any = None) -> list[list[int]]:
-    """The tokens of concurrent streams. No stream may be silent for long after `when_half_done`."""
+    """The tokens of concurrent streams. After the call of `when_half_done`, no stream may be
+    without a token for long.
+    """
     halfway = asyncio.Event()
     begun: set[int] = set()
 

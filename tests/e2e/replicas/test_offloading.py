@@ -1,5 +1,5 @@
-"""With two pipeline stages, offloaded keys and values survive a reset of the cache, but not the end
-of the worker. tests/e2e/models/test_kv_codes.py tests the same with two ranks.
+"""With two pipeline stages, offloaded keys and values survive a reset of the prefix cache, but not
+the end of the worker. tests/e2e/models/test_kv_codes.py tests the same with two ranks.
 """
 
 import re
@@ -19,7 +19,7 @@ NUM_TOKENS = 100
 
 @pytest.fixture(scope="module")
 def stack(tiny_model: TinyModel) -> Iterator[Stack]:
-    """A stack with a small cache, and a tier with room for everything."""
+    """A stack with a small KV cache, and a tier with room for all offloaded blocks."""
     flags = ("--num-blocks", "60", "--max-model-len", "512", "--kv-offloading-size", "0.02")
     stages = ("--pipeline-parallel-size", "2")
     stack = Stack(tiny_model.directory, "--admin-port", "0", *flags, *stages)
@@ -55,7 +55,7 @@ async def test_tokens_are_the_same_from_the_tier_and_after_the_loss_of_a_worker(
     assert await greedy_answers(stack, prompts, NUM_TOKENS, victim) == expected
     wait_for(lambda: stack.healthy() and stack.pids().get(victim, before[victim]) != before[victim])
 
-    # The tier was lost with the worker, and is filled and read again.
+    # The killed worker's tier was lost. The new tier is filled and read.
     assert http_post(f"{stack.admin_url}/reset_prefix_cache").status_code == 200
     assert await greedy_answers(stack, prompts, NUM_TOKENS) == expected
     assert num_loaded(stack) > loaded

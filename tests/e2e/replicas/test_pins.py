@@ -25,9 +25,9 @@ def test_only_a_context_with_a_tool_is_kept_from_others(
     first = 3 if tool else 30
     fields = {"job_id": str(tool), "this_func_call": tool} if tool else {}
     context, _ = turn(stack.url, [*range(first, first + 60)], **fields)
-    for other in range(3):  # each needs nearly all blocks that are not pinned
+    for other in range(3):  # each request needs nearly all blocks that are not pinned
         if tool is None:
-            time.sleep(0.6)  # the blocks of the turn before are kept for half a second
+            time.sleep(0.6)  # the previous turn's blocks are pinned for half a second
         turn(stack.url, [7 + (number * (other + 2)) % 90 for number in range(220)])
     assert turn(stack.url, [*context, 21, 22], **fields)[1] == num_cached
     stack.wait_until_nothing_is_held()

@@ -1,4 +1,6 @@
-"""Two pipeline stages of one scheduler give the same tokens, whichever stage is killed or hangs."""
+"""Two pipeline stages of one scheduler yield the same tokens, even if a stage is killed or
+hangs.
+"""
 
 import asyncio
 import os
@@ -59,7 +61,7 @@ def pids_of_stages(stack: Stack) -> dict[int, int]:
 async def answers(
     stack: Stack, victim: int | None = None, signum: signal.Signals = signal.SIGKILL
 ) -> list[Answer]:
-    """Four answers. The victim, a process id, gets its signal when the first answer has begun."""
+    """Four answers. The process `victim` gets the signal when the first answer has begun."""
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(3)]
     requests.append(request(PROMPTS[3], NUM_TOKENS, seed=2, temperature=1.0))
     hit = None if victim is None else partial(os.kill, victim, signum)
@@ -82,14 +84,14 @@ CLOCK_NANOS = 5_000_000
 
 
 NUM_TRIES = 5
-"""The maximum number of tries. If two steps end before another one is planned, their requests run
-in the same steps from then on, and wait for both stages. On a busy machine this may happen from the
-beginning.
+"""The maximum number of tries. If two steps in flight end before another step is planned, all
+requests run in the same steps from then on, which do not overlap. On a busy machine this may happen
+at the beginning of a try.
 """
 
 
 def spans_of_stages(receiver: OtlpReceiver) -> dict[int, dict[int, ReceivedSpan]]:
-    """Spans of the steps with tokens, by stage and step."""
+    """The workers' spans of steps with tokens. Maps stages to maps from steps to spans."""
     found: dict[int, dict[int, ReceivedSpan]] = defaultdict(dict)
     for span in tuple(receiver.spans):
         if span.name == names.SPAN_WORKER_EXECUTE:
@@ -108,7 +110,7 @@ def num_overlapping(first: dict[int, ReceivedSpan], second: dict[int, ReceivedSp
     for step, span in second.items():
         assert span.parent_id == first[step].parent_id
         (started,) = span.span.events
-        # The second stage starts with the first stage's output. The times are from two processes.
+        # The second stage starts when it has the first stage's output.
         begun = first[step].span.events[0].time_unix_nano
         assert started.time_unix_nano >= begun - CLOCK_NANOS
         following = first.get(step + 1)
@@ -184,7 +186,7 @@ async def test_stages_stay_in_step_when_their_streams_end(
 async def test_running_requests_end_before_all_stages_stop(
     staged: Stack, undisturbed: list[Answer]
 ) -> None:
-    """SIGTERM drains: running requests finish, and then the stages end."""
+    """SIGTERM starts a drain: running requests finish, and then the stages end."""
     wait_for(staged.healthy)
 
     drained = await answers(staged, staged.pid, signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""All four services with a simulated device, and with the scheduling policy that
-docs/simulation.md writes.
+"""All four services with a simulated device and the example of a scheduling policy in
+docs/simulation.md.
 """
 
 import re
@@ -33,7 +33,9 @@ POLICY = "shortest:ShortestPromptFirst"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without weights, a profile whose steps take 30 ms, and the policy of the page."""
+    """A model without weights, a profile whose steps take 30 ms, and the policy of
+    docs/simulation.md.
+    """
     directory: Path = tmp_path_factory.mktemp("simulated")
     save_servable_model(directory)
     (directory / "model.safetensors").unlink()
@@ -54,7 +56,7 @@ def simulated(directory: Path) -> Iterator[Stack]:
 
 
 def test_a_chat_is_answered_with_the_tokens_of_the_simulated_model(simulated: Stack) -> None:
-    """The second turn begins with blocks of the first one."""
+    """The second turn has a prefix hit with blocks of the first turn."""
     messages = [{"role": "user", "content": "What does it cost to simulate a worker?"}]
     for _ in range(2):
         answer = http_post(
@@ -70,14 +72,14 @@ def test_a_chat_is_answered_with_the_tokens_of_the_simulated_model(simulated: St
 
 
 def step_seconds(stack: Stack) -> float:
-    """The time of all steps so far, as the worker reports it."""
+    """The total time of all steps so far, from the worker's metrics."""
     text = http_get(f"{stack.url}/metrics").text
     (total,) = re.findall(r"^stepwell_worker_step_seconds_sum{.*?} (\S+)$", text, re.M)
     return float(total)
 
 
 def test_the_metrics_show_the_times_of_the_profile(simulated: Stack) -> None:
-    """Ten tokens take ten steps. With two steps in flight, one more step may begin."""
+    """Ten tokens take ten steps. With two steps in flight, an eleventh step may begin."""
     before = step_seconds(simulated)
     http_post(f"{simulated.url}/v1/completions", json={"prompt": "time", "max_tokens": 10})
     simulated.wait_until_nothing_is_held()
@@ -88,7 +90,7 @@ def test_the_metrics_show_the_times_of_the_profile(simulated: Stack) -> None:
 def test_the_policy_of_the_page_lets_a_short_prompt_overtake(
     simulated: Stack, directory: Path
 ) -> None:
-    """Four requests run, of which the first ends early. A long and a short prompt wait."""
+    """Four requests run, and the first ends early. A long and a short prompt wait."""
     answered: list[str] = []
 
     def ask(prompt: str, max_tokens: int) -> None:
@@ -115,7 +117,7 @@ def test_the_policy_of_the_page_lets_a_short_prompt_overtake(
 
 
 def replayed(directory: Path) -> str:
-    """The output of `stepwell replay` for the server's step log, with the same policy."""
+    """Runs `stepwell replay` on the server's step log with the same policy. Returns the output."""
     return stepwell("replay", "steps.jsonl", "--set", f"policy={POLICY}", directory=directory)
 
 

@@ -1,5 +1,5 @@
-"""Runs two gateways with two replicas. Each gateway's state includes the requests of the other one,
-a step after they arrive.
+"""Runs two gateways with two replicas. A gateway knows the other gateway's requests one step after
+they arrive.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from tests.scheduler.story import prompt
 
 NUM_REQUESTS = 12
 NUM_TOKENS = 1900
-"""The length of an answer. It is more than is computed before the last request arrives."""
+"""The length of an answer, so that no answer ends before the last request arrives."""
 
 
 @asynccontextmanager
@@ -63,14 +63,14 @@ def ask(stub: gateway_pb2_grpc.InferenceStub, number: int) -> Any:
 
 
 def held(gateway: Gateway) -> Counter[str]:
-    """The number of requests of each replica, according to a gateway."""
+    """Maps each replica's address to its number of requests, according to a gateway."""
     return Counter({one.address: one.load.num_requests for one in gateway.membership.replicas})
 
 
 async def test_requests_through_two_gateways_are_spread_as_through_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loads are reported only with steps. The queue is not queried separately."""
+    """Replicas report their loads only with steps, since gateways do not query queues here."""
     monkeypatch.setattr(QueueWatch, "_look", lambda _: None)
     model = write_tokenizer(tmp_path / "paged")
     async with AsyncExitStack() as stack:

@@ -1,5 +1,5 @@
-"""Two replicas behind one gateway. A replica that hangs or cannot run steps delays its streams by
-seconds. The gateway follows the cached blocks of each replica.
+"""Tests two replicas behind one gateway. If a replica hangs or cannot run steps, its streams are
+delayed only by seconds. The gateway's index has the cached blocks of each replica.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from tests.plain_http import http_get, http_post
 NUM_STREAMS = 6
 NUM_TOKENS = 300
 HIT_AT = 40
-# A session hangs if it is silent for three seconds. The rest is a margin for a busy machine.
+# A session counts as hanging after three seconds. The rest is a margin for a busy machine.
 LONGEST_GAP_SECONDS = 10.0
 
 
