@@ -120,7 +120,7 @@ class PoolService:
 
 
 def _shared(url: str) -> "RedisDirectory":
-    """Creates the writer to the directory in Redis. Raises SettingError without `redis`."""
+    """Creates the writer to the directory in Redis. Raises SettingError if `redis` is missing."""
     try:
         from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.kvpool.adapters.redis_directory import RedisDirectory  # noqa: PLC0415

@@ -61,7 +61,7 @@ class EventFeed:
 
 
 class _Watcher:
-    """The unread batches of one watcher. Too many are dropped, and `_lagging` is set."""
+    """The unread batches of one watcher. If too many, all are dropped and `_lagging` is set."""
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes

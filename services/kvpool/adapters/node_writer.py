@@ -43,7 +43,7 @@ Command = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class WriterTimes:
-    """The times at which a node's task writes, in seconds, and limits on the number of changes."""
+    """The intervals in seconds of a node's writes, and limits on the number of changes."""
 
     flush_seconds: float = 0.005
     """How long changes are collected before they are written as one entry."""
@@ -66,7 +66,7 @@ class WriterCounts:
 
     entries: int = 0
     keys: int = 0
-    """Keys added or removed by these entries."""
+    """The keys that all entries together have added or removed."""
     snapshots: int = 0
     num_epochs: int = 0
     failures: int = 0
@@ -175,7 +175,8 @@ class NodeWriter:
             [("INCR", keys.epoch), ("XREVRANGE", keys.log, "+", "-", "COUNT", 1)]
         )
         # Redis repeats values of the counter after a flush or a restart from an old dump. Therefore
-        # an epoch number contains the time too. Within a microsecond the counter is different.
+        # an epoch number contains the time too. The counter distinguishes epochs of one
+        # microsecond.
         self._epoch = self._clock_micros() << _COUNTER_BITS | number % (1 << _COUNTER_BITS)
         self._sequence = 0
         self._log_id = _text(newest[0][0]) if newest else "0-0"
@@ -226,7 +227,9 @@ class NodeWriter:
         return len(self.changes) > 0
 
     def _is_snapshot_due(self, now: float) -> bool:
-        """Whether a snapshot is due. More changes are required in a large pool, to save time."""
+        """Whether a snapshot is due. A large pool needs more changes, since its snapshots are
+        slower.
+        """
         bound = max(self._times.snapshot_changes, self._digest.count // 2)
         return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
 

@@ -36,12 +36,12 @@ class RedisDirectory:
 
     @property
     def num_unwritten(self) -> int:
-        """The number of changes not yet written to the log."""
+        """The number of changes not yet written to the directory's log."""
         return sum(len(writer.changes) for writer in self._writers.values())
 
     @property
     def num_dropped(self) -> int:
-        """The number of changes dropped because the log could not be written."""
+        """The number of changes dropped because the directory's log could not be written."""
         return sum(writer.changes.num_dropped for writer in self._writers.values())
 
     def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:

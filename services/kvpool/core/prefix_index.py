@@ -122,7 +122,9 @@ class PrefixIndex:
         return [] if first is None else [first, *self._further.get(block, ())]
 
     def end_of(self, block: BlockId) -> int | None:
-        """The number of tokens before the end of a block's first hash, or None after `insert`."""
+        """The number of tokens that a block's first hash covers, or None if `insert` added the
+        hash.
+        """
         return self._end_of.get(block)
 
     def hashes(self) -> list[BlockHash]:

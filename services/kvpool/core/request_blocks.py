@@ -156,7 +156,7 @@ class RequestBlocks:
         return result, None
 
     def look_up(self, lookup: ops.Lookup) -> ops.LookupResult:
-        """Returns the number of each request's tokens that are cached."""
+        """Returns the length of each request's prefix hit."""
         result, num_changes = ops.LookupResult([], []), self._blocks.num_index_changes
         for request, max_hit_tokens, new_hashes in zip(
             lookup.requests, lookup.max_hit_tokens, lookup.new_hashes, strict=True
@@ -174,8 +174,8 @@ class RequestBlocks:
         return result
 
     def admit(self, index: int, admit: ops.Admit) -> tuple[ops.AdmitResult, ops.Stop | None]:
-        """Allocates blocks to requests, cached ones first. Stops at the first request for which
-        blocks are missing, or whose prefix hit has changed since its look-up.
+        """Admits requests with their hit blocks and with new blocks. Stops at the first request for
+        which blocks are missing, or whose prefix hit has changed since its look-up.
         """
         result = ops.AdmitResult(self._no_blocks())
         num_taken = 0

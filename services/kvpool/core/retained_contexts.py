@@ -30,8 +30,7 @@ class RetainingFreeQueue(FreeQueue):
         self._num_contexts: dict[BlockId, int] = {}
         """For each block in a context, the number of its contexts."""
         self._sums: dict[BlockId, int] = {}
-        """For each block in a context, the sum of its contexts' ids (the id if there is only one).
-        """
+        """For each block in a context, the sum of its contexts' ids, or the only id."""
         self._free: dict[BlockId, int] = {}
         """Maps each free block in a context to the time at which it was freed."""
         self._num_own: Counter[ContextId] = Counter()

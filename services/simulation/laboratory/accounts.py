@@ -34,7 +34,7 @@ class Accounts:
         answer of a running request is not counted.
         """
         self.mean_context_tokens = 0.0
-        """The mean sum of live programs' contexts until the last program has arrived."""
+        """The average over time, until the last arrival, of the sum of live programs' contexts."""
         self.last_end = 0.0
         self._speeds: defaultdict[str, list[float]] = defaultdict(list)
         """Maps a tenant to its jobs' speeds: time alone, divided by actual time."""
@@ -61,9 +61,7 @@ class Accounts:
         self.last_end = now
 
     def _known(self, sent: SentTurn, address: str) -> tuple[int, int]:
-        """How many of the prompt's tokens were computed before: by this replica, and by any
-        replica.
-        """
+        """The numbers of prompt tokens that this replica, and that any replica, has computed."""
         live = sent.live
         program = live.program
         holders = self._shared_known[program.application, program.num_shared_tokens]
@@ -122,7 +120,7 @@ def jain(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least the fraction `share` of the values do not exceed, or 0."""
+    """The smallest value that a fraction of `share` or more does not exceed. 0 without values."""
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

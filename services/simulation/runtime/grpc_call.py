@@ -22,8 +22,8 @@ _OK, _CANCELLED, _DEADLINE_EXCEEDED = 0, 1, 4
 
 
 class MemoryCall:
-    """Replaces the call of gRPC's core that a call of grpc.aio uses. The call has a status when all
-    its messages are read, or when it is broken, cancelled or past its deadline.
+    """Replaces the `_AioCall` that a call of grpc.aio uses. The call has a status when all its
+    messages are read, or when it is broken, cancelled or past its deadline.
     """
 
     def __init__(

@@ -234,7 +234,7 @@ class ServerCall:
         if self.task is not None and not self.task.done():
             self.task.cancel()
 
-    # The context of a handler.
+    # Methods of the handler's context.
 
     async def handle(self, handler: Any) -> None:
         self._serialize, self._deserialize = (

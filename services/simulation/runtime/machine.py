@@ -1,4 +1,4 @@
-"""Makes Python's clocks and random numbers virtual, and guards other access to the machine.
+"""Makes Python's clocks and random numbers virtual, and prevents other access to the machine.
 
 `install` must be called before services are imported, because their modules may store Python's
 functions. While a VirtualLoop runs, Python's clocks show its time, and Python's random numbers are
@@ -44,7 +44,7 @@ _CLOCKS = ("time", "monotonic", "perf_counter", "thread_time", "process_time")
 
 
 _UNFINISHED: list[asyncio.Task[Any]] = []
-"""Tasks of killed processes. They are never freed, because their coroutines would then run."""
+"""Tasks of killed processes. They are never freed, because their coroutines would then go on."""
 
 
 class PastThePorts(BaseException):

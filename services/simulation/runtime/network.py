@@ -192,7 +192,7 @@ class End:
     def __init__(self, connection: "Connection", process: Process, pipe: Pipe) -> None:
         self.process = process
         self.pipe = pipe
-        """Sends to the other end."""
+        """The pipe to the other end."""
         self.is_open = True
         self.on_lost: Callable[[str], None] = lambda _: None
         """Called once, with the reason, if the peer or the network ends the connection."""

@@ -38,7 +38,7 @@ class Process:
         """The MemoryFiles that the process has created."""
         self.is_disk_full = False
         self.at_end: list[Callable[[], None]] = []
-        """Functions that release what the machine's kernel releases when a process ends."""
+        """Called when the process ends, to release what the machine's kernel would release."""
         self.on_exit: Callable[[str], None] = lambda _: None
         """Called with the reason, outside of the process, when the process ends itself."""
         self.inside: Any = None

@@ -142,7 +142,7 @@ class MemoryTransport(asyncio.Transport):
         protocol.connection_made(self)
         self._deliver()
 
-    # asyncio.Transport
+    # Methods of asyncio.Transport.
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         if name == "peername":
