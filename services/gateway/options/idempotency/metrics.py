@@ -48,15 +48,13 @@ SPECS = _specs.all
 
 
 class KeyedCollector(Collector):
-    """Counts of requests, answers and their logs. They are read at each scrape."""
+    """Reads the counts of requests, answers and answers' logs at each scrape of the metrics."""
 
     def __init__(self, keyed_requests: KeyedRequests) -> None:
         self._keyed = keyed_requests
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric. The metrics of logs are included only if
-        answers are shared.
-        """
+        """Yields each metric. The metrics of logs are omitted unless gateways share answers."""
         counts = self._keyed.counts
         requests = value_family(REQUESTS)
         for outcome in ("begun", "attached", "followed", "resumed", "refused"):

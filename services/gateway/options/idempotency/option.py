@@ -29,7 +29,7 @@ _WAIT_REASON = "idempotency_key"
 
 
 class Idempotency(Option):
-    """Computes requests with the same key once."""
+    """Generates the answer to requests with the same idempotency key only once."""
 
     metric_specs = SPECS
     request_headers = (
@@ -46,7 +46,7 @@ class Idempotency(Option):
     )
 
     def __init__(self, settings: IdempotencySettings, parts: OptionParts) -> None:
-        """If the gateway has Redis, gateways share answers."""
+        """If Redis is configured, all gateways share their answers through Redis."""
         self.keyed_requests = KeyedRequests(
             parts.inference,
             parts.engine,
@@ -66,7 +66,9 @@ class Idempotency(Option):
     async def before_queue(
         self, generation: Generation, record: RequestRecord, api: str
     ) -> Generation:
-        """Shares generated text. Vectors can be computed again."""
+        """Returns the generation that reads the key's answer. Requests for vectors are not shared,
+        but computed each time.
+        """
         key = idempotency_key(record.headers.get(_NAME), record.caller)
         if key is None or generation.request.pooling is not None:
             return generation
@@ -81,8 +83,8 @@ class Idempotency(Option):
 
 
 def _make_sharing(parts: OptionParts, retention_seconds: float) -> Sharing | None:
-    """Sharing through Redis. It is None without a URL of Redis. Raises SettingError if the package
-    for Redis is missing.
+    """Makes the sharing of answers through Redis, or returns None if Redis is not configured.
+    Raises SettingError if the package for Redis is missing.
     """
     if parts.redis_url is None:
         return None

@@ -1,11 +1,11 @@
-"""The core's Journal in Redis.
+"""Implements the Journal in Redis. SCOPE identifies the answer to an idempotency key:
 
-    `idem:{SCOPE}:log`      stream; an entry's id is its fence and its number, its one field `b`
-    `idem:{SCOPE}:lease`    the gateway that makes the answer; expires
+    `idem:{SCOPE}:log`      stream: the log; an entry's id is FENCE-NUMBER, its only field is `b`
+    `idem:{SCOPE}:lease`    string: name of the gateway that generates the answer
 
 A fence is the number of a log's owner. A stream rejects an id that is not above its last id, so a
-former owner, whose fence is lower, cannot append. Both keys of a scope are in one slot of Redis
-Cluster, and both expire.
+former owner, whose fence is lower, cannot append. Both keys of a scope are in the same hash slot of
+a Redis Cluster, and both expire.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from services.common.redis.connection import FIRST_CALL_SECONDS, RedisConnection
 from services.gateway.options.idempotency.core.journal import Append, Appended, News, Position
 
 CALL_SECONDS = 0.25
-"""The time limit of a call in seconds. Requests with a key wait for the call."""
+"""The time limit of a call to Redis. Requests with a key wait for such calls."""
 _FIELD = b"b"
 _NOT_ABOVE = "equal or smaller"
 
 
 class RedisJournal:
-    """Stores logs as streams. A call is one round trip, or one for each node of a cluster."""
+    """Stores logs as streams. Each call takes one round trip to each node of Redis."""
 
     def __init__(
         self,
@@ -33,8 +33,8 @@ class RedisJournal:
         lease_seconds: float,
         retention_seconds: float,
     ) -> None:
-        """`gateway` is this gateway's name. Leases have it as their value, so that people can see
-        which gateway has a lease.
+        """`gateway` is this gateway's name, which is the value of its leases. Only operators read
+        this value.
         """
         self._redis = redis
         self._gateway = gateway
@@ -87,8 +87,8 @@ class RedisJournal:
         return Appended.FENCED
 
     async def _is_last(self, append: Append) -> bool:
-        """Whether the log ends with exactly this entry. If so, an earlier call appended the entry,
-        although that call seemed to fail.
+        """Whether the log ends with exactly this entry. Then an earlier call, which seemed to fail,
+        has appended the entry.
         """
         [found] = await self._execute([("XREVRANGE", _log(append.scope), "+", "-", "COUNT", 1)])
         return _entries(found) == [(append.position, append.value)]
@@ -111,8 +111,8 @@ class RedisJournal:
         await self._execute([("DEL", _log(scope), _lease(scope)) for scope in scopes])
 
     async def _execute(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Returns the answers to the commands in order. If the id of an entry is too low, its
-        answer is the error. Raises RedisUnavailable for any other error.
+        """Returns Redis' answers to the commands in order. The answer to an XADD whose id is too
+        low is an exception. Raises RedisUnavailable for any other error.
         """
         if not commands:
             return []
@@ -150,8 +150,8 @@ def _id(position: Position) -> str:
 def _entries(
     found: Sequence[tuple[bytes, dict[bytes, bytes] | None]],
 ) -> list[tuple[Position, bytes]]:
-    """Entries with their positions. If an entry lacks the field, its value is empty. An empty value
-    is not a valid entry.
+    """Returns entries with their positions. An entry without the field `b` has an empty value,
+    which counts as damaged.
     """
     entries = []
     for entry_id, fields in found or ():

@@ -1,1 +1,1 @@
-"""Answers that are stored under keys, and shared between gateways."""
+"""Answers that are stored under idempotency keys, and shared between gateways."""

@@ -1,4 +1,4 @@
-"""Counts of requests with an idempotency key, by outcome."""
+"""Counts of requests with an idempotency key, of their answers, and of the answers' logs."""
 
 from dataclasses import dataclass
 
@@ -14,8 +14,8 @@ class KeyCounts:
     followed: int = 0
     """The number of requests that found an answer of another gateway, complete or in progress."""
     resumed: int = 0
-    """The number of stopped answers that this gateway resumed. An answer stops when its gateway or
-    its client has left.
+    """The number of stopped answers that this gateway resumed. An answer stops when the gateway
+    that generates it dies, or when no client reads it for too long.
     """
     refused: int = 0
     """The number of requests that were refused because their key belongs to a different request."""
@@ -32,14 +32,14 @@ class SharingCounts:
     entries: int = 0
     """The number of entries that were appended to logs."""
     alone: int = 0
-    """The number of answers that are not shared with other gateways, because Redis or the entries
-    of their logs were unavailable.
+    """The number of times that this gateway generated an answer without its log, because the
+    journal was unavailable or the log was unusable.
     """
     fenced: int = 0
-    """The number of answers that another gateway took over while this one was generating them."""
+    """The number of answers that another gateway took over while this gateway generated them."""
     lost: int = 0
-    """The number of logs that had disappeared, and were written again."""
+    """The number of logs that had disappeared from the journal, and were written again."""
     damaged: int = 0
-    """The number of logs that could not be decoded, and were removed."""
+    """The number of times that a log could not be decoded."""
     failures: int = 0
-    """The number of failed calls of the journal."""
+    """The number of failed calls to the journal."""

@@ -1,8 +1,8 @@
-"""The entries of a log and their encoding.
+"""The entries of an answer's log, and their encoding.
 
 An entry starts with a CRC-32 of the following bytes, then a version and a kind. Numbers are
-little-endian. In entries with output, each token id and each log-probability has 4 bytes. Each part
-has its position in its sequence, so that a reader can skip output that it already has.
+little-endian. Each token id and each log-probability has 4 bytes. Each part of the output has its
+position in its sequence, so that a reader can skip output that it already has.
 """
 
 import json
@@ -44,7 +44,7 @@ class DamagedEntry(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The start of a request. Readers ignore earlier entries of the log."""
+    """The start of an answer. Readers ignore the entries before the last Begin."""
 
     fingerprint: bytes
     num_sequences: int
@@ -53,24 +53,24 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Another gateway takes over the request."""
+    """Another gateway continues to generate the answer."""
 
     gateway: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """More output of sequences."""
+    """New output of sequences."""
 
     parts: Sequence[Part]
-    """The new output of each sequence. A part has the index of the sequence, the numbers of tokens
-    and of prompt rows before the new output, and the new output.
+    """For each sequence with new output: the sequence's index, the numbers of tokens and of rows of
+    prompt log-probabilities before the new output, and the new output.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The request ended with an error."""
+    """The answer ended with an error."""
 
     error: errors.StepwellError
 

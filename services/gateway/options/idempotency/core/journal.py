@@ -1,5 +1,5 @@
-"""The journal through which gateways share answers with a key. Each answer has a log and a
-lease.
+"""The journal through which gateways share answers with an idempotency key. Each answer has a log,
+and a lease: the right of one gateway to generate the answer.
 """
 
 import enum
@@ -10,9 +10,9 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """A position in a log. Each owner of a log has a fence, which is a number above the fences of
-    all earlier owners. An owner numbers its entries from 0. Once the log has an entry with a higher
-    fence, entries with a lower fence cannot be appended.
+    """The position of an entry in a log. Each gateway that owns the log has a fence: a number above
+    the fences of all earlier owners. An owner numbers its entries from 0. When the log has an entry
+    with a higher fence, entries with a lower fence cannot be appended any more.
     """
 
     fence: int = 0
@@ -29,9 +29,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """An entry to append at a position, which must be above the positions of all existing
-    entries.
-    """
+    """An entry to append to a log, at a position above the positions of all existing entries."""
 
     scope: str
     position: Position
@@ -39,21 +37,21 @@ class Append:
     begins: bool = False
     """Whether the log is created if it does not exist."""
     keeps_lease: bool = True
-    """Whether the lease is renewed. Otherwise it is released."""
+    """Whether the log's lease is renewed. If false, the lease is released."""
 
 
 class Appended(enum.Enum):
     DONE = "done"
     FENCED = "fenced"
-    """The log has an entry of another owner at or after the position of the Append."""
+    """The log has an entry of another owner at or after the entry's position."""
     LOST = "lost"
     """The log does not exist any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Entries of a log, and whether a gateway has the lease. The entries are all entries of the
-    log, or only those after a position.
+    """Entries of a log, and whether any gateway has the log's lease. The entries are all entries of
+    the log, or all entries after a position.
     """
 
     entries: Sequence[tuple[Position, bytes]]
@@ -61,19 +59,19 @@ class News:
 
 
 class Journal(Protocol):
-    """Stores logs. A log is identified by the scope of its key. A log expires some time after its
-    last entry.
+    """Stores logs. A log is identified by the scope of its idempotency key, and expires some time
+    after its last entry.
 
-    Every call raises Unavailable if it cannot be completed in time. Such a call may still have
-    taken effect. An identical append that is repeated takes effect once.
+    Every call raises Unavailable if it cannot be completed in time. Such a call may still have had
+    its effect. If an identical append is repeated, it has its effect only once.
     """
 
     async def ping(self) -> None:
         """Returns if the journal is reachable."""
 
     async def open(self, scope: str) -> tuple[bool, News]:
-        """Acquires the lease of a log if it is free, and reads the log, which may not exist.
-        Returns whether the lease was acquired, and all entries.
+        """Acquires the lease of a log if no gateway has it, and reads the log, which may be
+        missing. Returns whether the lease was acquired, and all entries.
         """
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:
@@ -91,4 +89,4 @@ class Journal(Protocol):
         """Removes logs and leases."""
 
     async def close(self) -> None:
-        """Closes the connection. No call may follow."""
+        """Closes the journal. It must not be used any more."""

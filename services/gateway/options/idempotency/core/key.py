@@ -13,19 +13,19 @@ from services.gateway.core.caller import Caller
 from services.gateway.core.request.request import ClientRequest, Prompt
 
 FIELD = "Idempotency-Key"
-"""The HTTP header. In lower case it is the key in gRPC's metadata."""
+"""The HTTP header with the key. Its name in lower case is used in gRPC metadata."""
 MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32
 _NOT_COMPARED = frozenset({"request_id", "caller", "prompts", "output_form"})
-"""Fields of requests that are not compared. Request ids may differ, because answers have the id of
-the first request. The caller is the same, because each caller has its own keys. Prompts are
-compared separately, as tokens. The output format does not affect the tokens.
+"""Fields of requests that may differ between requests with the same key. All answers have the id of
+the first request. The caller is the same anyway, because each caller has its own keys. Prompts are
+compared separately, as tokens. The output form does not affect the tokens.
 """
 
 
 class KeyReused(InvalidArgument):
-    """The caller used this key before for a different request."""
+    """The caller has used this key before for a different request."""
 
     reason = "IDEMPOTENCY_KEY_REUSED"
     http_status = 422
@@ -45,8 +45,8 @@ class IdempotencyKey:
     value: str
 
     def scope(self, model_fingerprint: bytes) -> str:
-        """The id under which the answer is stored, which is 128 bits in hexadecimal. The id depends
-        on the model, so answers of a replaced model are no longer found.
+        """Returns the id under which the answer is stored: 128 bits in hexadecimal. The id depends
+        on the model, so the answers of a replaced model are no longer found.
         """
         parts = (model_fingerprint, self.caller_id.encode(), self.value.encode())
         digest = sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
@@ -54,8 +54,8 @@ class IdempotencyKey:
 
 
 def idempotency_key(value: str | None, caller: Caller) -> IdempotencyKey | None:
-    """The key in a header's value, which may have quotes like a string of structured fields (RFC
-    8941). Returns None without a header. Raises InvalidArgument for an invalid key.
+    """Returns the key in a header's value, or None if `value` is None. The key may be quoted like a
+    string of structured fields (RFC 8941). Raises InvalidArgument for an invalid key.
     """
     if value is None:
         return None
@@ -70,10 +70,11 @@ def idempotency_key(value: str | None, caller: Caller) -> IdempotencyKey | None:
 
 
 def fingerprint(api: str, request: ClientRequest) -> bytes:
-    """A digest of everything that the answer depends on, with defaults applied: all parameters, and
-    prompts as tokens or embeddings. `api` is the kind of answer, such as a chat completion.
+    """Returns a digest of all data on which the answer depends: the prompts as tokens or
+    embeddings, and all parameters with defaults applied. `api` is the kind of answer, such as a
+    chat completion.
 
-    The form of the response (streaming, usage, token ids, echo) is not part of the digest.
+    The digest does not depend on the form of the response (streaming, usage, token ids, echo).
     """
     digest = sha256()
     for part in _parts(api, request):

@@ -1,4 +1,4 @@
-"""The shared answer to all requests with one key."""
+"""The answer that all requests with one idempotency key share."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,19 +19,19 @@ from services.gateway.options.idempotency.core.recording import Cursor, Recordin
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A client's request with a key."""
+    """A client's request with an idempotency key."""
 
     scope: str
     """The id under which the answer is stored (see IdempotencyKey.scope)."""
     fingerprint: bytes
-    """A hash of the request's content. Different requests with the same key have different
-    hashes.
+    """A digest of the request's content, by which different requests with the same key are
+    detected.
     """
     num_sequences: int
     identity: Identity
-    """The identity of the answer if this request is the first one with its key."""
+    """The identity that the answer has if this request is the first with its key."""
     build: Callable[[Identity], Generation]
-    """Builds the generation of the same request with another identity."""
+    """Makes the generation of the same request with another identity."""
 
 
 class KeyedRequest:
@@ -46,21 +46,17 @@ class KeyedRequest:
         self.identity = wanted.identity
         self.recording = Recording(wanted.num_sequences)
         self.routes: list[RoutingDecision] = []
-        """The routes of those sequences of the answer that this gateway sent to replicas, in
-        order.
+        """The routing decisions for sequences that this gateway sent to replicas, in order of time.
         """
         self.waits: list[Wait] = []
-        """The waits of sequences that were not sent to a replica at once."""
+        """The ended waits of sequences that were not sent to a replica at once."""
         self.traces: list[SequenceTrace] = []
-        """The traces of those sequences that this gateway sent to replicas."""
+        """The traces of the sequences that this gateway sent to replicas."""
         self.readers: dict[Reader, None] = {}
         self.build: Callable[[Identity], Generation] | None = None
-        """Builds the generation of the answer. It is None once this gateway will no longer generate
-        the answer.
-        """
+        """Makes the generation of the answer. It is None if this gateway need not generate it."""
         self.maker: asyncio.Task[None] | None = None
-        """The task that generates the answer here. It is None if the answer is complete, is
-        generated elsewhere, or is not being generated.
+        """The task that generates the answer. It is None while this gateway does not generate it.
         """
         self.is_followed = False
         """Whether the answer is read from the log of another gateway that generates it."""
@@ -69,7 +65,7 @@ class KeyedRequest:
         self.opening = asyncio.Lock()
         """Locked while the gateway that generates the answer is determined."""
         self.timer: Timer | None = None
-        """When this timer ends, the answer is stopped or removed if no client reads it."""
+        """The timer that stops or removes the answer when no client has read it for some time."""
         self.num_bytes = 0
         """The number of bytes of this answer that `KeyedRequests.num_bytes` includes."""
         self._on_left = on_left
@@ -77,17 +73,17 @@ class KeyedRequest:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the answer is incomplete, and not known to be in progress anywhere."""
+        """Whether the answer is incomplete, and is neither generated nor followed here."""
         return not (self.maker or self.is_followed or self.recording.is_complete)
 
     @property
     def is_unused(self) -> bool:
-        """Whether the answer can be removed without affecting a current client."""
+        """Whether no client and no task uses the answer, so that it can be removed."""
         busy = self.readers or self.maker or self.is_followed or self.opening.locked()
         return not busy
 
     def adopt(self, identity: Identity, recording: Recording) -> None:
-        """Replaces the identity and recording. No client may be reading."""
+        """Replaces the identity and the recording. The answer must not have readers."""
         self.identity, self.recording = identity, recording
 
     def start(self, _requests: Sequence[EngineRequest]) -> "Reader":
@@ -103,8 +99,8 @@ class KeyedRequest:
             self._on_making_ended.append(call)
 
     def making_ended(self) -> None:
-        """Runs the calls of `when_making_ends`, since the answer has ended, or is no longer
-        generated here.
+        """Runs the calls of `when_making_ends`. Called when the answer has ended, or is no longer
+        generated.
         """
         calls, self._on_making_ended = self._on_making_ended, []
         for call in calls:
@@ -130,9 +126,9 @@ class KeyedRequest:
 
 
 class Reader:
-    """Reads an answer for one client: the deltas of its recording from the beginning. Existing
-    output is available at once, and new output when it is recorded. A generation uses a reader like
-    an engine's mailbox.
+    """Reads an answer's recording for one client, from the beginning. Existing output is available
+    at once, and new output when it is recorded. A generation uses a Reader in place of the engine's
+    Mailbox.
     """
 
     def __init__(self, request: KeyedRequest, on_close: Callable[["Reader"], None]) -> None:
@@ -150,14 +146,14 @@ class Reader:
         self._on_news = on_news
 
     def abort(self, index: int) -> None:
-        """Stops reading a sequence. The recording continues."""
+        """Ignores further output of a sequence. The recording continues."""
         self._aborted.add(index)
 
     def end_turn(self, index: int, tool: str) -> None:
-        """Does nothing, because the task that generates the answer sends its tools."""
+        """Does nothing, because the task that generates the answer reports the tools."""
 
     def cut(self, error: StepwellError) -> None:
-        """Ends the reader with an error. The recording is not changed."""
+        """Makes `take` return an error. The recording is not changed."""
         self._cut_by = error
         self._wake()
 
@@ -170,7 +166,7 @@ class Reader:
             self._on_close(self)
 
     def take(self) -> list[tuple[int, Delta]]:
-        """The deltas so far. An error is returned only after all earlier output."""
+        """Returns the deltas since the last call. An error follows only after all output."""
         news = [
             (index, delta) for index, _, delta in self._cursor.take() if index not in self._aborted
         ]

@@ -1,5 +1,5 @@
-"""A gateway's stored answers with an idempotency key. Their number and their storage time are
-limited.
+"""A gateway's answers to requests with an idempotency key. The number of answers, their size and
+their storage time are limited.
 """
 
 import asyncio
@@ -23,41 +23,41 @@ from services.gateway.options.idempotency.core.sharing import Role, Sharing
 logger = logging.getLogger(__name__)
 
 _FIRST_READER_SECONDS = 5.0
-"""The time in seconds for which an answer may be generated before its first reader connects. The
-reader normally connects at once, unless the client disconnects at that moment.
+"""The time in seconds for which an answer may be generated before its first reader connects.
+Normally the reader connects at once, unless the client disconnects at that moment.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits on stored answers. An answer is detached while it is generated without a client."""
+    """Limits on answers. An answer is detached while it is generated and no client reads it."""
 
     linger_seconds: float
-    """The time in seconds for which an answer continues to be generated without a client."""
+    """The time in seconds after which the generation of a detached answer is stopped."""
     max_detached: int
-    """The maximum number of detached answers. If there are more, the answer whose client left first
+    """The maximum number of detached answers. If there are more, the answer that was detached first
     is stopped.
     """
     retention_seconds: float
-    """The time in seconds for which an answer is stored after it has ended or stopped."""
+    """The time in seconds for which an ended or stopped answer is stored."""
     max_answers: int
     max_bytes: int
-    """The maximum total bytes of ended or stopped answers. The least recently used answers are
-    removed first.
+    """The maximum total bytes of ended and stopped answers. When there are more, the least recently
+    used answers are removed.
     """
 
 
 class KeyedRequests:
-    """Stores answers. Each is identified by the scope of its key.
+    """Stores the answers, identified by the scopes of their keys.
 
-    1. The first request with a key starts the answer. Requests with the same key and content read
-       this answer from its beginning. Requests with other content are refused.
-    2. After its last reader has left, the answer continues for `linger_seconds`, then stops. A
-       stopped answer is resumed when a request asks for it.
-    3. An answer that ended without an error is stored. After an error, the next request starts the
-       answer again.
+    1. The first request with a key starts the answer. Later requests with the same key and the same
+       content read this answer from its beginning. Requests with other content are refused.
+    2. When an answer's last reader has left, the answer is generated for `linger_seconds` more, and
+       is then stopped. The next request with the key resumes a stopped answer.
+    3. An answer that has ended without an error is stored. After an error, the next request with
+       the key starts a new answer.
 
-    With `sharing` these rules hold across all gateways.
+    With `sharing`, these rules hold across all gateways.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class KeyedRequests:
         self.counts = KeyCounts()
         self.sharing = sharing
         self.num_bytes = 0
-        """The number of bytes of ended or stopped answers."""
+        """The total bytes of ended and stopped answers."""
         self._inference = inference
         self._engine = engine
         self._clock = clock
@@ -86,16 +86,16 @@ class KeyedRequests:
         return len(self._table)
 
     def knows(self, key: IdempotencyKey) -> bool:
-        """Whether this gateway has the answer, complete or in progress. If so, no engine needs to
-        start the answer.
+        """Whether this gateway has the key's answer, complete or in progress. A request with this
+        key then needs no room at a replica.
         """
         request = self._table.get(key.scope(self._engine.model_fingerprint()))
         return request is not None and not request.is_idle
 
     async def attach(self, generation: Generation, key: IdempotencyKey, api: str) -> Generation:
-        """Returns a generation that reads the answer of the key. For the first request with the
-        key, this is the given generation. `api` is the kind of answer. Raises KeyReused if the key
-        belongs to a different request.
+        """Returns a generation that reads the key's answer. For the first request with the key, it
+        is the given generation. `api` is the kind of answer, such as a chat completion. Raises
+        KeyReused if the key belongs to a different request.
         """
         wanted = Wanted(
             key.scope(self._engine.model_fingerprint()),
@@ -126,7 +126,7 @@ class KeyedRequests:
         return Generation(request, identity, sequences, self._inference.tokenizer)
 
     async def _claim(self, wanted: Wanted) -> tuple[KeyedRequest, bool]:
-        """The answer of a key, in progress or complete, and whether it existed before."""
+        """Returns the key's answer, in progress or complete, and whether it existed before."""
         while True:
             request = self._table.get(wanted.scope) or self._add(wanted)
             if request.fingerprint != wanted.fingerprint:
@@ -134,7 +134,7 @@ class KeyedRequests:
                 raise KeyReused
             async with request.opening:
                 if self._table.get(wanted.scope) is not request:
-                    continue  # the answer failed or was forgotten meanwhile
+                    continue  # The answer failed or was removed while this task waited.
                 is_replay = True
                 if request.is_idle:
                     is_replay = await self._open(request, wanted)
@@ -151,7 +151,9 @@ class KeyedRequests:
         return request
 
     async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
-        """Starts an answer, or finds the gateway that generates it."""
+        """Starts or resumes an answer, or follows the gateway that generates it. Returns whether
+        another gateway has the answer or generates it.
+        """
         request.build = wanted.build
         role = Role.RESUMES if request.recording.num_tokens else Role.BEGINS
         if self.sharing is not None:
@@ -194,7 +196,7 @@ class KeyedRequests:
         self._end_making(request)
 
     def _stop(self, request: KeyedRequest) -> None:
-        """Stops generating the answer. It can be resumed later, here or at another gateway."""
+        """Stops generating the answer, which can be resumed later, here or at another gateway."""
         task, request.maker = request.maker, None
         if task is not None:
             task.cancel()
@@ -232,8 +234,8 @@ class KeyedRequests:
             self._at(_FIRST_READER_SECONDS, request, self._reader_left)
 
     def _reader_left(self, request: KeyedRequest) -> None:
-        """Handles an answer without readers. Either its last reader has left, or its first reader
-        did not connect.
+        """Called when the answer's last reader has left, or when its first reader has not connected
+        in time.
         """
         if request.readers:
             return
@@ -249,7 +251,7 @@ class KeyedRequests:
             self._end_making(request)
 
     def _end_making(self, request: KeyedRequest) -> None:
-        """Updates an answer that is no longer generated here, since it has ended or was stopped."""
+        """Called when an answer has ended or was stopped, and is no longer generated here."""
         self._detached.pop(request, None)
         request.making_ended()
         if request.recording.error is not None:
@@ -287,7 +289,7 @@ class KeyedRequests:
         self._make_room()
 
     def _remove(self, request: KeyedRequest) -> None:
-        """Removes an answer. Does nothing if the answer has been removed."""
+        """Removes an answer. Idempotent."""
         request.stop_timer()
         self._detached.pop(request, None)
         if self._table.get(request.scope) is request:
@@ -298,20 +300,20 @@ class KeyedRequests:
     def _at(
         self, seconds: float, request: KeyedRequest, call: Callable[[KeyedRequest], None]
     ) -> None:
-        """Calls `call` with a request after `seconds`."""
+        """Calls `call` with `request` after `seconds`. Replaces the request's timer."""
         request.stop_timer()
         request.timer = self._clock.call_at(self._clock.time() + seconds, partial(call, request))
 
     async def run(self) -> None:
-        """Shares answers with other gateways until cancelled. Without sharing, this only waits."""
+        """Shares answers with other gateways, if sharing is enabled, until cancelled."""
         if self.sharing is None:
             await asyncio.Event().wait()
         else:
             await self.sharing.run()
 
     async def close(self, error: StepwellError) -> None:
-        """Ends all readers with an error, and stops all generation. Other gateways
-        can resume the answers.
+        """Ends all readers with an error, and stops generating answers. Other gateways can resume
+        the answers.
         """
         for request in list(self._table.values()):
             request.cut(error)

@@ -1,4 +1,4 @@
-"""A gateway's view of one key's log."""
+"""The state of an answer that results from the answer's log."""
 
 from collections.abc import Sequence
 
@@ -16,30 +16,28 @@ from services.gateway.options.idempotency.core.recording import Recording, Seque
 
 
 class LogView:
-    """The recording that results from a log's entries up to `position`.
-
-    An entry may repeat earlier output, for example because another gateway took over the log and
-    generated the output again. Repeated output is skipped. Token positions are counted from the
-    start of the sequence.
+    """The recording that results from a log's entries up to `position`. An entry may repeat earlier
+    output, for example because another gateway took over the log and generated the output again.
+    Repeated output is skipped.
     """
 
     def __init__(self) -> None:
         self.position = Position()
         self.begin: Begin | None = None
-        """The start entry of the request. It is None while the log is empty."""
+        """The last Begin entry, or None while the log is empty."""
         self.recording = Recording(0)
-        """The recording of the current request. A new object replaces it when the log starts
-        another request.
+        """The output after the last Begin entry. A Begin entry of another answer replaces this
+        object.
         """
 
     @property
     def has_answer(self) -> bool:
-        """Whether there is an answer, complete or in progress. Errors do not count as answers."""
+        """Whether the log has an answer, complete or in progress, that has not failed."""
         return self.begin is not None and self.recording.error is None
 
     def apply(self, entries: Sequence[tuple[Position, bytes]]) -> None:
-        """Applies new entries of the log. Raises DamagedEntry at the first damaged entry, after it
-        has applied all earlier entries.
+        """Applies new entries of the log. Raises DamagedEntry at the first damaged entry, after all
+        earlier entries were applied.
         """
         for position, value in entries:
             if position <= self.position:
@@ -71,7 +69,9 @@ class LogView:
 
 
 def _rest(delta: Delta, num_tokens: int, num_rows: int, sequence: SequenceRecord) -> Delta:
-    """A delta without its first tokens and rows, which the sequence already has."""
+    """Returns a delta without its first `num_tokens` tokens and `num_rows` rows of prompt
+    log-probabilities, which the sequence already has.
+    """
     return Delta(
         delta.token_ids[num_tokens:],
         None if delta.logprobs is None else delta.logprobs.part(num_tokens),

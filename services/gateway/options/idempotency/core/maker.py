@@ -1,4 +1,4 @@
-"""Generates the answer of a request with a key, independently of its readers."""
+"""Generates the answer to a request with an idempotency key, whether or not clients read it."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,26 +15,26 @@ from services.gateway.options.idempotency.core.keyed_request import KeyedRequest
 
 
 class ResumingEngine(Protocol):
-    """An engine that can resume sequences that another engine has started."""
+    """An engine that can resume sequences that another gateway's engine has started."""
 
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use. It is empty until a replica has connected."""
+        """Returns the fingerprint of the model in use, or b"" before a replica has connected."""
 
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> DeltaSource:
-        """Starts sequences. If `progress` is given, it has one item for each sequence. Each
-        sequence is resumed from its item, and finished sequences are skipped.
+        """Starts sequences. If `progress` is given, each sequence is resumed from the item at the
+        same index, and ended sequences are skipped.
         """
 
 
 async def make(engine: ResumingEngine, request: KeyedRequest, generation: Generation) -> None:
-    """Runs a generation's sequences from the state of the recording until all have ended, and
-    records their output.
+    """Runs an answer's sequences from the state of its recording until all sequences have ended,
+    and records their output.
 
-    If the request has stop strings or may call tools, its text is also decoded here. Stop strings
-    therefore end a sequence, and its tool reaches the replica, even while no client reads it. The
-    generation is used only for this.
+    If the request has stop strings or may call tools, `generation` converts the tokens to text. So
+    a stop string ends its sequence, and the name of a called tool is sent to the replica, even
+    while no client reads the answer.
     """
     recording = request.recording
     tap = Tap(engine, request)
@@ -53,7 +53,7 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
 
 
 class Tap(Reader):
-    """Records an engine's output. As a Source it returns the whole recording."""
+    """Records an engine's output. Its reader receives the recording from the beginning."""
 
     def __init__(self, engine: ResumingEngine, request: KeyedRequest) -> None:
         super().__init__(request, lambda _: None)
@@ -74,8 +74,8 @@ class Tap(Reader):
         self._recording.add(await received(self._source))
 
     def take(self) -> list[tuple[int, Delta]]:
-        """The deltas since the last call, including new ones from the engine. The first call also
-        returns everything recorded before.
+        """Records the engine's new deltas. Returns the deltas since the last call. The first call
+        also returns all output that was recorded before.
         """
         assert self._source is not None
         self._recording.add(self._source.take())
@@ -87,13 +87,12 @@ class Tap(Reader):
         self._source.listen(on_news, min_tokens)
 
     def abort(self, index: int) -> None:
-        """Ends a sequence, because a stop string was found in it."""
+        """Ends a sequence because its text contains a stop string."""
         assert self._source is not None
         self._source.abort(index)
         self._recording.add([(index, Delta(finish=Finish(FinishReason.STOP)))])
 
     def end_turn(self, index: int, tool: str) -> None:
-        """Notes which tool the client runs after a sequence."""
         assert self._source is not None
         self._source.end_turn(index, tool)
 
@@ -104,7 +103,7 @@ class Tap(Reader):
 
 
 class _NoReader:
-    """A sink that discards text. The text is decoded only to find stop strings."""
+    """A sink that discards the pieces. The text is needed only for stop strings and tool calls."""
 
     is_ready = True
 

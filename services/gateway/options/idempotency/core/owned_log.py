@@ -9,9 +9,8 @@ from services.gateway.options.idempotency.core.recording import Cursor
 
 
 class OwnedLog:
-    """Writes a recording to its log. Each entry has all output since the previous entry.
-
-    If it is unknown whether an entry was written, the entry is kept and written again unchanged.
+    """Writes an answer's recording to the answer's log. Each entry has all output since the
+    previous entry. An entry that may or may not have been written is written again unchanged.
     """
 
     def __init__(
@@ -24,9 +23,9 @@ class OwnedLog:
         begins: bool,
         has_recording: bool,
     ) -> None:
-        """`written` is the position of the log's last entry. Its fence, the number of the log's
-        owner, is 0 if the log is empty. If `begins` is true, the next entry is a Begin with the
-        next fence. If `has_recording` is true, the log already contains the current recording.
+        """`written` is the position of the log's last entry, with fence 0 if the log is empty. (A
+        fence is the number of a log's owner.) If `begins` is true, the next entry is a Begin with
+        the next fence. If `has_recording` is true, the log already contains the current recording.
         """
         self.request = request
         self._written = written
@@ -47,7 +46,7 @@ class OwnedLog:
 
     def leave(self) -> None:
         """Called when this gateway stops generating the answer. `next` then returns a last entry,
-        which releases the lease: the right of one gateway to generate the answer.
+        which releases the lease, the right of one gateway to generate the answer.
         """
         self._is_leaving = True
         self._on_news()
@@ -59,16 +58,14 @@ class OwnedLog:
         self._on_news()
 
     def restart(self) -> None:
-        """Starts the log again after it has disappeared, with a fence above all fences of the old
-        log.
-        """
+        """Starts the log again with the next fence. Called if the log has disappeared."""
         self._cursor.close()
         self._cursor = Cursor(self.request.recording, self._on_news)
         self._begins, self._pending = True, None
 
     def next(self, now: float) -> Append | None:
-        """The entry to write. Returns None if there is no new output and the lease needs no renewal
-        yet.
+        """Returns the entry to write, or None if there is no new output and the lease need not be
+        renewed yet.
         """
         if self._pending is None:
             self._pending = self._make(now)
@@ -83,7 +80,7 @@ class OwnedLog:
         self._begins, self._pending = False, None
 
     def close(self) -> None:
-        """Closes the cursor on the recorded output. Further calls have no effect."""
+        """Stops reading the recording. Idempotent."""
         self._cursor.close()
 
     def _make(self, now: float) -> Append | None:
@@ -102,6 +99,6 @@ class OwnedLog:
 
 
 def start_entry(request: KeyedRequest) -> bytes:
-    """The entry that starts the log of a request."""
+    """Returns the Begin entry of a request's answer."""
     num_sequences = len(request.recording.sequences)
     return entry_to_bytes(Begin(request.fingerprint, num_sequences, request.identity))

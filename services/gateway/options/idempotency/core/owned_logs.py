@@ -1,4 +1,4 @@
-"""The logs of all answers that this gateway generates. They are written together."""
+"""Writes the logs of all answers that this gateway generates."""
 
 import asyncio
 import logging
@@ -18,10 +18,11 @@ _APPENDS_AT_A_TIME = 128
 
 
 class OwnedLogs:
-    """Writes logs to a journal, each until its answer has ended or another gateway takes it over.
+    """Writes logs to a journal. Each log is written until its answer has ended, or until another
+    gateway takes over the log.
 
-    `on_news` is called when there may be something to write. `fenced` is called with a request
-    whose log another gateway took over. A lease is renewed every `heartbeat_seconds`.
+    `on_news` is called when there may be entries to write. `fenced` is called with a request whose
+    log another gateway took over. The leases of logs are renewed every `heartbeat_seconds`.
     """
 
     def __init__(
@@ -52,15 +53,15 @@ class OwnedLogs:
         return scope in self._logs
 
     def log_of(self, request: KeyedRequest) -> OwnedLog | None:
-        """The log of this request. It is None if this request has no log, or if the log is of
-        another request with the same key.
+        """Returns the log of this request, or None if it has no log here. A log of another request
+        with the same key does not count.
         """
         log = self._logs.get(request.scope)
         return log if log is not None and log.request is request else None
 
     async def claim(self, request: KeyedRequest, view: LogView) -> bool:
-        """Appends an entry that makes this gateway the log's owner. If the log has no answer, the
-        entry is a start entry. Returns whether the entry was appended.
+        """Appends an entry that makes this gateway the log's owner: a Begin if the log has no
+        answer, and otherwise a Take. Returns whether the entry was appended.
         """
         position = view.position.next_fence
         entry = self._take_entry if view.has_answer else start_entry(request)
@@ -72,19 +73,19 @@ class OwnedLogs:
         return True
 
     def begin_later(self, request: KeyedRequest, written: Position) -> None:
-        """Becomes the owner of a log whose start entry is not in the journal. The next `write`
-        writes the start entry.
+        """Makes this gateway the owner of a log that is not in the journal. The next `write` writes
+        the log's Begin entry.
         """
         self._add(request, written, begins=True, has_recording=False)
 
     def drop(self, request: KeyedRequest) -> None:
-        """Stops writing the log of a request. Further calls have no effect."""
+        """Stops writing the log of a request. Idempotent."""
         log = self.log_of(request)
         if log is not None:
             self._remove(log)
 
     async def write(self) -> None:
-        """Writes the due entries. Raises Unavailable if the journal is not available."""
+        """Writes the due entries of all logs. Raises Unavailable if the journal is unavailable."""
         async with self._writing:
             now = self._clock.time()
             due = [

@@ -10,7 +10,7 @@ from services.gateway.core.request.delta import Delta, Progress
 from services.gateway.core.request.logprobs import LogprobRows, joined
 
 _SEQUENCE_BYTES = 1024
-"""The approximate number of bytes of a sequence without its tokens."""
+"""The approximate memory of a sequence without its tokens, in bytes."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,7 @@ class SequenceRecord:
             self.finish = delta.finish
 
     def since(self, seen: Seen) -> Delta:
-        """The output that a reader has not received. Marks it as received in `seen`."""
+        """Returns the output after `seen`, and updates `seen` to include it."""
         delta = Delta(self.token_ids[seen.num_tokens :].tolist())
         if delta.token_ids and self.logprobs is not None:
             delta.logprobs = self.logprobs.part(seen.num_tokens)
@@ -61,7 +61,7 @@ class SequenceRecord:
 
     @property
     def num_prompt_rows(self) -> int:
-        """The number of received rows of prompt log-probabilities."""
+        """The number of recorded rows of prompt log-probabilities."""
         return len(self.prompt_logprobs or ())
 
     @property
@@ -73,14 +73,14 @@ class SequenceRecord:
 
 
 class Cursor:
-    """A reader's position in a recording. At first it is the recording's beginning. `on_news` is
+    """A reader's position in a recording. It starts at the recording's beginning. `on_news` is
     called when there is new output.
     """
 
     def __init__(
         self, recording: "Recording", on_news: Callable[[], None], *, at_end: bool = False
     ) -> None:
-        """With `at_end` the cursor starts after the current output."""
+        """If `at_end` is true, the cursor starts after the current output."""
         self._recording = recording
         self._seen = [Seen() for _ in recording.sequences]
         self._changed = set(range(len(self._seen)))
@@ -99,8 +99,8 @@ class Cursor:
         self._on_news()
 
     def take(self) -> list[tuple[int, Seen, Delta]]:
-        """The new output since the last call. Each changed sequence has its index, the extent of
-        its earlier output, and the new output.
+        """Returns the output since the last call. For each sequence with new output, the result has
+        the sequence's index, the extent of its earlier output, and the new output.
         """
         changed, self._changed = sorted(self._changed), set()
         news = []
@@ -113,15 +113,13 @@ class Cursor:
         return news
 
     def close(self) -> None:
-        """Stops reading. Further calls have no effect."""
+        """Stops reading. Idempotent."""
         self._recording.cursors.pop(self, None)
 
 
 class Recording:
-    """The sequences of one request with their output so far.
-
-    The content does not depend on how deltas were grouped. A recording ends when every sequence has
-    finished, or with an error.
+    """The sequences of one request with their output so far, however it was grouped into deltas. A
+    recording ends when every sequence has ended, or with an error.
     """
 
     def __init__(self, num_sequences: int) -> None:
@@ -158,14 +156,14 @@ class Recording:
                 cursor.note(index)
 
     def fail(self, error: StepwellError) -> None:
-        """Ends the recording with an error. Does nothing if it has ended."""
+        """Ends the recording with an error. Does nothing if the recording has ended."""
         if not self.is_over:
             self.error = error
             for cursor in self.cursors:
                 cursor.wake()
 
     def progress(self) -> list[Progress]:
-        """For each sequence, the progress from which an engine can resume it."""
+        """Returns the progress of each sequence, from which an engine can resume the sequence."""
         return [
             Progress(one.token_ids.tolist(), one.num_prompt_rows, one.finish is not None)
             for one in self.sequences
@@ -173,5 +171,5 @@ class Recording:
 
 
 def _copied(rows: LogprobRows | None) -> LogprobRows | None:
-    """A copy of the rows. Rows in the recording grow, while the delta may be used elsewhere."""
+    """Copies rows. A recording extends its rows in place, while others may use a delta's rows."""
     return None if rows is None else rows.part(0)

@@ -1,17 +1,17 @@
-"""Shares answers between gateways through a journal. Each gateway, and the journal, may fail at any
-time.
+"""Shares answers to requests with an idempotency key between gateways, through a journal. The
+journal has a log and a lease for each key. Each gateway, and the journal, may fail at any time.
 
-1. The gateway that acquires the lease of a key's log generates the answer. This gateway appends the
-   output of all its answers to their logs every `flush_seconds`, which also renews the leases.
-2. Another gateway with a client for that key follows the log. When the lease has expired, this
-   gateway acquires the lease, appends an entry with the next fence (the number of a log's owner),
-   and resumes generation from the log's state. With the same request id, seed and tokens so far,
-   the remaining output is the same.
+1. The gateway that acquires the lease of a key's log generates the answer. Every `flush_seconds`,
+   it appends new output to the log, and renews the lease.
+2. If another gateway has a client with the same key, it follows the log. When the lease has
+   expired, this follower acquires it, appends an entry with the next fence (the number of a log's
+   owner), and resumes the answer from the log's state. The remaining output is the same, because
+   the request id, the seed and the tokens so far are the same.
 3. If the former owner was only slow, it is fenced: its next append fails. The former owner then
-   stops writing, and continues to generate for its own clients. Its clients get the same tokens.
-4. Without the journal, an answer is not shared. The answer is written once the journal is available
-   again. No token waits for the journal. Only the start of a request with a key waits, for at most
-   `open_seconds`, and not at all while the journal is known to be unavailable.
+   stops writing, but continues to generate for its own clients, which get the same tokens.
+4. While the journal is unavailable, answers are not shared. They are written when the journal is
+   available again. Output never waits for the journal. Only the start of a request with a key waits
+   for it, for at most `open_seconds`, and not at all if the journal is known to be unavailable.
 
 Fencing by the position in the log is as in Apache BookKeeper, and in Kafka's producer epochs.
 """
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 _FORGOTTEN_AT_A_TIME = 128
 _READS_AT_A_TIME = 128
 _LAST_WRITES = 3
-"""The number of writes to each log at shutdown. They are the start entry, an unconfirmed entry, and
-the rest.
+"""The number of writes to each log at shutdown: the Begin entry, an unconfirmed entry, and the
+remaining output.
 """
 
 
 class Role(enum.Enum):
-    """How a gateway gets the answer of a key: it begins or resumes the answer, follows another
-    gateway's log, or has the whole answer.
+    """How a gateway gets the answer to a key: it begins or resumes the answer, follows the log of
+    another gateway, or has read the whole answer from the log.
     """
 
     BEGINS = "begins"
@@ -57,16 +57,16 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SharingTimes:
-    """Times for sharing, in seconds."""
+    """Times in seconds."""
 
     flush_seconds: float = 0.05
-    """The interval between two writes of the logs, and between two reads."""
+    """The interval between two writes of the owned logs, and two reads of the followed logs."""
     lease_seconds: float = 3.0
     """The duration of a lease. A lease is renewed after a third of this time."""
     open_seconds: float = 1.0
     """The maximum time for which a request waits for the journal."""
     again_seconds: float = 0.02
-    """The interval between reads of a log that another gateway is about to start."""
+    """The interval between two attempts to open a log that another gateway is about to start."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 1.0
 
@@ -75,17 +75,17 @@ class SharingListener(Protocol):
     """Receives events that other gateways cause."""
 
     def taken_over(self, request: KeyedRequest) -> None:
-        """This gateway must generate the answer from now on."""
+        """This gateway must generate the answer, which it has followed so far."""
 
     def fenced(self, request: KeyedRequest) -> None:
-        """Another gateway also generates the answer."""
+        """Another gateway has taken over the log of an answer that this gateway generates."""
 
     def followed_to_end(self, request: KeyedRequest) -> None:
-        """The answer ended or failed at another gateway."""
+        """The answer, which this gateway has followed, has ended or failed."""
 
 
 class Sharing:
-    """The logs that this gateway writes and follows."""
+    """Writes the logs that this gateway owns, and reads the logs that it follows."""
 
     def __init__(
         self, journal: Journal, gateway: str, clock: Clock, times: SharingTimes | None = None
@@ -94,7 +94,7 @@ class Sharing:
         self.counts = SharingCounts()
         self.listener: SharingListener | None = None
         self.is_reachable = True
-        """Whether the last call of the journal succeeded. It is true before the first call."""
+        """Whether the last call to the journal succeeded. It is true before the first call."""
         self._was_reached = False
         self._journal = journal
         self._clock = clock
@@ -116,9 +116,9 @@ class Sharing:
     # Calls from KeyedRequests.
 
     async def open(self, request: KeyedRequest) -> Role:
-        """Determines which gateway generates an answer, and adopts the output so far. This gateway
-        must neither generate nor follow the answer yet. Raises KeyReused if the key belongs to a
-        different request.
+        """Determines which gateway generates an answer, and reads the output so far from the log.
+        This gateway must neither generate nor follow the answer. Raises KeyReused if the key
+        belongs to a different request.
         """
         owned = self._owned.log_of(request)
         if owned is not None:
@@ -129,7 +129,7 @@ class Sharing:
         try:
             async with asyncio.timeout(self._times.open_seconds):
                 if request.scope in self._owned:
-                    # The log of an earlier request that failed. The failure is not written yet.
+                    # An earlier request failed. Its log does not contain the failure yet.
                     await self._owned.write()
                 while (role := await self._try_open(request)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(self._times.again_seconds)
@@ -141,15 +141,15 @@ class Sharing:
         return self._begin_alone(request)
 
     def leave(self, request: KeyedRequest) -> None:
-        """Stops writing or following an answer's log. The answer can be opened again later."""
+        """Stops writing or following an answer's log. `open` may be called again later."""
         self._unfollow(request)
         owned = self._owned.log_of(request)
         if owned is not None:
             owned.leave()
 
     def forget(self, request: KeyedRequest, *, everywhere: bool) -> None:
-        """Removes an answer here. With `everywhere` the answer is also removed from the journal, if
-        this gateway made the log's last entry.
+        """Stops writing or following the log of a removed answer. If `everywhere` is true, the log
+        is also removed from the journal, provided that this gateway wrote its last entry.
         """
         self._unfollow(request)
         self._owned.drop(request)
@@ -176,7 +176,7 @@ class Sharing:
             await self._journal.close()
 
     async def finish(self) -> None:
-        """Writes the remaining entries once."""
+        """Writes the remaining entries of all owned logs. Called at shutdown."""
         with suppress(Unavailable):
             for _ in range(_LAST_WRITES):
                 await self._owned.write()
@@ -184,8 +184,8 @@ class Sharing:
     # Opening of logs.
 
     async def _try_open(self, request: KeyedRequest) -> Role | None:
-        """Tries to open a log. Returns None if another gateway has the lease and the log has no
-        start entry yet.
+        """Tries to open a log. Returns None if this must be tried again, for example because
+        another gateway has the lease, but has not written the log's Begin entry yet.
         """
         took_lease, news = await self._journal.open(request.scope)
         view = LogView()
@@ -215,8 +215,8 @@ class Sharing:
         return Role.RESUMES if await self._owned.claim(request, view) else None
 
     def _begin_alone(self, request: KeyedRequest) -> Role:
-        """Starts an answer without the journal. Its log is written once the journal is available,
-        unless another gateway has started a log.
+        """Starts or resumes an answer without the journal. The answer's log is written when the
+        journal is available, unless another gateway has started the log.
         """
         self.counts.alone += 1
         self._owned.begin_later(request, Position())
@@ -282,7 +282,7 @@ class Sharing:
             goes_on = self._follow(request, view, all_news.entries)
             if not (goes_on and await self._owned.claim(request, view)):
                 return
-        else:  # the log has disappeared
+        else:  # The log has disappeared.
             self._owned.begin_later(request, view.position)
         self._unfollow(request)
         self._tell.taken_over(request)
@@ -291,14 +291,14 @@ class Sharing:
         return self._followed.get(request.scope) == (request, view)
 
     def _unfollow(self, request: KeyedRequest) -> None:
-        """Stops following an answer's log. Further calls have no effect."""
+        """Stops following an answer's log. Idempotent."""
         if self._followed.get(request.scope, (None,))[0] is request:
             del self._followed[request.scope]
 
     def _follow(
         self, request: KeyedRequest, view: LogView, entries: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Applies new entries. Returns whether the answer is still unfinished."""
+        """Applies new entries of a followed log. Returns whether to follow it further."""
         try:
             view.apply(entries)
         except DamagedEntry as error:
@@ -307,7 +307,7 @@ class Sharing:
             self._make_alone(request)
             return False
         if view.recording is not request.recording:
-            self._make_alone(request)  # another request was started under the same key
+            self._make_alone(request)  # Another request with the same key was started.
             return False
         if request.recording.is_over:
             self._unfollow(request)
@@ -316,7 +316,7 @@ class Sharing:
         return True
 
     def _make_alone(self, request: KeyedRequest) -> None:
-        """Makes this gateway generate an answer that it followed, without its log."""
+        """Makes this gateway generate an answer that it has followed, without writing its log."""
         self.counts.alone += 1
         self._unfollow(request)
         self._tell.taken_over(request)
@@ -331,5 +331,5 @@ class Sharing:
 
 
 def _begins_or_resumes(request: KeyedRequest) -> Role:
-    """The role for an answer that the journal does not contain."""
+    """Returns the role for an answer that the journal does not contain."""
     return Role.RESUMES if request.recording.num_tokens else Role.BEGINS
