@@ -51,7 +51,7 @@ def load_worker(
     bind_and_set(threads)
     began = time.monotonic()
     worker = build_worker(settings, uuid.uuid4().hex, checkpoint_reached, group)
-    # Loaded objects are never freed. Frozen, they do not slow down full garbage collections.
+    # Loaded objects are never freed. Frozen objects do not slow down full garbage collections.
     gc.collect()
     gc.freeze()
     took = time.monotonic() - began

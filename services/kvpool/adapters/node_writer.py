@@ -174,9 +174,8 @@ class NodeWriter:
         number, newest = await self._redis.pipeline(
             [("INCR", keys.epoch), ("XREVRANGE", keys.log, "+", "-", "COUNT", 1)]
         )
-        # Redis repeats values of the counter after a flush or a restart from an old dump. Therefore
-        # an epoch number contains the time too. The counter distinguishes epochs of one
-        # microsecond.
+        # Redis repeats values of the counter after a flush or a restart from an old dump, so an
+        # epoch number also contains the time. The counter distinguishes epochs of one microsecond.
         self._epoch = self._clock_micros() << _COUNTER_BITS | number % (1 << _COUNTER_BITS)
         self._sequence = 0
         self._log_id = _text(newest[0][0]) if newest else "0-0"
@@ -227,9 +226,7 @@ class NodeWriter:
         return len(self.changes) > 0
 
     def _is_snapshot_due(self, now: float) -> bool:
-        """Whether a snapshot is due. A large pool needs more changes, since its snapshots are
-        slower.
-        """
+        """Whether a snapshot is due. Snapshots of large pools are slow and need more changes."""
         bound = max(self._times.snapshot_changes, self._digest.count // 2)
         return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
 

@@ -122,9 +122,7 @@ class PrefixIndex:
         return [] if first is None else [first, *self._further.get(block, ())]
 
     def end_of(self, block: BlockId) -> int | None:
-        """The number of tokens that a block's first hash covers, or None if `insert` added the
-        hash.
-        """
+        """The number of tokens that a block's first hash covers, or None after `insert`."""
         return self._end_of.get(block)
 
     def hashes(self) -> list[BlockHash]:

@@ -16,7 +16,7 @@ class Answer:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     """Empty if the request was sent over HTTP."""
     logprobs: dict[int, list[float]] = field(default_factory=dict)
-    """Log-probabilities of the prompt and the answer, in their order."""
+    """Log-probabilities of the tokens of the prompt and the answer, in order."""
     finished: dict[int, str] = field(default_factory=dict)
     num_cached_tokens: int = 0
     """Not compared between answers."""

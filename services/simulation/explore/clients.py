@@ -23,8 +23,8 @@ _REFUSED = re.compile("RESOURCE_EXHAUSTED|429|503|.*queue_full")
 async def ask(
     gateway: str, request: Request, answer: Answer, *, name: str = "", retries: bool = False
 ) -> None:
-    """Sends a request with the id `name`, and adds what arrives to `answer`. A request with an
-    idempotency key is sent again after any error, and a refused request if `retries` is set.
+    """Sends a request with the id `name`, and adds the received parts to `answer`. A request with
+    an idempotency key is sent again after any error, and a refused request if `retries` is set.
     """
     while True:
         await _ask_once(gateway, request, answer, name)

@@ -49,7 +49,7 @@ def _contexts_of(fleet: Fleet, scheduler: str) -> set[ContextId]:
 
 
 Left = Iterator[tuple[str, int]]
-"""Yields pairs of what is left over, and how much."""
+"""Yields pairs of a kind of objects that were not released, and their number."""
 
 
 def _in_gateway(gateway: Gateway, num_cached: int) -> Left:

@@ -26,7 +26,7 @@ _NAME = re.compile(r"(?:\w+-)?request-(\d+)(?:-(\d+))?")
 
 
 Waits = dict[Hashable, tuple[float, str]]
-"""Maps what is awaited to the longest time in seconds, and the complaint after that time."""
+"""Maps a wait to its limit in seconds, and to the complaint if the wait exceeds it."""
 
 
 def request_name(number: int) -> str:

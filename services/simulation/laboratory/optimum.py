@@ -6,9 +6,9 @@ last (L. A. Belady, "A study of replacement algorithms for a virtual-storage com
 Blocks of ended programs are reused before all others, the end of a context before its beginning,
 and an application's shared prefix last.
 
-It is a bound for orders of eviction, not for orders of admission, and not a proven optimum: a
-request may wait longer than another before it uses its blocks, and the time of a subagent is only
-estimated by its time on an idle replica.
+This optimum is a bound for orders of eviction, not for orders of admission, and not a proven
+optimum: a request may wait longer than another before it uses its blocks, and the time of a
+subagent is only estimated by its time on an idle replica.
 """
 
 from collections import OrderedDict

@@ -62,7 +62,7 @@ class Context:
 
     program: Program
     number: int
-    """Identifies the tokens after the application's. A compaction changes it."""
+    """Identifies the tokens after the application's tokens. A compaction changes it."""
     num_tokens: int = 0
     hashes: list[BlockHash] = field(default_factory=list)
     """The known hashes of the context's full blocks."""

@@ -79,7 +79,7 @@ class SimulatedReplica:
         self.num_computed_tokens = 0
         self.on_added: Callable[[Request, SentTurn], object] = lambda _request, _sent: None
         self.watchers: list[Callable[[SchedulerOutput], object]] = []
-        """Called after each step that was planned. They are not called for skipped steps."""
+        """Called after each planned step, but not after skipped steps."""
         self.on_pool_changed: Callable[[], object] = lambda: None
         """Called after each transaction with the pool."""
         self._device = device

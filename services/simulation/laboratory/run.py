@@ -27,7 +27,7 @@ _FINGERPRINT = bytes(32)
 """The first hash in all chains of block hashes, in the replicas and in the gateway."""
 
 _UNLIMITED = 30
-"""With this many times its blocks, a pool counts as unlimited."""
+"""Factor for the blocks of a pool that counts as unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Setup:
     tells_work: bool = False
     """Whether a request's priority is the work that its program has left (SRPT)."""
     watch: Callable[[SimulatedReplica, SchedulerOutput], object] | None = None
-    """Called after each step that was planned. It is not called for skipped steps."""
+    """Called after each planned step, but not after skipped steps."""
     may_skip: bool = True
     """Whether runs of equal steps are skipped. This does not change the results."""
 

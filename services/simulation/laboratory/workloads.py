@@ -1,7 +1,7 @@
 """Generates the workloads of `agents.py`, and agents with four kinds of pauses.
 
-The quantiles are from 692 sessions of a coding agent (kv-cache-tester, 2026). A lognormal
-distribution has a different tail.
+The quantiles are from 692 sessions of a coding agent (kv-cache-tester, 2026). Values are not drawn
+from a lognormal distribution, because its tail is different.
 """
 
 import math

@@ -91,9 +91,9 @@ class ComputeThread:
         return self._computing.submit(function, allowed_seconds, ended)
 
     def post(self, function: Callable[[], None], allowed_seconds: float) -> None:
-        """Queues a function that raises no error, and returns nothing. The function is dropped if
-        the thread is closed before it starts. A function that exceeds `allowed_seconds` continues,
-        and is reported by `overdue`.
+        """Queues a function that must not raise an error. Its result is dropped. The function is
+        dropped if the thread is closed before it starts. A function that exceeds `allowed_seconds`
+        continues, and is reported by `overdue`.
         """
         self._computing.post(function, allowed_seconds)
 
@@ -121,7 +121,7 @@ class Overdue:
 
 
 class _Lane:
-    """Runs functions in a queue, and measures how long they take."""
+    """Runs functions in a FunctionQueue, and measures how long they take."""
 
     def __init__(self, tasks: FunctionQueue) -> None:
         self._tasks = tasks

@@ -143,7 +143,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             tracer,
             self._metrics,
             context.write,
-            getattr(context, "write_at_once", None),  # only of local streams
+            getattr(context, "write_at_once", None),  # only local streams have it
             has_other_ranks=description.world_size > 1,
         )
         try:

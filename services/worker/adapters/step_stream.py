@@ -235,7 +235,7 @@ class StepStream:
         times = epoch + arrived, epoch + started, epoch + ended
         self.tracer.record(pending.message.traceparent, pending.step, times)
         num_tokens = sum(pending.step.num_scheduled_tokens.tolist())
-        if len(pending.step.num_draft_tokens):  # fewer drafts may have been proposed
+        if len(pending.step.num_draft_tokens):  # fewer may have been proposed
             num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
         self.metrics.stepped(num_tokens, started - arrived, ended - started)
         last_ended, self._last_ended_nanos = self._last_ended_nanos, ended

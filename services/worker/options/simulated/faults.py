@@ -1,7 +1,7 @@
-"""Faults of the simulated device, by a script.
+"""Faults of the simulated device, which a script defines.
 
-A script has rules, one in each line, or separated by semicolons. A rule says when a fault happens,
-a colon, and the fault. `#` begins a comment.
+A script has rules, one in each line, or separated by semicolons. A rule consists of the time of a
+fault, a colon, and the fault. `#` begins a comment.
 
     after 30 s: hang 5 s              once, in the first step after 30 seconds
     every 1 min: slow 3x for 10 s
@@ -11,8 +11,8 @@ a colon, and the fault. `#` begins a comment.
     rank 1 after 30 s: hang           only on rank 1
     replica 1 at step 9: exit         only in local replica 1
 
-Time and steps count from the first step of the worker's process. So rules apply again after a
-restart. Steps without tokens do not count.
+Times and steps are counted from the first step of the worker's process, so that rules apply again
+after a restart. Steps without tokens are not counted.
 """
 
 import os
@@ -86,7 +86,7 @@ class Rule:
 
 @dataclass(eq=False)
 class Faults:
-    """Injects the faults of rules into a device. `end_process` has an exit status."""
+    """Injects the rules' faults into a device. `end_process` ends the process with a status."""
 
     rules: Sequence[Rule]
     device: SimulatedDevice

@@ -42,8 +42,8 @@ from services.worker.settings import WorkerSettings
 def select_simulated(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Platform:
-    """Selects the simulated device or, depending on the settings, a real platform (a
-    SelectPlatform). Raises SettingError for a missing or unusable profile, and KernelsUnavailable.
+    """Implements SelectPlatform: selects the simulated device if the settings name it, otherwise a
+    real platform. Raises SettingError for a missing or unusable profile, and KernelsUnavailable.
     """
     if settings.device is not DeviceSetting.SIMULATED:
         for name, value in (
