@@ -152,7 +152,6 @@ def _refuse(response: httpx.Response) -> None:
 
 
 def _message_of(body: Any) -> str | None:
-    """The message of an error in OpenAI's format. None if the body has no such message."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
     return message if isinstance(message, str) and message else None

@@ -43,7 +43,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(taken: Samples, arguments: Namespace) -> None:
-    """Writes screens one after the other as plain text."""
     size = shutil.get_terminal_size((_PIPE_WIDTH, _PIPE_HEIGHT))
     for before, sample in taken:
         if isinstance(sample, ServerAway):

@@ -87,7 +87,6 @@ def listing(traces: Sequence[dict[str, Any]], order: str, now: float) -> list[st
 
 
 def _status(trace: dict[str, Any]) -> str:
-    """The status of a request: running, ok, or the error of server or client."""
     if trace["is_running"]:
         return "running"
     client_error: str = trace["attributes"].get("stepwell.client_error", "")

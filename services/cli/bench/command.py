@@ -82,7 +82,6 @@ def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabula
 
 
 def _require_directory(path: Path | None) -> None:
-    """Raises CommandError if the directory of an output file does not exist."""
     if path is not None and not path.absolute().parent.is_dir():
         raise CommandError(f"cannot write {path}: its directory does not exist", exit_status=2)
 

@@ -24,7 +24,6 @@ class GatewayFleet:
     num_streams: int = 1
     max_tokens: int = 1
     stream_seconds: float = 60.0
-    """Time limit of a stream."""
 
     def streams(self) -> "GatewayStreams":
         """New streams, with the same prompts each time. Raises CommandError."""

@@ -110,7 +110,6 @@ def _create(store: Store, arguments: argparse.Namespace) -> None:
 
 
 def _changed(tenant: api_keys.TenantRecord, arguments: argparse.Namespace) -> api_keys.TenantRecord:
-    """A copy of the tenant with the limits that the flags set."""
     given: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in (*_LIMITS, "weight", "priority_ceiling", "max_retained_share")

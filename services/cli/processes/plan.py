@@ -52,7 +52,6 @@ class Addresses:
     http_port: int
     grpc_port: int
     run_directory: Path
-    """The directory of the Unix sockets."""
     master_ports: tuple[int, ...] = ()
     """For each replica, the port at which the ranks of its model connect to each other. Empty if
     each replica has one worker.

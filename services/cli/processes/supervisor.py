@@ -291,7 +291,6 @@ class Supervisor:
 
 
 async def _ready_before_its_end(child: Child) -> bool:
-    """Returns True once the child is ready, or False if it ends before."""
     ready = asyncio.ensure_future(child.spec.until_ready())
     ended = asyncio.ensure_future(child.wait())
     either: set[asyncio.Future[Any]] = {ready, ended}

@@ -68,7 +68,6 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _record_file(path: Path | None) -> Iterator[Write | None]:
-    """Yields a function that writes records to a file, or None. Raises CommandError."""
     if path is None:
         yield None
         return

@@ -44,7 +44,6 @@ class Field:
     path: FieldPath = ()
 
     def __getitem__(self, name: str) -> "Field":
-        """A required member of an object."""
         self.members()
         if name not in self.value:
             raise FieldError((*self.path, name), "is missing")

@@ -126,7 +126,6 @@ class StepRecords:
 
 
 def _job_id(request: Request) -> str | None:
-    """The id of the program that the client declared, or None."""
     return (request.program and request.program.id) or None
 
 

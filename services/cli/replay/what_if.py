@@ -143,7 +143,6 @@ class WhatIf(SchedulerRun):
         return times[-1] + num_more * (times[-1] - times[0]) / len(times) if times else 0.0
 
     def _complete(self) -> None:
-        """Processes the output of the oldest step in flight, if any."""
         if self.in_flight:
             self._update(self.in_flight.pop(min(self.in_flight)))
 

@@ -202,7 +202,6 @@ def _tier(arguments: argparse.Namespace, profile: MeasuredProfile) -> TierSize:
 
 
 def _programs(arguments: argparse.Namespace) -> Workload:
-    """The workload. Each run iterates over the programs separately."""
     name, num_programs = arguments.workload, arguments.programs
     if name not in NAMES:
         listed = _read(Path(name))[:num_programs]

@@ -61,7 +61,6 @@ def draw(runs: Runs, title: str, directory: Path) -> list[Path]:
 
 
 def _draw(group: str, measures: Sequence[Measure], runs: Runs, title: str, path: Path) -> None:
-    """Draws one panel for each measure, with a bar for each run."""
     names = list(runs)
     with drawing(path, f"{group[0].upper()}{group[1:]}", title) as figure:
         panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]

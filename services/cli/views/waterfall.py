@@ -70,7 +70,6 @@ def _wrapped(line: Text, width: int) -> list[Text]:
 
 
 def _time_line(trace: Document, width: int) -> list[Text]:
-    """The line with the parts of the request's time, wrapped to `width`."""
     time: Document | None = trace["time"]
     if time is None:
         return []
@@ -78,7 +77,6 @@ def _time_line(trace: Document, width: int) -> list[Text]:
 
 
 def _explanations(trace: Document, width: int) -> list[Text]:
-    """Explanations of the parts of the time, and of the wait reasons."""
     time: Document | None = trace["time"]
     lines: list[Text] = []
     for part in [] if time is None else time["parts"]:

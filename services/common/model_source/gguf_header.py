@@ -67,7 +67,6 @@ def _read(file: Path, stream: BinaryIO, with_arrays: bool) -> GgufHeader:
 
 
 def _entry(file: Path, stream: BinaryIO) -> tuple[str, tuple[int, ...], int, int]:
-    """Reads name, shape, type and offset of a tensor."""
     name, num_axes = _text(stream), _number(stream, "I")
     if num_axes > _MOST_AXES:
         raise GgufError(file, f"tensor {name} has {num_axes} axes")

@@ -42,7 +42,6 @@ class KVCacheGroup:
     cached. If no group has this flag, `PoolConfig.drop_last_hit_block` applies to all groups.
     """
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.NONE
-    """Which states a state-space group keeps."""
     num_speculative_blocks: int = 0
     """Additional blocks per request in a state-space group, one for each draft token's state."""
 

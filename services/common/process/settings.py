@@ -273,7 +273,6 @@ def without_none(hint: Any) -> Any:
 
 
 def _value(field: dataclasses.Field[Any], text: str | bool, kind: Any, name: str) -> Any:
-    """Parses the text of the flag or variable `name` into the value of a field."""
     read = field.metadata.get("read")
     if read is None:
         return _convert(text, kind, name)

@@ -47,7 +47,6 @@ def check_bad_words(sizes: Sequence[int]) -> None:
 
 
 def _check_sizes(sampling: SamplingParams) -> None:
-    """Raises InvalidArgument if a list or a count would cause too much work."""
     check_bad_words([len(word) for word in sampling.bad_words])
     for name, size, most in (
         ("logit_bias", len(sampling.logit_bias_token_ids), MAX_LOGIT_BIASES),

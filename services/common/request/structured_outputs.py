@@ -100,7 +100,6 @@ def _check_schema(schema: object) -> None:
 
 
 def _parsed(wanted: StructuredOutputs) -> object:
-    """Parses `text` of a kind for which it is JSON."""
     try:
         return json.loads(wanted.text)
     except (ValueError, RecursionError) as error:

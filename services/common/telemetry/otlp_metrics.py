@@ -36,7 +36,6 @@ def service_meter(service: str, settings: ServiceSettings) -> Iterator[Meter]:
 
 
 def _shut_down(provider: "MeterProvider") -> None:
-    """Sends the remaining values within LAST_EXPORT_SECONDS."""
     sending = threading.Thread(target=provider.shutdown, name="last metrics", daemon=True)
     sending.start()
     sending.join(LAST_EXPORT_SECONDS)

@@ -153,7 +153,6 @@ def _of(
 
 
 def _most_at_once(done: Sequence[RequestRecord]) -> int:
-    """The largest number of requests in progress at the same time."""
     changes = [(record.sent or record.intended, 1) for record in done]
     changes += [(record.ended, -1) for record in done if record.ended is not None]
     now = most = 0
