@@ -31,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _import_tokenizers() -> None:
     """Imports the part of transformers that reads tokenizers, before torch and as if torch were not
-    installed. Otherwise transformers would import torch's compiler, which takes a third of the
-    startup time.
+    installed. Otherwise it would import torch's compiler, which takes a third of the startup time.
     """
     from services.gateway.adapters.tokenizer.transformers_package import (  # noqa: PLC0415
         import_auto_tokenizer,

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. The import is here, because other programs import only parts of this
-    package.
-    """
+    """Runs the command. Imports it here, since other programs need only parts of this package."""
     from services.cli.bench import command  # noqa: PLC0415
 
     return command.main(argv)

@@ -47,9 +47,7 @@ class Deployment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The results of a stream's runs: the distinct texts, the error or "", and the longest time
-    between two events.
-    """
+    """The distinct texts of a stream's runs, the error or "", and the longest wait for an event."""
 
     texts: frozenset[str]
     error: str

@@ -28,9 +28,7 @@ class ChildSpec:
     until_ready: Callable[[], Awaitable[None]]
     """Returns once the program is ready."""
     team: str | None = None
-    """Children of one team start together. When one child ends, the other children of the team are
-    ended. None means no team.
-    """
+    """Children of one team start together, and end when one of them ends. None means no team."""
     liveness_address: str | None = None
     """The address for liveness checks, host:port or unix:PATH. None means no liveness checks."""
     silence_seconds: float = 2.0

@@ -18,9 +18,7 @@ _PRIVATE = 0o700
 
 
 def ensure_directory(path: Path) -> None:
-    """Creates a run's directory again if it was removed. Raises CommandError if another user has
-    created it.
-    """
+    """Creates a run's directory again if it was removed. It must not belong to another user."""
     try:
         path.mkdir(mode=_PRIVATE)
     except FileExistsError:

@@ -87,9 +87,7 @@ class End:
 
 
 class Deaths:
-    """Counts the consecutive deaths of a team: ends without `steady_seconds` of readiness between
-    them.
-    """
+    """Counts the deaths of a team since it was last ready for `steady_seconds`."""
 
     def __init__(self, steady_seconds: float) -> None:
         self.num_in_a_row = 0
@@ -177,9 +175,7 @@ class Supervisor:
         self.all_ready.set()
 
     async def _keep_running(self, team: Sequence[ChildSpec]) -> None:
-        """Runs a team repeatedly until cancelled. Raises StartFailed if a child ends before it was
-        ever ready.
-        """
+        """Runs a team repeatedly until cancelled. Raises StartFailed if a child is never ready."""
         num_restarts, deaths = 0, Deaths(self._restarts.steady_seconds)
         while True:
             children = [await self._start(spec) for spec in team]

@@ -11,9 +11,7 @@ from services.worker.sampling.arrays import Float64Array, Int32Array
 _HELD_OUT = 5
 """One of this many measurements is not fitted, but used to compute the errors of the fit."""
 _SIZES = tuple(size for power in range(20) for size in (2**power, 3 * 2**power // 2) if size)
-"""Numbers of tokens at which the curve of step times may have a point: powers of 2, and the numbers
-halfway between them.
-"""
+"""Numbers of tokens at which the curve of step times may have a point."""
 _LEAST_STEPS = 10
 """The minimum number of measurements between two points of the curve."""
 _REQUESTS = 2
@@ -106,9 +104,7 @@ def _places(numbers: Sequence[int]) -> list[int]:
 
 
 def _features(measured: Measurement, places: Sequence[int]) -> list[float]:
-    """The numbers that are multiplied by the coefficients of StepCosts. The sum of the products is
-    the step's time.
-    """
+    """The factors of the coefficients of StepCosts. The sum of the products is the step's time."""
     one = measured
     contexts = num_contexts(one.num_scheduled_tokens, one.num_computed_tokens)
     units = np.eye(len(places)).tolist()

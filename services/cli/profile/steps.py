@@ -14,9 +14,7 @@ from services.worker.sampling.arrays import Int32Array
 _GREEDY = SamplingParams(temperature=0)
 _LEAST_RUNS, _MOST_RUNS = 3, 31
 _MORE = 2
-"""Tokens that a decoding request computes after its context: one when it enters the batch, and one
-in the measured step.
-"""
+"""Tokens after a decoding request's context: one to enter the batch, one in the measured step."""
 
 
 class MeasuredWorker:

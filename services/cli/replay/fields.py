@@ -120,9 +120,7 @@ class Field:
 
 
 def parse_json(data: bytes, file: Path, line: int = 1) -> Any:
-    """Parses a document that begins on line `line` of a file. Raises CommandError, which names the
-    line of the error.
-    """
+    """Parses a document that begins on line `line` of a file. Raises CommandError with the line."""
     try:
         return json.loads(data.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:

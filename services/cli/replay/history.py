@@ -83,9 +83,7 @@ class History:
         self.times: list[float] = []
         """The clock's time when each step was planned. Empty if the log has no times."""
         self.observed: dict[int, Sequence[ObservedStep]] = {}
-        """Maps a step's number to the steps whose times became known just before it was planned
-        (see `StepCosts.observe`).
-        """
+        """Maps a step's number to arguments of `StepCosts.observe` that were known before it."""
         self.without_tokens: set[int] = set()
         """The numbers of the steps without scheduled requests. Such steps still count as time."""
         self._follows_plan = False

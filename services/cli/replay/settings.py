@@ -49,9 +49,7 @@ NAMES = tuple(
 
 
 def read_config(field: Field, fingerprint: bytes = b"") -> SchedulerConfig:
-    """Reads a configuration from an object. Settings with defaults may be missing. Raises
-    FieldError.
-    """
+    """Reads a configuration. Settings that have defaults may be missing. Raises FieldError."""
     field.only(NAMES)
     values: dict[str, Any] = {"fingerprint": fingerprint}
     for spec in dataclasses.fields(SchedulerConfig):

@@ -173,9 +173,7 @@ class WhatIf(SchedulerRun):
         return not self._next_tokens(request)
 
     def _tokens(self, plan: SchedulerOutput, index: int) -> list[int]:
-        """The tokens that a step samples for a request. Empty if some of the request's tokens are
-        not computed yet.
-        """
+        """The tokens that a step samples for a request, if it computes the request's last token."""
         request = plan.requests[index]
         num_drafts = len(plan.draft_token_ids.get(request, ()))
         end = plan.num_computed_tokens[index] + plan.num_scheduled_tokens[index] - num_drafts

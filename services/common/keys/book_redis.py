@@ -4,8 +4,7 @@
 `apikeys:{all}:tenants`   hash: a tenant's name to its record, in JSON
 `apikeys:{all}:version`   text that is replaced at each change, so that gateways notice changes
 
-The braces put all three Redis keys into one slot of Redis Cluster, so that one script can access
-them.
+The braces put the Redis keys into one slot of Redis Cluster, so that one script can access them.
 """
 
 import json

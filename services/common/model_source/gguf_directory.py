@@ -1,7 +1,6 @@
 """Creates a directory in Hugging Face's format for a single GGUF file. Code that reads model
 directories can then read GGUF files too. Configuration and tokenizer are built once for each file,
-from the file's metadata alone. They are stored in $XDG_CACHE_HOME/stepwell/gguf with a link to the
-weights.
+from its metadata alone. They are stored in $XDG_CACHE_HOME/stepwell/gguf, with a link to the file.
 """
 
 import json

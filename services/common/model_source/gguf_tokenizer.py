@@ -46,9 +46,7 @@ _SPACE = "▁"
 
 
 def gguf_tokenizer(file: Path, header: GgufHeader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns tokenizer.json and tokenizer_config.json. Needs a header read with arrays. Raises
-    GgufError.
-    """
+    """Returns both files' contents. `header` must have been read with arrays. Raises GgufError."""
     metadata = header.metadata
     tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
     if not isinstance(tokens, list) or kind not in ("gpt2", "llama"):

@@ -93,9 +93,8 @@ def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
 
 
 def needed_files(names: Collection[str], *, with_weights: bool) -> list[str]:
-    """Selects the files of a model that are read. The weight files are those with Hugging Face's
-    names. Without such files they are all other safetensors files, and without those the GGUF
-    files.
+    """Selects the files of a model that are read. The weights are the files with Hugging Face's
+    names, or else all other safetensors files, or else the GGUF files.
     """
     chosen = [file for file in names if _CONFIGURATION.fullmatch(file)]
     for kind in _WEIGHTS if with_weights else ():

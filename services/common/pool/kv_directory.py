@@ -26,8 +26,7 @@ def group_salt(group: int) -> int:
 
 def block_keys(hashes: Iterable[bytes], group: int = 0) -> list[int]:
     """The keys of block hashes in a KV-cache group. A key is the first 48 bits of a hash, XORed
-    with the group's salt. In an index of a million blocks, three of a billion look-ups match a
-    wrong block.
+    with the group's salt. Three of a billion look-ups among a million blocks match a wrong block.
     """
     salt, from_bytes = group_salt(group), int.from_bytes
     return [from_bytes(block_hash[:KEY_BYTES], "little") ^ salt for block_hash in hashes]

@@ -168,23 +168,19 @@ class Admission:
     num_blocks_kept_free: int = 0
     """Number of blocks that must stay free after the blocks for `num_slots` are allocated."""
     holds_blocks: bool = False
-    """Whether the request already has blocks, because it waited for a load by the KV connector. It
-    then keeps its block tables, nothing is looked up, and its first `num_hit_tokens` tokens count
-    as computed.
+    """Whether the request already has blocks, because it waited for a load by the KV connector. Its
+    block tables are kept, nothing is looked up, and `num_hit_tokens` tokens count as computed.
     """
     num_tokens: int | None = None
     """Number of computed tokens after the step, draft tokens included. None means `num_slots`."""
     num_prompt_tokens: int = 0
     """Number of tokens in the prompt. Later requests are likely to continue at its end."""
     shared_prefix_boundary: int = 0
-    """The length in tokens of a longer prefix that some group had cached when the hit was planned.
-    0 if there was none. If this length has changed, the hit counts as changed, unless `diverges` is
-    set.
+    """The length in tokens of a longer prefix that some group had cached when the hit was planned,
+    or 0. If this length has changed, the hit counts as changed, unless `diverges` is set.
     """
     diverges: bool = False
-    """Whether only the full-attention groups must have cached the hit. The KV connector loads the
-    blocks of other groups.
-    """
+    """Whether the hit is the full-attention groups' hit. The KV connector loads other groups."""
     num_stored_tokens: int | None = None
     """Blocks that no query after this number of tokens can see are freed. None means
     `num_computed_tokens`. The number is smaller if the last computed tokens are computed again, or

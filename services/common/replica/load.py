@@ -17,6 +17,4 @@ class ReplicaLoad:
     seconds_per_prompt_token: float = 0.0
     seconds_per_decode: float = 0.0
     num_other_requests: int = 0
-    """How many of the `num_requests` requests were sent by gateways other than this report's
-    receiver.
-    """
+    """How many of the requests were sent by gateways other than the receiver of this report."""

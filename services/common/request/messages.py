@@ -28,9 +28,7 @@ _KINDS = ProtoEnum(
 
 
 def structured_outputs_from_proto(message: common_pb2.StructuredOutputs) -> StructuredOutputs:
-    """Converts a message to structured outputs, without validation. Raises InvalidArgument for an
-    unknown kind.
-    """
+    """Converts a message, without validation. Raises InvalidArgument for an unknown kind."""
     kind = _KINDS.from_proto(message.kind)
     if kind is None:
         raise invalid("kind is not set, or not known here")

@@ -52,9 +52,7 @@ class StructuredOutputs:
         _validate(self)
 
     def choices(self) -> list[str]:
-        """The permitted outputs of the kind CHOICE. Raises InvalidArgument if `text` is not a JSON
-        list of strings.
-        """
+        """The permitted outputs of kind CHOICE. Raises InvalidArgument if `text` is malformed."""
         choices = _parsed(self)
         if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
             raise invalid("choice must be a list of strings")

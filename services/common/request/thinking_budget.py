@@ -12,9 +12,7 @@ MAX_MARK_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """Limits an output to `num_tokens` reasoning tokens. The tokens that end the reasoning are then
-    forced.
-    """
+    """After `num_tokens` reasoning tokens, the tokens `end_token_ids` are forced."""
 
     num_tokens: int
     start_token_ids: tuple[int, ...]

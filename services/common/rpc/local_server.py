@@ -151,9 +151,7 @@ class _Call:
         self._stream.close()
 
     async def write(self, response: Any) -> None:
-        """Sends a response, and waits until the client has read enough. Raises AbortError if the
-        response is too large.
-        """
+        """As `write_now`, but waits until the client has read enough."""
         self.write_now(response)
         if self._stream.has_unsent:
             await self._stream.drained()
@@ -183,9 +181,7 @@ class _Call:
             self._lost()
 
     def write_at_once(self, response: Any) -> bool:
-        """Sends a response from any thread, unless `write` would wait or fail. Returns whether the
-        response was sent.
-        """
+        """Sends a response from any thread. Returns False instead if `write` would wait or fail."""
         message = self._handler.response_serializer(response)
         return len(message) <= MAX_MESSAGE_BYTES and self._stream.send_at_once(message)
 

@@ -166,9 +166,7 @@ class LocalStream:
         self._receiver = receiver
 
     async def read(self) -> bytes | None:
-        """Returns the next message. None after the peer's last message, or if the connection has
-        ended.
-        """
+        """Returns the next message, or None after the last message or the connection's end."""
         while not self._messages:
             if self._has_ended:
                 return None
@@ -186,9 +184,7 @@ class LocalStream:
         return message
 
     def end(self) -> None:
-        """Records that the peer sends no more messages. `read` then returns the received messages,
-        and after them None.
-        """
+        """Records that the peer sends no more messages, so that `read` returns None at the end."""
         self._has_ended = True
         _wake(self._reader)
 

@@ -43,8 +43,7 @@ class ProtoEnum(Generic[E, V]):
 
 def require_same_fields(dataclass: type[Any], message: "Descriptor") -> None:
     """Raises TypeError if the dataclass and the message have different field names. Modules that
-    convert messages call this function at import, so that no process starts that would drop a
-    field.
+    convert messages call this at import, so that no process starts that would drop a field.
     """
     unmatched = {field.name for field in fields(dataclass)} ^ set(message.fields_by_name)
     if unmatched:

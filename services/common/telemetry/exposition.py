@@ -2,8 +2,7 @@
 
 This module writes both formats itself, because client libraries replace `vllm:` by `vllm_` in
 OpenMetrics and in version 1.0.0 of the text format, unless names may be UTF-8. Processes exchange
-texts in format 0.0.4, with exemplars if requested. `open_metrics` converts these texts to
-OpenMetrics.
+texts in format 0.0.4, with exemplars if requested, which `open_metrics` converts to OpenMetrics.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -14,9 +14,7 @@ COLLECT_TIMEOUT_SECONDS = 1.0
 """Limit on the time to collect one process's metrics. A slower process's metrics are omitted."""
 
 Collect = Callable[[Mapping[str, str], bool], Awaitable[bytes]]
-"""Returns metrics as text. The arguments are labels to add to each series, and whether to include
-exemplars.
-"""
+"""Returns metrics as text. The arguments are labels to add, and whether to include exemplars."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

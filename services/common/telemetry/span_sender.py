@@ -42,9 +42,7 @@ class SpanSender(SpanProcessor):
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
-        """`exporter` must raise NotTaken for rejected spans. Raises SettingError for an invalid
-        variable.
-        """
+        """`exporter` must raise NotTaken for rejected spans. Raises SettingError."""
         self.num_sent = 0
         self.num_dropped: Counter[DropReason] = Counter()
         self._exporter = exporter

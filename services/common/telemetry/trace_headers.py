@@ -10,9 +10,7 @@ _MAX_ENTRIES, _MAX_SHOWN_CHARACTERS = 16, 256
 
 @dataclass(frozen=True, slots=True)
 class TraceHeaders:
-    """A request's trace headers. A header is empty if absent. `traceparent` is also empty if the
-    request is not sampled.
-    """
+    """A request's trace headers, empty if absent. `traceparent` is also empty if not sampled."""
 
     traceparent: str = ""
     tracestate: str = ""

@@ -214,9 +214,7 @@ def configure_tracing(
 
 @cache
 def service_resource(service: str) -> Resource:
-    """The resource of a service's spans. The first call starts threads that read OpenTelemetry's
-    environment variables.
-    """
+    """The resource of a service's spans. The first call starts OpenTelemetry's threads."""
     return Resource.create({"service.name": f"stepwell-{service}", "service.namespace": "stepwell"})
 
 

@@ -125,9 +125,7 @@ _CONNECT_SECONDS = 10.0
 
 
 class Connections:
-    """A connection for each concurrent request. The idle connection that was used last is reused
-    first.
-    """
+    """One connection for each concurrent request. The last idle connection is reused first."""
 
     def __init__(
         self, host: str, port: int, clock: Callable[[], float], tls: ssl.SSLContext | None = None

@@ -37,9 +37,7 @@ class EventStream:
         return self.is_done or self.finish_reason is not None
 
     def feed(self, data: bytes) -> tuple[int, bool]:
-        """Returns the number of events with output that `data` completes, and whether the output
-        has ended.
-        """
+        """Returns the number of output events that end in `data`, and whether the output ended."""
         data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")

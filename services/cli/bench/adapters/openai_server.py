@@ -113,9 +113,7 @@ _SHORT_WORDS, _LONG_WORDS = 32, 160
 
 
 async def fit_form(server: OpenAIServer) -> list[str]:
-    """Drops optional fields until the server accepts a request. Returns the dropped fields. Raises
-    CommandError.
-    """
+    """Drops optional fields until the server accepts a request. Returns the dropped fields."""
     left = [name for name in OPTIONAL_FIELDS if getattr(server.form, name)]
     given_up: list[str] = []
     while True:

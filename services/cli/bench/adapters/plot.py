@@ -83,9 +83,7 @@ def _add_overlap(columns: list[float], width: float, begin: float, end: float) -
 
 
 def _draw_requests(axes: "Axes", records: Sequence[RequestRecord]) -> None:
-    """Draws the TTFT of each request in ms over the request's intended sending time. A failed
-    request is a cross at 0.
-    """
+    """Draws the TTFT of each request in ms over its intended time. Failures are crosses at 0."""
     highest = 1.0
     for label, colour, chosen in (
         ("TTFT", GREEN, [r for r in records if r.is_ok and not r.is_warmup]),

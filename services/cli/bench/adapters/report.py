@@ -19,8 +19,7 @@ _NAMES = {
 
 def report(summary: Summary, usage: GeneratorUsage, lengths: str, *, is_open: bool) -> str:
     """Formats counts and throughput, a table of latencies, and the load generator's usage.
-    `lengths` describes how prompt lengths were determined. The schedule lag is shown only for an
-    open loop.
+    `lengths` describes how prompt lengths were determined. Only open loops have a schedule lag.
     """
     shown = [name for name in _NAMES if is_open or name != "schedule_lag_ms"]
     return "\n".join(

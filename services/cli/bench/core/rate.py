@@ -62,8 +62,7 @@ class RequestRate:
     def times(self, unit_arrivals: Iterator[float]) -> Iterator[float]:
         """Converts arrival times at a rate of one a second to arrival times at this rate, both in
         seconds after the start (the time change of a renewal process). Arrival n is at the time
-        when the integral of this rate equals the n-th unit arrival. The iterator ends with the last
-        piece.
+        when the integral of this rate equals the n-th unit arrival. Ends with the last piece.
         """
         begun = passed = 0.0
         pieces = iter(self.pieces)

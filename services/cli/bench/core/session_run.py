@@ -23,9 +23,7 @@ class Budget:
         self._num_taken = 0
 
     def take(self, intended: float) -> int | None:
-        """Returns the number of the next request, which is to be sent at `intended` seconds. None
-        if a limit is reached.
-        """
+        """Returns the number of a request that is to be sent at `intended`, or None at a limit."""
         if self._num_taken == self._num_warmups:
             self._end = intended + self._seconds
         if self._num_taken >= self._limit or intended >= self._end:

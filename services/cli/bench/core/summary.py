@@ -58,9 +58,7 @@ _MILLIS = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Counts, throughput per second, and distributions in ms, without the warm-up. A distribution
-    without values is None.
-    """
+    """Counts, rates per second, and distributions in ms (or None), all without the warm-up."""
 
     completed: int
     failed: int
