@@ -1,8 +1,11 @@
 """Errors of the worker's core.
 
-InvalidArgument └── InvalidStep a step contradicts the batch or the limits StepwellError ├──
-KVCacheTooSmall the reserved memory cannot hold one sequence ├── NoTier blocks cannot be offloaded
-└── NoSpeculation drafts cannot be proposed or verified
+InvalidArgument
+└── InvalidStep          a step contradicts the batch or the limits
+StepwellError
+├── KVCacheTooSmall      the reserved memory cannot contain one sequence
+├── NoTier               blocks cannot be offloaded
+└── NoSpeculation        drafts cannot be proposed or verified
 """
 
 from services.common.errors import InvalidArgument, StepwellError

@@ -135,7 +135,7 @@ class _Checked:
         self._digest.update(np.ascontiguousarray(array).data)
 
     def digest(self) -> int:
-        """Returns the digest of the step's input, hidden states and output. Waits for these."""
+        """The digest of the step's input, hidden states and output. Waits for the output."""
         output = self.output
         if output is not None:
             output = output if isinstance(output, StepOutput) else output.wait()

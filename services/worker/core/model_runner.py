@@ -103,7 +103,7 @@ class ModelRunner:
         self._sampler.clear()
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs one step and waits for its output. Raises as `begin` does."""
+        """Runs a step and waits for its output. Raises the same errors as `begin`."""
         output = self.begin(step)
         return output if isinstance(output, StepOutput) else output.wait()
 

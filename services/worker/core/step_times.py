@@ -22,9 +22,9 @@ class StepCosts:
     """Time of any step with tokens."""
     seconds_per_token: float = 0.0
     seconds_per_new_context: float = 0.0
-    """Time for each token of the contexts of each token, in requests with several tokens."""
+    """Time for each pair of a token and a token of its context, if a request has several tokens."""
     seconds_per_decoded_context: float = 0.0
-    """Time for each token of the contexts, in requests with a single token."""
+    """Time for each token of the context of a request with a single token."""
     seconds_per_request: float = 0.0
     seconds_by_tokens: tuple[tuple[int, float], ...] = ()
     """Points of a curve: pairs of a number of tokens, in increasing order, and the time of a step.

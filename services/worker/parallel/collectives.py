@@ -85,7 +85,7 @@ class NcclRanks:
 class StageLink:
     """Sends tensors to the next pipeline stage, and receives tensors from the previous one, over
     gloo. It connects ranks with the same index in their stages. Tensors arrive unchanged, in the
-    order in which they were sent. The receiver must know their shapes.
+    order in which they were sent. The receiver must know the tensors' shapes.
 
     A call raises RuntimeError if it exceeds the timeout, or if the other rank has ended.
     """

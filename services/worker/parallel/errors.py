@@ -1,7 +1,9 @@
 """Errors of groups of ranks.
 
-Unavailable └── GroupBroken the ranks cannot continue, so all of them end └── RankLost the process
-of a rank has ended └── RankStopped a rank received a stop signal
+Unavailable
+└── GroupBroken          the ranks cannot continue, so all of them end
+    └── RankLost         the process of a rank has ended
+        └── RankStopped  a rank received a stop signal
 """
 
 from services.common.errors import Unavailable

@@ -1,4 +1,4 @@
-"""Forms a group of ranks. Rank 0 listens, and the other ranks find each other through it.
+"""Forms a group of ranks. Rank 0 listens, and all ranks find each other through rank 0.
 
 1. Each rank connects to rank 0's store. A second rank with the same number is refused.
 2. Each rank writes its address to the store, and all pairs of ranks connect, so that each rank

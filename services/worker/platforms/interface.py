@@ -47,7 +47,7 @@ class RunnerParts:
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
-    """Runs steps together with the other ranks. None if there are none."""
+    """Runs steps together with the other ranks. None if there are no other ranks."""
     pooler: PromptPooler | None = None
     """Pools prompts. None if the model generates."""
     stage: PipelineStage | None = None

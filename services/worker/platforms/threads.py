@@ -1,4 +1,4 @@
-"""Chooses the number of threads that a worker computes with on the CPU.
+"""Chooses the number of threads with which a worker computes on the CPU.
 
 Measured on two processors that run all four services, with a model of 135 million parameters and 8
 and 32 requests at once:
@@ -7,12 +7,12 @@ and 32 requests at once:
   processor to the other services. If another process keeps a processor busy, one thread and two
   threads are equally fast.
 * A team waits for its last thread, so a process that occasionally uses a processor slows all n
-  threads. Using one thread less costs 1/n of the speed, which is the smaller loss from
-  ENOUGH_TO_SPARE processors on. If the cores in use have idle hyperthreads, other services run on
-  these, and every core computes.
+  threads. Using one thread less costs 1/n of the speed. With ENOUGH_TO_SPARE processors or more,
+  this is the smaller loss. If the cores in use have idle hyperthreads, the other services run on
+  these hyperthreads, and every core computes.
 * A team that needs all processors keeps a thread on each (native/cpp/threads.h). Otherwise, on a
   virtual machine, a prompt of 512 tokens after half a second of idleness takes up to twice as long.
-* Two threads on one core share its arithmetic units and its cache, so cores are counted.
+* Two threads on one core share the core's arithmetic units and cache, so cores are counted.
 """
 
 from dataclasses import dataclass

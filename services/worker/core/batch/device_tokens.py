@@ -1,8 +1,8 @@
 """Stores sampled tokens on the device, so that the host does not wait for them between steps.
 
 A step samples on the device, stores each row's last token there, and starts a download. The next
-step is planned and queued while this step runs. Its input tokens are copied within the device. The
-host samples tokens whose logits it edits, and tokens that verify drafts.
+step is planned and queued while this step runs. The input tokens of the next step are copied within
+the device. The host samples tokens whose logits it edits, and tokens that verify drafts.
 """
 
 from dataclasses import dataclass

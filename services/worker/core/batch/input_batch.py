@@ -152,7 +152,7 @@ class InputBatch:
         self.num_tokens[rows] = num_tokens + 1
 
     def append_unknown(self, rows: Int64Array) -> None:
-        """Counts one more token in each of these rows, whose id the host does not have yet."""
+        """Counts one more token, whose id the host does not have yet, in each of these rows."""
         self.num_tokens[rows] += 1
 
     def enter(self, request: NewRequest) -> None:

@@ -67,7 +67,7 @@ class DraftModel(DraftSource):
         it is an upper bound, until `_settle` lowers it to the number of tokens in full blocks.
         """
         self._guesses = np.zeros((rows, most), np.int32)
-        """For each row, the drafts after its `_num_computed` tokens that were computed too."""
+        """For each row, the computed drafts that follow its `_num_computed` tokens."""
         self._num_guesses = np.zeros(rows, np.int32)
 
     def forget(self, rows: Int32Array) -> None:

@@ -18,7 +18,7 @@ from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
 from services.worker.core.step import Int32Array, StepInput, no_ints
 
 _MOST_EMPTY = 2
-"""Successive verifications without an accepted draft until the number is reduced."""
+"""After this many verifications without an accepted draft, fewer drafts are proposed."""
 _FIRST_REST, _LONGEST_REST = 8, 64
 """The lengths in steps of the first and of the longest pause."""
 
@@ -44,7 +44,7 @@ class DraftLength:
         return self._length
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Records that `num_accepted` of at least one draft were accepted."""
+        """Records how many drafts of a step were accepted. `num_drafts` is at least 1."""
         if num_accepted:
             self._num_empty, self._next_rest = 0, _FIRST_REST
             if num_accepted == num_drafts:
