@@ -1,4 +1,4 @@
-"""Opens pool and workers together, and opens both again after one of them was lost."""
+"""Opens the pool and the workers together, and opens both again after one of them was lost."""
 
 import asyncio
 import logging
@@ -26,15 +26,15 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 _MAY_END = (Taken.reason, OtherProtocol.reason)
-"""Reasons of refusals that may be temporary: the owner of the pool or worker may end, or a process
-with another protocol may be replaced.
+"""Reasons of refusals that may end: the process that owns the pool or the worker may exit, or a
+process with another protocol version may be replaced.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """The model and the number of blocks of a replica. The model's description is taken from the
-    first rank, since all ranks agree. The number of blocks is the smallest of all ranks.
+    """The model and the number of blocks of a replica. The first rank describes the model, because
+    all ranks agree. The number of blocks is the smallest number that a rank reports.
     """
 
     description: worker_pb2.DescribeResponse
@@ -42,7 +42,7 @@ class ReplicaShape:
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in a block, except in groups whose states each step overwrites."""
+        """Number of tokens in a block, except in KV-cache groups whose states are overwritten."""
         return self.description.groups[0].block_size
 
     @property
@@ -68,12 +68,12 @@ class ReplicaShape:
 
 
 class ReplicaClient:
-    """A `PoolAndWorkers` over pool and workers.
+    """A `PoolAndWorkers` over gRPC.
 
     The model and its KV cache must not change while this process runs, because arriving requests
-    are checked against them. `open` raises FailedPrecondition if model or cache changed, and
-    InvalidArgument if the pool refuses its configuration permanently. Both errors are raised only
-    if they occur twice in a row, so that a single wrong message does not end the process.
+    are checked against them. `open` raises FailedPrecondition if the model or the cache has
+    changed, and InvalidArgument if the pool refuses its configuration permanently. Both errors are
+    raised only if they occur twice in a row, so that one wrong message does not end the process.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ReplicaClient:
         workers: WorkerGroup,
         configure: Callable[[ReplicaShape], SchedulerConfig],
     ) -> None:
-        """`configure` derives the configuration from the shape. May raise FailedPrecondition."""
+        """`configure` returns the configuration for a shape. It may raise FailedPrecondition."""
         self._pool = pool
         self._workers = workers
         self._configure = configure
@@ -94,10 +94,9 @@ class ReplicaClient:
         """Awaited before the first step of new workers. May raise StepwellError."""
 
     async def open(self) -> ReplicaShape:
-        """Waits for pool and workers without a time limit, and opens both. Afterwards both are
-        empty. Logs the reason for waiting. If a pool or worker belongs to another scheduler or has
-        another protocol, logs at once. Otherwise logs after `QUIET_SECONDS`, in which they usually
-        start.
+        """Waits for the pool and the workers without a time limit, and opens both, which empties
+        them. Logs the reason for waiting: at once if a pool or worker belongs to another scheduler
+        or has another protocol version, otherwise after `QUIET_SECONDS`.
         """
         delay, logged, refused = FIRST_RETRY_SECONDS, "", ""
         loop = asyncio.get_running_loop()
@@ -120,7 +119,7 @@ class ReplicaClient:
 
     @property
     def kernels(self) -> str:
-        """What the present worker 0 computes with, as text. Empty before the first opening."""
+        """The kernels of worker 0, as text. Empty before the first opening."""
         return "" if self._shape is None else self._shape.description.kernels
 
     @property
@@ -128,7 +127,7 @@ class ReplicaClient:
         return self._workers.were_ended
 
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
-        """Sets a callback for losses of pool or workers, including losses between two calls."""
+        """Sets a callback for losses of the pool or the workers that occur outside of a call."""
         self._pool.on_lost = on_lost
         self._workers.on_lost = on_lost
 
@@ -141,7 +140,7 @@ class ReplicaClient:
         shape = _shape(ranks)
         if self._shape is not None:
             _require_same(self._shape, shape)
-            # The scheduler's number of blocks does not change after the first opening.
+            # The number of blocks stays the same after the first opening.
             shape = replace(shape, num_blocks=self._shape.num_blocks)
         config = self._configure(shape)
         generation = await self._pool.open(
@@ -192,7 +191,7 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
 
 
 def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeResponse) -> str | None:
-    """What is wrong with a rank's description of its KV cache. None if the description is valid."""
+    """The error in a rank's description of its KV cache. None if the description is valid."""
     if not rank.groups:
         return "describes no group of layers for the KV cache"
     for index, group in enumerate(rank.groups):
@@ -214,14 +213,14 @@ _NAMES = {
     "max_loras": "another max_loras or max_cpu_loras",
     "max_cpu_loras": "another max_loras or max_cpu_loras",
 }
-"""Descriptions of fields for operators, if the field's name is not clear enough."""
+"""Names of fields in messages for operators, if the field's own name is not clear enough."""
 _MAY_CHANGE = frozenset(
     {
         *("incarnation", "model_name", "num_blocks", "bytes_per_block", "kv_cache_sizing"),
         *("dtype", "kv_cache_dtype", "kernels", "seen_generation"),
     }
 )
-"""Fields whose change has no effect, or is handled elsewhere."""
+"""Fields that may change, because the change has no effect or is handled elsewhere."""
 
 
 def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:

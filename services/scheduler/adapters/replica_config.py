@@ -25,7 +25,7 @@ from services.scheduler.options.listed import TRANSFERS
 from services.scheduler.settings import SchedulerSettings
 
 SHORTEST_SEQUENCE = 2
-"""Number of tokens of the shortest sequence, which has one prompt token and one generated token."""
+"""Number of tokens of the shortest sequence: one prompt token and one generated token."""
 
 
 def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
@@ -42,7 +42,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         num_blocks=shape.num_blocks,
         fingerprint=built.fingerprint,
         policy=settings.policy,
-        # With several stages, the first stage gets sampled tokens only from the scheduler.
+        # With several pipeline stages, only the scheduler sends sampled tokens to the first stage.
         async_scheduling=settings.async_scheduling and num_stages == 1,
         pipeline_parallel_size=num_stages,
         enable_prefix_caching=settings.enable_prefix_caching and not whole,
@@ -72,9 +72,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
 
 
 def _policy_settings(settings: SchedulerSettings) -> dict[str, Any]:
-    """The settings of the policy that are given. Raises FailedPrecondition if it has no use for one
-    of them.
-    """
+    """The policy settings that are set. Raises FailedPrecondition if one has no effect."""
     given = {name: getattr(settings, name) for name in POLICY_SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
     if unused := unused_settings(settings.policy, given):
@@ -85,8 +83,8 @@ def _policy_settings(settings: SchedulerSettings) -> dict[str, Any]:
 
 
 def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaShape) -> None:
-    """Raises FailedPrecondition if a setting cannot work with this replica. For example, even the
-    shortest sequence does not fit in the pool, the longest sequence does not fit in a step although
+    """Raises FailedPrecondition if a setting cannot work with this replica. Examples: the pool is
+    too small even for the shortest sequence, a step is too small for the longest sequence although
     chunked prefill is disabled, or offloaded blocks could not be found.
     """
     if config.max_model_len < SHORTEST_SEQUENCE:

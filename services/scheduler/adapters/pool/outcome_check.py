@@ -1,4 +1,4 @@
-"""Checks the pool's answers against the operations that were sent, before they are used."""
+"""Checks the results of pool transactions against the operations, before the results are used."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
 
 @dataclass(frozen=True, slots=True)
 class _HitChange:
-    """An admission that was refused, and the hit that the pool has instead of the planned one."""
+    """A refused admission, and the pool's prefix hit, which differs from the planned hit."""
 
     planned: ops.Admission
     num_hit_tokens: int
@@ -43,7 +43,7 @@ class _HitChange:
 
 
 class OutcomeCheck:
-    """Checks the answers of a pool. A new object is created each time the pool is opened."""
+    """Checks the results of transactions. A new object is created each time the pool is opened."""
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup]) -> None:
         self._last_block = num_blocks - 1
@@ -51,7 +51,7 @@ class OutcomeCheck:
         self._only_full = all(one.attention_type is AttentionType.FULL for one in groups)
         self._has_states = any(one.attention_type is AttentionType.STATE_SPACE for one in groups)
         self._change: _HitChange | None = None
-        """The changed hit of the last Admit, if no hit was looked up since."""
+        """The changed hit of the last Admit operation. None after a lookup."""
 
     def check(
         self,
@@ -109,9 +109,9 @@ class OutcomeCheck:
                 self._check_tables(operation.admissions[:count], result.groups)
 
     def _check_progress(self, admissions: Sequence[ops.Admission], stop: ops.Stop | None) -> None:
-        """Raises WrongAnswer if a changed hit is reported that was reported for the same admission
-        before. The scheduler expects blocks that the pool does not have, for example because the
-        pool got other hashes. Both would repeat the admission for ever.
+        """Raises WrongAnswer if the pool reports the same changed hit twice for the same admission.
+        The scheduler then expects blocks that the pool does not have, for example because the pool
+        received other hashes. The admission would be repeated forever.
         """
         before, self._change = self._change, None
         if stop is not None and stop.reason is ops.StopReason.HIT_CHANGED:
@@ -137,7 +137,7 @@ class OutcomeCheck:
     def _check_tables(
         self, admissions: Sequence[ops.Admission], groups: Sequence[ops.GroupBlocks]
     ) -> None:
-        """Raises WrongAnswer if a full-attention table has a wrong length or a repetition."""
+        """Raises WrongAnswer if a full-attention table has a wrong length or a repeated block."""
         for granted, group in zip(groups, self._groups, strict=True):
             if group.attention_type is not AttentionType.FULL:
                 continue
@@ -183,8 +183,7 @@ def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
 
 def _check_change(stop: ops.Stop, admission: ops.Admission) -> None:
     """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit, or a limit
-    that was not set. Without this check the scheduler would plan the same admission again and
-    again.
+    that was not set. The scheduler would otherwise plan the same admission forever.
     """
     if stop.reason is ops.StopReason.RETAINED and admission.num_retained_blocks is None:
         raise WrongAnswer("stop: the admission has no limit on blocks of contexts")

@@ -1,4 +1,4 @@
-"""The client of the pool over gRPC. One stream executes each transaction exactly once, in order."""
+"""The gRPC client of the pool. One stream executes each transaction exactly once, in order."""
 
 import asyncio
 import logging
@@ -41,8 +41,8 @@ TRANSACTION_FLOOR_SECONDS = 2.0
 
 
 class PoolClient:
-    """A `ports.KVPool` over a channel. If the stream breaks, the client opens another one and sends
-    the transaction again, with the same sequence number, until the transaction is answered or its
+    """A `ports.KVPool` over a channel. If the stream breaks, the client opens a new stream and
+    sends the transaction again with the same sequence number, until the result arrives or the
     deadline has passed. `Deadlines` computes the deadline, which is at most `timeout_seconds`.
     """
 
@@ -55,9 +55,9 @@ class PoolClient:
         recorder: KVEventRecorder | None = None,
         address: str = "",
     ) -> None:
-        """`recorder` is called with changes of the prefix index. Without a recorder the pool does
-        not report changes. `address` is the address on which the pool listens. If the pool runs on
-        this machine, its process is found by this address.
+        """`recorder` is called with the changes of the prefix index. Without a recorder the pool
+        does not report changes. `address` is the address on which the pool listens, by which the
+        process of a pool on this machine is found.
         """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
         """Called when the pool is lost outside a transaction."""
@@ -78,7 +78,7 @@ class PoolClient:
         self._is_late = False
         self._alarm = Alarm(self._give_up, watch_addresses(lambda: (address,)))
         self._waiting: asyncio.Task[object] | None = None
-        """The task that waits for the stream. None if no task waits."""
+        """The task that waits for the stream, or None."""
 
     async def open(
         self,
@@ -95,8 +95,8 @@ class PoolClient:
         seen_generation: int = 0,
     ) -> int:
         """Resets the pool, which begins a new generation, and opens a stream. Returns the number of
-        the pool's new generation, which is greater than `seen_generation` and all earlier numbers.
-        Raises StepwellError.
+        the new generation, which is greater than `seen_generation` and all earlier numbers. Raises
+        StepwellError.
         """
         self.close()
         try:
@@ -165,7 +165,7 @@ class PoolClient:
     def _checked(
         self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
     ) -> Outcome:
-        """The outcome of the last transaction. Raises PoolLost if the answer is wrong."""
+        """The outcome of the last transaction. Raises PoolLost if the response is wrong."""
         answered = response.generation, response.sequence
         try:
             if answered != (self._generation, self._sequence):
@@ -178,7 +178,7 @@ class PoolClient:
         return outcome
 
     def _wrong(self, operations: Sequence[Operation], problem: str) -> ports.PoolLost:
-        """Ends the stream, and returns the error for a wrong answer to the last transaction."""
+        """Ends the stream, and returns the error for a wrong response to the last transaction."""
         self._end_call()
         return ports.PoolLost(
             f"the kvpool was lost: its answer to transaction {self._sequence} is wrong: {problem}",
@@ -199,7 +199,7 @@ class PoolClient:
             call.cancel()
 
     def _call_ended(self, call: object) -> None:
-        """Probes the pool after its stream ended between transactions, because it may be lost."""
+        """Probes the pool after its stream has ended between transactions. It may be lost."""
         if call is self._call and not self._turns.locked():
             self._call = None
             self._probe = asyncio.create_task(self._probe_pool(), name="probe the pool")
@@ -214,7 +214,7 @@ class PoolClient:
                 is_there = await self._probe_pool()
 
     async def _probe_pool(self) -> bool:
-        """Whether the pool answers. If not, reports its loss."""
+        """Whether the pool replies. If not, reports its loss."""
         try:
             await self.transact(())
         except ports.PoolLost as lost:
@@ -223,9 +223,9 @@ class PoolClient:
         return True
 
     def _give_up(self) -> None:
-        """Ends the stream, and cancels the task that waits for it. Ending the stream is not enough,
-        because a write never returns if its stream is cancelled before the headers were sent, for
-        example while the connection is established.
+        """Ends the stream, and cancels the task that waits for it. Ending the stream is not enough:
+        a write never returns if its stream was cancelled before the headers were sent, for example
+        while the connection is established.
         """
         self._is_late = True
         self._end_call()
@@ -260,7 +260,7 @@ class PoolClient:
                 await self._pause_before_retry(error)
 
     async def _pause_before_retry(self, error: StepwellError) -> None:
-        """Waits before a retry. Raises PoolLost if the deadline has passed before or afterwards."""
+        """Waits before a retry. Raises PoolLost if the deadline passes before the retry."""
         if not self._is_late:
             await asyncio.sleep(RETRY_SECONDS)
         if self._is_late:
@@ -277,7 +277,7 @@ class PoolClient:
         try:
             await call.write(request)
             response = await call.read()
-        except asyncio.InvalidStateError:  # the stream ended before it was written to
+        except asyncio.InvalidStateError:  # the stream ended before the write
             response = grpc.aio.EOF
         except asyncio.CancelledError:  # cancelled by `_give_up` or by the caller
             if not self._is_late or task is None or task.uncancel():
@@ -291,7 +291,7 @@ class PoolClient:
 
 
 async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
-    """The error of an ended stream. The OK of a draining pool is replaced by UNAVAILABLE."""
+    """The error of an ended stream. UNAVAILABLE replaces the status OK of a draining pool."""
     code = await call.code()
     return grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code,
@@ -302,5 +302,5 @@ async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
 
 
 def _broke_under_a_write(rpc_error: grpc.aio.AioRpcError) -> bool:
-    """Whether gRPC itself, and not the pool, has set a status INTERNAL because the stream broke."""
+    """Whether gRPC, and not the pool, has set the status INTERNAL because the stream broke."""
     return rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_status.from_call(rpc_error) is None

@@ -1,4 +1,4 @@
-"""Answers the RPC GetActivity with the present activity of a replica, for `stepwell top` and `/ui`.
+"""Implements the RPC GetActivity: the present activity of a replica, for `stepwell top` and `/ui`.
 Steps are recorded only while clients request them, and for `WATCHED_SECONDS` afterwards.
 """
 
@@ -22,7 +22,7 @@ WATCHED_SECONDS = 5.0
 """Seconds for which steps are recorded after a client has requested them."""
 MAX_STEPS = 256
 MAX_REQUESTS = 256
-"""Limit on the number of running requests in one answer, and on the number of waiting requests."""
+"""Limit on the number of running requests in a response, and on the number of waiting requests."""
 MAX_REQUESTS_OF_STEP = 64
 MAX_PROGRAMS = 64
 
@@ -38,7 +38,7 @@ _STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
 
 
 class WatchedSteps:
-    """Records the last steps while a client watches them."""
+    """Records the latest steps while a client requests them."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.is_on = False
@@ -53,11 +53,11 @@ class WatchedSteps:
         """The recorded steps after `step`. Further steps are recorded for `WATCHED_SECONDS`."""
         self._watched_until, self.is_on = self._monotonic() + WATCHED_SECONDS, True
         if not self._done or self._done[-1].step < step:
-            step = 0  # the number is from an earlier process
+            step = 0  # an earlier process counted the steps
         return [done for done in self._done if done.step > step or not step]
 
     def begin(self) -> None:
-        """Called before a step is planned. Ends the recording if no client requested it lately."""
+        """Called before a step is planned. Stops recording if no client requests steps."""
         if self._monotonic() <= self._watched_until:
             self._begun_nanos = time.time_ns()
         else:
@@ -82,7 +82,7 @@ class WatchedSteps:
 
 
 class Activity:
-    """Implements GetActivity. The answer may include the pool's map of blocks."""
+    """Implements GetActivity. The response may include the pool's map of blocks."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Activity:
 
 
 def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2.StepActivity:
-    """Converts a planned step. A request with one token, not counting drafts, is decoding."""
+    """Converts a planned step. A request with one token besides drafts counts as decoding."""
     num_decode = sum(
         tokens
         for request, tokens in zip(plan.requests, plan.num_scheduled_tokens, strict=True)
@@ -150,7 +150,7 @@ def requests_to_proto(
     engine: EngineCore, reason: WaitReason | None
 ) -> Iterator[scheduler_pb2.RequestActivity]:
     """Converts the first running requests, and the first waiting requests with their wait reasons.
-    `reason` is the reason of all requests that were not passed over (skipped).
+    `reason` is the wait reason of all requests that the last step did not skip.
     """
     scheduler = engine.scheduler
     for request in islice(scheduler.running, MAX_REQUESTS):

@@ -130,8 +130,8 @@ class ResumableSessionsCollector(Collector):
 
 
 class SpeculationMetrics(Collector):
-    """Counts draft tokens. Exports no metrics if the workers propose no drafts. If a request ends,
-    later drafts of the step count as rejected even if they were accepted.
+    """Counts draft tokens. Exports no metrics if the workers propose no drafts. Drafts after the
+    end of a request count as rejected even if the workers accepted them.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""When and why single requests were skipped at admission. Times are in Unix nanoseconds."""
+"""Records when and why steps skipped single waiting requests. Times are Unix nanoseconds."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ MAX_WAITS = 256
 
 @dataclass(frozen=True, slots=True)
 class OwnWait:
-    """A time from `begin` to `end` in which a request was skipped at admission."""
+    """A time from `begin` to `end` in which steps skipped a waiting request."""
 
     begin: int
     end: int
@@ -23,7 +23,7 @@ class OwnWait:
 
 
 class OwnWaits:
-    """Records which requests each step skipped. Takes almost no time if there are none."""
+    """Records which requests each step skips. Takes almost no time if a step skips none."""
 
     def __init__(self) -> None:
         self._last: dict[Request, WaitReason] = {}
@@ -37,15 +37,13 @@ class OwnWaits:
         return bool(self._last)
 
     def arrived(self, request: Request, now: int) -> None:
-        """Records why a new request waits, before the first step that could admit it."""
+        """Records why a new request waits until the first step that could admit it."""
         if request.grammar is GrammarStatus.COMPILING:
             self._last[request] = preparation_wait(request)
             self._begins[request] = now
 
     def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
-        """Records which requests a step skipped. The other waiting requests wait for the reason of
-        the whole queue.
-        """
+        """Records which waiting requests a step skips, and why."""
         if passed_over == self._last:
             return
         for request, reason in self._last.items():
@@ -68,7 +66,7 @@ class OwnWaits:
         return self._waits.pop(request, ())
 
     def so_far(self, request: Request, now: int) -> Sequence[OwnWait]:
-        """The waits of a request up to now, in order. The last wait may not have ended."""
+        """The waits of a request up to now, in order. The last wait may continue."""
         waits = tuple(self._waits.get(request, ()))
         reason, begin = self._last.get(request), self._begins.get(request)
         if reason is None or begin is None:
@@ -85,9 +83,9 @@ class OwnWaits:
 def overlay(starts: Sequence[ReasonStart], own: Sequence[OwnWait]) -> Sequence[ReasonStart]:
     """The reasons for which a request waited, each with its start time.
 
-    `starts`: the reasons for which the queue as a whole waited, each with its start time. `own`:
-    the waits during which this request was skipped. During such a wait, its reason replaces the
-    reasons of the queue. Both arguments are in order of time.
+    `starts` lists the reasons for which the queue as a whole waited, each with its start time.
+    `own` lists the waits in which steps skipped this request. During such a wait, the wait's reason
+    replaces the reasons of the queue. Both arguments are in the order of time.
     """
     if not own:
         return starts

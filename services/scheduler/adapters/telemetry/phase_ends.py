@@ -1,6 +1,6 @@
-"""Completes the open phase of a timeline, or of its copy if the phase continues. A waiting phase
-gets wait reasons, a prefill gets the chunk that was cut short, and a decode phase gets the sums
-over its steps. Only the given timeline is changed.
+"""Adds details to the open phase of a request's timeline: wait reasons to a waiting phase, the
+unfinished chunk to a prefill, and the sums over its steps to a decode phase. If the phase
+continues, the caller passes a copy of the timeline. Only the given timeline is changed.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Tracked:
     request: Request
     timeline: Timeline
     waiting: WaitStart | None
-    """The start of the present wait. None if the request does not wait."""
+    """The start of the current wait. None if the request does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class PhaseEnds:
     reasons: WaitReasons
 
     def fill_in(self, tracked: Tracked, end: int, now: int, own: Sequence[OwnWait]) -> None:
-        """Adds the details of the current phase of a timeline, which ended at time `end`. If `end`
-        is before `now`, adds a pause from `end` on. `own` are the waits in which the request was
-        passed over (skipped).
+        """Adds the details of the timeline's open phase, which ends at time `end`. If `end` is
+        before `now`, also adds a pause from `end` on. `own` lists the waits in which steps skipped
+        the request.
         """
         timeline = tracked.timeline
         match timeline.current.kind:
@@ -54,7 +54,7 @@ class PhaseEnds:
         phase.num_output_tokens = tracked.request.num_output_tokens - phase.num_output_tokens
 
     def _prefill(self, timeline: Timeline, end: int) -> None:
-        """Adds the chunk in flight, if there is one, as a chunk that was cut short."""
+        """Adds the chunk in flight, if there is one, as an unfinished chunk."""
         last_step = self.sums.last_step
         timeline.current.last_step = last_step
         if end > timeline.covered_until:
@@ -64,7 +64,7 @@ class PhaseEnds:
 
 
 def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[ReasonStart]:
-    """The reasons for which a request waited, each with its start, WAIT_NEXT_STEP first."""
+    """The reasons for which a request waited, each with its start time."""
     changes = reasons.changes_since(waiting)
     starts = [
         ReasonStart(change.unix_nanos, change.reason.value, change.step, change.holder)

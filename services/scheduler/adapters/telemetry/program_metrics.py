@@ -1,4 +1,4 @@
-"""Prometheus metrics of programs and their contexts."""
+"""Prometheus metrics of programs (runs of agents) and their contexts (cached blocks)."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ CAUSES = tuple(cause.value for cause in RecomputationCause)
 
 
 class ProgramMetrics(ProgramObserver, Collector):
-    """Counts what happens to the programs of a scheduler."""
+    """Counts the events of a scheduler's programs."""
 
     def __init__(self, retention: ProgramRetention | Pins) -> None:
         self._retention = retention
@@ -29,7 +29,7 @@ class ProgramMetrics(ProgramObserver, Collector):
         self._program_seconds = Histogram(replica.PROGRAM_SECONDS)
         self._program_turns = Histogram(replica.PROGRAM_TURNS)
         self._pauses: dict[str, Histogram] = {}
-        """By tool. Tools that come after the first `_MAX_TOOLS` share one entry."""
+        """By tool. All tools after the first `_MAX_TOOLS` tools have one common entry."""
 
     def began(self, *, is_named: bool) -> None:
         self._begun["id" if is_named else "hash"] += 1

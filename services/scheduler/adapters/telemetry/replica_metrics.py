@@ -10,8 +10,8 @@ from services.common.telemetry.metrics_servicer import collect_from
 
 
 class ReplicaMetrics:
-    """Merges the scheduler's metrics with the metrics that pool and workers return at each scrape.
-    Processes that do not answer are left out. Must be created in a running event loop.
+    """Merges the scheduler's metrics with the metrics of the pool and the workers at each scrape.
+    Processes that do not reply are left out. Must be created in a running event loop.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class ReplicaMetrics:
         workers: Sequence[grpc.aio.Channel],
         labels: Mapping[str, str],
     ) -> None:
-        """`labels` are added to all series. A label `rank` is added to the series of a worker."""
+        """`labels` are added to all series. Series of a worker also have the label `rank`."""
         self._own = own
         self._labels = dict(labels)
         self._others = [
@@ -31,7 +31,7 @@ class ReplicaMetrics:
         self._loop = asyncio.get_running_loop()
 
     async def collect(self, labels: Mapping[str, str], exemplars: bool) -> bytes:
-        """The metrics as text, with `labels` added to all series, and exemplars on request."""
+        """The metrics as text, with `labels` added to all series, optionally with exemplars."""
         added = dict(labels)
         own, *others = await asyncio.gather(
             asyncio.to_thread(self._own.render, {**self._labels, **added}, exemplars=exemplars),

@@ -1,7 +1,7 @@
-"""Maintains the timeline of every request, from the engine's calls of its observer. A step is
-recorded in time proportional to its changes, such as prompt chunks, admissions and ends. Requests
-that only decode are not updated in each step. At the end of a decode phase, the sums of the phase
-are computed as differences of totals over all steps.
+"""Maintains the timeline of every request, from the engine's calls of its observer. The time to
+record a step is proportional to the number of changes, such as prompt chunks, admissions and ends.
+Requests that only decode are not updated in each step. When a decode phase ends, its sums are
+computed as differences of totals over all steps.
 """
 
 from collections import Counter
@@ -37,10 +37,10 @@ _LOSSES = (PreemptionCause.POOL_LOST, PreemptionCause.WORKERS_LOST)
 
 @dataclass(slots=True)
 class StepRecord:
-    """Data about a step. Times are nanoseconds since 1970."""
+    """Data about a step. Times are Unix nanoseconds."""
 
     begun: int
-    """Time at which the planning began."""
+    """Time at which the planning of the step began."""
     span: StepSpan | None = None
     """None if the step is not traced."""
     number: int = 0
@@ -51,18 +51,18 @@ class StepRecord:
     compute_nanos: int = 0
     """Compute time of the workers."""
     nanos: int = 0
-    """Duration of the step, without its overlap with the step before."""
+    """Duration of the step, without the overlap with the previous step."""
     only_decodes: bool = False
-    """Whether the step contains all running requests and each of them decodes."""
+    """Whether the step contains all running requests, and all of them decode."""
     chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
-    """Index in the plan, timeline, phase and number of tokens of each request in prefill."""
+    """For each request in prefill: index in the plan, timeline, phase, number of tokens."""
     left_out: Sequence[Phase] = ()
     """Decode phases of running requests that the step does not contain."""
 
 
 class RequestTimelines:
     def __init__(self, reasons: WaitReasons, wait_nanos: Counter[str]) -> None:
-        """`wait_nanos` maps a reason to the total nanoseconds of ended waits. It is updated."""
+        """`wait_nanos` maps reasons to total nanoseconds. Ended waits are added to it."""
         self._wait_nanos = wait_nanos
         self.sums = StepSums()
         self._reasons = reasons
@@ -89,12 +89,12 @@ class RequestTimelines:
             tracked.timeline.wait(since, request.hashed_unix_nanos)
         self._live[request] = tracked
         if request.resumable:
-            self._own_waits.forget(request, now)  # drops the wait between two turns
+            self._own_waits.forget(request, now)  # removes the wait between two turns
         self._own_waits.arrived(request, now)
         return tracked
 
     def only_decodes(self, plan: SchedulerOutput) -> bool:
-        """Whether a plan consists of all running requests, all decode, and none was skipped."""
+        """Whether all running requests are in the plan and decode, and none is skipped."""
         return (
             len(plan.requests) == len(self._running)
             and not self._prefilling
@@ -103,8 +103,8 @@ class RequestTimelines:
         )
 
     def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
-        """Records which requests a plan admits, preempts, omits or passes over, and for which it
-        schedules a prompt chunk. Must be called before the step's wait reason is recorded.
+        """Records which requests a plan admits, preempts, leaves out or skips, and for which
+        requests it has a prompt chunk. Must be called before the step's wait reason is recorded.
         """
         for request in (*plan.new, *plan.resumed):
             self._admit(request, plan.step, now)
@@ -123,7 +123,7 @@ class RequestTimelines:
         last_done = self.sums.last_done_nanos
         nanos = step.nanos = max(0, now - max(last_done, step.begun))
         compute, prompt_nanos = min(update.execute_nanos, nanos), 0
-        # Other requests have left the phase, because a token arrived or they were interrupted.
+        # Other requests have left this phase: a token arrived, or they were interrupted.
         in_prefill = [chunk for chunk in step.chunks if chunk[1].timeline.current is chunk[2]]
         if in_prefill:
             num_prompt_tokens = sum(num_tokens for *_, num_tokens in in_prefill)
@@ -153,7 +153,7 @@ class RequestTimelines:
         return [ended for request in update.ended if (ended := self.end(request, now)) is not None]
 
     def decoded(self, steps: Iterable[StepRecord]) -> None:
-        """Records decode-only steps that ended no request. Must be called before later events."""
+        """Records decode-only steps that ended no request. Must precede later events."""
         sums = self.sums
         for step in steps:
             nanos = step.nanos = max(0, step.done - max(sums.last_done_nanos, step.begun))
@@ -161,7 +161,7 @@ class RequestTimelines:
             sums.add(step.number, step.done, nanos, compute_nanos, 0, step.num_requests)
 
     def end(self, request: Request, now: int) -> Tracked | None:
-        """Ends the timeline of a request. Stores the parts of its total time in `request.times`."""
+        """Ends the timeline of a request. Sets `request.times`."""
         tracked = self._live.pop(request, None)
         if tracked is None:
             return None
@@ -195,7 +195,7 @@ class RequestTimelines:
         return copied.timeline
 
     def paused(self, now: int) -> None:
-        """Records that no step is planned from here on."""
+        """Records that no step is planned from now on."""
         self._own_waits.interrupted(now)
         if self._paused_at is None:
             self._paused_at = now
@@ -215,7 +215,7 @@ class RequestTimelines:
     def preempted(
         self, requests: Iterable[Request], cause: PreemptionCause, now: int, message: str = ""
     ) -> None:
-        """Records that running requests were preempted for another reason than missing blocks."""
+        """Records that running requests were preempted, but not because blocks were missing."""
         kind = PhaseKind.RECOVERY if cause in _LOSSES else PhaseKind.PREEMPTED
         if kind is PhaseKind.RECOVERY:
             self._own_waits.interrupted(now)
@@ -246,8 +246,7 @@ class RequestTimelines:
             return
         timeline, end = tracked.timeline, now
         if interruption.kind is PhaseKind.RECOVERY:
-            # A lost step computed nothing that counts, so the phase ended when the last tokens
-            # arrived.
+            # The tokens of a lost step do not count. The phase ended when the last tokens arrived.
             end = min(now, max(timeline.covered_until, self.sums.last_done_nanos))
         self._leave_phase(tracked, now if self._paused_at is not None else end)
         if timeline.current.kind is PhaseKind.PAUSE:
@@ -273,7 +272,7 @@ class RequestTimelines:
         return [phase for phase in phases if phase.kind is PhaseKind.DECODE]
 
     def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
-        """Records the first tokens after a prefill. An unpreempted request begins to decode."""
+        """Records the first tokens after a prefill. Unless preempted, the request now decodes."""
         if tracked.timeline.first_token is None:
             tracked.timeline.first_token = now
         if tracked.timeline.current is phase:
@@ -290,7 +289,7 @@ class RequestTimelines:
             self._prefilling[tracked.request] = tracked
 
     def _leave_phase(self, tracked: Tracked, now: int) -> None:
-        """Completes the phase that ends now. If the request was paused, a pause follows it."""
+        """Completes the open phase. If the request was paused, adds a pause after the phase."""
         own: Sequence[OwnWait] = ()
         end = self._end_of_phase(tracked, now)
         if tracked.timeline.current.kind is PhaseKind.PREFILL:

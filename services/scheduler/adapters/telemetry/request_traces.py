@@ -1,4 +1,4 @@
-"""Decides at arrival or later which requests are sampled, and records their spans."""
+"""Decides whether requests are sampled, at their arrival or later, and records their spans."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ MAX_KEPT = 2048
 
 @dataclass(frozen=True, slots=True)
 class KeptTrace:
-    """The data from which the spans of one request are made."""
+    """The data from which the spans of one request are created."""
 
     timeline: Timeline
     attributes: Attributes
@@ -128,8 +128,8 @@ class RequestTraces:
     def so_far(
         self, request: Request, timeline: Timeline, parent: SpanContext, tracing: Tracing
     ) -> None:
-        """Records the spans of an unfinished request with `tracing`. If the request is not sampled,
-        the parent span is `parent`, otherwise the parent with which the request was sampled.
+        """Records the spans of an unfinished request with `tracing`. Their parent span is the
+        parent with which the request was sampled, or `parent` if the request is not sampled.
         """
         sampled = self._sampled.get(request)
         context = child_of(parent) if sampled is None else sampled.context
@@ -148,7 +148,7 @@ class RequestTraces:
 
 
 def _turn_before(request: Request) -> list[Link]:
-    """A link to the turn before, if the request is a turn of a program and that one was traced."""
+    """A link to the previous turn of the request's program, if that turn was traced."""
     turn = request.program_turn
     before = None if turn is None else sampled_parent(turn.traceparent_before, "")
     return [] if before is None else [Link(before)]

@@ -1,4 +1,4 @@
-"""Answers the RPC GetStats with present numbers of the replica."""
+"""Implements the RPC GetStats: numbers of the replica."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class StepCounts:
 
     @property
     def mean_step_nanos(self) -> int:
-        """Mean nanoseconds of recent steps. Overlaps count once. 0 before the first step."""
+        """Mean duration of recent steps, without overlaps. 0 before the first step."""
         return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
 
 
@@ -72,7 +72,7 @@ class Statistics:
     kernels: Callable[[], str]
 
     def message(self) -> scheduler_pb2.GetStatsResponse:
-        """The numbers as the answer to GetStats."""
+        """The response of GetStats."""
         engine, scheduler, counts = self.engine, self.engine.scheduler, self.counts
         reason = counts.wait_reasons.current if engine.num_waiting else None
         return scheduler_pb2.GetStatsResponse(

@@ -37,9 +37,9 @@ MAX_WAITING_BYTES = 64 * 2**20
 
 
 class StepLog:
-    """A log file that a WriterThread writes. Only one thread may call `write`. `write` never waits
-    for the disk. If the disk fails, or is so slow that more than MAX_WAITING_BYTES wait, a warning
-    is logged and the log ends. The entries that were written until then can be replayed.
+    """A log file that a WriterThread writes. Only one thread may call `write`, which never waits
+    for the disk. If the disk fails, or is so slow that more than MAX_WAITING_BYTES wait, logs a
+    warning and ends the log. The entries written until then can be replayed.
     """
 
     def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -89,7 +89,7 @@ class StepLog:
 
 
 class WriterThread:
-    """Calls a function every FLUSH_SECONDS, and a last time in `close`, in a thread."""
+    """Calls a function in a thread, every FLUSH_SECONDS and a last time in `close`."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
@@ -176,8 +176,8 @@ def create_log_file(path: Path) -> BinaryIO:
 
 
 class _CompressedFile:
-    """A file in which each write is one complete frame with a checksum. All complete frames can be
-    read while the file grows, and after its process was killed.
+    """A file to which each write appends a complete compressed frame with a checksum. All complete
+    frames can be read while the file grows, and after the writing process was killed.
     """
 
     def __init__(self, file: BinaryIO, compress: Callable[[bytes], bytes]) -> None:

@@ -16,7 +16,7 @@ Attributes = dict[str, str | int | float | bool | Sequence[str]]
 
 
 class StepSpan:
-    """The span of a sampled step, until its tokens have arrived."""
+    """The open span of a sampled step. `record` ends it when the step's tokens have arrived."""
 
     def __init__(self, context: SpanContext, begun: int) -> None:
         self.context = context

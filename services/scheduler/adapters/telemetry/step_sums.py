@@ -1,4 +1,4 @@
-"""Totals over all completed steps, whose differences are the sums of decode phases."""
+"""Totals over all completed steps. The sums of a decode phase are differences of totals."""
 
 from bisect import bisect_left
 
@@ -6,7 +6,7 @@ from services.scheduler.core.timelines.timeline import StepTotals
 
 
 class StepSums:
-    """Totals over all steps, and the largest number of requests in a step since a given step."""
+    """Totals over all completed steps, and the largest batch since a given step."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -18,8 +18,8 @@ class StepSums:
         self.last_done_nanos = 0
         """Time at which the tokens of the last step arrived."""
         self._steps: list[int] = []
-        """Numbers of the steps after which every step had a smaller batch. `_sizes` are the batch
-        sizes of these steps, in decreasing order.
+        """Numbers of the steps after which every step had a smaller batch. `_sizes` lists the batch
+        sizes of these steps, which decrease.
         """
         self._sizes: list[int] = []
 

@@ -3,12 +3,12 @@
 Every request has a timeline (`request_timelines`). When a sampled request ends, its timeline is
 converted to spans (`request_spans`).
 
-A step is a candidate for sampling if a sampled request runs or may be admitted in it. Other steps
-become candidates at random, with the sample ratio of traces. The sample ratio of steps then decides
-which candidates are sampled.
+A step is a candidate for sampling if a sampled request runs or may be admitted in the step. Other
+steps become candidates at random, with the sample ratio of traces. The sample ratio of steps then
+decides which candidates are sampled.
 
-Most steps only decode. Such steps are collected and counted together, before any other event is
-counted. Therefore counts may lag by up to MAX_UNCOUNTED_STEPS steps.
+Most steps only decode. Decode-only steps are collected and counted together, before any other event
+is counted. So counts may lag by up to MAX_UNCOUNTED_STEPS steps.
 """
 
 import random
@@ -27,17 +27,17 @@ from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request, TurnEnd
 
 STEP_SERVICE = "engine-steps"
-"""Part of the service name of step traces, which separates them from request traces."""
+"""Part of the service name of step traces. It distinguishes step traces from request traces."""
 MAX_UNCOUNTED_STEPS = 32
 MAX_UNCOUNTED_NANOS = 100_000_000
 """Limit on the time between the first and the last uncounted step."""
 
 
 class StepTracer:
-    """A `StepObserver` that counts and times all steps and requests, and traces the sampled ones.
-    `candidates` returns the waiting requests that the next step may admit. `end_execution` records
-    the span of a step's execution by the workers, if that span was not recorded yet. The second
-    argument of `end_execution` is an error, or None if the workers answered.
+    """A `StepObserver` that counts and times all steps and requests, and traces the sampled steps
+    and requests. `candidates` returns the waiting requests that the next step may admit.
+    `end_execution` records the span of a step's execution by the workers, if the span was not
+    recorded yet. Its second argument is an error, or None if the workers replied.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StepTracer:
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
         step, now = self._steps.pop(plan.step, None), self._unix_nanos()
         if step is None:
-            return  # a step without requests, which only reported transfers
+            return  # a step without requests, which only reported KV transfers
         if step.only_decodes and not (update.ended or update.turns):
             step.done, step.compute_nanos = now, update.execute_nanos
             uncounted = self._uncounted
@@ -184,8 +184,8 @@ class StepTracer:
             self._traces.keep(request_id, parent, self._timelines.requests)
 
     def so_far(self, request_id: str, traceparent: str, tracing: Tracing) -> None:
-        """Records the spans of an unfinished request up to now with `tracing`. Their parent is the
-        span of `traceparent`. Does nothing for an unknown request or an invalid `traceparent`.
+        """Records the spans of an unfinished request up to the present time with `tracing`, under
+        the span of `traceparent`. Does nothing if the request is unknown or `traceparent` invalid.
         """
         parent = sampled_parent(traceparent)
         if parent is None:
@@ -228,6 +228,6 @@ class StepTracer:
         for preemption in plan.preemptions:
             counts.num_lost_tokens += preemption.num_lost_tokens
         for request in plan.new:
-            cached = request.num_cached_tokens or 0  # its earlier output may be cached too
+            cached = request.num_cached_tokens or 0  # may include earlier output tokens
             num_prompt = request.num_prompt_tokens
             counts.admitted(num_prompt, min(cached, num_prompt))

@@ -28,7 +28,7 @@ class TracedPool:
     def transact(
         self, operations: Sequence[Operation], traceparent: str = ""
     ) -> Coroutine[Any, Any, Outcome]:
-        # For a step that is not traced, as most are, the pool's own coroutine is returned.
+        # Most steps are not traced. For these, the pool's own coroutine is returned.
         parent = sampled_parent(traceparent) if traceparent else None
         if parent is None:
             return self._pool.transact(operations)
@@ -62,7 +62,7 @@ class TracedPool:
 
 
 class TracedExecutor:
-    """An `Executor` that records a span for each step, from its sending to its answer."""
+    """An `Executor` that records a span for each sampled step, from sending to the output."""
 
     def __init__(self, executor: Executor, tracing: Tracing) -> None:
         self._executor = executor

@@ -8,7 +8,7 @@ from services.common.pool.kv_cache_groups import AttentionType
 
 @dataclass(frozen=True, slots=True)
 class CacheNamespace:
-    """The cache salt and the adapter, which are hashed with a sequence's first block."""
+    """The cache salt and the adapter, which are hashed together with a sequence's first block."""
 
     cache_salt: str = ""
     lora_name: str = ""
@@ -17,7 +17,9 @@ class CacheNamespace:
 
     @property
     def lora_id(self) -> int | None:
-        """A positive int32 from the adapter's digest, or None. vLLM assigns ids per process."""
+        """A positive int32 that is derived from the adapter's digest, or None without an adapter.
+        In vLLM each process assigns its own ids.
+        """
         if not self.adapter_digest:
             return None
         return int.from_bytes(self.adapter_digest[:4], "big") >> 1 or 1
@@ -37,13 +39,13 @@ class BlockStored:
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in a block. If part of a block is published, the size of this part."""
+        """Number of tokens in a block. If only part of a block is published, the part's size."""
         return len(self.token_ids) // (4 * len(self.block_hashes))
 
     @property
     def extra_keys(self) -> list[tuple[str, ...] | None]:
-        """For each block, the adapter's name and, in the first block of a sequence, the cache salt.
-        This is vLLM's format for the inputs of a block's hash besides its tokens.
+        """The inputs of each block's hash besides its tokens, in vLLM's format: the adapter's name
+        and, for the first block of a sequence, the cache salt.
         """
         adapter = (self.namespace.lora_name,) if self.namespace.lora_name else ()
         keys: list[tuple[str, ...] | None] = [adapter or None] * len(self.block_hashes)
@@ -90,4 +92,4 @@ SPEC_KINDS = {
 }
 
 MEDIUM = "GPU"
-"""The memory in which the workers' KV cache lies, on any device."""
+"""The memory of the KV cache. The name does not depend on the workers' device."""

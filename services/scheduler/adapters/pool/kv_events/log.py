@@ -1,4 +1,4 @@
-"""Stores recent batches of events, and the blocks that are published at present."""
+"""Stores recent batches of events of the prefix cache, and the blocks that are published now."""
 
 import asyncio
 import time
@@ -18,11 +18,11 @@ from services.scheduler.adapters.pool.kv_events.events import (
 )
 
 MAX_KEPT_BLOCKS = 500_000
-"""Limit on the total number of blocks in the stored batches. That many blocks take about 70 MB."""
+"""Limit on the total number of blocks in the stored batches. They take about 70 MB."""
 
 
 class Trimmed(OutOfRange):
-    """The requested batches are not stored any more, or their numbers never existed."""
+    """The requested batches are no longer stored, or never existed."""
 
     reason = "TRIMMED"
 
@@ -39,10 +39,10 @@ _Key = tuple[int, BlockHash]
 
 
 class KVEventLog:
-    """Numbers batches from 0. Stores the last `num_batches` batches, or fewer if these contain more
-    than `max_blocks` blocks. Also stores all blocks that are published after the newest batch. Each
-    reader passes the number of the batch that it needs next. If that batch was dropped because the
-    reader is slow, the reader receives an error.
+    """Numbers batches from 0. Stores the last `num_batches` batches, or fewer batches if these
+    contain more than `max_blocks` blocks. Also stores all blocks that are published after the
+    newest batch. A reader passes the number of the batch that it needs next, and receives an error
+    if that batch was already dropped.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class KVEventLog:
                 self._blocks.clear()
 
     def _unlisted(self, key: _Key, listed: dict[_Key, None]) -> Iterator[_Key]:
-        """A block and its ancestors, up to the first one that is listed or not published."""
+        """Yields a block and its ancestors, up to the first that is listed or not published."""
         group = key[0]
         while key in self._blocks and key not in listed:
             yield key
@@ -133,7 +133,7 @@ class KVEventLog:
             key = (group, parent)
 
     def _runs(self, keys: dict[_Key, None]) -> Iterator[BlockStored]:
-        """One event for each run of equally large blocks. Each block is the parent of the next."""
+        """Yields one event for each chain of blocks of equal size, each the next one's parent."""
         run: list[_Key] = []
         for key in keys:
             if run and not self._follows(key, run[-1]):

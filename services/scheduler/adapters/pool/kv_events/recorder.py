@@ -25,23 +25,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """A request with hashes or blocks in the pool, and its number of committed hashes."""
+    """A request that has hashes or blocks in the pool, and its number of committed hashes."""
 
     request: Request
     num_committed: int = 0
 
 
 _Sources = dict[BlockHash, tuple[Request, int]]
-"""Maps each hash that a transaction may publish to its request and its index in the chain."""
+"""Maps each hash that a transaction may publish to its request and its index in `block_hashes`."""
 
 
 class KVEventRecorder:
     """Appends the events of each transaction to a log.
 
     A request is looked up in the queues when an operation first names it, and is stored until its
-    release. The chain of a request has a hash for each `hash_block_size` tokens. A larger block
-    covers several of these hashes, and is identified by the last one. As in vLLM, if a hash inside
-    a block is published, it is reported as a block that contains only the tokens up to that hash.
+    release. A request has one hash for each `hash_block_size` tokens. A larger block covers several
+    hashes, and is identified by the last of these. As in vLLM, if a hash inside a block is
+    published, it is reported as a block that contains only the tokens up to this hash.
     """
 
     def __init__(self, log: KVEventLog) -> None:
@@ -51,9 +51,9 @@ class KVEventRecorder:
         self._hash_block_size = 1
         self._hashes_per_block: tuple[int, ...] = ()
         self._hashes_per_hit = 1
-        """Number of hashes between two positions at which blocks of all groups end. If groups have
-        different block sizes, the pool may publish the blocks after a request's last such position
-        later than a Commit contains their hashes.
+        """Number of hashes between two positions at which blocks of all KV-cache groups end. If
+        groups have different block sizes, the pool may publish blocks after the last of these
+        positions later than the Commit that contains their hashes.
         """
 
     def watch(
@@ -62,7 +62,7 @@ class KVEventRecorder:
         groups: Sequence[KVCacheGroup],
         hash_block_size: int,
     ) -> None:
-        """Sets the pool's groups, the number of tokens in a hash, and `waiting`, a function that
+        """Sets the pool's KV-cache groups, the number of tokens in a hash, and `waiting`, which
         returns the waiting requests.
         """
         self._waiting = waiting
@@ -104,7 +104,7 @@ class KVEventRecorder:
             self._log.append(tuple(self._events(response.events, sources)))
 
     def _find(self, keys: Sequence[RequestKey]) -> None:
-        """Records the requests with these keys that are new to the pool. They are in the queue."""
+        """Stores the requests with these keys that were not stored yet. All of them wait."""
         missing = {key for key in keys if key not in self._known}
         if not missing:
             return
@@ -141,7 +141,7 @@ class KVEventRecorder:
     def _stored(
         self, stored: kvpool_pb2.BlocksStored, sources: Mapping[BlockHash, tuple[Request, int]]
     ) -> Iterator[BlockStored]:
-        """One event for each run of consecutive blocks of a request."""
+        """Yields one event for each run of consecutive blocks of a request."""
         run: tuple[Request, int, int] | None = None
         num_hashes = self._hashes_per_block[stored.group]
         for block_hash in _split(stored.hashes):
@@ -162,7 +162,7 @@ class KVEventRecorder:
             yield self._run(*run, stored.group)
 
     def _run(self, request: Request, begin: int, end: int, group: int) -> BlockStored:
-        """The event for a group's blocks with the hashes from `begin` up to `end` of a chain."""
+        """The event for a group's blocks with the request's hashes from `begin` up to `end`."""
         size = self._hash_block_size
         num_hashes = min(self._hashes_per_block[group], end - begin)
         return BlockStored(
@@ -176,7 +176,7 @@ class KVEventRecorder:
         )
 
     def _search(self, block_hash: BlockHash) -> tuple[Request, int] | None:
-        """The source of a block that is published again, for example after a failed load."""
+        """The request and index of a hash that is published again, as after a failed load."""
         for known in self._known.values():
             if block_hash in known.request.block_hashes:
                 return known.request, known.request.block_hashes.index(block_hash)

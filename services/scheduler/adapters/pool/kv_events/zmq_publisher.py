@@ -1,13 +1,14 @@
-"""Publishes events over ZMQ in vLLM's format, so that routers made for vLLM can route to a replica.
+"""Publishes events of the prefix cache over ZMQ in vLLM's format, so that routers made for vLLM can
+route to a replica.
 
 A batch is one message of three frames: topic, sequence number (8 bytes, big-endian), and msgpack
 
     [seconds since 1970, [event, ...], data-parallel rank]
 
 An event is a map with its name under "type". In the older format, which vLLM used until 2026 and
-some consumers still expect, an event is an array that begins with the name. A subscriber that
-detects a gap sends the first missing number to the replay endpoint, a ROUTER socket. The answer is
-the batches from that number on, and then a message with the number -1.
+some consumers still expect, an event is an array that begins with its name. A subscriber that
+detects a gap sends the first missing sequence number to the replay endpoint, a ROUTER socket. The
+replay endpoint replies with the batches from that number on, and then with the number -1.
 """
 
 import asyncio
@@ -44,7 +45,7 @@ _REPLAY_FRAMES = 3
 
 
 class EventEncoder:
-    """Encodes batches as msgpack. With `as_arrays` events are arrays, otherwise maps."""
+    """Encodes batches as msgpack. With `as_arrays`, events are arrays, otherwise maps."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], *, as_arrays: bool) -> None:
         self._groups = groups
@@ -94,8 +95,8 @@ class EventEncoder:
 
 
 class ZmqEventPublisher:
-    """Sends every batch of a log, and answers requests for replay. Sending never waits. Batches are
-    dropped for a subscriber that lags by more than `max_lag` batches.
+    """Sends every batch of a log to the subscribers, and serves requests for replay. Sending never
+    waits. Drops batches for a subscriber that lags by more than `max_lag` batches.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class ZmqEventPublisher:
         log.on_batch = self._publish
 
     async def serve_replay(self) -> None:
-        """Answers requests for earlier batches, until cancelled."""
+        """Serves requests for earlier batches, until cancelled."""
         replay = self._replay
         if replay is None:
             return
