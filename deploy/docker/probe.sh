@@ -1,11 +1,13 @@
 #!/bin/sh
-# Whether the service of this container is ready: exits with 0 if it is, else with 1 and one line.
+# Checks whether the service of this container is ready. If it is not, prints the reason as one line
+# and exits with 1.
 #
 #     probe.sh [FILE [SECONDS]]
 #
-# FILE is what the service writes once a second by --health-file; services/common/process/health_file.py
-# describes it. A line that is older than SECONDS is stale, unless the process waited for a processor
-# meanwhile. Only what the shell itself can do is used: to start a program costs more than all else.
+# FILE is the service's --health-file, which it writes once a second. Its format is described in
+# services/common/process/health_file.py. A line that is older than SECONDS is stale, but time in
+# which the process waited for a processor does not count. Only builtins of the shell are used,
+# because starting a program would take longer than the rest of the probe.
 file=${1:-/tmp/health}
 longest=${2:-10}
 
@@ -21,7 +23,7 @@ read -r uptime _ < /proc/uptime
 age=$((${uptime%%.*} - beat))
 [ "$age" -le "$longest" ] && exit 0
 
-# It is late: does it hang, or is it starved?
+# The line is too old. Either the service hangs, or it has waited for a processor.
 [ -r "/proc/$pid/stat" ] || no "the service has ended"
 read -r stat < "/proc/$pid/stat"
 ran_now=$ran waited_now=$waited
@@ -29,6 +31,7 @@ ran_now=$ran waited_now=$waited
 starved=$(((waited_now - waited) / 1000000000))
 case ${stat##*) } in
     [Tt]*) no "the service is stopped" ;;
-    R*) starved=$((age - (ran_now - ran) / 1000000000)) ;; # a wait is counted once it is over
+    # Linux counts a wait for a processor only when it is over.
+    R*) starved=$((age - (ran_now - ran) / 1000000000)) ;;
 esac
 [ $((age - starved)) -le "$longest" ] || no "the service has stood still for $age s"
