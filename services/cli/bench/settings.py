@@ -61,7 +61,7 @@ class BenchSettings:
 
     @property
     def num_expected(self) -> int | None:
-        """The number of requests to send, warm-up included. None if unlimited or unknown."""
+        """The number of requests to send, warm-up included. None if the number is not limited."""
         return None if self.num_requests is None else self.num_warmups + self.num_requests
 
     @property

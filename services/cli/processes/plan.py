@@ -26,8 +26,8 @@ _GATEWAY_LINGER_SECONDS = _SCHEDULER_STOP_SECONDS + _CACHES_STOP_SECONDS + 1
 """Seconds for which a stopping gateway that keeps traces still accepts other services' spans."""
 
 _VIEWER = (".viewer", "services.gateway.options")
-"""The gateway's option that keeps traces. Without the option's folder, the gateway would reject the
-settings of the option. An import of the gateway's options would take a second.
+"""The gateway's option that keeps traces. A gateway without the option rejects the option's
+settings. `find_spec` finds the option without importing the gateway, which takes a second.
 """
 _RESUBMIT = env_prefix("gateway") + "RESUBMIT_TIMEOUT_SECONDS"
 _LOOPBACK = "127.0.0.1"

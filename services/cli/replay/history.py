@@ -58,8 +58,8 @@ COMPLETE = "complete"
 
 class History:
     """The events of a log and the tokens of each request. A step's number is the number of steps
-    planned before it. `before_plan` maps a step's number to the events before the step is planned.
-    `before_update` maps it to the events after that, until an output arrives.
+    planned before it. `before_plan` maps a step's number to the events before the step's plan.
+    `before_update` maps a step's number to the events between the step's plan and the next output.
     """
 
     def __init__(self) -> None:

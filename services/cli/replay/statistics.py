@@ -53,7 +53,7 @@ class RunStatistics:
         """The number of tokens of requests at their first admission. The hit rate refers to it."""
         self.num_generated_tokens = 0
         self.wait_steps: Counter[WaitReason] = Counter()
-        """Maps a wait reason to the number of waiting requests, summed over all steps with it."""
+        """Maps a wait reason to the sum of waiting requests over all steps with that reason."""
         self._scheduler = scheduler
         self._made_at: dict[int, int] = {}
         self._num_sampled_preemptions = 0
@@ -147,7 +147,7 @@ class RunStatistics:
 
 
 def percentile(values: Sequence[int], share: float) -> int | None:
-    """The smallest value that at least the fraction `share` of values do not exceed, or None."""
+    """The nearest-rank percentile for the fraction `share`. None if there are no values."""
     if not values:
         return None
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -32,7 +32,7 @@ def _begin(trace: dict[str, Any]) -> float:
 
 
 def _parts(trace: dict[str, Any]) -> Iterator[tuple[str, float, float, str]]:
-    """Yields text, begin, duration and bar character of a turn, and of the pause before it."""
+    """Yields text, begin, duration and bar of the pause before a turn, then of the turn itself."""
     turn, started = trace["turn"], float(trace["started_unix_seconds"])
     if (pause := turn["pause_seconds"]) is not None:
         tool = turn["tool"] or "no tool"

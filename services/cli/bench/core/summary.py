@@ -70,7 +70,7 @@ class Summary:
     total_input_tokens: int
     total_output_tokens: int
     total_output_len: int
-    """Number of output tokens that the completed requests requested."""
+    """The sum of the output lengths that the completed requests specified."""
     total_cached_tokens: int | None
     """Number of prompt tokens found in a prefix cache. None if the server reports none."""
     request_throughput: float
