@@ -1,4 +1,4 @@
-"""The gRPC service for operators, over an engine."""
+"""The gRPC service SchedulerAdmin, for operators."""
 
 import logging
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(eq=False)
 class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
-    """Serves operators' calls. Each call is logged, because it affects all clients."""
+    """Serves operators' calls. Logs each call, because it affects all clients."""
 
     engine: EngineCore
     submitter: RequestSubmitter

@@ -1,4 +1,4 @@
-"""One gateway's stream, and the requests that arrived through it."""
+"""A gateway's session: its stream, and the requests that have arrived through it."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -14,36 +14,36 @@ from services.scheduler.adapters.gateways.outbox import Outbox
 from services.scheduler.core.request import Request
 
 _MAX_CONTEXTS = 4096
-"""Ended requests of a gateway whose contexts are remembered."""
+"""Limit on the number of a gateway's ended requests whose contexts are stored."""
 
 
 @runtime_checkable
 class StreamWriter(Protocol):
-    """The server's side of a local stream."""
+    """The server side of a local stream."""
 
     @property
     def can_write(self) -> bool:
-        """Whether a message does not have to wait until the gateway has read earlier ones."""
+        """Whether a message can be sent before the gateway has read earlier messages."""
 
     def write_now(self, response: scheduler_pb2.SessionResponse) -> None:
-        """Sends a message, or stores it until the gateway has read earlier ones."""
+        """Sends a message, or stores it until the gateway has read earlier messages."""
 
 
 @dataclass(slots=True, eq=False)
 class GatewaySession:
-    """One gateway's stream, and the requests that arrived through it."""
+    """One gateway's stream, and the requests that have arrived through it."""
 
     gateway_id: str
     outbox: Outbox = field(default_factory=Outbox)
     """Messages to be sent to the gateway."""
     writer: StreamWriter | None = None
-    """Writes messages without waking the session's task. None over gRPC, and until the session's
-    first messages were written.
+    """Writes messages without waking the session's task. Only set for local streams, after the
+    session's first messages were written.
     """
     requests: dict[int, Request] = field(default_factory=dict)
     """Maps handles, which the gateway chose, to unfinished requests."""
     contexts: dict[int, ContextId] = field(default_factory=dict)
-    """Maps the handles of requests that ended last to the contexts that they left."""
+    """Maps the handles of recently ended requests to the contexts that they left."""
     queue_announced: QueueState | None = None
     """The queue state that was sent last. None if no queue state was sent."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
@@ -55,7 +55,7 @@ class GatewaySession:
     _num_sent: int = 0
 
     def take(self, message: scheduler_pb2.SessionRequest) -> None:
-        """Records a received message. Raises InvalidArgument if its number is not the next one."""
+        """Records a received message. Raises InvalidArgument if its number is not the next."""
         if message.number != self.taken_number + 1:
             raise InvalidArgument(
                 f"message {message.number} comes in place of {self.taken_number + 1}",
@@ -65,7 +65,7 @@ class GatewaySession:
         self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
 
     def note_context(self, handle: int, context: ContextId | None) -> None:
-        """Records the context that an ended request left, for a message about its tool."""
+        """Stores the context that an ended request left. A message may name its tool later."""
         if context is not None:
             self.contexts[handle] = context
             if len(self.contexts) > _MAX_CONTEXTS:
@@ -80,8 +80,8 @@ class GatewaySession:
         return response
 
     def flush(self) -> None:
-        """Sends the collected deltas at once if they end no request and nothing must be sent before
-        them. Otherwise wakes the session's task, which sends them.
+        """Sends the collected deltas at once if they end no request and no other message must be
+        sent first. Otherwise wakes the session's task, which sends the deltas.
         """
         if self.writer is not None and self.outbox.may_be_taken_at_once and self.writer.can_write:
             self.writer.write_now(self.numbered(self.outbox.take_response()))

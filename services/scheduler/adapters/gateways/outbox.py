@@ -1,7 +1,6 @@
 """Collects the deltas (new tokens and ends of requests) for one gateway until they are sent. A
-message contains the deltas of one step. If the gateway reads more slowly than steps run, a message
-contains the deltas of several steps. The collected deltas cannot grow without limit, because the
-lengths of requests are limited.
+message contains the deltas of one step, or of several steps if the gateway reads slowly. The
+collected deltas cannot grow without limit, because the lengths of requests are limited.
 """
 
 import asyncio
@@ -27,17 +26,17 @@ _MESSAGES = {
 
 
 class Outbox:
-    """The collected deltas of one session. Adding never waits. One reader waits for deltas and
-    takes all of them. The tokens of the last step are stored as lists parallel to the requests'
-    handles. If the next step's tokens arrive before the reader has taken these lists, they are
-    merged into one list of tokens for each handle.
+    """The collected deltas of one session. Adding never waits. One reader waits for deltas, and
+    removes all of them. The tokens of the last step are stored as lists parallel to the requests'
+    handles. If the next step's tokens arrive before the reader has removed these lists, the tokens
+    are merged into one list for each handle.
     """
 
     def __init__(self) -> None:
         self.has_deltas = False
         """Whether `take` has something to send."""
         self.num_quiet_calls = 0
-        """Number of calls of `Sessions.announce_to_quiet` since the last message was taken."""
+        """Number of calls of `Sessions.announce_to_quiet` since the last message was removed."""
         self._step = 0
         self._num_ended = 0
         self._handles: Sequence[int] = ()
@@ -69,7 +68,8 @@ class Outbox:
         num_output: Sequence[int],
     ) -> None:
         """Adds the new tokens of a step. All lists are parallel to `handles`. `num_output` counts
-        output tokens, including the new ones. Requests without new tokens are skipped.
+        the output tokens of each request, including the new tokens. Skips requests without new
+        tokens.
         """
         new = [tokens for tokens in token_ids if tokens]
         if len(new) < len(handles):
@@ -84,7 +84,7 @@ class Outbox:
     def logprobs(
         self, handle: int, item: worker_pb2.RequestLogprobs, num_tokens: int, num_skipped: int = 0
     ) -> None:
-        """Adds log-probabilities, without the first `num_skipped` rows of the prompt, and of the
+        """Adds log-probabilities of the prompt, without the first `num_skipped` rows, and of the
         first `num_tokens` sampled tokens. The answer may end before the last accepted draft.
         """
         added = self._deltas.logprobs.add(handle=handle)
@@ -122,7 +122,7 @@ class Outbox:
         self.flush()
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Sets the state to send (whether steps can run). Replaces a state that was not taken."""
+        """Sets the state to send (whether steps can run). Replaces a state that was not sent."""
         self._state = state
         self._woken.set()
 
@@ -135,9 +135,9 @@ class Outbox:
         self._load = load
 
     def report(self, *, may_wait: bool) -> None:
-        """Makes queue state and load due, which means that they are sent even without deltas. If
-        `may_wait` is true, only the second call in a row without deltas taken in between makes them
-        due. Deltas usually follow soon, and a separate message costs as much as a step's.
+        """Makes the queue state and the load due: they are sent even without deltas. If `may_wait`
+        is true, they become due only at the second call in a row, and only if no deltas were sent
+        between the calls. Deltas usually follow soon, and save a separate message.
         """
         if self._queue is None and self._load is None:
             return
@@ -163,8 +163,8 @@ class Outbox:
         self._woken.clear()
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
-        """Takes the state, if there is one. Otherwise takes the queue state or the load, if they
-        are due and there are no deltas to send them with. Returns None if there is nothing to take.
+        """Removes and returns the state, if there is one. Otherwise the queue state or the load, if
+        they are due and there are no deltas to send them with. Returns None if there is nothing.
         """
         response = None
         if self._state is not None:
@@ -188,8 +188,8 @@ class Outbox:
 
     @property
     def may_be_taken_at_once(self) -> bool:
-        """Whether deltas were collected that contain only tokens and admissions, and the reader has
-        nothing to do. After deltas of other kinds, the reader may have to end the session.
+        """Whether only tokens and admissions were collected, and the reader has nothing to do.
+        After other deltas, the reader may have to end the session.
         """
         return not (
             self._is_empty
@@ -200,11 +200,11 @@ class Outbox:
         )
 
     def take(self) -> scheduler_pb2.StepDeltas:
-        """Takes all collected deltas, with queue state and load if they were set."""
+        """Removes and returns all collected deltas, with the queue state and the load if set."""
         return self.take_response().deltas
 
     def take_response(self) -> scheduler_pb2.SessionResponse:
-        """Does the same as `take`, and returns the deltas in a message."""
+        """Like `take`, but returns the deltas in a message."""
         response, deltas = self._response, self._deltas
         self._response = scheduler_pb2.SessionResponse()
         self._deltas = self._response.deltas

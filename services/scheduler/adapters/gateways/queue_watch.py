@@ -1,4 +1,4 @@
-"""Measures the queue's speed, reports it to gateways, and ends requests that wait too long."""
+"""Estimates the waits in the queue, reports them to gateways, and ends overdue requests."""
 
 import asyncio
 import time
@@ -15,10 +15,10 @@ from services.scheduler.core.output import WaitReason
 PERIOD_SECONDS = 0.1
 """Time between two samples while requests wait or arrive, in seconds."""
 QUIET_PERIOD_SECONDS = 1.0
-"""Seconds between two samples while no request waits or arrives. Longer, to save processor time."""
+"""Seconds between two samples while no request waits or arrives. Longer, to save CPU time."""
 
 _MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
-"""Wait reasons that show that a replica is full although fewer than `max_num_seqs` requests run."""
+"""Wait reasons of a replica that is full although fewer than `max_num_seqs` requests run."""
 
 
 class QueueWatch:
@@ -69,8 +69,8 @@ class QueueWatch:
         )
 
     def _num_free(self, num_waiting: int) -> int:
-        """How many further requests could run, if each needs as many blocks as a running request
-        has on average. Clients' sessions that wait for input count as running requests.
+        """Number of further requests that could run, if each needs as many blocks as a mean running
+        request. Clients' sessions that wait for input count as running requests.
         """
         if num_waiting and self._counts.wait_reasons.current is WaitReason.NO_BLOCKS:
             return 0
@@ -101,7 +101,7 @@ class QueueWatch:
             self._look()
 
     def _look(self) -> None:
-        """Takes a sample, ends requests that waited too long, and reports to the gateways."""
+        """Takes a sample, ends requests that have waited too long, and reports to the gateways."""
         now = time.monotonic()
         if self._engine.state is EngineState.RUNNING:
             self._sample(now)

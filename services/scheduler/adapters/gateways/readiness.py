@@ -11,16 +11,16 @@ LOOK_SECONDS = 0.5
 
 
 class ReplicaReadiness:
-    """A `Readiness` that sends each change of its state to every gateway. If a gateway was sent
-    nothing for a second, the state is sent to it again. `set_ready` is called at each change, to
-    update the health service.
+    """A `Readiness` that sends each change of its state to every gateway. Sends the state again to
+    a gateway that has received nothing for a second. `set_ready` is called at each change, and
+    updates the health service.
     """
 
     def __init__(self, sessions: Sessions, set_ready: Callable[[bool], Awaitable[None]]) -> None:
         self._sessions = sessions
         self._set_ready = set_ready
         self.cannot_run_steps = asyncio.Event()
-        """Set while pool or workers are unreachable."""
+        """Set while the pool or a worker is unreachable."""
         self._reason = ""
         self._is_draining = False
         self._is_drained = False

@@ -1,4 +1,4 @@
-"""Registers the scheduler in Redis, where gateways find it, if the settings enable that."""
+"""Registers the scheduler in Redis, where gateways find it. Only if the settings enable this."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
 
 LEAVE_SECONDS = 0.3
-"""Seconds that the drain may wait for Redis. Without an answer, the lease expires by itself."""
+"""Limit on the wait for Redis at the drain. Without a reply, the lease expires by itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Registration(Collector):
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        """Raises SettingError for an unreachable address or a missing package for Redis."""
+        """Raises SettingError for an address that gateways cannot reach, or a missing package."""
         _require_usable_address(settings)
         self._advertised = settings.advertise_address
         self._redis = None if settings.redis_url is None else _connection(settings.redis_url)
@@ -70,7 +70,7 @@ class Registration(Collector):
             await asyncio.sleep(RENEW_SECONDS)
 
     async def leave(self) -> None:
-        """Removes the record, if Redis answers in time. `run` must have been cancelled."""
+        """Removes the record, if Redis replies in time. `run` must have been cancelled."""
         if self._registry is not None and self._replica is not None:
             with suppress(Unavailable):  # the lease expires by itself
                 await self._registry.remove(self._replica, LEAVE_SECONDS)
@@ -102,7 +102,7 @@ class Registration(Collector):
 
 
 def _require_usable_address(settings: SchedulerSettings) -> None:
-    """Raises SettingError if an address is unreachable for gateways, or set but not used."""
+    """Raises SettingError if gateways cannot reach an address, or if an address is not used."""
     if settings.redis_url is None:
         if settings.advertise_address is not None:
             raise SettingError("--advertise-address needs --redis-url, where it is registered")

@@ -29,7 +29,7 @@ from services.scheduler.core.policies import find_policy
 from services.scheduler.core.request import Request
 
 _NO_SAMPLING = SamplingParams()
-"""The sampling parameters of requests that are answered with a vector."""
+"""The sampling parameters of requests whose result is a vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class RequestIntake:
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
         """Converts a message to a request. Raises InvalidArgument or OutOfRange, which name the
-        invalid field. Raises ResourceExhausted if the queue is full or the expected wait too long.
+        invalid field. Raises ResourceExhausted if the queue is full or the expected wait is too
+        long.
         """
         latest_start = self._latest_start(message)
         embeds = self._embeds(message)
@@ -123,7 +124,7 @@ class RequestIntake:
         return sampling.prompt_logprobs is None
 
     def _check_adapter(self, message: scheduler_pb2.AddRequest) -> None:
-        """Raises InvalidArgument if this replica serves no adapters, or the digest is invalid."""
+        """Raises InvalidArgument if the replica serves no adapters or the digest is invalid."""
         if not message.HasField("adapter"):
             return
         digest = message.adapter.digest
@@ -138,7 +139,8 @@ class RequestIntake:
 
     def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:
         """How a vector is computed from the prompt. None if the model generates tokens. Raises
-        InvalidArgument if the request asks for the other kind of answer.
+        InvalidArgument if the request needs tokens from a pooling model, or a vector from a
+        generative model.
         """
         if message.HasField("pooling") != (self.pooler is not None):
             raise InvalidArgument(
@@ -163,7 +165,7 @@ class RequestIntake:
         return params
 
     def _program(self, message: scheduler_pb2.AddRequest) -> DeclaredProgram | None:
-        """What the client says about the request's program. Raises InvalidArgument."""
+        """The program that the client declares for the request. Raises InvalidArgument."""
         if not message.HasField("program"):
             return None
         program = program_from_proto(message.program)
@@ -171,14 +173,14 @@ class RequestIntake:
         return program
 
     def _tenant_weight(self, message: scheduler_pb2.AddRequest) -> float:
-        """Raises InvalidArgument if the weight is no positive number."""
+        """Raises InvalidArgument if the weight is not a positive number."""
         weight = message.tenant_weight or 1.0
         if not 0 < weight < math.inf:
             raise InvalidArgument("tenant_weight must be above 0", field="tenant_weight")
         return weight
 
     def _max_retained_share(self, message: scheduler_pb2.AddRequest) -> float:
-        """Raises InvalidArgument if the share is no number above 0, at most 1."""
+        """Raises InvalidArgument if the share is not above 0 and at most 1."""
         share = message.tenant_max_retained_share or 1.0
         if not 0 < share <= 1:
             field = "tenant_max_retained_share"
@@ -186,8 +188,8 @@ class RequestIntake:
         return share
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
-        """The latest time of the request's first scheduling, or None. Raises ResourceExhausted if
-        the queue is full, or if the request is expected to start after that time.
+        """The time until which the request must be admitted, or None. Raises ResourceExhausted if
+        the queue is full, or if the expected admission is later than this time.
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

@@ -1,9 +1,9 @@
-"""Clients' sessions, which are requests that stay open and keep resources between turns.
+"""Clients' sessions: requests that stay open between turns. (A gateway's session is the stream on
+which all requests of the gateway arrive.)
 
-A client's session differs from a gateway's session, which is the stream on which all requests of
-the gateway arrive. Between turns, a client's session keeps its blocks and counts as a running
-request, only to save computation. If the scheduler ends a session to free its blocks, the gateway
-later sends the session's tokens again as a new request.
+Between turns, a client's session keeps its blocks to save computation, and counts as a running
+request. If the scheduler ends a session to free its blocks, the gateway sends the session's tokens
+again as a new request at the next turn.
 """
 
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -16,7 +16,7 @@ from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 KEPT_SECONDS = 1.0
-"""Seconds that a session must have waited for input before it may be ended for other requests."""
+"""A session may be ended for other requests after it has waited this long for input."""
 _HELD = (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
 """If other requests wait for one of these reasons, a session between turns may be ended."""
 
@@ -25,14 +25,14 @@ class ResumableSessions:
     """The clients' sessions of one replica."""
 
     def __init__(self, engine: EngineCore, sessions: Sessions, max_num_sessions: int) -> None:
-        """Beyond `max_num_sessions` sessions, a new session ends with its first turn."""
+        """If `max_num_sessions` sessions are open, a further session ends with its first turn."""
         self.num_given_up = 0
         """Number of sessions that were ended to free their resources for other requests."""
         self._engine = engine
         self._sessions = sessions
         self._max_num_sessions = max_num_sessions
         self._waits_since: dict[tuple[Request, int], float] = {}
-        """Maps (session, its number of tokens) to the time when it was first seen between turns."""
+        """Maps a session and its number of tokens to the time when it was first seen waiting."""
 
     @property
     def open(self) -> list[Request]:
@@ -41,7 +41,7 @@ class ResumableSessions:
 
     @property
     def num_between_turns(self) -> int:
-        """How many sessions wait for input."""
+        """Number of sessions that wait for input."""
         return len(self._engine.scheduler.queues.between_turns)
 
     @property
@@ -49,8 +49,9 @@ class ResumableSessions:
         return len(self.open) < self._max_num_sessions
 
     def find(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> Request:
-        """The session that a chunk continues. Raises Unavailable if the session does not wait for
-        input, or if it has another number of tokens than the gateway expects.
+        """The session that the input in `message` continues. Raises Unavailable if the session does
+        not wait for input, or if its number of tokens differs from the number that the gateway
+        expects.
         """
         request = session.requests.get(message.handle)
         if request is None or request.status is not RequestStatus.WAITING_FOR_CHUNK:
@@ -78,11 +79,11 @@ class ResumableSessions:
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
         """Ends one session if other requests wait for resources that sessions occupy. `reason` is
-        the reason for which these requests wait.
+        the wait reason of these requests.
 
-        If sessions wait for input, the one that has waited longest is ended, after KEPT_SECONDS. If
-        no session waits for input and no request runs, sessions with input wait for each other's
-        blocks. In that case the session that was opened last is ended.
+        If sessions wait for input, the longest waiting session is ended, once it has waited for
+        KEPT_SECONDS. If no session waits for input and no request runs, sessions with input wait
+        for each other's blocks. Then the session that was opened last is ended.
         """
         scheduler, since = self._engine.scheduler, self._waits_since
         between_turns = scheduler.queues.between_turns

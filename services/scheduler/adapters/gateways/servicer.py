@@ -1,4 +1,4 @@
-"""The scheduler's gRPC service over an engine."""
+"""The scheduler's gRPC service for gateways."""
 
 import asyncio
 import logging
@@ -149,7 +149,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 self.engine.changes.abort(requests, reason)
 
     def _end_turn(self, session: GatewaySession, message: scheduler_pb2.EndTurn) -> None:
-        """The tool of a request that has ended, or whose abort is pending."""
+        """Records the tool of a request that has ended, or whose abort is pending."""
         if len(message.tool.encode()) > MAX_TOOL_BYTES:
             raise InvalidArgument(f"tool may be {MAX_TOOL_BYTES} bytes long", field="tool")
         of = session.requests.get(message.handle) or session.contexts.pop(message.handle, None)
@@ -167,7 +167,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def _responses(
         self, session: GatewaySession, reader: asyncio.Task[None]
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """The messages of the outbox, until the gateway ends its stream or the drain ends."""
+        """Yields the outbox's messages, until the gateway ends its stream or the drain ends."""
         outbox = session.outbox
         reader.add_done_callback(lambda _: outbox.wake())
         while True:

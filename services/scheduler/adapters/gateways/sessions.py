@@ -27,14 +27,14 @@ class _Owner:
     num_uncomputed_tokens: int = 0
     """Number of prompt tokens that are not computed yet, after the last step."""
     is_admitted: bool = False
-    """Whether the admission of the request, or of the session's current turn, was sent."""
+    """Whether the gateway was informed that the request, or the session's turn, was admitted."""
     num_prompt_rows: int = 0
-    """Number of rows of prompt log-probabilities that were sent. They are never sent again."""
+    """Number of rows of prompt log-probabilities that were sent. A row is never sent twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A session's requests of a step: their indexes in the step's plan, and their handles."""
+    """One session's requests in a step: their indexes in the step's plan, and their handles."""
 
     session: GatewaySession
     indexes: list[int] = field(default_factory=list)
@@ -42,9 +42,9 @@ class _Share:
 
 
 class Sessions:
-    """All sessions of a scheduler. Implements `Delivery` by distributing the outputs of steps among
-    the sessions. Most steps have the same requests as the previous step. Which session each request
-    belongs to is looked up again only when the requests change.
+    """All sessions of a scheduler. Implements `Delivery`: distributes the outputs of steps among
+    the sessions. Most steps have the same requests as the previous step. The sessions of the
+    requests are looked up only when the requests change.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Sessions:
         self.num_corrupted = 0
         """Number of finished requests whose logits contained NaN."""
         self.state = scheduler_pb2.ReplicaState(ready=True)
-        """The state that was announced last. It includes whether steps can run."""
+        """The state that was last sent to gateways. It includes whether steps can run."""
         self._sessions: dict[GatewaySession, None] = {}
         self._gateways: dict[GatewaySession, None] = {}
         """The sessions of gateways. Sessions of other gRPC services are not included."""
@@ -63,7 +63,7 @@ class Sessions:
         self._num_uncomputed = 0
         """Number of prompt tokens that are not computed yet, after the last step."""
         self._num_sent = 0, 0
-        """The number of requests and of uncomputed prompt tokens that were sent last."""
+        """The number of requests and the number of uncomputed prompt tokens that were sent last."""
         self._speeds = 0.0, 0.0
         self._sorted: Sequence[Request] = ()
         self._shares: list[_Share] = []
@@ -79,7 +79,7 @@ class Sessions:
         return session
 
     def open_call(self, name: str) -> GatewaySession:
-        """Opens a session for the requests of one call. No states are sent to it."""
+        """Opens a session for the requests of one gRPC call. No states are sent to it."""
         session = GatewaySession(name)
         self._sessions[session] = None
         return session
@@ -111,12 +111,12 @@ class Sessions:
     def report(
         self, queue: QueueState, seconds_per_prompt_token: float, seconds_per_decode: float
     ) -> None:
-        """Sends the queue state and the load to every gateway, if they changed. Both are sent with
-        the gateway's next deltas. If there are no deltas before the next call, that call sends them
-        in a separate message.
+        """Sends the queue state and the load to every gateway, if they have changed. Both are sent
+        with the gateway's next deltas. If no deltas were sent until the next call of `report`, that
+        call sends both in a separate message.
 
-        Each call counts all uncomputed prompt tokens. Between two calls, the count is only updated
-        with the tokens of each step, and misses tokens that must be computed again.
+        Each call of `report` counts all uncomputed prompt tokens. Between two calls, each step's
+        tokens are subtracted, but tokens that must be computed again are not added.
         """
         for session in self._gateways:
             if session.queue_announced != queue:
@@ -164,7 +164,7 @@ class Sessions:
                 owner.num_uncomputed_tokens = left
 
     def wake(self) -> None:
-        """Makes the session of every gateway check whether it should end."""
+        """Makes the session of every gateway check whether the session should end."""
         for session in self._gateways:
             session.outbox.wake()
 
@@ -175,12 +175,12 @@ class Sessions:
         self._num_uncomputed += request.num_prompt_tokens
 
     def disown(self, session: GatewaySession, handle: int) -> None:
-        """Removes a request that is about to end, so that its end is not sent to the gateway."""
+        """Forgets a request that is about to end, so that its end is not sent to the gateway."""
         self._pop_owner(session.requests.pop(handle))
         self._sorted = ()
 
     def refuse(self, request: Request, error: StepwellError) -> None:
-        """Sends a refusal of a request that ends here and continues on another replica."""
+        """Sends a refusal of a request, which ends here and continues on another replica."""
         owner = self._owners.get(request)
         if owner is not None:
             owner.session.reject(owner.handle, error)
@@ -220,7 +220,9 @@ class Sessions:
             session.flush()
 
     def _deliver_admissions(self, plan: SchedulerOutput) -> None:
-        """Sends each request's first admission, or the next one if its step was lost."""
+        """Informs gateways of the first admissions of requests. If the step of a first admission
+        was lost, informs of the next admission.
+        """
         for request in chain(plan.new, plan.resumed):
             owner, num_cached = self._owners.get(request), request.num_cached_tokens
             if owner is not None and not owner.is_admitted and num_cached is not None:
@@ -236,7 +238,7 @@ class Sessions:
             if isinstance(item, worker_pb2.RequestLogprobs):
                 num_known = 0
                 if item.HasField("prompt"):
-                    # The first row of a chunk is for the token after the chunk's first position.
+                    # A chunk's first row is for the token after the chunk's first position.
                     start = plan.num_computed_tokens[index]
                     num_known = max(owner.num_prompt_rows - start, 0)
                     end = start + len(item.prompt.ranks)
@@ -304,7 +306,7 @@ class Sessions:
 
 def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
     """Number of output tokens of each request of a step, including the new tokens. For a session
-    whose turn ends with the step, only the output tokens of that turn.
+    whose turn ended with the step: the output tokens of that turn.
     """
     requests, turns = update.plan.requests, update.turns
     if turns:

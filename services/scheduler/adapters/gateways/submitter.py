@@ -17,7 +17,7 @@ from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.request import Request
 
 HASH_INLINE_TOKENS = 2048
-"""Prompts with more tokens are hashed in a thread, so that hashing delays no step."""
+"""Longer prompts are hashed in a thread, so that hashing delays no step."""
 
 
 @dataclass(eq=False)
@@ -32,11 +32,10 @@ class RequestSubmitter:
     is_draining: bool = field(init=False, default=False)
     """Whether this process is stopping. A gateway's session then ends with its last request."""
     is_drained: bool = field(init=False, default=False)
-    """Whether new requests are refused by an operator's command. Gateways' sessions stay open.
-        """
+    """Whether new requests are refused by an operator's command. Gateways' sessions stay open."""
 
     def drain(self) -> None:
-        """Refuses new requests and further turns from here on."""
+        """Refuses new requests and further turns from now on."""
         self.is_draining = True
         self.client_sessions.end_all()
         self.sessions.wake()
@@ -47,7 +46,7 @@ class RequestSubmitter:
         self.client_sessions.end_all()
 
     async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
-        """Queues a request of a session. If it is refused, raises StepwellError."""
+        """Queues a request of a gateway. Raises StepwellError if the request is refused."""
         if self.is_draining or self.is_drained:
             raise Unavailable("the scheduler is draining", reason="DRAINING")
         if not message.arrival_unix_nanos:
@@ -63,7 +62,7 @@ class RequestSubmitter:
         self.engine.changes.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
-        """Begins a session's next turn. If the input is refused, ends the session and raises."""
+        """Begins a client session's next turn. A refused input ends the session and raises."""
         try:
             request = self.client_sessions.find(session, message)
             chunk = self.intake.accept_chunk(request, message)

@@ -24,21 +24,21 @@ _VLLM_WORDS: dict[FinishReason | None, str] = {
 
 @dataclass(slots=True)
 class _Answer:
-    """The tokens of one answer, and those log-probabilities that were not sent yet."""
+    """The tokens of one answer, and the log-probabilities that were not sent yet."""
 
     index: int
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     output_logprobs: vllm_engine_pb2.OutputLogProbs | None = None
-    """Unsent log-probabilities of a stream's next chunk, or of the whole answer so far."""
+    """The unsent log-probabilities. Without streaming, those of the whole answer so far."""
     input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
 
 
 class Answers:
-    """The answers of one call, which grow while deltas arrive. For a streaming call, each delta
-    becomes a chunk with new tokens and their log-probabilities. The first chunk of each answer also
-    has the log-probabilities of the prompt. Every answer ends with a message that contains all
-    tokens of the answer. If the call does not stream, this message also has all log-probabilities.
+    """The answers of one Generate call, which grow while deltas arrive. If the call streams, each
+    delta becomes a chunk with the new tokens and their log-probabilities. The first chunk of each
+    answer also has the log-probabilities of the prompt. Every answer ends with a message that
+    contains all its tokens. If the call does not stream, this message has all log-probabilities.
     """
 
     def __init__(self, generation: Generation) -> None:

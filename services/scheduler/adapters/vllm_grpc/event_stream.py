@@ -1,4 +1,4 @@
-"""Converts events of the prefix cache to messages of SubscribeKvEvents."""
+"""Converts events of the prefix cache to messages of the RPC SubscribeKvEvents."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ from services.scheduler.adapters.pool.kv_events.events import (
 from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 
 _CHUNK_BLOCKS = 4096
-"""Limit on the blocks of a snapshot in one message, far below gRPC's limit of 4 MiB."""
+"""Limit on the number of blocks in one message of a snapshot. Far below gRPC's limit of 4 MiB."""
 _INT64 = 2**63
 _LOOK_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
@@ -32,10 +32,10 @@ _HEARTBEAT_SECONDS = 1.0
 
 @dataclass(eq=False)
 class EventStream:
-    """Makes the messages for a subscriber: first a snapshot, or the batches from a given number on,
-    and then all later batches. Each message has the replica's load. If the load changes without an
-    event, and at least every second, the load is sent in a separate message with the sequence
-    number of the previous message.
+    """Builds the messages for a subscriber: first a snapshot of the published blocks, or the
+    batches from a given number on, and then all later batches. Each message has the replica's load.
+    If the load changes without an event, and at least every second, a message has only the load,
+    and the sequence number of the previous message.
     """
 
     log: KVEventLog
@@ -45,9 +45,9 @@ class EventStream:
     _event_ids: Iterator[int] = field(init=False, default_factory=lambda: count(1))
 
     async def batches(self, begin: int) -> AsyncGenerator[common_pb2.KvEventBatch]:
-        """An endless stream of batches. `begin` is the number of the first batch to send, or 0 for
-        a snapshot of the published blocks. Raises Trimmed if that batch is not stored, or if a
-        later batch was dropped because the subscriber read too slowly.
+        """Yields batches without an end. `begin` is the number of the first batch to send, or 0 for
+        a snapshot of the published blocks. Raises Trimmed if this batch is not stored, or if a
+        later batch was dropped because the subscriber reads too slowly.
         """
         if begin:
             sequence = begin - 1
@@ -73,15 +73,15 @@ class EventStream:
                 )
 
     async def _batches_after(self, sequence: int) -> list[KVEventBatch]:
-        """The batches after number `sequence`. Empty if none arrives within `_LOOK_SECONDS`."""
+        """The batches after number `sequence`. Empty if no batch arrives in `_LOOK_SECONDS`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 return await self.log.after(sequence)
         return []
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
-        """All blocks that are published after the newest batch, in messages with consecutive
-        sequence numbers. The last message has the number of the newest batch. There are at most
+        """Yields messages with all blocks that are published after the newest batch. Their sequence
+        numbers are consecutive, and the last is the number of the newest batch. There are at most
         `newest + 1` messages, so that no number is negative.
         """
         newest, stored = self.log.newest, self.log.snapshot()
@@ -158,7 +158,7 @@ class EventStream:
 
 
 class _LoadRecords:
-    """The load records of one subscription."""
+    """The load in the messages of one subscription."""
 
     def __init__(
         self, load: Callable[[], common_pb2.EngineLoad], clock: Callable[[], float]
@@ -173,7 +173,7 @@ class _LoadRecords:
         return self._numbered(self._load())
 
     def next_if_due(self) -> common_pb2.EngineLoad | None:
-        """The present load, for a message without events. None if it was sent within a second."""
+        """The load, for a message without events. None if the same load was sent recently."""
         load = self._load()
         if load == self._last and self._clock() < self._sent_at + _HEARTBEAT_SECONDS:
             return None
@@ -190,7 +190,7 @@ class _LoadRecords:
 
 
 def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
-    """Returns the events. An event of more than `most` blocks is split into several events."""
+    """Yields the events. Splits events of more than `most` blocks."""
     for event in events:
         hashes, parent = event.block_hashes, event.parent_block_hash
         size = len(event.token_ids) // len(hashes)

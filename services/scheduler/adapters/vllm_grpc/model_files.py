@@ -1,4 +1,4 @@
-"""Answers of vllm.grpc.engine about a model, from the files in its directory."""
+"""Information about a model for vllm.grpc.engine, from the files in the model's directory."""
 
 import hashlib
 import io
@@ -28,14 +28,14 @@ _TOKENIZER_PATTERNS = (
     "*.model",
     "*.tiktoken",
 )
-"""Patterns of the files from which a client builds the tokenizer. A model has only some of them."""
+"""Patterns of the files from which a client builds the tokenizer. A model has some of the files."""
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Parameters in generation_config.json that are defaults for clients."""
 
 
 class ModelFiles:
-    """The directory of a model. `directory` is None if this machine has none."""
+    """The directory of a model. `directory` is None if this machine has no such directory."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -43,7 +43,7 @@ class ModelFiles:
         self._generation_config = self._read("generation_config.json")
 
     def describe(self, response: vllm_engine_pb2.GetModelInfoResponse) -> None:
-        """Sets the fields of a response that are known from the files."""
+        """Sets the fields of a response that the files determine."""
         if self._directory is not None:
             response.model_path = response.tokenizer_path = str(self._directory.resolve())
         response.model_type = self._config.get("model_type") or ""
@@ -59,8 +59,8 @@ class ModelFiles:
             response.default_sampling_params_json = json.dumps(defaults)
 
     def tokenizer_chunks(self) -> Iterator[common_pb2.GetTokenizerChunk]:
-        """The tokenizer's files as a ZIP archive in chunks. The last chunk has the archive's
-        SHA-256. Raises FailedPrecondition if there is no directory, or no tokenizer file in it.
+        """Yields the tokenizer's files as a ZIP archive, in chunks. The last chunk has the
+        archive's SHA-256. Raises FailedPrecondition if there is no tokenizer file.
         """
         archive = self._archive()
         digest = hashlib.sha256(archive).hexdigest()

@@ -37,7 +37,7 @@ class GenerationRate:
 
 @dataclass(eq=False)
 class ReplicaInfo:
-    """Builds the answers about one replica."""
+    """Builds the messages about one replica."""
 
     shape: ReplicaShape
     config: SchedulerConfig
@@ -51,7 +51,7 @@ class ReplicaInfo:
         self._received_unix_seconds = time.time()
 
     def model(self) -> vllm_engine_pb2.GetModelInfoResponse:
-        """The description of the model, from the worker's description of itself."""
+        """The description of the model, from the worker's description."""
         built = self.shape.description
         return vllm_engine_pb2.GetModelInfoResponse(
             model_path=built.model_name,
@@ -87,7 +87,7 @@ class ReplicaInfo:
         )
 
     def engine_load(self) -> common_pb2.EngineLoad:
-        """The load in the format of a message with events."""
+        """The load in the format of SubscribeKvEvents."""
         load = self._load()
         return common_pb2.EngineLoad(
             running_requests=load.num_running_reqs,

@@ -1,4 +1,4 @@
-"""Converts Generate requests of vllm.grpc.engine to requests as Stepwell's gateways send them."""
+"""Converts Generate requests of vllm.grpc.engine to the requests that Stepwell's gateways send."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class GenerateConverter:
 
     opened: scheduler_pb2.SessionOpened
     client_stops: bool
-    """Whether the client ends answers at stop strings itself. If not, stop strings are refused."""
+    """Whether the client itself ends answers at stop strings. If not, stop strings are refused."""
     draw_seed: Callable[[], int]
 
     def convert(
@@ -75,8 +75,8 @@ class GenerateConverter:
     def _prompt(
         self, message: vllm_engine_pb2.GenerateRequest, sampling: VllmSampling
     ) -> list[int]:
-        """The input's tokens, truncated to the last `truncate_prompt_tokens` tokens. With -1, they
-        are truncated to the longest prompt after which one token can be generated.
+        """The tokens of the input, truncated to the last `truncate_prompt_tokens` tokens. The value
+        -1 truncates to the longest prompt after which one token can be generated.
         """
         prompt = list(message.tokenized.input_ids)
         if not prompt:

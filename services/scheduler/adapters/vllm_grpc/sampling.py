@@ -1,4 +1,4 @@
-"""Converts sampling parameters of vllm.grpc.engine. Errors name fields that are not supported."""
+"""Converts the sampling parameters of vllm.grpc.engine. Errors name the unsupported field."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -24,8 +24,8 @@ _HONOURED: dict[str, Callable[[Any], dict[str, Any]]] = {
         "logit_bias_values": tuple(biases.values()),
     },
 }
-"""Maps a field to a function that converts the field's value to sampling parameters. If a field has
-no presence (proto3), the value 0 means the default and is not converted.
+"""Maps a field to a function that converts its value to sampling parameters. In a field without
+presence (proto3), the value 0 means the default and is not converted.
 """
 
 _ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
@@ -42,7 +42,7 @@ MAX_N = 128
 
 @dataclass(frozen=True, slots=True)
 class VllmSampling:
-    """Sampling parameters as the client sent them. Defaults that depend on the prompt follow."""
+    """Sampling parameters from the client, without defaults that depend on the prompt."""
 
     params: SamplingParams
     """`seed` and `max_tokens` are None if the client did not set them."""
@@ -58,8 +58,8 @@ def vllm_sampling_from_proto(
     client_stops: bool,
 ) -> VllmSampling:
     """Converts the parameters of a message. Raises InvalidArgument with the name of a field that is
-    out of range or not supported. Grammars and unknown fields of later versions are not supported.
-    If `client_stops` is true, stop strings are accepted, because the client applies them itself.
+    out of range or not supported. Grammars and fields of later protocol versions are not supported.
+    If `client_stops` is true, stop strings are accepted, because the client itself applies them.
     """
     given: dict[str, Any] = {}
     for field, value in message.ListFields():
@@ -94,7 +94,7 @@ def _truncation(message: vllm_engine_pb2.SamplingParams) -> int | None:
 
 
 def _with_valid_seed(params: SamplingParams) -> SamplingParams:
-    """Removes the seed, because validation would reject negative seeds, which are valid here."""
+    """Removes the seed. Negative seeds are valid here, but validation would reject them."""
     return replace(params, seed=None)
 
 

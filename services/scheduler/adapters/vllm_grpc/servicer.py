@@ -32,8 +32,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(eq=False)
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Serves each Generate call with a session. If the client disconnects, the call's requests are
-    aborted. If the client reads slowly, a chunk contains the tokens of several steps.
+    """Serves each Generate call with its own session. If the client disconnects, the call's
+    requests are aborted. If the client reads slowly, a chunk contains tokens of several steps.
     """
 
     engine: EngineCore
@@ -74,7 +74,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: Context
     ) -> vllm_engine_pb2.AbortResponse:
-        """Ends the requests of the named calls. Ids of calls that have ended are ignored."""
+        """Ends the requests of the named Generate calls. Ignores the ids of ended calls."""
         for request_id in request.request_ids:
             for session in self._calls.get(request_id, ()):
                 self.engine.changes.abort(list(session.requests.values()))
@@ -93,7 +93,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Removes every cached prefix once no request holds blocks. Fails at the timeout."""
+        """Removes every cached prefix when no request holds blocks. Fails at the timeout."""
         deadline = time.monotonic() + request.timeout_s
         while True:
             try:

@@ -2,8 +2,8 @@
 
 An adapter is loaded when the first request that needs it arrives. Until the adapter is loaded, the
 request waits, and other requests may overtake it. After a restart of workers, adapters are loaded
-again. An adapter is unloaded only if another adapter needs its slot. Among the adapters that no
-running or admissible request uses, the least recently requested one is unloaded.
+again. An adapter is unloaded only if another adapter needs its slot. The adapter to be unloaded is
+the least recently requested adapter that no running or admissible request uses.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ class AdapterWorkers(Protocol):
     """All workers of a replica."""
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Makes every worker load an adapter, and unload the adapters that are not in `kept`.
-        Raises InvalidArgument if the adapter cannot be served, FailedPrecondition if its files have
-        changed, and another StepwellError if a worker fails.
+        """Makes every worker load an adapter, and unload all adapters whose digests are not in
+        `kept`. Raises InvalidArgument if the adapter cannot be served, FailedPrecondition if its
+        files have changed, and another StepwellError if a worker fails.
         """
 
 
@@ -43,7 +43,7 @@ class AdapterLoader:
         unfinished: Callable[[], Iterable[Request]],
         failed: Callable[[Request, str], None],
     ) -> None:
-        """`failed` is called with each request whose adapter new workers cannot load."""
+        """`failed` gets each request whose adapter new workers cannot load, and the error."""
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
         self._unfinished = unfinished
@@ -51,16 +51,16 @@ class AdapterLoader:
         self._loaded: OrderedDict[bytes, Adapter] = OrderedDict()
         """Maps digests to loaded adapters. The least recently requested adapter is first."""
         self._loading: dict[bytes, Adapter] = {}
-        """Maps the digest of the adapter that is being loaded to the adapter. `reload` loads this
-        adapter on new workers too, because perhaps only the replaced workers have loaded it.
+        """The adapter that is being loaded, by its digest. `reload` loads this adapter on new
+        workers too, because perhaps only the replaced workers have loaded it.
         """
         self._claims: Counter[bytes] = Counter()
         """Maps the digest of an adapter to the number of requests that wait for it."""
         self._turn = asyncio.Lock()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """Maps a digest to a lock. If several requests need the same adapter, one of them loads it,
-        and the others wait for this lock. They do not wait for `_turn`, because the task that holds
-        `_turn` may wait for a slot that is only freed after these requests have run.
+        """Maps a digest to a lock. If several requests need the same adapter, one request loads it,
+        and the other requests wait for this lock. They do not wait for `_turn`, because the task
+        that holds `_turn` may wait for a slot that is only freed after these requests have run.
         """
 
     def is_loaded(self, digest: bytes) -> bool:
@@ -95,11 +95,11 @@ class AdapterLoader:
 
     async def reload(self) -> None:
         """Loads on new workers all adapters that the replaced workers had. Raises StepwellError if
-        a worker is lost. In that case `reload` must be called again.
+        a worker is lost. Then `reload` must be called again.
         """
         for adapter in [*self._loaded.values(), *self._loading.values()]:
             kept = [*self._loaded, *self._loading]
-            if adapter.digest not in kept:  # unloaded meanwhile
+            if adapter.digest not in kept:  # unloaded since the loop began
                 continue
             try:
                 await self._workers.load_adapter(adapter, kept)
@@ -127,7 +127,7 @@ class AdapterLoader:
                     del self._loading[adapter.digest]
 
     def _make_room(self) -> bool:
-        """Frees a slot if none is free. Returns False if all loaded adapters are in use."""
+        """Unloads an adapter if no slot is free. Returns False if all adapters are in use."""
         if len(self._loaded) < self._max_cpu_loras:
             return True
         used = {one.adapter_digest for one in self._unfinished() if not one.awaits_adapter}

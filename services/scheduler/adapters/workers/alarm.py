@@ -11,16 +11,16 @@ _SHORTEST_SECONDS = 0.02
 
 
 class Alarm:
-    """Calls `ring` when the time that was set last has passed, except if `stop` was called before.
-    `read`, if given, returns measurements of the processes that do the work. From these, `Silence`
-    computes how much of the time counts.
+    """Calls `ring` when the time that was set last has passed, unless `stop` was called before.
+    `read` returns measurements of the processes that do the work. From these, `Silence` computes
+    how much of the time counts. Without `read`, all time counts.
 
-    If the event loop runs the timer late, an answer may have arrived that the loop has not read
-    yet. The alarm then waits for another second.
+    If the event loop runs the timer late, a reply may have arrived that the loop has not read yet.
+    The alarm then waits for another second.
 
-    Usually `set` starts no timer, because the event loop's timer for earlier work is still running.
-    When that timer ends, it is started again for the deadline of the present work. Work that is
-    done in time is not measured.
+    Usually `set` starts no timer, because the event loop's timer for earlier work still runs. When
+    that timer ends, it is started again for the deadline of the present work. Work that ends in
+    time is not measured.
     """
 
     __slots__ = (
@@ -32,7 +32,7 @@ class Alarm:
         self, ring: Callable[[], None], read: Callable[[float], Reading] | None = None
     ) -> None:
         self.excused_seconds = 0.0
-        """Measured seconds since the last call of `set` in which the work could not run."""
+        """Measured seconds, since the last call of `set`, in which the work could not run."""
         self._ring = ring
         self._read = read
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,7 +65,7 @@ class Alarm:
         self._timer = loop.call_at(due, self._ended, loop)
 
     def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Called when the loop's timer ends. The present work's deadline may be later, or none."""
+        """Called when the loop's timer ends. The deadline may be later, or may be removed."""
         self._timer = None
         now, due = loop.time(), self._due
         if due is None:

@@ -1,4 +1,4 @@
-"""Checks the answers of workers against the steps that were sent, before they are used."""
+"""Checks the workers' responses against the steps that were sent, before the responses are used."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
 LONGEST_NANOS = 86_400 * 10**9
-"""One day in nanoseconds. An answer with a longer compute time or wait is rejected."""
+"""One day in nanoseconds. A response with a longer compute time or slack is rejected."""
 _LARGEST_LOGPROB = 1e-3
-"""Limit on a log-probability in an answer: 0 plus rounding errors."""
+"""Limit on a log-probability in a response: 0 plus rounding errors."""
 _FLOAT_BYTES = 4
 
 
 class WrongAnswer(ValueError):
-    """An answer contradicts its step. The message names the field and the contradiction."""
+    """A response contradicts its step. The message names the field and the contradiction."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about the model that are needed to check its answers."""
+    """Facts about the model that are needed to check responses."""
 
     vocab_size: int = 0
     pooler: Pooler | None = None
@@ -33,7 +33,7 @@ class ModelFacts:
 
 
 class ExpectedAnswer:
-    """The limits of a valid answer to a step, computed when the step is sent."""
+    """The limits of a valid response to a step, computed when the step is sent."""
 
     __slots__ = ("_logprobs", "_model", "_plan")
 
@@ -78,7 +78,8 @@ class ExpectedAnswer:
 
     def _check_counts(self, num_tokens: Sequence[int], num_drafts: Sequence[int]) -> None:
         """Raises WrongAnswer if a request has a wrong number of tokens. A request whose prompt is
-        complete has at least one token, and at most one more for each draft. Others have none.
+        complete has at least one token, and at most one further token for each draft. Other
+        requests have no tokens.
         """
         plan = self._plan
         given = num_drafts or [0] * len(num_tokens)
@@ -138,21 +139,21 @@ class _WantedLogprobs:
     """The log-probabilities that a request needs in a step."""
 
     num_sampled: int | None
-    """Number of alternatives to each sampled token. None if it needs no log-probabilities."""
+    """Number of alternatives to each sampled token. None if log-probabilities are not needed."""
     num_prompt: int | None
-    """Number of alternatives to each prompt token. None if it needs no log-probabilities."""
+    """Number of alternatives to each prompt token. None if log-probabilities are not needed."""
     num_prompt_rows: int
     """Number of prompt tokens whose predecessor the step computes."""
 
 
 class RequestsWithLogprobs:
-    """The requests in the batch that need log-probabilities. Most steps have none to check."""
+    """The requests in the batch that need log-probabilities."""
 
     def __init__(self) -> None:
         self.requests: set[Request] = set()
 
     def in_step(self, plan: SchedulerOutput) -> Mapping[int, _WantedLogprobs]:
-        """Maps the indexes of a step's requests that need log-probabilities to these needs."""
+        """Maps the indexes of requests in the step to the log-probabilities that they need."""
         for request in plan.block_tables:
             sampling = request.sampling
             if sampling.logprobs is not None or sampling.prompt_logprobs is not None:

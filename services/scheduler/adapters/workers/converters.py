@@ -1,4 +1,4 @@
-"""Converts steps to messages of stepwell.worker.v1, and answers to outputs of steps."""
+"""Converts steps to messages of stepwell.worker.v1, and the responses to outputs of steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
@@ -50,8 +50,8 @@ def scheduler_output_to_proto(
 
 
 def last_token_ids(plan: SchedulerOutput) -> bytes:
-    """The last scheduled token of each request, packed. Only used with several pipeline stages. All
-    these tokens are known then, because a request waits for its last token.
+    """The last scheduled token of each request, packed. Only used with several pipeline stages.
+    These tokens are known, because with several stages a request waits for its last token.
     """
     counts = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
     return pack_token_ids(
@@ -69,10 +69,10 @@ def model_runner_output_from_proto(
     num_speculative_tokens: int = 0,
     expected: ExpectedAnswer | None = None,
 ) -> ModelRunnerOutput:
-    """Converts the answer to a step, and adds the transfer results of all ranks.
-    `num_speculative_tokens` placeholder drafts are added for each request with sampled tokens. The
-    workers propose the drafts themselves in the next step. Raises ValueError for invalid arrays,
-    for parallel arrays of different lengths, and for an answer that contradicts `expected`.
+    """Converts the response to a step, and adds the transfer results of all ranks. Adds
+    `num_speculative_tokens` placeholder drafts for each request with sampled tokens. The workers
+    themselves propose the drafts in the next step. Raises ValueError for invalid arrays, for
+    parallel arrays of different lengths, and for a response that contradicts `expected`.
     """
     num_tokens = unpack_token_ids(response.num_tokens)
     token_ids = unpack_token_ids(response.token_ids)
@@ -101,8 +101,8 @@ def model_runner_output_from_proto(
 
 
 def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestTimes | None:
-    """Converts the parts of a request's total time. None if they were not measured. A part in which
-    the machine's clock was set back is 0.
+    """Converts the parts of a request's total time. None if they were not measured. A part is 0 if
+    the machine's clock was set back during it.
     """
     if times is None:
         return None
@@ -125,7 +125,9 @@ def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestT
 
 
 def _take_refused(output: ModelRunnerOutput, response: worker_pb2.ExecuteResponse) -> None:
-    """Sets the refused tokens and grammar errors, and cuts the output before these tokens."""
+    """Sets the refused tokens and the grammar errors. Removes the refused tokens, and all tokens
+    after them, from the output.
+    """
     requests = unpack_token_ids(response.refused_requests)
     refused = dict(zip(requests, unpack_token_ids(response.refused_tokens), strict=True))
     output.token_ids = [

@@ -17,9 +17,9 @@ from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.request import Request
 
 MAX_KNOWN = KEPT_GRAMMARS // 2
-"""Limit on the number of recorded grammars. Workers store twice as many, because they may use
-grammars in another order, for example when preempted requests are admitted again. If a worker has
-dropped a recorded grammar anyway, it compiles the grammar again when the request runs.
+"""Limit on the number of recorded grammars. Workers store twice as many grammars, because they may
+use them in another order, for example when preempted requests are admitted again. If a worker has
+still dropped a recorded grammar, it compiles the grammar again when the request runs.
 """
 
 
@@ -63,18 +63,18 @@ class GrammarWorkers(Protocol):
 
 @dataclass(eq=False)
 class GrammarPreparation:
-    """Makes workers compile grammars and load adapters, and reports when a request is prepared."""
+    """Makes the workers compile grammars and load adapters. Reports when a request is prepared."""
 
     workers: GrammarWorkers
     adapters: AdapterLoader
     compiled: Callable[[Request, str, FinishReason], None]
-    """Called with a prepared request, an error, or an empty text, and the error's finish reason,
-    which is a client error if workers refuse the grammar.
+    """Called with a prepared request, an error (empty without an error), and the finish reason of
+    the error. The reason is a client error if the workers refuse the grammar.
     """
     _tasks: set[asyncio.Task[object]] = field(init=False, default_factory=set)
 
     def begin(self, request: Request, adapter: Adapter | None = None) -> None:
-        """Begins to prepare a request. It waits if the workers lack its grammar or adapter."""
+        """Begins to prepare a request. The request waits if its grammar or adapter is missing."""
         wanted = request.sampling.structured_outputs
         if adapter is not None and self.adapters.is_loaded(adapter.digest):
             adapter = None
@@ -87,7 +87,7 @@ class GrammarPreparation:
         self._spawn(self._prepare(request, wanted, adapter))
 
     def begin_turn(self, chunk: InputChunk) -> None:
-        """Makes workers compile the grammar of a session's next turn. The turn does not wait."""
+        """Makes the workers compile the grammar of a session's next turn, which does not wait."""
         wanted = chunk.sampling.structured_outputs
         if wanted is not None and not self.workers.has_grammar(wanted):
             self._spawn(self._error(wanted))
@@ -103,8 +103,9 @@ class GrammarPreparation:
         self.compiled(request, error, reason)
 
     async def _error(self, wanted: StructuredOutputs) -> str:
-        """Makes the workers compile a grammar. Returns an error if they refuse it, otherwise "". If
-        a worker was lost or slow, the grammar is compiled when its request runs.
+        """Makes the workers compile a grammar. Returns an error if they refuse the grammar,
+        otherwise an empty string. If a worker was lost or slow, the grammar is compiled when its
+        request runs.
         """
         try:
             await self.workers.prepare_grammar(wanted)

@@ -1,4 +1,4 @@
-"""Steps that were sent to the ranks and are not completed, each with a deadline."""
+"""The steps that were sent to the ranks and are not completed, each with a deadline."""
 
 import asyncio
 from collections import deque
@@ -23,9 +23,9 @@ from services.scheduler.options.listed import TRANSFERS
 
 
 class SentStep:
-    """A step that was sent to all ranks. When every rank has answered, the answer of the last rank
+    """A step that was sent to all ranks. When every rank has replied, the response of the last rank
     becomes the result of the future `output`. The ranks of the last pipeline stage must sample
-    equal tokens. If a rank is lost or late, or if an answer is wrong, `output` raises WorkersLost.
+    equal tokens. If a rank is lost or late, or if a response is wrong, `output` raises WorkersLost.
     """
 
     __slots__ = (
@@ -56,10 +56,10 @@ class SentStep:
         self._slack_nanos: int | None = None
         """The smallest slack of all ranks except the last rank, in nanoseconds."""
         self._tokens: tuple[bytes, bytes] | None = None
-        """The tokens that the last stage sampled, from the first of its ranks that answered."""
+        """The tokens of the last pipeline stage, from the first of its ranks that replied."""
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Records a rank's answer. Raises WrongAnswer if it does not fit this step."""
+        """Records a rank's response. Raises WrongAnswer if it does not match this step."""
         try:
             self._take(rank, response)
         except ValueError as error:
@@ -87,11 +87,11 @@ class SentStep:
             self._steps.transfers.note(rank, response)
         if not self._missing:
             self._steps.done(self)
-            if self._response is not None and not self.output.done():  # it may be cancelled
+            if self._response is not None and not self.output.done():  # may be cancelled
                 self._resolve(self._response)
 
     def late_ranks(self) -> list[str]:
-        """The ranks that have not answered, in order."""
+        """The ranks that have not replied, in order."""
         return [address for address in self._steps.ranks if address in self._missing]
 
     def overdue(self) -> None:
@@ -128,7 +128,9 @@ class SentStep:
         )
 
     def _compare(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Raises WrongAnswer if ranks of the last stage differ, or another stage sampled."""
+        """Raises WrongAnswer if the ranks of the last stage have sampled different tokens, or if
+        another stage has sampled tokens.
+        """
         ranks = self._steps.ranks
         tokens = response.num_tokens, response.token_ids
         if ranks.index(rank) < len(ranks) - len(ranks) // self._steps.num_stages:
@@ -141,10 +143,10 @@ class SentStep:
 
 
 class StepsInFlight:
-    """The steps in flight, oldest first. Steps run one after another, so the time allowed for a
-    step begins when the previous step is completed. `num_stages` is the number of pipeline stages.
-    The compute time of a step is the sum of the compute times of the stages.
-    `num_speculative_tokens` is the largest number of drafts that the workers propose for a request.
+    """The steps in flight, oldest first. Steps run one after another, so the allowed time of a step
+    begins when the previous step is completed. `num_stages` is the number of pipeline stages. The
+    compute time of a step is the sum over the stages. `num_speculative_tokens` is the largest
+    number of drafts that the workers propose for a request.
     """
 
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
@@ -179,7 +181,7 @@ class StepsInFlight:
         return step
 
     def done(self, step: SentStep) -> None:
-        """Removes a step that every rank has answered, and records its time."""
+        """Removes a step to which every rank has replied, and records the step's duration."""
         if self._steps and self._steps[0] is step:
             now = self.loop.time()
             self._deadlines.took(step.size, now - self._began - self._alarm.excused_seconds)
@@ -189,7 +191,7 @@ class StepsInFlight:
             self.forget(step)
 
     def forget(self, step: SentStep) -> None:
-        """Removes a step. If it was the oldest, the time allowed for the next step begins."""
+        """Removes a step. If it was the oldest step, the allowed time of the next step begins."""
         if step not in self._steps:
             return
         was_oldest = self._steps[0] is step
@@ -198,7 +200,7 @@ class StepsInFlight:
             self._begin_oldest(self.loop.time())
 
     def _begin_oldest(self, now: float) -> None:
-        """Starts the time allowed for the oldest step, if there is one."""
+        """Starts the allowed time of the oldest step, if there is one."""
         if self._steps:
             self._began = now
             self._alarm.set(self._steps[0].allowed_seconds)

@@ -1,4 +1,4 @@
-"""The client of the workers over gRPC. One stream to each rank transports the same bytes."""
+"""The gRPC client of the workers. A stream to each rank transports the same bytes."""
 
 import asyncio
 import math
@@ -40,13 +40,13 @@ from services.scheduler.core.ports import WorkersLost
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 DESCRIBE_TIMEOUT_SECONDS = 3.0
-"""Time limit of a Describe call. A lost call delays a recovery, of at most 5 s, by this time."""
+"""Time limit of a Describe call. A lost call delays a recovery by this time."""
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 PREPARING_CHECK_SECONDS = 1.0
 """Seconds between probes of an idle worker that compiles a grammar or loads an adapter."""
 REASON_SECONDS = 1.0
-"""If a write to a stream fails, the longest wait for the reason why the stream ended."""
+"""Limit on the wait, after a failed write, for the reason why the stream ended."""
 _SILENT_CHECKS = 2
 _TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
 """Reasons with which a worker ends its stream after a signal has stopped it or another rank."""
@@ -56,27 +56,27 @@ STEP_FLOOR_SECONDS = 2.0
 
 class Rank:
     """One worker and its stream of steps. If the stream ends, WorkersLost is raised for the steps
-    without an answer. An idle worker is probed periodically, and more often while it compiles a
-    grammar or loads an adapter, which may take long. Its stream is ended after two unanswered
-    probes in a row, because one unanswered probe may be due to a stall of this process. A probe
-    during which the worker had no processor does not count.
+    without a response. An idle worker is probed periodically, and more often while it compiles a
+    grammar or loads an adapter, which may take long. The stream is ended after two probes in a row
+    without a reply. One probe without a reply may be due to a stall of this process. A probe during
+    which the worker had no CPU does not count.
     """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
         self.address = address
         self.on_lost: Callable[[str], None] = lambda _: None
-        """Called with a message if the stream ends by itself, or if the idle worker hangs."""
+        """Called with a message if the stream ends unexpectedly, or if the idle worker hangs."""
         self._stub = worker_pb2_grpc.WorkerStub(channel)
         self._read = watch_addresses(lambda: (address,))
         self._call: _ExecuteCall | None = None
         self._reader: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._has_answered = False
-        """Whether a step was answered since the task that probes the worker last reset this."""
+        """Whether a response has arrived since the probing task last set this to False."""
         self._unanswered: deque[SentStep] = deque()
         self._why_lost = f"the worker at {address} went away"
         self._num_preparing = 0
-        """The number of calls that compile grammars or load adapters."""
+        """Number of running calls that compile grammars or load adapters."""
         self._prepares = asyncio.Event()
         self._pid = 0
         self._was_told_to_stop = False
@@ -87,7 +87,7 @@ class Rank:
         return self._was_told_to_stop or was_ended(self.address, self._pid)
 
     async def describe(self) -> worker_pb2.DescribeResponse:
-        """The worker's description. Raises StepwellError if it is unreachable or loading."""
+        """The worker's description. Raises StepwellError if it is unreachable or not loaded."""
         name = f"the worker at {self.address}"
         try:
             response: worker_pb2.DescribeResponse = await self._stub.Describe(
@@ -105,7 +105,7 @@ class Rank:
         await self._prepared(self._stub.PrepareGrammar(request, timeout=GRAMMAR_TIMEOUT_SECONDS))
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Makes the worker load an adapter, and unload all not in `kept`. Raises StepwellError."""
+        """Loads an adapter, and unloads all that are not in `kept`. Raises StepwellError."""
         request = worker_pb2.LoadAdapterRequest(
             adapter=adapter_to_proto(adapter), kept_digests=kept
         )
@@ -157,7 +157,7 @@ class Rank:
         try:
             await self._call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            if self._reader is not None:  # ends with the stream and sets the reason
+            if self._reader is not None:  # the task ends with the stream and sets the reason
                 await asyncio.wait({self._reader}, timeout=REASON_SECONDS)
             raise WorkersLost(self._why_lost) from error
 
@@ -178,7 +178,7 @@ class Rank:
         self.on_lost(message)
 
     def _take(self, response: worker_pb2.ExecuteResponse) -> None:
-        """Records the answer to the oldest step. Raises WrongAnswer if the steps differ."""
+        """Records a response for the oldest step. Raises WrongAnswer if it is for another step."""
         self._has_answered = True
         if not self._unanswered:
             raise WrongAnswer(f"it answered step {response.step}, which it was not sent")
@@ -203,7 +203,7 @@ class Rank:
         self.on_lost(f"the worker at {self.address} was lost: it does not answer")
 
     def _was_starved_since(self, asked: float) -> bool:
-        """Whether the worker had no processor for most of the time since `asked`."""
+        """Whether the worker had no CPU for most of the time since `asked`."""
         now = asyncio.get_running_loop().time()
         return Silence(asked).look(self._read(now)) < (now - asked) / 2
 
@@ -232,7 +232,7 @@ class WorkerGroup:
         self, ranks: Sequence[Rank], step_timeout_seconds: float, owner: common_pb2.Owner
     ) -> None:
         self.on_lost: Callable[[WorkersLost], None] = lambda _: None
-        """Called when a worker is lost, also if no step is in flight."""
+        """Called when a worker is lost, even if no step is in flight."""
         self._ranks = ranks
         for rank in ranks:
             rank.on_lost = self._rank_lost
@@ -252,7 +252,7 @@ class WorkerGroup:
         self._steps.model = ModelFacts(ranks[0].vocab_size, pooler_from_proto(ranks[0].pooler))
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:
-            # A new process may compile or allocate in its first steps of each size.
+            # A new process may compile or allocate in its first step of each size.
             self._deadlines.forget()
             self._grammars.forget()
             self._incarnations = incarnations
@@ -261,8 +261,8 @@ class WorkerGroup:
     async def open(self, generation: int) -> None:
         """Opens a new stream to every rank, for a new generation. Returns when every rank has run
         an empty step. Raises WorkersLost. The empty step detects a worker that hangs in a step but
-        still answers Describe. It also ends an earlier step that was sent to only some ranks: when
-        the other ranks receive the empty step, they notify the ranks that wait for them.
+        still replies to Describe. It also ends an earlier step that only some ranks have received.
+        These ranks wait for the other ranks, which notify them when the empty step arrives.
         """
         self._generation = generation
         self._is_open = False
@@ -273,7 +273,7 @@ class WorkerGroup:
         request = scheduler_output_to_proto(plan, generation, "")
         request.owner.CopyFrom(self._owner)
         await (await self._send(request, plan, self._deadlines.ceiling_seconds))
-        for rank in self._ranks:  # a rank may be lost while others have not answered
+        for rank in self._ranks:  # a rank may be lost while other ranks have not replied
             rank.require_open()
         self._is_open = True
 
@@ -287,14 +287,14 @@ class WorkerGroup:
         return self._grammars.has(wanted)
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Makes every rank compile a grammar. Raises a StepwellError after all ranks are done."""
+        """Makes every rank compile a grammar. Waits for all ranks. Raises a StepwellError."""
         incarnations = self._incarnations
         await _gather_calls(rank.prepare_grammar(wanted) for rank in self._ranks)
         if incarnations is self._incarnations:
             self._grammars.add(wanted)
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Makes every rank load an adapter. Raises a StepwellError after all ranks are done."""
+        """Makes every rank load an adapter. Waits for all ranks. Raises a StepwellError."""
         await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
     def close(self) -> None:
