@@ -48,7 +48,7 @@ async def _ask_once(gateway: str, request: Request, answer: Answer, name: str) -
         answer.error = f"{type(error).__name__}: {error}"
 
 
-# gRPC.
+# Requests over gRPC.
 
 
 async def _ask_grpc(stub: Any, request: Request, answer: Answer, name: str) -> None:

@@ -122,7 +122,7 @@ class SimulatedReplica:
     def end_turn(self, handle: int, tool: str) -> None:  # noqa: ARG002
         raise AssertionError("the laboratory's clients name their tools themselves")
 
-    # The engine loop.
+    # The work of the engine loop.
 
     def finish(self) -> None:
         """Releases what ended requests still occupy, as the engine does after its last request."""

@@ -99,7 +99,7 @@ class MemoryRedis:
             raise CommandError(f"ERR unknown command '{name}'")
         return command(*arguments)
 
-    # Keys.
+    # Commands on keys of any type.
 
     def _get(self, key: bytes) -> Any:
         if self._ends.get(key, math.inf) <= _now_millis():
@@ -165,7 +165,7 @@ class MemoryRedis:
         self._ends[key] = _now_millis() + int(millis)
         return 1
 
-    # Hashes and sorted sets.
+    # Commands on hashes and sorted sets.
 
     def _do_hset(self, key: bytes, *pairs: bytes) -> Any:
         found: dict[bytes, bytes] = self._get_or_add(key, dict)
@@ -206,7 +206,7 @@ class MemoryRedis:
             del found[record]
         return sorted(found, key=lambda record: (found[record], record))
 
-    # Streams.
+    # Commands on streams.
 
     def _do_xadd(self, key: bytes, *arguments: bytes) -> Any:
         rest, oldest = list(arguments), _FIRST

@@ -221,7 +221,7 @@ class StepStream:
 
     def _wake(self) -> None:
         """Makes the loop check the oldest step and the number of steps. For any thread."""
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # the loop may be closed
             self._loop.call_soon_threadsafe(self._woken)
 
     def _woken(self) -> None:

@@ -70,7 +70,7 @@ class Lockstep:
             checked = step.step % self._check_every_steps == 0
             self._current = _Checked(step) if checked else None
             output = begin(step)
-        except (InvalidArgument, Aborted):  # raised by every rank
+        except (InvalidArgument, Aborted):  # every rank raises them
             raise
         except GroupBroken as error:
             raise self._explain(error) from error

@@ -95,7 +95,7 @@ class StepSampler:
             here = self._sampler.constrained(rows)
             there = np.delete(np.arange(len(rows)), here)
             pending = None
-            if len(there):  # before the host waits for other logits
+            if len(there):  # queued before the host waits for other logits
                 of_rows = self._of_rows(logits, there)
                 pending = self._sample_on_device(self.device_tokens, rows[there], of_rows)
             if len(here):

@@ -140,7 +140,7 @@ class Group:
             try:
                 family, _, _, _, address = socket.getaddrinfo(*master, type=socket.SOCK_DGRAM)[0]
                 with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                    probe.connect(address)  # sends nothing on a datagram socket
+                    probe.connect(address)  # a datagram socket sends nothing here
                     return str(probe.getsockname()[0])
             except OSError as error:
                 self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
@@ -290,7 +290,7 @@ def select_cuda_device(local_ranks: list[int], rank: int) -> None:
             f"{len(local_ranks)} ranks are on this machine, which has {available} GPUs: each "
             "takes one, or set --device cpu"
         )
-    if available:  # otherwise the platform raises
+    if available:  # without a GPU, the platform raises an error
         torch.cuda.set_device(local_ranks.index(rank))
 
 

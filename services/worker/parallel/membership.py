@@ -32,7 +32,7 @@ class Membership:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """The number of ranks in a stage, each of which has a part of all the stage's layers."""
+        """The number of ranks in a stage, each of which has a part of every layer of the stage."""
         return self.size // self.pipeline_parallel_size
 
     @property

@@ -64,9 +64,9 @@ class Watch:
         return self.report(error)
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Stops watching and closes the connections. The other ranks then notice that this rank has
-        ended. If `is_stopped`, and the group is not broken, they are notified before that this rank
-        received a stop signal.
+        """Stops watching and closes the connections, which the other ranks notice. Before that, if
+        `is_stopped` and the group is not broken, notifies them that this rank received a stop
+        signal.
         """
         with self._lock:
             self._closed = True

@@ -117,7 +117,7 @@ def _bytes_per_token(loaded: LoadedModel) -> int:
 
 
 def _tier(parts: RunnerParts, caches: Sequence[PagedAttention]) -> Tier | None:
-    """Creates the tier of host memory for the pages of all `caches`, or None without a tier."""
+    """Creates the tier of host memory for the pages of all `caches`. None if there is no tier."""
     if parts.make_tier is None:
         return None
     pages = [page for cache in caches for page in cast(PagesOfKeys, cache).pages]

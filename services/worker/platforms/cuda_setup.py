@@ -34,7 +34,7 @@ _INSTALL = "pip install 'stepwell[gpu]'"
 
 @dataclass(frozen=True, slots=True)
 class CudaSetup:
-    """The machine's CUDA setup. Missing parts are None or False. Packages have versions."""
+    """The machine's CUDA setup: None or False for missing parts, versions for packages."""
 
     device_name: str | None
     capability: tuple[int, int]

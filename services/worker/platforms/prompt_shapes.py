@@ -19,7 +19,7 @@ _FIRST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """A step of new requests. `num_computed` tokens of each are computed already."""
+    """A step of new requests. `num_computed` tokens of each request are computed already."""
 
     num_requests: int
     num_tokens: int

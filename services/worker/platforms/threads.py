@@ -1,7 +1,7 @@
 """Chooses the number of threads with which a worker computes on the CPU.
 
-Measured on two processors that run all four services, with a model of 135 million parameters and 8
-and 32 requests at once:
+The rules follow from measurements on two processors that run all four services, with a model of 135
+million parameters and 8 and 32 requests at once:
 
 * One thread reaches 0.70 and 0.60 of the tokens per second of two threads, although it leaves a
   processor to the other services. If another process keeps a processor busy, one thread and two

@@ -62,7 +62,7 @@ class MeasuredProfile:
     draft: StepCosts | None = None
     """The costs of a run of the draft model."""
     serving: ServingCosts = NO_SERVING
-    """The other services' costs in steps. Only simulations without these services use them."""
+    """The costs that the other services add to steps, for simulations without these services."""
     seconds_per_loaded_token: float = 0.0
     """The time to copy a token's keys and values from the tier of host memory. 0 means unknown.
     Only `stepwell simulate` uses it.
@@ -169,7 +169,7 @@ def _listed() -> str:
 
 
 def _parse(table: dict[str, Any]) -> Profile:
-    """Raises ValueError that names the invalid key."""
+    """Raises a ValueError that names the invalid key."""
     table.pop("about", None)
     answers = _numbers({key: table.pop(key) for key in _ANSWERS if key in table}, "")
     if answers.get("draft_acceptance_rate", 0) > 1:
@@ -222,7 +222,7 @@ def _refuse_others(table: dict[str, Any]) -> None:
 
 
 def _read(cls: type[T], table: dict[str, Any], where: str) -> T:
-    """Creates an object of a dataclass of numbers from the table `where`."""
+    """Creates an instance of a dataclass of numbers. `where` is the table's name in errors."""
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(table.keys() - known):
         raise ValueError(f"has {where}.{unknown[0]}, which is none of {', '.join(sorted(known))}")
