@@ -18,7 +18,7 @@ class CuttableProxy:
         self._lost_on: set[asyncio.StreamWriter] = set()
         self.num_connections = 0
         self.has_swallowed = asyncio.Event()
-        """Set after an answer was dropped."""
+        """Set when an answer is dropped."""
 
     async def start(self) -> str:
         """Starts to listen. Returns the address."""

@@ -1,5 +1,5 @@
-"""A worker without a model, in a separate process that ends in every step with a certain token and
-is started again. Run as `python -m tests.scheduler.dying_worker ADDRESS TOKEN`.
+"""A worker without a model in a separate process, which exits in each step with a fatal token, and
+is then restarted. The process runs `python -m tests.scheduler.dying_worker ADDRESS TOKEN`.
 """
 
 import asyncio

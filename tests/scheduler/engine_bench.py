@@ -1,4 +1,4 @@
-"""An engine with fakes for its ports, and requests by name."""
+"""A bench for tests of the scheduler's engine: fakes replace its ports, and requests have names."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +30,7 @@ BLOCK_SIZE = 4
 
 
 class Bench:
-    """An engine with fakes for its ports."""
+    """An engine with fakes for its ports (KV pool, workers, receiver of tokens, observers)."""
 
     def __init__(
         self,
@@ -41,9 +41,7 @@ class Bench:
         linger_seconds: float = LINGER_SECONDS,
         **config: Any,
     ) -> None:
-        """Steps take `step_seconds` of the loop's time. With 0 they end in the loop's next
-        iteration.
-        """
+        """Steps take `step_seconds` of the event loop. With 0 they end in its next iteration."""
         limits: dict[str, Any] = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
@@ -95,9 +93,7 @@ class Bench:
         await self.inbox.until(lambda: set(names) <= set(self.inbox.ended))
 
     async def until_idle(self) -> None:
-        """Waits until the engine has nothing to do, and checks that no blocks or rows are left in
-        use.
-        """
+        """Waits until the engine is idle, and checks that no blocks or batch rows are in use."""
         await eventually(lambda: self.engine.state is EngineState.IDLE)
         assert self.pool.num_free_blocks == self._num_usable_blocks
         assert self.executor.num_requests == 0

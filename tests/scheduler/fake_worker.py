@@ -1,6 +1,4 @@
-"""A worker without a model. It implements all of stepwell.worker.v1 over gRPC, and fails on
-demand.
-"""
+"""A worker without a model, which serves stepwell.worker.v1 over gRPC and fails on demand."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -34,7 +32,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """One rank with the paged model. Tests can block its steps or make them fail."""
+    """One rank that runs a `PagedModel`. Tests can block its steps or make them fail."""
 
     def __init__(
         self,
@@ -80,16 +78,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.prepared: list[str] = []
         """The grammars that the worker was asked to compile."""
         self.compiles = asyncio.Event()
-        """Cleared: a grammar is compiled until this is set."""
+        """While this event is not set, compilations of grammars do not end."""
         self.compiles.set()
         self.nan_rows: frozenset[int] = frozenset()
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
-        """A token. If a new request contains it, the stream ends."""
+        """A token that ends the stream of steps when a new request contains it."""
         self.described: Callable[[], object] = lambda: None
-        """A function that is called when an answer to Describe is built and not sent yet."""
+        """Called after an answer to Describe was built and before it is sent."""
         self.spoil: Spoil = lambda _, answer: [answer]
-        """A function that replaces the answer to a step by any number of answers."""
+        """Replaces the answer to a step by any number of answers."""
         self.going = asyncio.Event()
         self.going.set()
         self._tracing = tracing

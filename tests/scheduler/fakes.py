@@ -1,5 +1,5 @@
-"""Small working fakes of the engine's ports. They are workers that can be blocked or lost, a pool
-that can be lost, a replica that restores both, a receiver of tokens, and an observer of steps.
+"""Small working fakes of the ports of the scheduler's engine: workers that can be blocked or lost,
+a pool that can be lost, a replica that restores both, a receiver of tokens, an observer of steps.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class FragilePool(InProcessPool):
 
 
 class FakeExecutor:
-    """An `Executor` over the paged model. While it is blocked it answers nothing."""
+    """An `Executor` over the paged model. Its answers can be blocked."""
 
     def __init__(self, block_size: int, num_slots: int) -> None:
         self._shape = block_size, num_slots
@@ -51,11 +51,11 @@ class FakeExecutor:
         self._is_held = False
         self.num_steps = 0
         self.breaks: frozenset[int] = frozenset()
-        """Batch indexes of the requests for which the next steps report NaN."""
+        """Batch indexes of the requests for which the next steps report NaN logits."""
         self.poison: frozenset[int] = frozenset()
         """Tokens that make the workers fail in any step that computes them."""
         self.broken_by: list[set[str]] = []
-        """The requests of each step that made the workers fail."""
+        """For each step that made the workers fail: the names of its requests."""
 
     @property
     def num_requests(self) -> int:
@@ -64,7 +64,7 @@ class FakeExecutor:
 
     @property
     def num_in_flight(self) -> int:
-        """The number of submitted steps without an answer."""
+        """The number of submitted steps that have no answer yet."""
         return len(self._waiting)
 
     def hold(self) -> None:
@@ -125,7 +125,7 @@ def _computed_tokens(plan: SchedulerOutput) -> set[int]:
 
 
 class FakeReplica:
-    """A `PoolAndWorkers` that restores pool and workers once they are available."""
+    """A `PoolAndWorkers` that restores pool and workers as soon as both are available again."""
 
     def __init__(self, pool: FragilePool, executor: FakeExecutor) -> None:
         self.there = asyncio.Event()
@@ -143,7 +143,7 @@ class FakeReplica:
 
 
 class Inbox:
-    """A `Delivery` that stores tokens and ends, by the names of requests."""
+    """A `Delivery` that stores each request's tokens, and the names of the requests that ended."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -173,7 +173,7 @@ class Inbox:
 
 
 class ReadinessLog:
-    """A `Readiness` that records each state: "" if steps can run, otherwise the reason why not."""
+    """A `Readiness` that records each state: "" if steps can run, otherwise the reason."""
 
     def __init__(self) -> None:
         self.lacks: list[str] = []

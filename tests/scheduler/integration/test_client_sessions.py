@@ -15,8 +15,8 @@ from tests.scheduler.story import prompt
 
 FIRST, NEXT = prompt(9), prompt(3, 700)
 HELD = [*FIRST, *continuation(FIRST, 4)[:-1]]
-"""The tokens of a session after a turn of four tokens. The last token was not computed, and is
-dropped.
+"""The tokens of a session after a turn of four output tokens. The session drops the last of them,
+because no step has computed its keys and values.
 """
 
 
@@ -30,7 +30,7 @@ async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
 
 
 async def begin(gateway: Gateway, handle: int, first: list[int]) -> None:
-    """Begins a session with a turn of four tokens."""
+    """Begins a session with a turn of four output tokens."""
     await gateway.add(handle, first, sampling=sampling(4), resumable=True)
     await gateway.until_turn(handle)
 

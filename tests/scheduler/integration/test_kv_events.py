@@ -1,4 +1,4 @@
-"""KV events over ZMQ, decoded like in vLLM's routers, compared with the pool's cached blocks."""
+"""KV events over ZMQ, decoded as vLLM's routers do, and compared with the pool's cached blocks."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -132,8 +132,8 @@ async def test_the_events_lead_to_what_the_pool_has_cached(
 
 
 async def test_a_part_of_a_block_is_a_block_of_the_tokens_of_a_hash(tmp_path: Path) -> None:
-    """Hits may end inside a block. A prompt of 11 tokens has two blocks of 4 tokens, and one more
-    hash of 2 tokens.
+    """A hash covers 2 tokens, so that prefix hits may end inside a block of 4 tokens. A prompt of
+    11 tokens has two full blocks, and one more hash.
     """
     worker = FakeWorker(groups=[FULL, STATE])
     async with publishing(tmp_path, worker, prefix_match_unit=2) as (replica, subscriber):
@@ -206,7 +206,7 @@ async def test_live_batches_and_replayed_ones_are_the_same(tmp_path: Path) -> No
     async with publishing(tmp_path, FakeWorker(), kv_events_topic=topic) as (replica, subscriber):
         live: list[tuple[bytes, int, bytes]] = []
         first = asyncio.create_task(subscriber.receive())
-        async with asyncio.timeout(SECONDS):  # a subscription takes effect with a delay
+        async with asyncio.timeout(SECONDS):  # a ZMQ subscription takes effect with a delay
             for turn in range(1000):
                 await run(replica, [prompt(10, 20 * turn)])
                 if first.done():

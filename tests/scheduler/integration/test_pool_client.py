@@ -1,4 +1,4 @@
-"""The pool's client while no pool can be reached."""
+"""The scheduler's client of the pool service when no pool answers."""
 
 import asyncio
 import socket
@@ -82,8 +82,8 @@ async def test_a_transaction_can_be_cancelled_while_the_connection_begins(
 
 
 async def test_a_transaction_ends_in_time_whose_stream_was_just_begun(closed_address: str) -> None:
-    """The transaction's deadline passes just after the first retry has begun a stream, in some
-    cases before the headers of the stream are sent.
+    """The deadline passes just after the first retry has begun a stream, in some of the 30 cases
+    before the headers of the stream are sent.
     """
     async with asyncio.timeout(60):
         for tenth in range(30):

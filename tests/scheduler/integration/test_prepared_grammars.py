@@ -1,5 +1,5 @@
-"""Workers are asked once to compile a grammar. They are asked again if they may have dropped it.
-A worker that hangs meanwhile is lost.
+"""The scheduler asks workers once to compile a grammar, and again if they may have dropped the
+grammar. A worker that hangs during the compilation counts as lost.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""GetActivity: the reported requests, steps and blocks of a scheduler."""
+"""GetActivity reports the requests, steps and blocks of a scheduler."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,7 +22,7 @@ BUDGET = 64
 
 @pytest.fixture
 async def replica() -> AsyncIterator[Replica]:
-    """A replica that runs two requests at a time, with 63 usable blocks."""
+    """A replica with 63 usable blocks that runs at most two requests at a time."""
     worker = FakeWorker(max_num_seqs=2, num_blocks=64, max_num_batched_tokens=BUDGET)
     async with serving_replica(worker) as replica:
         yield replica
@@ -37,7 +37,7 @@ async def look(
 
 
 async def hold_three(replica: Replica, gateway: Gateway, **fields: Any) -> None:
-    """Makes two requests run with blocked first steps, and a third one wait."""
+    """Adds three requests. The first step of two of them is blocked, and the third one waits."""
     async with replica.planning_together(3):
         for handle in range(3):
             await gateway.add(handle, prompt(9, 100 * handle), **fields)
@@ -84,7 +84,7 @@ async def test_a_request_that_waits_says_why(replica: Replica, gateway: Gateway)
 async def test_steps_are_noted_from_the_first_look_on(replica: Replica, gateway: Gateway) -> None:
     await gateway.add(0, prompt(9))
     await gateway.finish(0)
-    assert list((await look(replica)).steps) == []  # no client had requested steps before
+    assert list((await look(replica)).steps) == []  # steps are recorded from this call on
     before = (await replica.stats()).num_steps
     await gateway.add(1, prompt(20, 50), sampling=sampling(6))
     await gateway.finish(1)
@@ -103,7 +103,7 @@ async def test_steps_are_noted_from_the_first_look_on(replica: Replica, gateway:
     assert list((await look(replica, after_step=newest)).steps) == []
     later = (await look(replica, after_step=newest - 1)).steps
     assert [step.step for step in later] == [newest]
-    # A number of another process, which had more steps.
+    # The step number may be that of an earlier scheduler process, which had run more steps.
     assert len((await look(replica, after_step=10**6)).steps) == len(steps)
 
 

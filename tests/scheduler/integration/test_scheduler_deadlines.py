@@ -1,5 +1,5 @@
-"""Workers and pools that hang on an intact connection count as lost after a multiple of their usual
-time. Their later answers are ignored.
+"""A worker or pool that hangs on an intact connection counts as lost after a multiple of its usual
+time. Answers that arrive later are ignored.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ MANY = 150
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes deadlines short. The pool's machine counts as not overloaded."""
+    """Makes deadlines short, and makes the machine count as not overloaded."""
     monkeypatch.setattr(pool_client, "watch_addresses", lambda _: Reading)
     monkeypatch.setattr(worker_client, "STEP_FLOOR_SECONDS", FLOOR_SECONDS)
     monkeypatch.setattr(pool_client, "TRANSACTION_FLOOR_SECONDS", FLOOR_SECONDS)
@@ -198,7 +198,7 @@ async def test_a_pool_that_hangs_without_transactions_is_noticed_before_the_next
         await gateway.finish(1)
         await replica.until_idle()
         replica.pool_link.swallow_answers()
-        async with asyncio.timeout(8):  # pings would detect it later
+        async with asyncio.timeout(8):  # gRPC's pings would detect the lost connection later
             await replica.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING)
         assert "the kvpool did not answer" in (await replica.stats()).state_reason
         replica.pool_link.cut()
@@ -209,14 +209,14 @@ async def test_a_pool_that_hangs_without_transactions_is_noticed_before_the_next
 
 @pytest.fixture
 def short_directory() -> Iterator[Path]:
-    """A directory whose path is short enough for a socket's address."""
+    """A directory whose path is short enough for the address of a Unix socket."""
     with tempfile.TemporaryDirectory(prefix="sw") as directory:
         yield Path(directory)
 
 
 class HalfDeadPool(kvpool_pb2_grpc.KVPoolServicer):
-    """A pool that ends each stream at once until `hangs_from`, a time of the event loop. After it,
-    the pool answers nothing.
+    """A pool that ends each stream at once until `hangs_from`, a time of the event loop. From then
+    on it keeps streams open without answering.
     """
 
     def __init__(self, hangs_from: float) -> None:
@@ -239,7 +239,7 @@ class HalfDeadPool(kvpool_pb2_grpc.KVPoolServicer):
 async def test_the_time_of_a_transaction_ends_between_two_tries_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The deadline passes in the pause after the first try. A second try would find a hanging pool.
+    # The deadline passes in the pause after the first try. A second try would hang.
     monkeypatch.setattr(pool_client, "RETRY_SECONDS", 1.0)
     pool = HalfDeadPool(asyncio.get_running_loop().time() + 0.7)
     server = GrpcServer()
@@ -269,7 +269,7 @@ async def test_an_alarm_that_comes_late_gives_what_waits_unread_a_second() -> No
 
 
 async def test_an_alarm_waits_for_work_that_gets_no_processor() -> None:
-    """The work has a fifth of a processor, so that 0.2 s of it have run after a second."""
+    """The watched thread gets a fifth of a processor, so that 0.2 s of work take a second."""
     loop = asyncio.get_running_loop()
     began, rang = loop.time(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""KV-cache groups end to end. The pool is opened with the groups that a worker describes."""
+"""KV-cache groups end to end. The scheduler opens the pool with the groups that a worker has."""
 
 import pytest
 from stepwell.common.v1 import common_pb2
@@ -25,7 +25,7 @@ STATE = common_pb2.KVCacheGroup(
 
 
 async def serve_under_preemption(replica: Replica, gateway: Gateway) -> None:
-    """Eight requests, some with the same prompt, in a pool too small for all of them."""
+    """Serves eight requests, some with the same prompt, in a pool too small for all of them."""
     prompts = {number: prompt(13, 100 * (number % 3)) for number in range(8)}
     for number, token_ids in prompts.items():
         await gateway.add(number, token_ids, sampling=sampling(25))
@@ -43,15 +43,15 @@ async def test_a_hybrid_model_is_served_under_preemption_and_hits(async_scheduli
         gateway_of(replica) as gateway,
     ):
         assert gateway.opened is not None
-        # Of the 35 blocks, the window needs seven at once and the states two. With a second step in
-        # flight they need eleven and three.
+        # Of the 35 blocks, a request needs at most seven for the window and two for states. With
+        # two steps in flight it needs eleven and three.
         num_full_blocks = 21 if async_scheduling else 26
         assert gateway.opened.max_request_tokens == num_full_blocks * BLOCK_SIZE
         await serve_under_preemption(replica, gateway)
         for number in (8, 9):
             await gateway.add(number, prompt(13, 900))
             await gateway.finish(number)
-        # Twelve of the thirteen tokens end at a block boundary, where a state was stored.
+        # Token 12 is at a block boundary, where a state was stored. The last token is computed.
         assert gateway.heard[9].num_cached_tokens == 12
         assert any(unpack_token_ids(step.block_ids_to_zero) for step in worker.steps)
         await replica.until_idle()
@@ -78,7 +78,7 @@ async def test_blocks_of_several_sizes_are_served_under_preemption_and_hits(
         for number in (8, 9):
             await gateway.add(number, prompt(15, 900))
             await gateway.finish(number)
-        # 15 tokens fill three small blocks and one large block.
+        # 15 tokens fill three small blocks and one large block, of eight tokens.
         assert gateway.heard[9].num_cached_tokens == 8
 
 

@@ -1,5 +1,5 @@
-"""Connections with no traffic except pings stay open, and the replica keeps its generation and
-cache.
+"""An idle replica. Connections with no traffic except gRPC's keepalive pings stay open, and the
+replica keeps its generation and its prefix cache.
 """
 
 import asyncio
@@ -10,11 +10,9 @@ from services.common.rpc import channel
 from tests.scheduler.serving_replica import gateway_of, serving_replica
 
 PING_MILLIS = 520
-"""Longer than the shortest interval that servers allow."""
+"""Longer than the shortest interval between pings that the servers allow."""
 IDLE_SECONDS = 4.0
-"""Time for enough pings that a server would end the connection if it allowed no pings without
-traffic.
-"""
+"""Enough time for a server to end the connection, if it allowed no pings without traffic."""
 PROMPT = range(3, 43)
 NUM_CACHED_TOKENS = 36
 

@@ -1,4 +1,4 @@
-"""Operators' calls to a scheduler, such as pause, resume, reset and statistics."""
+"""The calls of operators to a scheduler, such as pause, resume, reset and statistics."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -168,8 +168,8 @@ async def test_a_drained_replica_finishes_what_it_has_and_takes_nothing_new(
 async def test_a_drained_replica_that_cannot_run_steps_is_not_merely_draining(
     replica: Replica, gateway: Gateway
 ) -> None:
-    """Gateways move requests away from a replica that cannot run steps. They do not move requests
-    away from a replica that drains.
+    """Gateways move running requests away from a replica that cannot run steps, but not from one
+    that drains.
     """
     await gateway.add(1, prompt(9), sampling=sampling(150))
     await gateway.until_tokens(1, 2)
@@ -222,9 +222,7 @@ async def test_after_a_reset_nothing_is_found(replica: Replica, gateway: Gateway
 async def test_an_idle_replica_has_told_the_pool_everything(
     replica: Replica, gateway: Gateway
 ) -> None:
-    """The last full block is published and no block is in use, although no further step is
-    planned.
-    """
+    """The last full block is published and all blocks are freed, although no further step runs."""
     await gateway.add(1, prompt(9))
     await gateway.finish(1)
     await replica.until_idle()
@@ -233,9 +231,7 @@ async def test_an_idle_replica_has_told_the_pool_everything(
 
 
 async def test_preempted_requests_count_once_in_the_hit_rate() -> None:
-    """Prefix hits of a preempted request on its own blocks do not count, because they save no
-    computation.
-    """
+    """Prefix hits of a preempted request on its own blocks save no computation and do not count."""
     worker = FakeWorker(num_blocks=14)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         for handle in range(5):

@@ -1,5 +1,5 @@
-"""Steps are planned shortly before the running step ends. The services are real, and the worker's
-steps take 120 ms.
+"""The scheduler plans each step shortly before the running step ends. The services are real, and
+the worker's steps take 120 ms.
 """
 
 import asyncio
@@ -32,9 +32,8 @@ async def test_a_request_that_comes_in_the_middle_of_a_step_is_part_of_the_next(
     steps = [ran for ran in worker.ran if ran.message.rows]
     admissions = [ran.began for ran in steps if ran.message.new_requests][1:]
     waits = [admitted - sent for admitted, sent in zip(admissions, came.values(), strict=True)]
-    # The requests arrived 2/3 of a step before the end of the step. If they had missed the next
-    # step, they would have waited 5/3 of a step. While other programs use the processors, messages
-    # take long, and some requests are late.
+    # Each request was sent 2/3 of a step before the running step ended. If it had missed the next
+    # step, it would have waited 5/3 of a step. On a busy machine some requests may be late.
     assert sorted(waits)[1] < STEP_SECONDS, waits
     gaps = [after.began - before.ended for before, after in itertools.pairwise(steps)]
     assert statistics.median(gaps) < STEP_SECONDS / 10, gaps

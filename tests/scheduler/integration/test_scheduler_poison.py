@@ -1,4 +1,4 @@
-"""Some requests kill the worker process in each of their steps. Other requests run beside them."""
+"""Requests that kill the worker process in each of their steps, beside other requests."""
 
 import pytest
 from stepwell.common.v1 import common_pb2

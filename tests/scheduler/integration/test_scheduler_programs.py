@@ -1,4 +1,6 @@
-"""Programs over the scheduler's gRPC: tools of answers, named programs, metrics."""
+"""Programs (conversations of agents) over the scheduler's gRPC: the tool that an answer calls, the
+names of programs, and metrics.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +34,7 @@ async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
 
 
 async def values(replica: Replica, name: str, label: str = "") -> dict[str, float]:
-    """The samples of a metric, by the value of a label."""
+    """Maps each value of a label to a metric's sample."""
     async with open_channel(replica.address) as channel:
         text = await collect_from(channel, exemplars=False)
     assert text is not None
@@ -45,7 +47,7 @@ async def values(replica: Replica, name: str, label: str = "") -> dict[str, floa
 
 
 async def turn(gateway: Gateway, handle: int, tokens: list[int], **fields: object) -> list[int]:
-    """Runs a request. Returns its context."""
+    """Runs a request. Returns its prompt and answer."""
     await gateway.add(handle, tokens, sampling=sampling(4), **fields)
     await gateway.finish(handle)
     return [*tokens, *gateway.heard[handle].tokens]
@@ -72,7 +74,7 @@ async def test_pauses_have_the_tools_of_the_answers(replica: Replica, gateway: G
 async def test_the_tool_of_an_answer_that_a_stop_string_ended(
     replica: Replica, gateway: Gateway
 ) -> None:
-    """Both messages arrive before the scheduler has ended the request."""
+    """The stop and the tool are received before the scheduler has ended the request."""
     await gateway.add(1, FIRST, sampling=sampling(150))
     await gateway.until(lambda: bool(gateway.heard[1].tokens))
     stopped = scheduler_pb2.AbortRequests(handles=[1], stopped_handles=[1])

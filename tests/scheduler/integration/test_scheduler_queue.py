@@ -1,5 +1,5 @@
-"""The time limit in the queue. Requests are refused at arrival, or ended before their first
-step.
+"""The limit of the time in the queue: a request is refused at arrival, or ended before its first
+step. Also what gateways are sent about the queue and the load of the replica.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ QUEUE_TIMEOUT = common_pb2.FINISH_REASON_QUEUE_TIMEOUT
 
 @pytest.fixture
 async def replica() -> AsyncIterator[Replica]:
-    """A replica that runs two requests at a time, and lets others wait for half a second."""
+    """A replica that runs two requests at a time. Other requests may wait for half a second."""
     worker = FakeWorker(max_num_seqs=2, num_blocks=200)
     async with serving_replica(worker, max_queue_seconds=0.5) as replica:
         yield replica
 
 
 async def hold_two(replica: Replica, gateway: Gateway) -> None:
-    """Makes two requests run with blocked first steps, so that further requests wait."""
+    """Adds two requests whose first step is blocked, so that further requests wait."""
     async with replica.planning_together(2):
         for handle in range(2):
             await gateway.add(handle, prompt(5, 100 * handle), timeout_millis=60_000)
@@ -137,7 +137,7 @@ async def test_gateways_hear_how_long_the_queue_is_before_any_request_has_ended(
 
 
 async def test_gateways_hear_how_many_have_places_and_what_a_prompt_takes() -> None:
-    """The pool has blocks for 5 requests of 8 blocks each, although 8 requests may run."""
+    """8 requests may run, but the pool has blocks for only 5 requests of 8 blocks each."""
     worker = FakeWorker(num_blocks=5 * 8 + 1)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         for handle in range(10):
@@ -158,9 +158,7 @@ async def test_gateways_hear_how_many_have_places_and_what_a_prompt_takes() -> N
 async def test_each_gateway_hears_how_many_run_and_how_many_are_not_its_own(
     replica: Replica, gateway: Gateway
 ) -> None:
-    """Two requests run at a time. After their end, both gateways receive a load without
-    requests.
-    """
+    """Two requests run at a time. When all have ended, both gateways receive a load of 0."""
     assert gateway.opened is not None
     assert gateway.opened.max_num_seqs == 2
     async with gateway_of(replica) as other:
@@ -190,7 +188,7 @@ async def test_each_gateway_hears_how_many_run_and_how_many_are_not_its_own(
 async def test_loads_come_with_the_steps_that_change_them(
     replica: Replica, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No other message sends loads in this test. A decode-only step does not change the load."""
+    """Periodic messages with loads are disabled. A decode-only step does not change the load."""
     monkeypatch.setattr(QueueWatch, "_look", lambda _: None)
     async with gateway_of(replica) as other:
         await gateway.add(1, prompt(9), sampling=sampling(60))
@@ -221,9 +219,7 @@ async def test_a_long_prompt_weighs_less_with_each_of_its_chunks(
 async def test_gateways_hear_whether_blocks_are_what_is_missing(
     max_num_seqs: int, is_blocked: bool
 ) -> None:
-    """The pool has blocks for one of the prompts. The other prompt waits for blocks, or for a row
-    of the batch.
-    """
+    """The pool has blocks for one of two prompts. The other waits for blocks or a batch row."""
     worker = FakeWorker(max_num_seqs=max_num_seqs, num_blocks=40)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         replica.worker.going.clear()
@@ -232,9 +228,9 @@ async def test_gateways_hear_whether_blocks_are_what_is_missing(
         await gateway.until(
             lambda: any((one.num_running, one.num_waiting) == (1, 1) for one in gateway.queues)
         )
-        await replica.until(lambda _: bool(replica.worker.steps))  # a step is blocked there
+        await replica.until(lambda _: bool(replica.worker.steps))  # the worker blocks a step
         replica.worker.going.set()
-        replica.worker.going.clear()  # one step is done, and another step is planned
+        replica.worker.going.clear()  # this step ends, and the next step is planned and blocked
         if is_blocked:
             await gateway.until(lambda: any(one.is_blocked for one in gateway.queues))
         replica.worker.going.set()

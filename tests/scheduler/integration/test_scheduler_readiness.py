@@ -1,4 +1,4 @@
-"""The readiness of a replica, as reported to gateways and health checks."""
+"""The readiness of a replica, as the scheduler reports it to gateways and health checks."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A scheduler is registered in Redis exactly while it accepts requests."""
+"""A scheduler registers in Redis, for as long as it accepts requests."""
 
 import asyncio
 import signal
@@ -64,7 +64,7 @@ async def test_it_is_registered_under_what_it_serves_until_it_drains(
         await gateway.add(1, prompt(9), sampling=sampling(100))
         await gateway.until_tokens(1, 2)
         replica.worker.going.clear()
-        # A record that is not renewed stays in Redis until another replica renews its lease.
+        # An expired registration stays in Redis until another replica renews its own.
         await FleetRegistry(redis, "paged", 60.0).renew(RegisteredReplica("10.0.0.8:9001", "b"))
         replica.stop.set()
         await registered(registry, 1)

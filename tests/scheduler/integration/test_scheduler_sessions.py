@@ -1,5 +1,5 @@
-"""Sessions over gRPC, with requests and tokens. All blocks are freed when the gateway
-disconnects.
+"""The sessions of gateways with a scheduler over gRPC: requests, tokens, and disconnections, after
+which all blocks of the session's requests are free.
 """
 
 import logging

@@ -1,5 +1,5 @@
-"""Pipeline stages. As many steps are in flight as there are stages, and each step's message has the
-last tokens.
+"""Pipeline parallelism. As many steps are in flight as there are stages, and the message of a step
+has the last token of each request that the step computes.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ async def test_each_step_has_the_last_of_the_tokens_that_it_computes() -> None:
         await replica.until_idle()
     tokens = [*prompt(100), *continuation(prompt(100), 10)]
     steps = [step for step in stages[0].steps if step.rows]
-    # The budget of a step is 64 tokens. The last token is computed by no step.
+    # The budget of a step is 64 tokens. No step computes the last output token.
     assert [unpack_token_ids(step.num_scheduled_tokens) for step in steps] == [
         [64],
         [36],
@@ -49,7 +49,7 @@ async def test_there_are_as_many_steps_in_flight_as_stages_and_no_request_decode
         stages[1].going.clear()
         for handle in range(3):
             await gateway.add(handle, prompt(40, 100 * handle), sampling=sampling(5))
-        # 64 tokens, then the rest of 120 tokens. The third step waits for the answer to the first.
+        # Two steps compute the 120 prompt tokens. The third step waits for the answer to the first.
         await replica.until(lambda _: sum(bool(step.rows) for step in stages[0].steps) == 2)
         await asyncio.sleep(0.05)
         assert sum(bool(step.rows) for step in stages[0].steps) == 2
@@ -80,7 +80,7 @@ async def test_a_step_is_what_its_last_stage_answers_and_takes_as_long_as_all_of
             execute_nanos=nanos,
         )
 
-    # There are two stages of two ranks each. A rank of the first stage answers last.
+    # Ranks a and b are the first stage, c and d the second. Rank a answers last.
     steps = StepsInFlight("abcd", Deadlines(1, 10))
     steps.num_stages = 2
     steps.model = ModelFacts(vocab_size=10)

@@ -25,11 +25,11 @@ class View:
 
     def __init__(self) -> None:
         self.stored: dict[int, bytes] = {}
-        """Maps the last 64 bits of a hash, as a signed number, to the full hash."""
+        """Maps the last 64 bits of a block's hash, as a signed number, to the full hash."""
         self.sequence = -1
 
     def apply(self, batch: common_pb2.KvEventBatch) -> None:
-        """Applies a message. It must continue the message before, or begin with a snapshot."""
+        """Applies a message, which must follow the previous message or be a snapshot."""
         if batch.load.load_only:
             assert (batch.sequence_number, len(batch.events)) == (self.sequence, 0)
             return
@@ -148,7 +148,7 @@ async def test_the_adapter_of_a_request_goes_with_its_blocks(tmp_path: Path) -> 
 
 
 async def test_batches_that_are_not_kept_are_out_of_range(tmp_path: Path) -> None:
-    """The client smg then requests a snapshot."""
+    """The client of the package smg then requests a snapshot."""
     async with vllm_replica(tmp_path, kv_events_buffer_steps=2) as (_, stub):
         await run(stub, prompt(9), prompt(9, 300))
         for begin in (1, 1000):

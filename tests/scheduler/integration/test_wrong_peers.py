@@ -1,5 +1,5 @@
-"""After each wrong answer of a peer, pool and workers are opened again. No token of a wrong answer
-is delivered.
+"""Wrong answers of a pool or worker. After each of them the scheduler opens pool and workers again,
+and it delivers no token of the wrong answer.
 """
 
 import logging
@@ -37,7 +37,7 @@ MANY = 120
 
 
 class Spoiler:
-    """Replaces every tenth answer by a wrong one, until each kind of wrong answer was sent once."""
+    """Replaces every tenth answer of a worker by a wrong one, of each kind once."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.kinds: list[Spoil] = [
@@ -65,7 +65,7 @@ class Spoiler:
         return [self._old]
 
     def _late(self, _step: Request, answer: Answer) -> Sequence[Answer]:
-        """Sends the answer after the next answer, if the stream does not end before."""
+        """Delays the answer until after the next answer."""
         self.kinds.append(lambda _, after: [after, answer])
         self._num_answers = 9
         return []
@@ -96,7 +96,7 @@ async def test_wrong_answers_of_a_worker_are_no_tokens(caplog: pytest.LogCapture
         await answer_all(gateway)
         await replica.until_idle()
     assert not spoiler.kinds
-    logged = [  # gRPC's poller may log an error of its own, in the logger of asyncio
+    logged = [  # gRPC's poller may also log an error, with asyncio's logger
         one.getMessage()
         for one in caplog.records
         if one.levelno >= logging.WARNING and one.name.startswith("services.")
@@ -163,7 +163,9 @@ async def test_a_worker_that_always_answers_wrongly_is_waited_for_with_the_reaso
 
 
 class Proxied(Pool):
-    """A pool or a worker, behind a proxy that changes every `every`-th message of a lane."""
+    """A pool or worker behind a proxy. The proxy changes every `every`-th message of a lane (one
+    direction of a gRPC method) by the next of `kinds`.
+    """
 
     every = 10
 
@@ -280,8 +282,8 @@ async def test_a_request_of_which_transactions_are_always_answered_wrongly_is_fo
     poisoned = [*prompt(5, 600), POISON]
 
     class Poisoned(Proxied):
-        """A pool that answers wrongly if an admitted request has as many tokens as the poisoned
-        request.
+        """A pool whose answers are wrong after a request with as many prompt tokens as the poisoned
+        request was admitted, in the same transaction.
         """
 
         is_wrong = False
@@ -343,7 +345,7 @@ async def test_one_wrong_description_of_a_worker_ends_nothing(wrong: dict[str, A
 async def test_a_peer_that_answers_in_another_protocol_is_waited_for_with_the_reason(
     method: str, peer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A peer of an older version may not compare protocols itself."""
+    """The scheduler compares protocols, because a peer of an older version may not do so."""
     lane = Lane(method, Direction.RESPONSE)
 
     def older(message: bytes) -> list[bytes]:
@@ -365,7 +367,7 @@ async def test_a_peer_that_answers_in_another_protocol_is_waited_for_with_the_re
 
 async def test_a_description_that_does_not_come_ends_nothing() -> None:
     class Silent(Proxied):
-        """A pool or a worker whose first two answers of one method are lost."""
+        """A pool or worker whose first two answers to calls of one method are lost."""
 
         num_swallowed = 0
 
