@@ -109,7 +109,6 @@ _BLOCK_STATES = ProtoEnum(BlockState, common_pb2.BlockState, "BLOCK_STATE_")
 
 
 def block_map_to_proto(blocks: BlockMap) -> common_pb2.BlockMap:
-    """Converts a map of blocks."""
     return common_pb2.BlockMap(
         blocks_per_cell=blocks.blocks_per_cell,
         states=map(_BLOCK_STATES.to_proto, blocks.states),

@@ -177,7 +177,6 @@ class _Candidate:
     """
 
     def shorten(self, kind: _Kind) -> None:
-        """Shortens the prefix to a hit of one kind."""
         number = kind.groups[0]
         if number in self.full_lengths:
             self.num_tokens = min(self.num_tokens, self.full_lengths[number])
@@ -199,7 +198,6 @@ class _Candidate:
             self.full_lengths[number] = num_tokens
 
     def hit(self, kinds: Iterable[_Kind]) -> PrefixHit:
-        """The prefix that all kinds agreed on."""
         for kind in kinds:
             if isinstance(kind.search, FullSearch):
                 num_blocks = -(-self.num_tokens // kind.search.spec.block_size)

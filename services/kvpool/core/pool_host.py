@@ -79,8 +79,8 @@ class PoolHost(Generic[Answer]):
 
     `clock_micros` returns wall-clock time in microseconds. The number of a new generation is at
     least this time, so that numbers increase across restarts of the process although nothing is
-    stored. The number is also greater than the newest generation that the scheduler has seen, so
-    that numbers increase even if the clock was set back.
+    stored on disk. The number is also greater than the newest generation that the scheduler has
+    seen, so that numbers increase even if the clock was set back.
     """
 
     sinks: Sequence[EventSink]

@@ -33,7 +33,7 @@ class EventSink(Protocol):
 
 
 class Directory(EventSink, Protocol):
-    """Stores which prefixes each pool has cached. It may lag, since no result depends on it."""
+    """Stores which prefixes each pool has cached. It may lag, since no output depends on it."""
 
     async def match(self, hashes: Sequence[BlockHash]) -> list[PoolMatch]:
         """Returns the hit length of a chain in each pool, ordered by pool. Pools without a hit are

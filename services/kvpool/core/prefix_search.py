@@ -153,7 +153,7 @@ class WindowSearch(PrefixSearch):
         return tables, num_blocks * size
 
     def _aligned(self, num_blocks: int) -> int:
-        """Returns `num_blocks`, rounded down to a possible end of a hit."""
+        """Rounds `num_blocks` down to a possible end of a hit."""
         return (
             num_blocks * self._block_size // self._alignment * self._alignment // self._block_size
         )

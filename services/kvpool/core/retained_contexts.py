@@ -42,12 +42,10 @@ class RetainingFreeQueue(FreeQueue):
 
     @property
     def num_retained(self) -> int:
-        """The number of free blocks in contexts."""
         return len(self._free)
 
     @property
     def retained(self) -> Collection[BlockId]:
-        """The free blocks in contexts."""
         return self._free.keys()
 
     @property

@@ -23,7 +23,6 @@ class UnwrittenChanges:
         self._removed: dict[int, None] = {}
         self.must_restart = False
         self.num_dropped = 0
-        """The number of dropped changes."""
 
     def apply(self, batch: EventBatch) -> None:
         if batch.snapshot:

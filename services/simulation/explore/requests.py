@@ -21,7 +21,7 @@ _LONG_ANSWER = 60
 """The number of tokens of a long answer."""
 _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
 _TOKEN_SECONDS = 0.0045
-"""The approximate time that the device needs for a token."""
+"""The device's approximate time per token."""
 _FOCUSED = 0.6
 """The fraction of a run's requests that are of the kind in focus."""
 _LEAVES, _FOCUSED_LEAVES = 0.15, 0.5

@@ -135,7 +135,6 @@ class Clients:
         live.noted_at = now
 
     def _extend(self, live: LiveProgram, turn: Turn) -> None:
-        """Adds the turn's prompt to the program's context."""
         program, context = live.program, live.context
         if turn.runs is not None:
             context.num_tokens = sum(length for _, length in turn.runs)

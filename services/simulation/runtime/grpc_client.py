@@ -152,7 +152,6 @@ class MemoryCore:
         return True
 
     def begin(self, call: "MemoryCall", metadata: Metadata) -> "ServerCall":
-        """Begins a call on the connection."""
         assert self._server is not None
         assert self._end is not None
         server, client = self._server, self.process

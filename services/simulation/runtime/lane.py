@@ -127,7 +127,6 @@ class Fiber:
             raise Exited("killed")
 
     def kill(self) -> None:
-        """Ends a paused function."""
         self._is_killed = True
         self._going.release()
         self._thread.join()

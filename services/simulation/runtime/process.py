@@ -57,7 +57,6 @@ class Process:
         return self.state is State.DEAD
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Runs a coroutine as a task of this process."""
         return self._loop.create_task(coroutine, context=self.context.copy())
 
     def call(self, function: Callable[..., T], *args: Any) -> T:

@@ -93,11 +93,9 @@ class MemoryListener:
     def dup(self) -> "MemoryListener":
         return self
 
-    def setsockopt(self, *_: Any) -> None:
-        """Does nothing."""
+    def setsockopt(self, *_: Any) -> None: ...
 
-    def setblocking(self, _: bool) -> None:
-        """Does nothing."""
+    def setblocking(self, _: bool) -> None: ...
 
     def close(self) -> None:
         self._network.unlisten(self._address, self)
@@ -108,8 +106,7 @@ class MemoryListener:
     def sockets(self) -> list["MemoryListener"]:
         return [self]
 
-    async def wait_closed(self) -> None:
-        """Returns at once."""
+    async def wait_closed(self) -> None: ...
 
 
 class MemoryTransport(asyncio.Transport):

@@ -31,7 +31,6 @@ class WorkerMetrics(Collector):
         self._description = description
 
     def stream_opened(self) -> None:
-        """Counts a stream of steps that a scheduler has opened."""
         self._num_streams += 1
 
     def stepped(self, num_tokens: int, queue_nanos: int, execute_nanos: int) -> None:

@@ -48,7 +48,6 @@ class BatchLimits:
 
     @property
     def first_state_group(self) -> int:
-        """Index of the first group of recurrent layers."""
         return len(self.windows) - len(self.state_block_sizes)
 
     @property

@@ -20,8 +20,7 @@ from services.worker.core.step import EndedTierLoad, TierBlocks, TierLoad
 class Tier(Protocol):
     """Copies blocks between the KV cache and a tier of host memory. Not thread-safe."""
 
-    def store(self, blocks: TierBlocks) -> None:
-        """Copies blocks of the cache to the tier."""
+    def store(self, blocks: TierBlocks) -> None: ...
 
     def begin_loads(self, loads: Sequence[TierLoad]) -> None:
         """Queues copies from the tier to the cache. Loads run one after the other."""

@@ -63,7 +63,6 @@ class LayerGroup:
 
     @property
     def holds_states(self) -> bool:
-        """Whether the group's layers are recurrent."""
         return self.mamba_cache_mode is not None
 
     def kv_cache_group(self, block_size: int, max_model_len: int) -> KVCacheGroup:

@@ -32,7 +32,6 @@ class PositionFactors:
         self._factors: UInt64Array = np.empty(0, np.uint64)
 
     def up_to(self, num_positions: int) -> UInt64Array:
-        """The factors of at least `num_positions` positions."""
         if len(self._factors) < num_positions:
             length = 1 << num_positions.bit_length()
             self._factors = numbers_from(0, length) | np.uint64(1)

@@ -12,7 +12,6 @@ from services.worker.models.stage import StageLayers, divide_layers
 from services.worker.profiles.profile import ModelSize
 
 _BITS_AT_LOAD = 8
-"""The number of bits of a weight that is quantized at load."""
 
 
 @dataclass(frozen=True, slots=True)
