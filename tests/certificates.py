@@ -142,7 +142,6 @@ class SwappedDirectory:
             path.symlink_to(Path("..data") / path.name)
 
     def swap(self, issued: Issued, *trusted: Authority) -> Files:
-        """Replaces all files at once."""
         self._number += 1
         version = Path(f"..version-{self._number}")
         Files(self.files.directory / version).write(issued, *trusted)

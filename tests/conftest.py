@@ -211,5 +211,4 @@ def listening(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port on which no process listens."""
     return claim_port("127.0.0.1", 0, "--port")

@@ -95,7 +95,6 @@ def add_modules(directory: Path, mode: str, *, normalize: bool = True) -> None:
 
 
 def save_classifier(directory: Path, kind: str, num_labels: int = 1) -> PreTrainedModel:
-    """Saves a model with a classification head."""
     torch.manual_seed(8)
     # Without a padding token, transformers always uses the state of the last token.
     changes: dict[str, Any] = {} if kind in ENCODERS else {"pad_token_id": None}

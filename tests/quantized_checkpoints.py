@@ -33,7 +33,6 @@ class Codes:
 
     @property
     def weight(self) -> Floats:
-        """The weight in float32."""
         rows, columns = self.codes.shape
         grouped = self.codes.reshape(rows, self.scales.shape[1], -1)
         scales = self.scales[..., None].astype(np.float32)

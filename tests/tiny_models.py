@@ -71,11 +71,9 @@ class TinyModel:
 
     @property
     def config(self) -> PretrainedConfig:
-        """A new configuration object."""
         return self.configured()
 
     def configured(self, **changes: Any) -> PretrainedConfig:
-        """A new configuration object with additional changes."""
         return self.config_class(**{**_SHAPE, **self.changes, **changes})
 
 

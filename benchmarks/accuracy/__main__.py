@@ -101,7 +101,6 @@ class Comparison:
     """
 
     def cells(self) -> list[str]:
-        """The cells of the comparison's row in the table."""
         pairs = [
             (getattr(self.real, name), getattr(self.simulated, name))
             for name in ("mean_job", "p99_job", "mean_first_token")
@@ -246,7 +245,6 @@ class Benchmark:
         return simulate(Setup(config, self._times, self._serving), programs)
 
     def _capacity(self) -> float:
-        """The capacity in conversations a second."""
         limits = {name: getattr(self._options, name) for name in _SETTINGS}
         config = SchedulerConfig(
             **limits,

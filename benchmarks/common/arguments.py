@@ -31,7 +31,6 @@ def add_sized_model(parser: argparse.ArgumentParser, default: str = "135m") -> N
 
 
 def model_directory(text: str) -> Path:
-    """Parses a model directory."""
     if not is_model(text):
         raise argparse.ArgumentTypeError(f"{text} is not a model directory")
     return Path(text)
@@ -52,7 +51,6 @@ def program(path: str) -> str:
 
 
 def positive(text: str) -> float:
-    """Parses a number above 0."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError("must be above 0")
@@ -60,7 +58,6 @@ def positive(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Parses an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be at least 1")

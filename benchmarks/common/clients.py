@@ -46,7 +46,6 @@ class GrpcClient:
                 arrived(len(response.token_ids))
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._channel.close()
 
 
@@ -84,7 +83,6 @@ class HttpClient:
             raise RuntimeError(f"the gateway answered {tokens.status} {failure or tokens.error}")
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._connections.aclose()
 
 
@@ -196,5 +194,4 @@ class SessionClient:
         call.cancel()
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._channel.close()

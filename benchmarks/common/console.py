@@ -5,7 +5,6 @@ import time
 
 
 def show(*parts: str) -> None:
-    """Prints paragraphs of the report."""
     print("\n\n".join(parts), end="\n\n", flush=True)
 
 

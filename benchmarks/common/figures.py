@@ -144,7 +144,6 @@ def interleaved(names: Sequence[str], num_rounds: int) -> list[list[str]]:
 
 
 def _binomial(num_trials: int, num_successes: int, probability: float) -> float:
-    """The probability of `num_successes` in `num_trials`."""
     num_failures = num_trials - num_successes
     ways = math.lgamma(num_trials + 1) - math.lgamma(num_successes + 1)
     ways -= math.lgamma(num_failures + 1)

@@ -310,7 +310,6 @@ async def _answer_loads(settings: WorkerSettings) -> None:
 
 
 def main() -> None:
-    """Parses the command line and runs the program."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.common.in_process")
     parser.add_argument("--model", type=Path, required=True, help="directory of the model")
     parser.add_argument("--num-blocks", type=int, required=True, help="blocks of the KV cache")

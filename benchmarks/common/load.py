@@ -48,7 +48,6 @@ class RequestTimes:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that arrived."""
         return sum(count for _, count in self.arrivals)
 
 

@@ -36,16 +36,13 @@ def find_model(name: str, num_tokens: int | None = None) -> Path:
 
 
 def is_model(name: str | Path) -> bool:
-    """Whether the directory contains a model."""
     return (Path(name) / "config.json").is_file()
 
 
 def read_config(model: Path) -> dict[str, Any]:
-    """The model's config.json."""
     config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return config
 
 
 def vocab_size(model: Path) -> int:
-    """The size of the model's vocabulary."""
     return int(read_config(model)["vocab_size"])

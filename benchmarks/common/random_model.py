@@ -49,7 +49,6 @@ class Shape:
 
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
         return self.hidden_size // self.num_heads
 
 
@@ -174,7 +173,6 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Writes a model and prints its number of parameters."""
     parser = make_parser("common.random_model", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, required=True, help="shape of the model")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")

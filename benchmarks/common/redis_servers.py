@@ -49,7 +49,6 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """The URL for clients."""
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
@@ -83,7 +82,6 @@ class RedisServer:
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Resumes a stopped process."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, signum: signal.Signals) -> None:

@@ -34,7 +34,6 @@ class SpanRecord:
 
     @property
     def nanos(self) -> int:
-        """The duration of the span, in nanoseconds."""
         return self.end - self.start
 
 
@@ -61,7 +60,6 @@ class SpanReceiver:
         await self._server.stop(None)
 
     def keep(self) -> None:
-        """Starts storing the spans that arrive."""
         self._keeping = True
 
     def take(self) -> list[SpanRecord]:

@@ -55,7 +55,6 @@ class Stack:
 
     @property
     def scheduler(self) -> str:
-        """The address of the scheduler."""
         return self._addresses.socket("scheduler")
 
     def pids(self) -> dict[str, int]:

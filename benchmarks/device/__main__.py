@@ -80,7 +80,6 @@ class Row:
     itl_seen: float
 
     def cells(self) -> list[str]:
-        """The cells of the table's row."""
         pairs = (self.ttft_expected, self.ttft_seen), (self.itl_expected, self.itl_seen)
         figures = [
             text

@@ -17,12 +17,10 @@ class RequestTimes:
 
     @property
     def ttft(self) -> float:
-        """Time to the first token."""
         return self.tokens[0]
 
     @property
     def itls(self) -> list[float]:
-        """Times between tokens."""
         return np.diff(self.tokens).tolist()
 
 

@@ -55,7 +55,6 @@ class Figures:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints tables in Markdown and writes the figures."""
     arguments = parse_options(argv)
     found = machine()
     num_blocks = arguments.blocks or (QUICK_BLOCKS if arguments.quick else BLOCKS)
@@ -69,7 +68,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("directory", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="20,000 blocks and 20 events")
     parser.add_argument("--blocks", type=count, help="blocks in the index (default: 1,000,000)")

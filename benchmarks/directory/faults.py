@@ -79,7 +79,6 @@ class FaultRow:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Injects the faults, measures, and prints a table in Markdown."""
     parser = make_parser("directory.faults", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     parser.add_argument("--quick", action="store_true", help="hold each fault for 1.5 s")
@@ -193,7 +192,6 @@ class Load:
         ]
 
     async def close(self) -> None:
-        """Ends all tasks and connections."""
         await self._writer.close()
         await self.redis.close()
         for task in self._tasks:

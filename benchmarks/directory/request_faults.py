@@ -60,7 +60,6 @@ class FaultFigures:
 
     @property
     def complaints(self) -> list[str]:
-        """The errors of all failed requests."""
         return complaints([*self.calm, *self.hit])
 
 
@@ -164,7 +163,6 @@ class _Windows:
 
 
 def requests_table(found: Sequence[FaultFigures]) -> str:
-    """A table with a row for each fault."""
     return table_text(
         (
             "fault",

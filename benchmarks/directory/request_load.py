@@ -70,7 +70,6 @@ class RequestLoad:
         return list(await asyncio.gather(*tasks))
 
     async def close(self) -> None:
-        """Closes the channels."""
         for channel in self._channels:
             await channel.close()
 
@@ -110,7 +109,6 @@ class RequestLoad:
 
 
 def complaints(asked: Iterable[Asked]) -> list[str]:
-    """The errors of the failed requests."""
     return [one.complaint for one in asked if one.complaint]
 
 

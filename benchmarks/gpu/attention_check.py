@@ -32,7 +32,6 @@ class Case:
 
     @property
     def layer(self) -> AttentionLayer:
-        """The attention layer of this shape."""
         heads = self.num_heads, self.num_kv_heads, self.head_dim
         return AttentionLayer(*heads, self.head_dim**-0.5, self.window, self.softcap)
 

@@ -28,7 +28,6 @@ def cases() -> Iterator[Case]:
 
 
 def named(case: Case) -> str:
-    """A short name of the case."""
     name = str(case.dtype).removeprefix("torch.")
     heads = f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_dim}"
     window = "" if case.window is None else f", window {case.window}"

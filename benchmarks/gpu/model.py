@@ -69,7 +69,6 @@ class StateDict:
         self.tensors = model.state_dict()
 
     def check(self, expected: dict[str, tuple[int, ...]]) -> None:
-        """Asserts that all expected tensors exist."""
         assert expected.keys() <= self.tensors.keys()
 
     @contextmanager

@@ -68,7 +68,6 @@ class Batch:
                 await asyncio.sleep(0.05)
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._channel.close()
         await self._http.aclose()
 

@@ -62,12 +62,10 @@ class PeerProxy:
         return f"{address.rpartition(':')[0]}:{port}"
 
     def break_calls(self) -> None:
-        """Ends every call that is open."""
         for call in list(self._calls):
             call.cancel()
 
     async def close(self) -> None:
-        """Stops both servers and closes the channel."""
         await self._local.stop(0)
         await self._server.stop(0)
         await self._channel.close()

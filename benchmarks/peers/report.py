@@ -27,14 +27,12 @@ class Effect:
 
     @property
     def is_bad(self) -> bool:
-        """Whether the fault had a forbidden effect."""
         if self.ended or self.heal_seconds > HEAL_SECONDS:
             return True
         return bool(self.wrong) and not why_undetectable(self.fault)
 
     @property
     def is_noisy(self) -> bool:
-        """Whether a service logged more than one line."""
         services = [line.partition(":")[0] for line in self.lines]
         return len(services) > len(set(services))
 

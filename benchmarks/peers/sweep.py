@@ -207,7 +207,6 @@ def _may_be_found(fault: Fault, observed: Observed) -> bool:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("peers", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument

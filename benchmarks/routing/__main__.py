@@ -124,7 +124,6 @@ def _measure_decisions(options: Options) -> list[DecisionFigures]:
 
 
 def workload_text(workload: Workload) -> str:
-    """The workload, in a sentence."""
     return (
         f"{workload.num_conversations} open conversations of {workload.num_turns} turns, "
         f"{workload.user_tokens} tokens asked and {workload.answer_tokens} answered in each; "
@@ -187,7 +186,6 @@ def decisions_table(found: Sequence[DecisionFigures]) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("routing", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument
@@ -226,7 +224,6 @@ def _policies(text: str) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints the tables and writes the figures."""
     options = parse_options(argv)
     run_measurement("routing", argv, partial(measure, options), options.json_file)
 

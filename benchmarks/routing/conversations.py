@@ -117,7 +117,6 @@ class OpenConversations:
         heapq.heappush(self._resting, (until, next(self._numbers), conversation))
 
     def tokens(self, draw: random.Random, count: int) -> list[int]:
-        """Draws `count` random token ids."""
         return draw.choices(range(self._workload.vocab_size), k=count)
 
 
@@ -173,5 +172,4 @@ class ConversationClient:
         return TurnFigures(usage.num_prompt_tokens, cached, first_token_seconds), answer
 
     async def close(self) -> None:
-        """Closes the channel."""
         await self._channel.close()

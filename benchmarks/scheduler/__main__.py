@@ -35,7 +35,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints a table in Markdown and writes the figures."""
     arguments = parse_options(argv)
     found = machine()
     ours: list[Figures] = []
@@ -59,7 +58,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("scheduler", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM, for its column")
     parser.add_argument(

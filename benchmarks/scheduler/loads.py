@@ -24,7 +24,6 @@ Figures = dict[str, float]
 
 
 def step_name(num_running: int, *, async_scheduling: bool) -> str:
-    """The name of a step's figure."""
     return f"step, {num_running} running, {'async' if async_scheduling else 'sync'}"
 
 
@@ -37,7 +36,6 @@ def context_tokens(number: int) -> list[int]:
 
 
 def long_prompt() -> list[int]:
-    """A prompt of PROMPT tokens."""
     return [(position * 31) % 30_000 for position in range(PROMPT)]
 
 
@@ -47,7 +45,6 @@ def median_step_micros(nanos: list[int]) -> float:
 
 
 def median_micros(nanos: list[int]) -> float:
-    """The median of repeated measurements, in microseconds."""
     return statistics.median(nanos) / 1e3
 
 

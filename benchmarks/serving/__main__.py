@@ -37,7 +37,6 @@ QUICK = Schedule((1, 4), num_rounds=1, requests_each=1, prompt_tokens=32, output
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser(
         "serving", "Measure serving through the services against everything in one process."
     )
@@ -103,7 +102,6 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Runs the measurements, prints the tables and writes the figures to a file if requested."""
     options = parse_options(argv)
     run_measurement("serving", argv, partial(measure, options), options.json_file)
 

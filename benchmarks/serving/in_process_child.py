@@ -46,7 +46,6 @@ class InProcessChild:
         await asyncio.to_thread(self._process.wait)
 
     async def run(self, load: Load) -> list[RequestTimes]:
-        """Runs a load in the child process."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(asdict(load)).encode() + b"\n")
         self._process.stdin.flush()

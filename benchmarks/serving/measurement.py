@@ -178,7 +178,6 @@ async def measure_baseline(options: Options, model: Path, root: Path) -> dict[st
 
 
 async def measure_only_tracing(options: Options, model: Path) -> dict[str, Any]:
-    """Measures only the cost of tracing."""
     results: dict[str, Any] = {}
     async with SpanReceiver() as receiver:
         async with AsyncExitStack() as scope:

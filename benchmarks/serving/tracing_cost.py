@@ -192,7 +192,6 @@ async def _measure_all(endpoint: str, ratio: float, num_requests: int) -> dict[s
 
 
 def main() -> None:
-    """Parses the command line and runs the program."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.tracing_cost")
     parser.add_argument("--endpoint", default="", help="OTLP/gRPC URL; empty: tracing is off")
     parser.add_argument("--ratio", type=float, default=1.0, help="share of what is sampled")

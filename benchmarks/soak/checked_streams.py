@@ -67,7 +67,6 @@ class Counts:
 
     @property
     def are_good(self) -> bool:
-        """Whether no answer failed or changed."""
         return not self.failed and not self.changed
 
     def __str__(self) -> str:
@@ -131,7 +130,6 @@ class Streams:
         self._stopping = True
 
     async def close(self) -> None:
-        """Closes the channels."""
         for channel in self._channels:
             await channel.close()
 

@@ -56,7 +56,6 @@ class Endpoint:
         ]
 
     def num_tokens(self, draw: Random) -> int:
-        """A random length of an answer, in tokens."""
         return draw.choice((1, 8, 32, 64, max(self.longest // 4, 1)))
 
 
@@ -64,7 +63,6 @@ Ask = Callable[[Endpoint, Random], Awaitable[None]]
 
 
 async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
-    """Sends a greedy request over gRPC."""
     wanted = endpoint.num_tokens(draw)
     request = greedy_request(endpoint.prompt(draw), wanted)
     async with _calling(endpoint, request) as call:
@@ -133,7 +131,6 @@ async def grpc_bad(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def http_stream(endpoint: Endpoint, draw: Random) -> None:
-    """Sends a streamed completion."""
     body = {
         "prompt": endpoint.prompt(draw),
         "max_tokens": endpoint.num_tokens(draw),

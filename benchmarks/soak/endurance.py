@@ -193,7 +193,6 @@ class _Sampler:
 
 
 def report(outcome: Outcome) -> str:
-    """The whole report."""
     stats = outcome.stats
     errors = [f"{count} times {text}" for text, count in outcome.errors.most_common(SHOWN_ERRORS)]
     return "\n\n".join(
@@ -216,7 +215,6 @@ def report(outcome: Outcome) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("soak endurance", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=positive, default=20.0, help="how long (default: 20)")
     add_model(parser)

@@ -231,7 +231,6 @@ async def _within(seconds: float, event: asyncio.Event) -> bool:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("soak faults", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument

@@ -145,7 +145,6 @@ def _quantiles(pauses: list[float]) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("soak hostility", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument

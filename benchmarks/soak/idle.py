@@ -81,7 +81,6 @@ async def _complete(url: str, prompt: list[int]) -> Answer:
 
 
 def report(outcome: Outcome) -> str:
-    """The results as text."""
     before, after = outcome.before.num_cached_tokens, outcome.after.num_cached_tokens
     same = "the same" if outcome.after.text == outcome.before.text else "ANOTHER"
     return "\n".join(
@@ -94,7 +93,6 @@ def report(outcome: Outcome) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Path, float]:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("soak idle", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=positive, default=5.0, help="how long (default: 5)")
     add_model(parser)

@@ -57,7 +57,6 @@ class Options:
 
 
 async def measure(options: Options) -> tuple[Sent, Sent]:
-    """Starts services and measures capacity, then overload."""
     async with Stack(options.services) as stack:
         seeds = itertools.count()
 
@@ -74,7 +73,6 @@ async def measure(options: Options) -> tuple[Sent, Sent]:
 
 
 def report(options: Options, capacity: Sent, overload: Sent) -> str:
-    """The figures, as a table."""
     full, good = (
         part.num_done * options.output_tokens / part.seconds for part in (capacity, overload)
     )
@@ -96,7 +94,6 @@ def report(options: Options, capacity: Sent, overload: Sent) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("soak overload", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     parser.add_argument(

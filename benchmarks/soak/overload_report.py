@@ -45,7 +45,6 @@ def lines_of(options: TenantOptions, result: Result) -> list[Line]:
 
 
 def report(options: TenantOptions, lines: Sequence[Line]) -> str:
-    """The figures, as a table."""
     return "\n".join(
         [
             f"| one of two tenants asks for {options.factor:g} times the peak, "

@@ -194,14 +194,11 @@ class Flooding:
 
 
 async def measure(options: TenantOptions) -> Result:
-    """Starts the services and measures all parts."""
     async with Stack(replace(options.services, api_keys=(FLOODS, QUIET))) as stack:
         return await Flooding(stack, options).measure()
 
 
 def sum_rounds(rounds: Sequence[Result]) -> Result:
-    """Combines the results of all rounds."""
-
     def sum_part(part: Callable[[Result], Sent]) -> Sent:
         return sum_sent([part(one) for one in rounds])
 

@@ -114,17 +114,14 @@ class ServiceRecord:
         self._log = log.open("w")
 
     def line(self, name: str, text: str) -> None:
-        """Writes a line of a service's output."""
         self._write(f"{name}: {text}")
 
     def ready(self, name: str, seconds: float, num_restarts: int) -> None:
-        """Counts that a service became ready."""
         self.num_ready[name] = self.num_ready.get(name, 0) + 1
         self.changed.set()
         self._write(f"{name} is ready after {seconds:.2f} s, restart {num_restarts}")
 
     def hung(self, name: str, reason: str) -> None:
-        """Logs that a service hangs and will be killed."""
         self._write(f"{name} hangs: {reason}")
 
     def died(
@@ -135,19 +132,15 @@ class ServiceRecord:
         delay_seconds: float,
         num_deaths: int,  # noqa: ARG002
     ) -> None:
-        """Logs the end of a process."""
         self._write(f"{name} ended: {status}; again in {delay_seconds:g} s")
 
     def stopping(self, name: str) -> None:
-        """Logs that a service is terminated."""
         self._write(f"{name} is asked to end")
 
     def killed(self, name: str, seconds: float) -> None:
-        """Logs that a service was killed."""
         self._write(f"{name} did not end within {seconds:g} s")
 
     def close(self) -> None:
-        """Closes the log."""
         self._log.close()
 
     def _write(self, text: str) -> None:

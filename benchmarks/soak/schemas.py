@@ -78,13 +78,11 @@ class Outcomes:
 
     @property
     def num_done(self) -> int:
-        """The number of schemas that have been processed."""
         counted = self.valid + self.incomplete + len(self.invalid) + len(self.failed)
         return counted + self.refused.total() + self.unjudged.total()
 
     @property
     def are_good(self) -> bool:
-        """Whether no answer was invalid or failed."""
         return not self.invalid and not self.failed
 
     def text(self) -> str:
@@ -128,7 +126,6 @@ class SchemaRequests:
                 neighbor.cancel()
 
     async def until_done(self, number: int) -> None:
-        """Waits until `number` schemas have been processed."""
         while self.outcomes.num_done < number:
             self.outcomes.progressed.clear()
             await self.outcomes.progressed.wait()

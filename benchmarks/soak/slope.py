@@ -22,7 +22,6 @@ class Slope:
 
     @property
     def at_least(self) -> float:
-        """The lower end of the confidence interval."""
         return self.value - self.margin
 
 

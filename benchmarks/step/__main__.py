@@ -120,7 +120,6 @@ async def run_hops(replica: DummyReplica, running: int, num_steps: int) -> HopRu
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("step", "Measure what a step costs around a worker that computes nothing.")
     parser.add_argument(
         "--running",
@@ -149,7 +148,6 @@ def _summary(found: Round) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints the tables and writes the figures."""
     options = parse_options(argv)
     run_measurement("step", argv, partial(measure, options), options.json_file)
 

@@ -40,7 +40,6 @@ class DummyReplica:
 
     @property
     def scheduler(self) -> str:
-        """The address of the scheduler."""
         return self._socket("scheduler")
 
     def pids(self) -> dict[str, int]:

@@ -151,7 +151,6 @@ async def _answer(
 
 
 def main() -> None:
-    """Parses the command line and runs the program."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step.dummy_worker")
     parser.add_argument("--address", required=True, help="where to listen")
     parser.add_argument("--max-num-seqs", type=int, required=True, help="requests at once")

@@ -56,7 +56,6 @@ LEFT_OUT = {("1.1b", "transformers"): (decode_name(32), PREFIX)}
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measures, prints the tables and writes the figures."""
     arguments = parse_options(argv)
     found = machine()
     torch.set_num_threads(arguments.threads)
@@ -73,7 +72,6 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line. Ends the process with an error message if it is invalid."""
     parser = make_parser("worker", (__doc__ or "").partition("\n")[0])
     names = ", ".join(SIZES)
     parser.add_argument(

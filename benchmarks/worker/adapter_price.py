@@ -39,7 +39,6 @@ LOADS = (
 
 
 def main() -> None:
-    """Measures and prints a table."""
     parser = make_parser("worker.adapter_price", (__doc__ or "").partition("\n")[0])
     add_sized_model(parser)
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")

@@ -60,7 +60,6 @@ class MatcherMicros:
 
 
 def main() -> None:
-    """Measures and prints a table."""
     parser = make_parser("worker.grammar_price", (__doc__ or "").partition("\n")[0])
     add_sized_model(parser, "models/demo")
     parser.add_argument("--rows", type=counts, default=(8, 32), help="requests at once")

@@ -37,7 +37,6 @@ LOADS = (
 
 
 def main() -> None:
-    """Measures and prints a table."""
     parser = make_parser("worker.invariance_price", (__doc__ or "").partition("\n")[0])
     add_sized_model(parser)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")

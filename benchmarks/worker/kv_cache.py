@@ -37,7 +37,6 @@ LOADS = (
 
 
 def main() -> None:
-    """Measures, and prints the machine and a table."""
     parser = make_parser("worker.kv_cache", (__doc__ or "").partition("\n")[0])
     add_sized_model(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")

@@ -153,7 +153,6 @@ class EngineArguments:
 
     @property
     def vocab_size(self) -> int:
-        """The size of the model's vocabulary."""
         return int(json.loads((self.model / "config.json").read_text())["vocab_size"])
 
 

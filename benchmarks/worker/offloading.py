@@ -69,7 +69,6 @@ class Bench:
         self._random = random.Random(seed)
 
     def new_prompt(self, num_tokens: int) -> list[int]:
-        """A prompt of random tokens."""
         return [self._random.randrange(3, 256) for _ in range(num_tokens)]
 
     async def first_token_seconds(self, prompt: Sequence[int]) -> float:
@@ -156,7 +155,6 @@ async def prices(without: Bench, with_tier: Bench, num_rounds: int) -> str:
 
 
 async def measure(arguments: argparse.Namespace) -> None:
-    """Prints both tables."""
     flags = ["--model", str(find_model(arguments.model)), "--num-threads", str(arguments.threads)]
     flags += ["--num-blocks", str(arguments.num_blocks), "--dtype", arguments.dtype]
     tier = ["--kv-offloading-size", str(arguments.gib)]
@@ -170,7 +168,6 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the command line."""
     parser = make_parser("worker.offloading", (__doc__ or "").partition("\n")[0])
     add_sized_model(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
@@ -182,7 +179,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Parses the command line and runs the program."""
     arguments = parse_options(sys.argv[1:])
     show(machine_text(machine(), "python -m benchmarks.worker.offloading"))
     uvloop.run(measure(arguments))

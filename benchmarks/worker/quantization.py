@@ -84,7 +84,6 @@ class LlamaCppTimer:
 
 
 def main() -> None:
-    """Measures and prints a table."""
     parser = make_parser("worker.quantization", (__doc__ or "").partition("\n")[0])
     add_sized_model(parser)
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")

@@ -48,7 +48,6 @@ class Case:
 
 
 def main() -> None:
-    """Measures and prints a table."""
     parser = make_parser("worker.sampling", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--vocabularies", type=counts, default=(4096, 49_152, 128_256))
     parser.add_argument("--rows", type=count, default=8, help="rows of a step")

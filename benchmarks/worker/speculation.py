@@ -102,7 +102,6 @@ class Gain:
 
 
 def main() -> None:
-    """Measures and prints a table."""
     parser = make_parser("worker.speculation", (__doc__ or "").partition("\n")[0])
     add_sized_model(parser)
     parser.add_argument(

@@ -12,7 +12,6 @@ TINY = Shape(64, 2, 1, 1, 128, 512, tied_embeddings=True)
 
 @pytest.fixture(scope="session")
 def servable_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in float32 with a tokenizer."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     save_servable_model(directory)
     return directory
@@ -20,7 +19,6 @@ def servable_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny random Llama in bfloat16."""
     directory = tmp_path_factory.mktemp("models") / "random"
     write_model(TINY, directory)
     return directory

@@ -42,7 +42,6 @@ class RunningContainer:
         self.start()
 
     def start(self) -> None:
-        """Starts the process."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", f"services.{self._container.service}"],
@@ -100,7 +99,6 @@ class RunningPods:
         return running
 
     def kill(self) -> None:
-        """Kills all processes that still run."""
         for containers in self.containers.values():
             for container in containers:
                 container.kill()

@@ -84,7 +84,6 @@ class TinyModel:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """The model that the stacks serve."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("models") / "tiny"
     return TinyModel(directory, save_servable_model(directory))
@@ -92,7 +91,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def receiver() -> Iterator[OtlpReceiver]:
-    """A receiver of spans."""
     with closing(OtlpReceiver()) as receiver:
         yield receiver
 
@@ -122,7 +120,6 @@ def stack(stack_of: Callable[[str], Stack]) -> Stack:
 
 @pytest.fixture(scope="package")
 def embedding_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """A tiny embedding model."""
     directory = tmp_path_factory.mktemp("models") / "embedder"
     model = save_embedder(directory, "qwen3", "last")
     edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)

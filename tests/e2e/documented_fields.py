@@ -31,12 +31,10 @@ class Example:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The whole request."""
         return _merged(self.base, self.added)
 
     @property
     def has_field(self) -> bool:
-        """Whether the example sets the field."""
         return _has(self.added, self.field.split("."))
 
 

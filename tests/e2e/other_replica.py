@@ -35,7 +35,6 @@ class OtherReplica:
             self.start(service)
 
     def start(self, service: str) -> None:
-        """Starts a service that is not running."""
         inherited = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
         self._processes[service] = subprocess.Popen(
             [sys.executable, "-m", f"services.{service}", *self._commands[service]],
@@ -47,15 +46,12 @@ class OtherReplica:
         )
 
     def signal(self, service: str, signum: signal.Signals) -> None:
-        """Sends a signal to a service."""
         self._processes[service].send_signal(signum)
 
     def wait(self, service: str) -> int:
-        """Waits for a service to end, and returns its exit status."""
         return self._processes[service].wait(30)
 
     def close(self) -> None:
-        """Ends all services that run."""
         for process in self._processes.values():
             process.kill()
             process.wait()

@@ -56,7 +56,6 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def trace(self, trace_id: str) -> list[ReceivedSpan]:
-        """The received spans of a trace."""
         return [span for span in tuple(self.spans) if span.trace_id == trace_id]
 
     def close(self) -> None:

@@ -52,20 +52,16 @@ class Prometheus:
         return [one for one in series if math.isfinite(float(one["value"][1]))]
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire now."""
         alerts = http_get(f"{self._url}/api/v1/alerts").json()["data"]["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
     def until_firing(self, *names: str, seconds: float = 60) -> None:
-        """Waits until all of these alerts fire at the same time."""
         wait_for(lambda: set(names) <= self.firing(), seconds, _LOOK_AGAIN_SECONDS)
 
     def until_calm(self, *names: str, seconds: float = 60) -> None:
-        """Waits until none of these alerts fires."""
         wait_for(lambda: not set(names) & self.firing(), seconds, _LOOK_AGAIN_SECONDS)
 
     def is_ready(self) -> bool:
-        """Whether Prometheus answers queries."""
         try:
             return http_get(f"{self._url}/-/ready").status_code == httpx.codes.OK
         except httpx.TransportError:

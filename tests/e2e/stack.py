@@ -88,12 +88,10 @@ class Stack:
 
     @property
     def pid(self) -> int:
-        """The process id of `stepwell up`."""
         return self._process.pid
 
     @property
     def admin_url(self) -> str:
-        """The URL of the operator API."""
         (url,) = _ADMIN.findall("\n".join(self.output))
         return str(url)
 
@@ -126,7 +124,6 @@ class Stack:
         return str(found)
 
     def resident_bytes(self) -> dict[str, int]:
-        """The resident memory of each service, in bytes."""
         sizes = {}
         for service, pid in self.pids().items():
             status = Path(f"/proc/{pid}/status").read_text()
@@ -173,18 +170,15 @@ class Stack:
         wait_for(back, seconds)
 
     def healthy(self) -> bool:
-        """Whether the gateway answers and is ready."""
         try:
             return http_get(f"{self.url}/health").status_code == httpx.codes.OK
         except httpx.TransportError:
             return False
 
     def terminate(self) -> None:
-        """Sends SIGTERM to `stepwell up`."""
         self._process.terminate()
 
     def wait(self, seconds: float) -> int:
-        """Waits for the end of `stepwell up`, and returns its exit status."""
         return self._process.wait(seconds)
 
     def close(self) -> None:

@@ -81,12 +81,10 @@ class Recorded:
 
     @property
     def num_drafts(self) -> int:
-        """The number of verified drafts."""
         return sum(len(of.drafts) for of in self.proposed)
 
     @property
     def num_accepted(self) -> int:
-        """The number of accepted drafts."""
         return sum(of.num_accepted for of in self.proposed)
 
 

@@ -17,7 +17,6 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """All rows of the table."""
     lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     cells = [
         [cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines

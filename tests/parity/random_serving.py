@@ -44,7 +44,6 @@ class RandomPool:
             self._key_of[block] = key
 
     def take(self) -> int:
-        """Allocates a random free block."""
         while self._ref_cnt[block := int(self._random.integers(1, self._num_blocks))]:
             pass
         if (key := self._key_of.pop(block, None)) is not None:
@@ -53,15 +52,12 @@ class RandomPool:
         return block
 
     def touch(self, blocks: list[int]) -> None:
-        """Adds a reference to each block."""
         self._ref_cnt.update(block for block in blocks if block)
 
     def free(self, blocks: list[int]) -> None:
-        """Removes a reference from each block."""
         self._ref_cnt.subtract(block for block in blocks if block)
 
     def forget(self) -> None:
-        """Drops the keys of all blocks."""
         self._block_of.clear()
         self._key_of.clear()
 

@@ -70,7 +70,6 @@ def settings_of(directory: Path, **others: Any) -> WorkerSettings:
 
 
 def build(directory: Path, **others: Any) -> Worker:
-    """A worker that has room for each situation."""
     return build_worker(settings_of(directory, **others), directory.name, lambda: None)
 
 

@@ -43,7 +43,6 @@ NUM_CHECKED = 60
 def build(
     directory: Path, draft: Path | None, num_drafts: int = NUM_DRAFTS, **changes: Any
 ) -> Worker:
-    """A worker with or without a draft model."""
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": num_drafts}
     drafts = None if draft is None else json.dumps({**config, "num_rows": 0})
     return build_worker(directory, speculative_config=drafts, **changes)

@@ -143,7 +143,6 @@ def async_scheduling(request: pytest.FixtureRequest, model: tuple[str, int]) -> 
 
 
 async def reset(replica: Replica) -> None:
-    """Empties the prefix cache."""
     await replica.until_idle()
     await replica.admin.ResetPrefixCache(
         scheduler_pb2.ResetPrefixCacheRequest(preempt_running=True)

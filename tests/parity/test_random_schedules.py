@@ -93,7 +93,6 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module", params=GROUPS)
 def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """A model in bfloat16."""
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp(request.param)
     model = save_tiny_model(directory, request.param, dtype=torch.bfloat16, **TILED)

@@ -22,7 +22,6 @@ TIMEOUTS = Timeouts(join_seconds=20, collective_seconds=20)
 
 
 def free_port() -> int:
-    """A TCP port on which no process listens."""
     return claim_port("127.0.0.1", 0, "--port")
 
 

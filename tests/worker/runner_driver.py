@@ -55,7 +55,6 @@ MAX_MODEL_LEN = 512
 
 
 def ints(*values: int) -> np.ndarray:
-    """An int32 array."""
     return np.array(values, np.int32)
 
 
@@ -223,12 +222,10 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output so far."""
         return self.prompt + self.output
 
     @property
     def finished(self) -> bool:
-        """Whether the request has all its tokens."""
         return len(self.output) >= self.max_tokens
 
 
@@ -310,7 +307,6 @@ class Driver:
             self.remove_finished(running)
 
     def remove_finished(self, requests: Sequence[Request]) -> None:
-        """Removes the finished requests that are in the batch."""
         for request in requests:
             if request.finished and request.row is not None:
                 self.remove(request)

@@ -67,7 +67,6 @@ class StagedRunner:
         return self.runners[0].limits
 
     def reset(self) -> None:
-        """Empties the batches of all ranks."""
         for reset in [
             thread.submit(runner.reset)
             for thread, runner in zip(self._threads, self.runners, strict=True)
@@ -75,11 +74,9 @@ class StagedRunner:
             reset.result()
 
     def submit_each(self, step: StepInput) -> list[Future[StepOutput]]:
-        """Queues a step on every rank."""
         return [self.submit_to(rank, step) for rank in range(len(self._threads))]
 
     def submit_to(self, rank: int, step: StepInput) -> Future[StepOutput]:
-        """Queues a step on one rank."""
         return self._threads[rank].submit(self.runners[rank].execute, step)
 
     def submit(self, step: StepInput) -> Future[StepOutput]:
@@ -97,7 +94,6 @@ class StagedRunner:
         return answer
 
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs a step on all ranks."""
         return self.submit(step).result()
 
 

@@ -27,7 +27,6 @@ async def start(*flags: str, **environ: str) -> asyncio.subprocess.Process:
 
 
 async def outcome(process: asyncio.subprocess.Process) -> tuple[int, list[str]]:
-    """The exit status and the lines of standard error."""
     _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_SECONDS)
     assert process.returncode is not None
     return process.returncode, errors.decode().splitlines()

@@ -41,7 +41,6 @@ class Target:
         return "".join(f"{line}\r\n" for line in (*lines, *headers, "")).encode()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of a gRPC call."""
         return (("authorization", f"Bearer {self.key}"),) if self.key else ()
 
 

@@ -69,6 +69,5 @@ BODIES = _bodies()
 
 
 def costly(name: str) -> tuple[str, dict[str, Any]]:
-    """The path and the body with this name."""
     path, make = BODIES[name]
     return path, make() | ({"max_tokens": 8} if path == CHAT else {})

@@ -92,7 +92,6 @@ def _finding(name: str, series: Sequence[tuple[float, Usage]], bound: float) -> 
 
 
 def table(found: Sequence[Finding]) -> str:
-    """The findings as a table."""
     rows = [
         "| process | RSS MB, after warm-up | at the end | MB per hour, 95 % | PSS MB | threads "
         "| files | |",

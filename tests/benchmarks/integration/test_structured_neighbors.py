@@ -17,8 +17,6 @@ LOAD = Load(2, 3, 8, 5, FIRST_ORDINARY + NUM_WHOLE_CHARACTERS, "load")
 
 @dataclass(frozen=True)
 class Served:
-    """The addresses of a gateway in this process."""
-
     serving: Serving
 
     @property

@@ -43,7 +43,6 @@ class Session:
     async def turn(
         self, chunk: list[int], count: int, on_tokens: Callable[[int], None] | None = None
     ) -> Answer:
-        """Runs one greedy turn."""
         message = gateway_pb2.GenerateSessionRequest(turn=request(chunk, count))
         await self.call.write(message)
         answer = Answer()

@@ -127,5 +127,4 @@ async def _called(stub: Any, example: Example, tiny_model: TinyModel) -> bool:
 
 
 def _embeds(tiny_model: TinyModel) -> torch.Tensor:
-    """One row of embeddings."""
     return embed(tiny_model.model, [40])

@@ -55,7 +55,6 @@ def smg(demo_stack: Stack) -> Iterator[str]:
 
 
 def answers(url: str, model: str) -> bool:
-    """Whether a completion succeeds."""
     body = {"model": model, "prompt": "a", "max_tokens": 1}
     try:
         with httpx.Client(verify=False) as http:

@@ -27,7 +27,6 @@ StackOf = Callable[[str], Stack]
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: TinyModel) -> list[list[int]]:
-    """Transformers' continuation of each prompt."""
     return [greedy(tiny_model.model, prompt, NUM_TOKENS) for prompt in PROMPTS]
 
 

@@ -28,7 +28,6 @@ def stack(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 def num_accepted(stack: Stack) -> float:
-    """The number of drafts that were accepted so far."""
     pattern = r"^vllm:spec_decode_num_accepted_tokens_total\{[^}]*\} (\S+)$"
     return sum(map(float, re.findall(pattern, http_get(f"{stack.url}/metrics").text, re.M)))
 

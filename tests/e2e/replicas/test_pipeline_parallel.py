@@ -29,7 +29,6 @@ HIT_AT = 20
 
 @pytest.fixture(scope="module")
 def deep_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """A model of five layers."""
     torch.set_num_threads(1)
     directory: Path = tmp_path_factory.mktemp("models") / "deep"
     model = save_tiny_model(directory, num_hidden_layers=5)
@@ -53,7 +52,6 @@ def staged(deep_model: TinyModel, receiver: OtlpReceiver) -> Iterator[Stack]:
 
 
 def pids_of_stages(stack: Stack) -> dict[int, int]:
-    """The process id of each stage that is running."""
     pids = stack.pids()
     return {stage: pids[f"worker-{stage}"] for stage in range(2) if f"worker-{stage}" in pids}
 

@@ -29,7 +29,6 @@ def ranks(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 def pids_of_ranks(stack: Stack) -> dict[int, int]:
-    """The process id of each rank that is running."""
     pids = stack.pids()
     return {rank: pids[f"worker-{rank}"] for rank in range(2) if f"worker-{rank}" in pids}
 

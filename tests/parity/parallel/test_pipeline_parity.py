@@ -159,7 +159,6 @@ def test_what_stages_cannot_divide_is_refused(tmp_path: Path) -> None:
 
 
 def prompt_step(number: int, row: int) -> StepInput:
-    """A step with one new prompt of four tokens."""
     entering = NewRequest(row, ints(5, 6, 7, 8), 4, SamplingParams(), (ints(row + 1),))
     return StepInput(
         generation=1,

@@ -82,7 +82,6 @@ async def serving(
 
 
 async def generate(gateway: Gateway, wanted: list[list[int]], params: dict[str, Any]) -> Outputs:
-    """Sends requests concurrently, and returns the answers."""
     first = len(gateway.heard)
     handles = range(first, first + len(wanted))
     for handle, prompt in zip(handles, wanted, strict=True):

@@ -51,7 +51,6 @@ def compiled_for(kind: Kind) -> Path:
 
 
 def compile_calls(directory: Path) -> None:
-    """Compiles the program `calls` into a directory."""
     subprocess.run([COMPILER, "-O1", str(CALLS), "-o", str(directory / "calls")], check=True)
 
 
@@ -72,11 +71,9 @@ class EmulatedLibrary:
         self._moved_by = self._answer() - self._memory.ctypes.data
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.communicate()
 
     def clear(self) -> None:
-        """Frees all arrays."""
         self._used = 0
 
     def empty(self, shape: tuple[int, ...] | int, dtype: type) -> np.ndarray:

@@ -69,7 +69,6 @@ async def stub(worker: Worker) -> AsyncIterator[worker_pb2_grpc.WorkerStub]:
 
 
 def first_step(**sampling: object) -> Iterator[worker_pb2.ExecuteRequest]:
-    """A step that computes the prompt of one request."""
     params = {"temperature": 0, "structured_outputs": YES_OR_NO, **sampling}
     yield worker_pb2.ExecuteRequest(
         generation=1,

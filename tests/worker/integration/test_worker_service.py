@@ -40,7 +40,6 @@ TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
 
 def packed(*values: int) -> bytes:
-    """The values as little-endian int32."""
     return np.array(values, "<i4").tobytes()
 
 

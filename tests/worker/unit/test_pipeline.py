@@ -89,7 +89,6 @@ def stages(directory: Path) -> Iterator[StagedRunner]:
 
 
 def prompt_of(generation: int, number: int, length: int = 4) -> StepInput:
-    """A step with one new prompt."""
     tokens = ints(*range(5, 5 + length))
     return StepInput(
         generation,

@@ -35,7 +35,6 @@ class Clock:
     now: float = 0.0
 
     def read(self) -> float:
-        """The current time."""
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -97,6 +96,5 @@ def timed_model(worker: Worker) -> TimedModel:
 
 
 def oracle_of(worker: Worker) -> Oracle:
-    """The oracle for a worker's model."""
     own = worker.description
     return Oracle(own.vocab_size, own.eos_token_ids, worker.runner.limits.windows)

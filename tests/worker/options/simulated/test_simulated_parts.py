@@ -76,7 +76,6 @@ class Stages:
         return [each.result() for each in running][-1]
 
     def close(self) -> None:
-        """Ends the threads."""
         for thread in self._threads:
             thread.shutdown()
         for group in self._groups:

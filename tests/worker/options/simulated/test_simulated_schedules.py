@@ -78,7 +78,6 @@ class Workers:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests in the worker's batch."""
         return len(model_runner(self._worker)._batch.sampling)
 
     def next_position(self, row: int, num_computed_tokens: int) -> int:
@@ -91,7 +90,6 @@ class Workers:
         return min(num_computed_tokens, known - 1)
 
     def run_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs a planned step."""
         sent = scheduler_output_to_proto(plan, self._generation, "").SerializeToString()
         step = step_from_proto(worker_pb2.ExecuteRequest.FromString(sent))
         output = self._worker.runner.execute(self._changed(step))

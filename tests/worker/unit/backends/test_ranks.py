@@ -23,7 +23,6 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 
 
 def parts(size: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """A tensor for each rank."""
     torch.manual_seed(0)
     return [(torch.randn(shape) * 1e3).to(dtype) for _ in range(size)]
 

@@ -28,7 +28,6 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def filled_up(rows: torch.Tensor) -> torch.Tensor:
-    """Rows with the padding that callers add."""
     return torch.cat((rows, torch.zeros(KERNELS.padded_rows(len(rows)) - len(rows), rows.shape[1])))
 
 
