@@ -43,8 +43,8 @@ class BlockTable:
     num_null: int = 0
     """The number of leading entries that are the null block."""
     shared_tail: int | None = None
-    """The position of a hit block that is only partly part of the hit, or None. The block must be
-    copied before this request writes to it, because other requests can hit it.
+    """The position of a block that must be copied before this request writes to it, because other
+    requests can hit the block in its present state. None if there is no such block.
     """
     has_state: bool = False
     """Whether this request computed the state in its last block. False if the state is a hit."""
@@ -59,7 +59,7 @@ class Chain:
     hashes: list[BlockHash] = field(default_factory=list)
     num_prompt_tokens: int = 0
     shared_prefix_boundary: int = 0
-    """`PrefixHit.shared_prefix_boundary` as of the request's last admission."""
+    """The length of a longer shared prefix (see `PrefixHit`), as of the last admission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ Tables = tuple[BlockTable, ...]
 """The block tables of one request, one for each group."""
 
 Filling = tuple[Tables, Chain, int]
-"""The tables of a request, its hashes, and the number of its stored tokens."""
+"""The tables of a request, the request's hashes, and the number of tokens that may be published."""
 
 
 class GroupManager:
@@ -116,26 +116,26 @@ class GroupManager:
                 config.max_in_flight_tokens, config.max_model_len
             )
 
-    # Counts of blocks, to decide what fits
+    # Counts of blocks that decide whether a request fits
 
     def num_missing(self, table: BlockTable, need: Need) -> int:
         """The number of blocks that a request's table lacks for a step."""
         return max(0, -(-need.num_slots // self._block_size) - len(table.blocks))
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
-        """The number of blocks that a request needs for a step beyond its hit."""
+        """The number of blocks that a request needs for a step in addition to its hit."""
         return self._num_behind(hit, -(-need.num_slots // self._block_size))
 
     def num_reserved(self, table: BlockTable, num_slots: int) -> int:
-        """Free blocks that a sequence with `num_slots` slots requires beyond the table's blocks."""
+        """The number of free blocks required for `num_slots` slots, besides the table's blocks."""
         return max(0, self._num_counted(num_slots) - len(table.blocks))
 
     def num_reserved_behind(self, hit: GroupHit, num_slots: int) -> int:
-        """Free blocks that a sequence with `num_slots` slots requires beyond the hit's blocks."""
+        """The number of free blocks required for `num_slots` slots, besides the hit's blocks."""
         return self._num_behind(hit, self._num_counted(num_slots))
 
     def held_hits(self, hit: GroupHit) -> Sequence[BlockId]:
-        """The hit blocks that the request still reads after its computed tokens."""
+        """The hit blocks that queries after the request's computed tokens still read."""
         begin, hits = self._spec.first_seen_block(hit.num_computed_tokens), hit.blocks
         return hits[begin:] if begin else hits
 
@@ -168,14 +168,14 @@ class GroupManager:
         return table
 
     def end_of_load(self, hit: GroupHit, num_computed_tokens: int) -> int:  # noqa: ARG002
-        """The number of tokens for which blocks are loaded, out of `num_computed_tokens`."""
+        """Returns the number of tokens at which the blocks for a load end."""
         return num_computed_tokens
 
     def extend_for_load(
         self, table: BlockTable, num_computed_tokens: int, *, is_async: bool
     ) -> None:
         """Adds blocks for the tokens that are loaded from elsewhere. Blocks of an asynchronous load
-        are not zeroed, since zeroing could happen after the load.
+        are not zeroed, since zeroing could erase loaded data.
         """
         num_blocks = -(-num_computed_tokens // self._block_size) - len(table.blocks)
         entries = self._pool.get_new_blocks(max(0, num_blocks))
@@ -226,7 +226,7 @@ class GroupManager:
         return blocks
 
     def num_common_blocks(self, table: BlockTable, num_requests: int) -> int:  # noqa: ARG002
-        """The number of leading blocks that all requests share. 0 in groups that free early."""
+        """The number of leading blocks that all requests share. 0 if blocks are freed early."""
         return 0
 
     def check(self, table: BlockTable, chain: Chain) -> None:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Clients of a gateway over HTTP."""
+"""Simulated clients of a gateway over HTTP."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ _PORT = 8000
 _OK, _FIRST_SERVER_ERROR = 200, 500
 _LOOK_SECONDS = 0.01
 LOST = OSError, EOFError, ValueError
-"""The errors of clients whose connection breaks."""
+"""The errors of a client whose connection breaks."""
 _TOOLS = [
     {
         "type": "function",
@@ -34,8 +34,8 @@ _TOOLS = [
 
 
 async def ask_http(gateway: str, request: Request, answer: Answer, name: str) -> None:
-    """Sends a request with this name, and adds to `answer` what arrives. Raises OSError, EOFError
-    or ValueError if that is not a whole reply.
+    """Sends a request with the id `name`, and adds what arrives to `answer`. Raises OSError,
+    EOFError or ValueError if the reply is incomplete.
     """
     if request.kind is Kind.TURNS:
         await _ask_turns(gateway, request, answer)
@@ -73,7 +73,7 @@ async def _ask_turns(gateway: str, request: Request, answer: Answer) -> None:
 
 
 async def _end_during(asking: Any, gateway: str, path: str) -> None:
-    """Ends a session as soon as its turn has begun, and receives the turn's answer."""
+    """Ends a session as soon as its turn has begun, and receives the turn's complete answer."""
     turn = asyncio.ensure_future(asking)
     try:
         while (await _json(gateway, "GET", path))["status"] == "idle" and not turn.done():  # noqa: ASYNC110
@@ -86,14 +86,14 @@ async def _end_during(asking: Any, gateway: str, path: str) -> None:
 
 
 async def _break_off(asking: Any, seconds: float) -> None:
-    """Leaves during a turn of a session."""
+    """Leaves a session during a turn."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await asking
 
 
 async def _turns_after(gateway: str, path: str) -> Any:
-    """The number of a session's complete turns, once none runs."""
+    """Waits until no turn of a session runs. Returns the number of complete turns."""
     while True:
         session = await _json(gateway, "GET", path)
         if session["status"] != "in_turn":
@@ -102,7 +102,7 @@ async def _turns_after(gateway: str, path: str) -> Any:
 
 
 async def _ask_wrongly(gateway: str, request: Request, answer: Answer) -> None:
-    """Sends a request that must be refused. The answer is the status of the refusal."""
+    """Sends a request that must be refused, and stores the status of the refusal as the answer."""
     body = _completion(request, request.prompt)
     fields = {"model": "unknown", "length": "x" * 9000, "temperature": -1.0}
     if request.wrong in fields:
@@ -127,7 +127,7 @@ async def _ask_wrongly(gateway: str, request: Request, answer: Answer) -> None:
 
 
 async def _json(gateway: str, method: str, path: str, body: Any = None) -> Any:
-    """The reply to a short request. Raises ConnectionError if it is an error."""
+    """Returns the reply to a short request. Raises ConnectionError if the reply is an error."""
     encoded = b"" if body is None else json.dumps(body).encode()
     reader, writer = await _send(gateway, method, path, encoded)
     try:
@@ -142,7 +142,7 @@ async def _json(gateway: str, method: str, path: str, body: Any = None) -> Any:
 async def _post(
     gateway: str, request: Request, path: str, body: Any, answer: Answer, turn: int | None = None
 ) -> None:
-    """Sends a body, and adds the reply to `answer`, for a turn of a session under its number."""
+    """Sends a body, and adds the reply to `answer`, under the number of its `turn` in a session."""
     encoded = json.dumps(body).encode()
     reader, writer = await _send(gateway, "POST", path, encoded, key=request.key)
     try:
@@ -154,7 +154,7 @@ async def _post(
 async def _send(
     gateway: str, method: str, path: str, body: bytes, num_missing: int = 0, key: str = ""
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Sends a request, without the last `num_missing` bytes of its body."""
+    """Sends a request without the last `num_missing` bytes of its body."""
     reader, writer = await asyncio.open_connection(gateway, _PORT)
     head = f"{method} {path} HTTP/1.1\r\nHost: {gateway}\r\nConnection: close\r\n"
     head += f"Idempotency-Key: {key}\r\n" if key else ""
@@ -173,7 +173,7 @@ def _completion(request: Request, prompt: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _body(request: Request, name: str) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a request."""
+    """Returns the path and the body of a request."""
     if request.kind is Kind.VECTOR:
         return "/v1/embeddings", {"model": request.model, "input": [request.prompt]}
     body = _completion(request, request.prompt)
@@ -189,7 +189,7 @@ def _body(request: Request, name: str) -> tuple[str, dict[str, Any]]:
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """The status and the body of a reply."""
+    """Returns the status and the body of a reply."""
     status, pieces = await _begin_reading(reader)
     return status, b"".join([piece async for piece in pieces])
 
@@ -214,14 +214,14 @@ async def _read_reply(
 
 
 async def _begin_reading(reader: asyncio.StreamReader) -> tuple[int, AsyncIterator[bytes]]:
-    """The status of a reply, and the pieces of its body."""
+    """Returns the status of a reply, and an iterator over the pieces of its body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     length = head.partition("content-length: ")[2].partition("\r\n")[0]
     return int(head.split()[1]), _pieces(reader, int(length) if length else None)
 
 
 async def _pieces(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
-    """The pieces of a body: one of this length, or chunks."""
+    """Yields the pieces of a body: `length` bytes at once, or chunks."""
     if length is not None:
         yield await reader.readexactly(length)
         return
@@ -242,7 +242,7 @@ def _take(body: Any, answer: Answer, turn: int | None) -> None:
 
 
 def _text(choice: Any) -> str:
-    """The text of a completion, or what a chat completion says and calls."""
+    """Returns the text of a completion, or the text and the tool calls of a chat completion."""
     if "text" in choice:
         return str(choice["text"])
     message = choice.get("message") or choice["delta"]

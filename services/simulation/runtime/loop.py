@@ -1,10 +1,10 @@
 """An event loop whose clock jumps to the next timer.
 
-Callbacks run in the order of `call_soon`, as asyncio promises. Messages, connections, results of
-executors and timers have a delay that is drawn from the seed. So a seed decides the order in which
-independent sources proceed.
+Callbacks run in the order of `call_soon`, as in asyncio. Messages, connections, executor results
+and timers are delayed by times that are drawn from the seed. Therefore the seed decides the order
+in which independent sources proceed.
 
-Code takes no time. Only a function in a lane (`lane.py`) that sleeps takes time.
+Running code takes no virtual time, except for a function of a lane (`lane.py`) that sleeps.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ from services.simulation.runtime.process import PROCESS, Process, State
 EPOCH = 1_800_000_000.0
 """The time of day when a run begins, in seconds since 1970."""
 _LATENESS_SECONDS = 0.0002
-"""Limit on the lateness of a timer."""
+"""Limit on how late a timer runs."""
 _EXECUTOR_SECONDS = 0.001
-"""Limit on the time after which the result of an executor is there."""
+"""Limit on the time until the result of a function in an executor is available."""
 _CALLBACKS_WITHOUT_TIME = 100_000
 
 
 class NothingHappens(RuntimeError):
-    """All tasks wait for something that no timer and no message will cause."""
+    """All tasks wait, but no timer and no message is due that could wake one."""
 
 
 class Livelock(RuntimeError):
@@ -36,7 +36,7 @@ class Livelock(RuntimeError):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """A loop with a seed. It has no sockets: network and HTTP are other modules' in-memory ones."""
+    """An event loop with a seed. It has no sockets. Other modules provide the network in memory."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -45,18 +45,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.lane: Any = None
         """The lane whose function runs now."""
         self.fiber: Any = None
-        """The thread of this function, if it may wait."""
+        """The Fiber of the lane's function, if the function may wait."""
         self.slept = 0.0
-        """Seconds that the running lane has slept. It is 0 outside of lanes."""
+        """Seconds that the lane's running function has slept. It is 0 outside of lanes."""
         self._now = 0.0
         self._serial = itertools.count()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._num_callbacks = 0
         self.servers: Any = None
-        """Creates in-memory servers and connections of byte streams."""
+        """The MemoryStreams that create servers and connections of byte streams."""
         self.set_task_factory(self._new_task)  # type: ignore[arg-type]
 
-    # Time.
+    # The clock and the timers.
 
     @property
     def is_in_lane(self) -> bool:
@@ -87,13 +87,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return handle
 
     def _lateness(self, when: float) -> float:
-        """It depends on the process and the time alone, and not on the number of timers."""
+        """Returns a delay that depends only on the seed, the process and `when`."""
         checksum = crc32(f"{self._seed} {_process_name()} {when}".encode())
         return _LATENESS_SECONDS * checksum / 2**32
 
     def rng_of(self, *source: str) -> random.Random:
-        """The random numbers of a source. They do not depend on what others draw, nor on the order
-        in which sources draw at the same time, which depends on the version of Python.
+        """Returns a source's own random numbers, which do not depend on other sources. So the order
+        of simultaneous draws, which differs between versions of Python, does not matter.
         """
         found = self._rngs.get(source)
         if found is None:
@@ -103,13 +103,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_exactly(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context
     ) -> asyncio.TimerHandle:
-        """Does the same as `call_at`, without lateness, and even in the past of a lane."""
+        """Like `call_at`, but never late, and possibly earlier than the time of a lane."""
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._serial), handle))
         return handle
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are dropped when they are due."""
+        """Does nothing: cancelled timers are dropped when they are due."""
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -154,8 +154,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Continues a stopped process."""
         self._ready.extend(process.resume())  # type: ignore[attr-defined]
 
-    # Tasks and futures have hashes that do not depend on their addresses, since sets are iterated
-    # in the order of hashes.
+    # Tasks and futures have hashes that do not depend on their addresses, because a set is
+    # iterated in the order of its hashes.
 
     def create_future(self) -> "asyncio.Future[Any]":
         return _Future(loop=self, serial=next(self._serial))
@@ -200,19 +200,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return await self.servers.connect(protocol_factory, f"{host}:{port}")
 
     def add_signal_handler(self, sig: int, callback: Any, *args: Any) -> None:  # type: ignore[override]
-        """Simulated processes are stopped by other means than signals."""
+        """Does nothing: signals are not simulated."""
 
     def _asyncgen_finalizer_hook(self, agen: Any) -> None:
-        """Ends a generator that was dropped, as a task of the process that dropped it."""
+        """Closes a generator that was dropped, in a task of the process that dropped it."""
         process = PROCESS.get(None)
         if not self.is_closed() and (process is None or process.state is not State.DEAD):
             self.call_soon(self.create_task, agen.aclose())
 
     def _write_to_self(self) -> None:
-        """The loop never sleeps."""
+        """Does nothing, because the loop never sleeps."""
 
     def _process_events(self, event_list: Any) -> None:
-        """There are no events of a selector."""
+        """Does nothing, because there is no selector."""
 
 
 def _process_name() -> str:
@@ -235,7 +235,7 @@ class _Task(asyncio.Task[Any]):
         context = options.get("context")
         self.process = PROCESS.get(None) if context is None else context.get(PROCESS)
         super().__init__(coroutine, **options)
-        # A task of a killed process stays pending.
+        # Tasks of a killed process stay pending, which asyncio would log.
         self._log_destroy_pending = False
 
     def __hash__(self) -> int:

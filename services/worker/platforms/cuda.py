@@ -1,4 +1,4 @@
-"""A worker on CUDA: its parts, its attention implementation, and its memory."""
+"""CUDA as a platform: its kernels, its attention implementation, and its memory."""
 
 import gc
 from typing import Any
@@ -37,8 +37,8 @@ _PROFILE_BLOCKS = 2
 class CudaPlatform(ComputingPlatform):
     """The Platform of CUDA. Raises UnsuitableDevice if the machine lacks something.
 
-    `batch_invariant`: a request's results do not depend on the other requests in its steps (see
-    docs/cuda.md). `num_sharers`: replicas with a worker on this device.
+    With `batch_invariant`, a request's results do not depend on other requests in its steps (see
+    docs/cuda.md). `num_sharers` is the number of replicas with a worker on this GPU.
     """
 
     default_block_size = 64
@@ -64,12 +64,12 @@ class CudaPlatform(ComputingPlatform):
         self._num_sharers = num_sharers
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """The setting, or bfloat16 for AUTO, since every suitable GPU computes in bfloat16."""
+        """Returns the setting, or bfloat16 for AUTO, in which every suitable GPU can compute."""
         return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
 
     def kernels(self) -> Kernels:
-        """The kernels for this GPU. Only on Hopper, torch can multiply grouped matrices while the
-        host does not know where the groups end.
+        """Returns the kernels for this GPU. Only on Hopper, torch can multiply grouped matrices
+        whose group sizes the host does not know.
         """
         if self._batch_invariant:
             return BatchInvariantKernels()
@@ -83,17 +83,17 @@ class CudaPlatform(ComputingPlatform):
             cuda_setup.check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
     def runner(self, parts: RunnerParts) -> ModelRunner:
-        """A runner with its own CudaDevice, whose graphs are freed with it (see `runner_on`)."""
+        """Creates a runner with its own CudaDevice, whose graphs are freed with the runner."""
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
-        """Measures the GPU's memory, the memory in use, and the maximum that torch allocates for a
-        step. If several workers share the GPU, only this worker's fraction of the memory is
+        """Measures the GPU's memory, the memory in use, and the most memory that torch allocates
+        for a step. If several workers share the GPU, only this worker's fraction of the memory is
         counted, and only the memory that torch uses in this process.
 
-        The measurement runs the largest steps, over a cache with a single block that all tokens
-        share. torch allocates more than its tensors need at any time, because the memory of
-        recorded programs stays reserved while none of them runs.
+        The measurement runs the largest steps, with a single block that all tokens share. torch
+        reserves more memory than its tensors need, because the memory of recorded programs stays
+        reserved while none of them runs.
         """
         _release()
         held = torch.cuda.memory_reserved()
@@ -104,7 +104,7 @@ class CudaPlatform(ComputingPlatform):
             run_prompts(runner, small.limits, shape)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_reserved() - held
-        if not suits_xformers(parts.shape.layers):  # torch's workspace grows with context
+        if not suits_xformers(parts.shape.layers):  # torch's workspace grows with the context
             peak += parts.kernels.attention_bytes(parts.shape, parts.limits.max_model_len)
         del runner
         _release()
@@ -128,14 +128,14 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """A runner. It pools prompts if the model pools. Otherwise it samples on the device, and
-    replays recorded decodes if the model allows it. With speculation it samples on the host,
+    """Creates a runner. It pools prompts if the model pools. Otherwise it samples on the device,
+    and replays recorded decodes if the model allows it. With speculation it samples on the host,
     because the host must know the tokens.
 
-    xFormers computes attention if its kernel supports every layer. Otherwise torch does, and
-    decodes are not recorded, because torch's operations depend on values. `split_k`: see
-    XformersPagedAttention. `batch_invariant`: a request's tokens do not depend on the other
-    requests in its steps; requires xFormers' attention.
+    xFormers computes attention if its kernel supports every layer. Otherwise torch computes it, and
+    decodes are not recorded, because torch's operations depend on values. `split_k` is described in
+    XformersPagedAttention. With `batch_invariant`, which requires xFormers' attention, a request's
+    tokens do not depend on other requests in its steps.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
     pooler, lockstep, device_tokens = parts.pooler, parts.lockstep, None
@@ -148,7 +148,7 @@ def runner_on(
             *(model, plain, limits, device, device_tokens, None, lockstep, pooler), **others
         )
 
-    # Imported here, since a worker on the CPU does not need xFormers.
+    # Imported only here, because a worker on the CPU does not need xFormers.
     from services.worker.backends.cuda.paged_attention import XformersPagedAttention  # noqa: PLC0415
 
     attention = XformersPagedAttention(
