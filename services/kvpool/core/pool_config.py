@@ -20,8 +20,8 @@ class PoolConfig:
     groups: tuple[KVCacheGroup, ...]
     enable_prefix_caching: bool = True
     fingerprint: bytes = b""
-    """Identifies the model and the layout of its KV cache. In directories of cached prefixes, a
-    pool is identified by `fingerprint` and by its name there, `node`.
+    """Identifies the model and the layout of its KV cache. Directories of cached prefixes identify
+    a pool by `fingerprint` and `node`, which is the pool's name.
     """
     drop_last_hit_block: bool = False
     """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs

@@ -110,8 +110,8 @@ class Fleet:
             self.start(name)
 
     async def stop_all(self, seconds: float) -> None:
-        """Stops gateways, then replicas, and Redis last, as SIGTERM does. Raises TimeoutError if a
-        service takes longer than `seconds`.
+        """Tells all services except Redis to stop, gateways first, and waits for their ends. Then
+        stops Redis. Raises TimeoutError if a service takes longer than `seconds`.
         """
         redis = [one for one in self.services.values() if one.name == REDIS]
         others = [one for one in reversed(self.services.values()) if one.name != REDIS]
