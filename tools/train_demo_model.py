@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     started = time.monotonic()
 
-    # 1. Text, then tokens.
+    # 1. The training text, and its tokens.
     kinds, held_out = corpus(options.seed)
     documents = [document for kind in kinds.values() for document in kind]
     tokenizer = train_tokenizer(documents, VOCABULARY)
@@ -106,7 +106,7 @@ def main() -> None:
     held_out_bytes = sum(len(document.text.encode()) for document in held_out)
     print(f"corpus: {sizes} tokens, ready after {time.monotonic() - started:.0f} s", flush=True)
 
-    # 2. Weights.
+    # 2. Training.
     plan = Plan(
         minutes=options.minutes,
         seed=options.seed,
@@ -124,7 +124,7 @@ def main() -> None:
 
     outcome = train(model, rows, plan, sum(sizes.values()), checkpoint)
 
-    # 3. Export, then evaluate the exported model.
+    # 3. Export, and evaluation of the exported model.
     export(model, tokenizer, options.out)
     loaded = AutoModelForCausalLM.from_pretrained(options.out, dtype=torch.bfloat16)
     quality = measure(loaded, held_out_ids, held_out_bytes, CONTEXT)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 
 def table_text(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with text in the first column and numbers in the others."""
+    """A table with text in the first column and numbers in all other columns."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

@@ -1,1 +1,1 @@
-"""Compares the times that clients of a simulated device see with its profile."""
+"""Compares the times that clients of a simulated device measure with the device's profile."""

@@ -1,4 +1,4 @@
-"""Compares the times that clients of a simulated device see with its profile.
+"""Compares the times that clients of a simulated device measure with the device's profile.
 
     python -m benchmarks.device [--profile NAME] [--concurrency 1,32] [--clients PYTHON]
 

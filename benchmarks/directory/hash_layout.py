@@ -22,7 +22,7 @@ _NUM_LOOKUPS = 200
 
 @dataclass(frozen=True, slots=True)
 class HashFigures:
-    """The costs of writing and reading. A block is counted once for each node that caches it."""
+    """The costs of writing and reading blocks. A block counts once for each node that caches it."""
 
     num_blocks: int
     bytes_per_block: float

@@ -35,7 +35,7 @@ _GROUPS = (KVCacheGroup(AttentionType.FULL, 16),)
 
 @dataclass(frozen=True, slots=True)
 class LogFigures:
-    """The costs of writing. A block is counted once for each node that caches it."""
+    """The costs of writing the blocks. A block is counted once for each node that caches it."""
 
     num_blocks: int
     num_entries: int

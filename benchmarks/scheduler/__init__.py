@@ -1,1 +1,1 @@
-"""`python -m benchmarks.scheduler`: measures the cost of planning a step, beside vLLM."""
+"""`python -m benchmarks.scheduler`: compares the processor time of planning a step with vLLM."""

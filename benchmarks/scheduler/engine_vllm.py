@@ -188,7 +188,7 @@ def prefix_micros(scheduler: Scheduler) -> Figures:
 
 
 def pool_micros(count: int) -> Figures:
-    """Times allocating and freeing `count` blocks, and allocating as many cached blocks."""
+    """Times allocating and freeing `count` blocks, and allocating `count` cached blocks."""
     pool = BlockPool(4096, enable_caching=True, hash_block_size=BLOCK_SIZE)
     get, free = [], []
     for _ in range(REPEATS):

@@ -69,7 +69,7 @@ def prefix_figures(hashing: float, full_hit: float) -> Figures:
 
 
 def pool_figures(count: int, get: list[int], free: list[int], evict: list[int]) -> Figures:
-    """The figures of allocating and freeing `count` blocks, and of allocating as many cached
+    """The figures of allocating and freeing `count` blocks, and of allocating `count` cached
     blocks.
     """
     return {

@@ -107,7 +107,7 @@ class Outcomes:
 
 
 class SchemaRequests:
-    """Sends a request for each schema, and unconstrained requests beside them."""
+    """Sends a request for each schema, and unconstrained requests at the same time."""
 
     def __init__(self, options: Options, http: httpx.AsyncClient) -> None:
         self._options, self._http = options, http

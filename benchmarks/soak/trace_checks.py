@@ -21,7 +21,7 @@ SLACK_NANOS = 2_000_000
 """Tolerance for differences between the clocks of two processes on one machine."""
 LATE_END_NANOS = 2_000_000_000
 """How much later than its parent span a replica's span may end, if the request was aborted or moved
-to another replica. The replica learns of it with this delay.
+to another replica. The replica is notified with this delay.
 """
 LOST_NANOS = 5_000_000_000
 """Spans that ended in this period before a service was killed may be lost, because the service had

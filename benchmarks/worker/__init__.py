@@ -1,1 +1,1 @@
-"""`python -m benchmarks.worker`: measures a worker on a CPU, beside other engines."""
+"""`python -m benchmarks.worker`: compares a worker on a CPU with other engines."""

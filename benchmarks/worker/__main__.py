@@ -1,4 +1,4 @@
-"""Measures a worker on the CPU, beside the machine's limits and other engines.
+"""Compares the speed of a worker on the CPU with the machine's limits and with other engines.
 
     python -m benchmarks.worker [--model DIR|15m|135m|1.1b|all]... [--threads N]
                                 [--vllm-python PATH] [--llamacpp-python PATH] [--baseline DIR]
@@ -10,8 +10,8 @@ all requests at once. The loads are:
 * prefill of one prompt of 512 tokens;
 * decode of 1, 8 and 32 requests with prompts of 128 tokens and 64 output tokens. The time starts
   when every request has its first token;
-* 32 requests with prompts of 416 tokens, of which they share the first 384, and 32 output tokens.
-  The time starts when the requests are sent and ends at the last token.
+* 32 requests with prompts of 416 tokens and 32 output tokens. The first 384 tokens of all prompts
+  are the same. The time starts when the requests are sent and ends at the last token.
 
 Stepwell's model runner, scheduler and pool run in one process. transformers is always measured.
 vLLM and llama.cpp are measured if interpreters that have them are given. With --baseline the only

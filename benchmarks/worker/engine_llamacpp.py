@@ -135,8 +135,8 @@ def _num_shared(prompts: Prompts) -> int:
 
 
 def write_gguf(model: Path, weights: str) -> Path:
-    """Writes the same weights in llama.cpp's format, as one of FILE_TYPES, beside the model. A
-    file that is newer than the weights is kept.
+    """Writes the model's weights in llama.cpp's format, as one of FILE_TYPES, to the model's
+    directory. An existing file that is newer than the weights is kept.
     """
     source = model / "model.safetensors"
     path = model.with_name(f"{model.name}.{weights}.gguf")

@@ -79,7 +79,7 @@ class StepTimer:
     ) -> float:
         """Runs the load's steps. Returns the median time of a step in milliseconds.
 
-        For a prompt load, each step computes the whole prompt anew. For a decode load, the decode
+        For a prompt load, each step computes the whole prompt again. For a decode load, the decode
         steps follow one prompt step that is not timed. The requests use the given adapters and
         sampling parameters in rotation.
         """

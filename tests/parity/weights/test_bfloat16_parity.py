@@ -1,5 +1,5 @@
-"""In bfloat16 every kind of model is as close to float32 as the documentation says, and about as
-close as transformers is in bfloat16.
+"""In bfloat16 the error of every kind of model is within the documented limit, and about as small
+as the error of transformers in bfloat16.
 
 All runs use the same weights, which are rounded to bfloat16. The error at a position is the root
 mean square difference of the log-probabilities of all tokens, in units of their standard deviation.

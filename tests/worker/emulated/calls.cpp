@@ -1,5 +1,5 @@
-// Calls functions of a library of kernels, as another process asks for on standard input. Memory is
-// shared with that process.
+// Calls functions of a library of kernels that another process requests on standard input. Both
+// processes share memory.
 //
 //     calls LIBRARY MEMORY
 //

@@ -61,8 +61,7 @@ def _language_replaced_once() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _offsets_unchecked() -> Iterator[None]:
     """Switches off the interpreter's overflow checks of offsets, which take two fifths of the time.
-    Kernels that are compiled without debugging have no such checks. All offsets of these tests are
-    small.
+    Kernels that are compiled without debugging lack them. All offsets of these tests are small.
     """
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:

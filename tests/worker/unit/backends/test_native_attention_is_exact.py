@@ -48,8 +48,8 @@ class Inputs:
     def outputs(
         self, native, counts: list[int], *, threads: int, block_size: int = 16, beside: int = 0
     ) -> torch.Tensor:
-        """Outputs of all tokens, computed in steps of `counts`, while `beside` other sequences run
-        the same steps.
+        """The outputs of all tokens, computed in steps of `counts` tokens. In the same steps, the
+        same numbers of tokens of `beside` other sequences are computed.
         """
         torch.set_num_threads(threads)
         pages = -(-LENGTH // block_size)

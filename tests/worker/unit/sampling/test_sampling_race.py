@@ -150,7 +150,7 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
 
 def test_a_small_change_of_logits_hardly_ever_changes_a_draw() -> None:
     """The logits of half of the tokens grow by 1e-5, and all other logits shrink by 1e-5. A draw
-    changes only if the first two tokens of the race were as close.
+    changes only if the first two tokens of the race differ by so little.
     """
     generator = np.random.default_rng(5)
     logits = generator.standard_normal(1000).astype(np.float32) + np.float32(8)
