@@ -1,6 +1,6 @@
-"""Invariants of every planned step of a scheduler over its pool.
+"""Invariants that every planned step of a scheduler satisfies.
 
-Each invariant is recomputed from tables, tokens and limits, without the scheduler's own reasons.
+Each check is computed from block tables, tokens and limits, not from the scheduler's own reasons.
 """
 
 from collections import Counter
@@ -17,20 +17,20 @@ from tests.scheduler.story import Story
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The running and the waiting requests, in order, before a step was planned."""
+    """The running and the waiting requests, each in order, before a step is planned."""
 
     running: list[Request]
     waiting: list[Request]
 
     @classmethod
     def of(cls, story: Story) -> "Before":
-        """Returns the current state."""
+        """Returns the current requests of a story's scheduler."""
         story.scheduler.queues.put_in_order()
         return cls(list(story.scheduler.running), list(story.scheduler.queues.waiting))
 
 
 def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
-    """Checks all invariants."""
+    """Checks all invariants of a step that was just planned."""
     check_budget(story, plan)
     check_rows(story)
     check_nothing_leaks(story)
@@ -49,7 +49,7 @@ def check_budget(story: Story, plan: SchedulerOutput) -> None:
 
 
 def check_rows(story: Story) -> None:
-    """The workers' batch has exactly the running requests, and no more than the limit."""
+    """The workers' batch consists of the running requests, and is no larger than the limit."""
     running = story.scheduler.running
     assert len(running) <= _num_rows(story)
     assert story.model.num_requests == len(running)
@@ -57,8 +57,8 @@ def check_rows(story: Story) -> None:
 
 
 def check_nothing_leaks(story: Story) -> None:
-    """Only running requests, and ended ones that the policy holds, have blocks. All other blocks
-    are free.
+    """Only running requests, and ended ones whose blocks the policy keeps, have blocks. All other
+    blocks are free.
     """
     core, scheduler = story.pool.core, story.scheduler
     held = () if scheduler.retention is None else scheduler.retention.held
@@ -71,12 +71,12 @@ def check_nothing_leaks(story: Story) -> None:
 
 
 def check_one_owner_of_writable_blocks(story: Story) -> None:
-    """Blocks from a request's next written position onwards belong to no other request."""
+    """Blocks with positions that a request has still to write belong to no other request."""
     running, size = story.scheduler.running, story.config.block_size
     holders = Counter(
         block for request in running for table in _tables(story, request) for block in table
     )
-    holders[NULL_BLOCK] = 1  # placeholder for positions that are not written
+    holders[NULL_BLOCK] = 1  # stands in block tables for blocks that a group does not need
     for request in running:
         assert request.row is not None
         written_next = story.model.next_position(request.row, request.num_computed_tokens)
@@ -93,7 +93,7 @@ def check_queue_order(story: Story) -> None:
 
 
 def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> None:
-    """Requests are admitted from the head of the queue, and none in a step that preempts."""
+    """Requests are admitted from the head of the queue. A step that preempts admits none."""
     admitted = list(plan.block_tables)
     assert admitted == before.waiting[: len(admitted)]
     assert sorted(map(id, admitted)) == sorted(map(id, plan.new + plan.resumed))
@@ -101,9 +101,9 @@ def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> N
 
 
 def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> None:
-    """The head of the queue is admitted if there are a row, tokens and blocks for it. A request
-    that continues from a state stored by this step is an exception. Beside running requests it may
-    also wait for the headroom of the policy `program`, or for blocks of paused contexts.
+    """The head of the queue is admitted if a batch row, budget and blocks for it are left. It may
+    also wait for a state that this step stores. While other requests run, it may also wait for the
+    headroom of the policy `program`, or for blocks of paused contexts.
     """
     config, running = story.config, story.scheduler.running
     head = next(iter(story.scheduler.queues.waiting), None)
@@ -129,9 +129,9 @@ def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> No
 
 
 def check_running_requests_are_served(story: Story, before: Before, plan: SchedulerOutput) -> None:
-    """Every step schedules tokens of the first running request, and of the others while budget
-    remains. The request that the policy would preempt last is never preempted. Therefore every
-    running request ends, and then the head of the queue runs.
+    """Every step schedules tokens of the first running request, and of the other ones while budget
+    remains. The request that the policy would preempt last is never preempted. Therefore some
+    running request always ends, and in the end each waiting request runs.
     """
     if not before.running:
         return
@@ -157,7 +157,7 @@ def _num_rows(story: Story) -> int:
 
 
 def _only_waits_for_tokens(story: Story, request: Request) -> bool:
-    """Whether a step in flight certainly or possibly samples the request's last token."""
+    """Whether a step in flight may sample the request's last token."""
     return request.num_output_placeholders > 0 and (
         request.num_tokens + 1 >= request.max_num_tokens
         or request.num_computed_tokens + 1 >= story.config.max_model_len
@@ -165,8 +165,8 @@ def _only_waits_for_tokens(story: Story, request: Request) -> bool:
 
 
 def _least_chunk(story: Story) -> int:
-    """The smallest number of tokens that a step can schedule for a request. It is a block if states
-    are cached at block boundaries.
+    """The smallest number of tokens that a step can schedule for a request: a block if the model
+    has state-space layers, otherwise one token and its drafts.
     """
     config = story.config
     return config.block_size if _keeps_states(story) else 1 + config.num_speculative_tokens

@@ -1,9 +1,9 @@
-"""The cache of the paged model. It consists of blocks that KV-cache groups write and read.
+"""The KV cache of the paged model (tests/scheduler/paged_model.py), whose blocks KV-cache groups
+write and read.
 
-A block contains the values that any group has last written to it. A group reads the positions that
-its kind of attention sees, which are all positions, a window, or a chunk. A group of states reads
-the state after the previous step. Each value names its group, so that a block with two owners is
-detected at once.
+For each position of a block, the cache stores the last written value and the group that wrote it,
+so that a block with two owners is detected. A group reads the positions that its kind of attention
+sees: all, a window, or a chunk. A group of states reads the state after the previous step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup
 from services.common.pool.operations import BlockCopy
 
 Tables = Sequence[Sequence[int]]
-"""The block table of a request in each group."""
+"""The block tables of a request, one for each KV-cache group."""
 
 Contents = dict[int | str, tuple[int, int]]
-"""The contents of a block. Maps a position in the block, or the name of a state, to the group that
-wrote it and a digest.
+"""The contents of a block. Maps each position in the block, or "state", to the group that wrote it
+and a digest.
 """
 
 _STATE = "state"
@@ -25,13 +25,13 @@ EMPTY = 0
 
 
 class PagedCache:
-    """Keys and values as one digest for each position, and states as one digest for each block."""
+    """Stores keys and values as one digest for each position, and a state as one for its block."""
 
     def __init__(
         self, block_size: int, groups: Sequence[KVCacheGroup] = (), *, follows_states: bool = True
     ) -> None:
-        """`follows_states` is false if states are not stored. With drafts there is a state after
-        each draft, in a separate block that the cache does not know.
+        """Without `follows_states`, states are neither stored nor checked. With drafts, workers
+        store the state after each draft in a separate block, which this cache does not simulate.
         """
         self._follows_states = follows_states
         self._groups = groups or [KVCacheGroup(AttentionType.FULL, block_size)]
@@ -48,8 +48,8 @@ class PagedCache:
             self._blocks[copy.target] = dict(self._blocks.get(copy.source, {}))
 
     def is_held(self, contents: Contents, group: int, position: int, digest: int) -> bool:
-        """Whether a group's block with these contents has the value of a position. For states the
-        position is the last computed one of the block.
+        """Whether a group's block with these contents has the value `digest` of a position. For a
+        state it is the last computed position of the block.
         """
         spec = self._groups[group]
         is_state = spec.attention_type is AttentionType.STATE_SPACE
@@ -67,8 +67,7 @@ class PagedCache:
         self, tables: Tables, digests: Sequence[int], start: int, end: int, state_end: int
     ) -> None:
         """Stores the positions from `start` to `end` in every group, as if loaded from external
-        storage. For states, the state after `state_end` tokens is stored. Whole blocks are written,
-        including the last one.
+        storage. A group of states stores the state after `state_end` tokens.
         """
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
             positions = range(start, end)
@@ -81,13 +80,13 @@ class PagedCache:
                     self._store(group, block, position, digests[position])
 
     def garble(self, blocks: Iterable[int]) -> None:
-        """Stores contents in blocks that belong to no sequence."""
+        """Fills blocks with contents that belong to no sequence, as if a load into them failed."""
         size = max(group.block_size for group in self._groups)
         for block in blocks:
             self._blocks[block] = dict.fromkeys(range(size), (-1, EMPTY))
 
     def is_void(self, tables: Tables, start: int, end: int) -> bool:
-        """Whether the queries from `start` to `end` see a position that belongs to no sequence."""
+        """Whether a query from `start` to `end` sees a position that belongs to no sequence."""
         return any(
             self._block(spec, table, position).get(position % spec.block_size, (0, None))[1]
             == EMPTY
@@ -96,8 +95,8 @@ class PagedCache:
         )
 
     def read_states(self, tables: Tables, digests: Sequence[int], start: int) -> None:
-        """Checks the states from which a step continues, in every group with states. All states of
-        a step are read before any state is written.
+        """Checks the state from which a step continues, in every group of states. Called for all
+        rows of a step before any state is written.
         """
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
             if spec.attention_type is AttentionType.STATE_SPACE and start and self._follows_states:
@@ -143,7 +142,7 @@ class PagedCache:
 
 
 def _first_seen(spec: KVCacheGroup, query: int) -> int:
-    """The first position that a query sees. A state sees no earlier positions."""
+    """The first position that a query sees. For states it is beyond all positions."""
     match spec.attention_type:
         case AttentionType.FULL:
             return 0

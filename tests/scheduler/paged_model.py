@@ -1,10 +1,10 @@
-"""A simulation of the workers: a deterministic model over a paged cache with real contents.
+"""A simulation of the workers: a deterministic model over a paged KV cache with real contents.
 
-The value stored for a position is a digest of the whole sequence up to it. Before sampling, the
-model reads through the block tables every position that its layers see, and fails if a position
-does not contain the value of this sequence. A block that was wrongly shared, published too early,
-freed too early or not recomputed is thus detected at the first token that depends on it. With
-speculation the model proposes drafts. Values of rejected drafts remain stored until they are
+The value that the cache stores for a position is a digest of the whole sequence up to it. Before
+sampling, the model reads through the block tables every position that its layers see, and fails if
+a position does not contain the value of this sequence. A block that was wrongly shared, published
+too early, freed too early or not recomputed is thus detected at the first token that depends on it.
+With speculation the model proposes drafts. Values of rejected drafts remain stored until they are
 overwritten.
 """
 
@@ -28,7 +28,7 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The model's continuation of a prompt if no stop condition applies."""
+    """The `num_tokens` tokens with which the model continues a prompt."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids))
@@ -36,16 +36,16 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def is_right(num_tokens: int, index: int) -> bool:
-    """Whether a draft proposed after `num_tokens` is right. About seven in ten are right. The
-    others are off by one.
+    """Whether draft `index` after `num_tokens` tokens is right, as about seven in ten drafts are.
+    The others are off by one.
     """
     return (num_tokens * 7 + index * 13) % 10 < 7
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that enters the batch. `root` are the inputs of its block hashes besides tokens and
-    items, which are salt and adapter.
+    """A request that enters the batch. `root` is its salt and adapter, on which, like on tokens and
+    items (images), its block hashes depend.
     """
 
     row_index: int
@@ -69,8 +69,8 @@ class Work:
 
 
 class StoredTokens:
-    """Tokens, and the value that is stored at each position. The value is a digest of the root, of
-    all tokens up to the position, and of the item at the position.
+    """Tokens, and the value that the cache stores for each position: a digest of the root, of all
+    tokens up to the position, and of their items.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class StoredTokens:
         self.append(token_ids)
 
     def append(self, token_ids: Iterable[int]) -> None:
-        """Appends tokens."""
+        """Appends tokens and their values."""
         further = list(token_ids)
         digests = self.digests_of(further)
         self.token_ids += further
         self.digests += digests
 
     def digests_of(self, further: Iterable[int]) -> list[int]:
-        """The values that further tokens would store."""
+        """The values of further tokens, which are not appended."""
         digest, digests = self.digests[-1] if self.digests else self._root, []
         for position, token_id in enumerate(further, len(self.digests)):
             digest = hash((digest, token_id, self._items.get(position)))
@@ -113,11 +113,11 @@ class _Row(StoredTokens):
         self._num_prompt_tokens = new.num_prompt_tokens
 
     def take_back(self, num_tokens: int) -> None:
-        """Drops the tokens after the first `num_tokens`."""
+        """Keeps only the first `num_tokens` tokens."""
         del self.token_ids[num_tokens:], self.digests[num_tokens:]
 
     def continuation(self, num_tokens: int) -> list[int]:
-        """The continuation of the row's tokens."""
+        """The tokens with which the model continues the row, as the row's grammar allows."""
         if self._grammar is None:
             return continuation(self.token_ids, num_tokens)
         longer = list(self.token_ids)
@@ -127,7 +127,7 @@ class _Row(StoredTokens):
         return longer[len(self.token_ids) :]
 
     def proposals(self, num_tokens: int) -> list[int]:
-        """The row's drafts. The first draft that the grammar refuses and all later ones are -1."""
+        """Drafts for the row. From the first draft that the grammar refuses on, they are -1."""
         drafts = [
             token_id if is_right(len(self.token_ids), index) else token_id + 1
             for index, token_id in enumerate(self.continuation(num_tokens))
@@ -153,9 +153,7 @@ class _Row(StoredTokens):
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The tokens of one row that a step computes, from `start` to `end`. Drafts follow the known
-    tokens.
-    """
+    """The positions of one row that a step computes, from `start` to `end`. Drafts are the last."""
 
     row: _Row
     start: int
@@ -167,7 +165,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The message to the workers for a planned step."""
+    """A planned step as the message that workers would receive."""
 
     removed_rows: Sequence[int]
     entering: Sequence[NewRow]
@@ -180,8 +178,8 @@ class StepWork:
 def work_of(
     plan: SchedulerOutput, grammars: Mapping[str, StandInGrammar] | None = None
 ) -> StepWork:
-    """The message to the workers for a plan, with the state at the time of sending. `grammars` maps
-    request ids to grammars.
+    """The message for a plan, with copies of the requests' current tokens. `grammars` maps request
+    ids to grammars.
     """
     held = grammars or {}
     starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
@@ -228,7 +226,7 @@ class PagedModel:
         self._rows: dict[int, _Row] = {}
         self._void: tuple[Collection[str], frozenset[int]] = ((), frozenset())
         self.void_names: set[str] = set()
-        """Requests that the last step computed from blocks that belonged to no sequence."""
+        """Requests that the last step computed from contents that belong to no sequence."""
         self.cache = PagedCache(block_size, groups, follows_states=not num_speculative_tokens)
 
     @property
@@ -237,25 +235,22 @@ class PagedModel:
         return len(self._rows)
 
     def next_position(self, row_index: int, num_computed: int) -> int:
-        """The next written position of a row.
-
-        A step that was planned while the previous one runs assumes that the drafts of the previous
-        step are accepted. The row has the actual number of accepted drafts and continues after
-        them.
+        """The next position that a row writes. A step that was planned while the previous step ran
+        counts all drafts of the previous step as computed, but the row has only the accepted ones.
         """
         if not self._num_speculative_tokens:
             return num_computed
         return min(num_computed, len(self._rows[row_index].token_ids) - 1)
 
     def run_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs a planned step of the scheduler core."""
+        """Runs a step that the scheduler core has planned."""
         return self.run_work(work_of(plan))
 
     def run_work(
         self, step: "StepWork", names: Collection[str] = (), invalid: Collection[int] = ()
     ) -> ModelRunnerOutput:
-        """Runs a step. Results for the named requests are void, and so are results that were
-        computed from the `invalid` blocks. Their tokens store values that belong to no sequence.
+        """Runs a step. The requests in `names`, and those with `invalid` blocks, store values that
+        belong to no sequence.
         """
         self.cache.garble(invalid)
         self._void, self.void_names = (names, frozenset(invalid)), set()
@@ -288,7 +283,7 @@ class PagedModel:
         }
 
     def take_back(self, request: Request) -> None:
-        """Drops the last tokens of a request, which the scheduler has not accepted."""
+        """Drops the last tokens of a request's row, which the scheduler has not accepted."""
         row = None if request.row is None else self._rows.get(request.row)
         if row is not None and row.name == request.request_id:
             row.take_back(request.num_tokens)
@@ -302,8 +297,8 @@ class PagedModel:
         zeroed: Iterable[int] = (),
         copies: Iterable[BlockCopy] = (),
     ) -> list[list[int]]:
-        """Runs a step. Returns the sampled tokens of each request. There are none if the step ends
-        inside the prompt. With drafts they are the accepted drafts and one more token.
+        """Runs a step. Returns the sampled tokens of each request: the accepted drafts and one more
+        token, or none if the step ends inside the prompt.
         """
         for row_index in removed:
             assert self._rows.pop(row_index, None) is not None, f"row {row_index} was empty"
@@ -328,8 +323,8 @@ class PagedModel:
         return [self._sample(running) for running in passes]
 
     def _begin(self, work: Work, has_just_entered: bool) -> _Pass:
-        """Starts the work of a row. Drafts of -1 stand for the model's own drafts. For a request
-        that has just entered they are padding.
+        """Starts the work of a row. Drafts of -1 stand for the drafts that the model proposes. In a
+        row that has just entered they are padding.
         """
         row, drafts = self._rows[work.row_index], work.drafts
         if -1 in drafts and not has_just_entered:

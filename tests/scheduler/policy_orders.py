@@ -1,6 +1,6 @@
-"""For each policy, the orders of queue and victims that the checks of each step expect.
+"""For some policies, the orders in which requests are admitted and preempted.
 
-For a policy without an entry, all other checks apply.
+tests/scheduler/invariants.py checks them. Without an entry for a policy, the order is not checked.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,9 @@ ADMISSION_ORDERS: dict[str, Callable[[Request], Any]] = {
     ),
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""The queue's order. With FCFS, preempted requests are first, and the others follow in the order of
-arrival.
-"""
+"""Sort keys of the queue. With FCFS, preempted requests come before all others."""
 VICTIM_ORDERS: dict[str, Callable[[Request], Any]] = {
     "fcfs": lambda request: request.admission_number,
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""The order of running requests. The last one is preempted first."""
+"""Sort keys of the running requests. The last request in this order is preempted first."""

@@ -1,10 +1,14 @@
-"""Loads within a step that fail while requests share the blocks, are aborted, or wait."""
+"""Loads of KV blocks within a step that fail, while requests share the blocks or are aborted.
+
+`elsewhere(n, fail_blocks=[i])` is a prompt whose first n tokens are external, where loads of the
+block with index i fail. A block has four tokens.
+"""
 
 from tests.scheduler.options.transfers.test_scheduling_connector import elsewhere, request, story
 
 
 async def test_an_aborted_request_leaves_no_hash_of_a_block_that_was_not_loaded() -> None:
-    """The request is aborted while the step of its load is in flight."""
+    """The first request is aborted while the step that loads its blocks is in flight."""
     steps = await story(
         (0, request("other", 5, first=300) | {"max_tokens": 8}),
         (0, request("a", 13, **elsewhere(12, fail_blocks=[1]))),
@@ -16,7 +20,7 @@ async def test_an_aborted_request_leaves_no_hash_of_a_block_that_was_not_loaded(
 
 
 async def test_an_aborted_request_leaves_no_hash_of_a_block_after_one_that_was_not_loaded() -> None:
-    """Another request hits the loaded blocks and computes the next one, in the same step."""
+    """In the step of the load, another request hits the loaded blocks and computes the next one."""
     steps = await story(
         (0, request("other", 5, first=300) | {"max_tokens": 8}),
         (0, request("a", 9, **elsewhere(8, fail_blocks=[1]))),
@@ -30,7 +34,7 @@ async def test_an_aborted_request_leaves_no_hash_of_a_block_after_one_that_was_n
 
 
 async def test_who_shares_a_block_that_was_not_loaded_computes_it_if_the_first_one_ends() -> None:
-    """The first request computes the block again, two tokens in each step, and is aborted."""
+    """The first request computes the block itself, two tokens in each step, until it is aborted."""
     steps = await story(
         (0, request("a", 9, **elsewhere(8, fail_blocks=[1], times=1))),
         (0, request("b", 13)),
@@ -43,8 +47,8 @@ async def test_who_shares_a_block_that_was_not_loaded_computes_it_if_the_first_o
 
 
 async def test_tokens_computed_from_a_block_before_it_was_loaded_again_are_dropped() -> None:
-    """The second request has its last token to compute, and repeats it until the first request has
-    computed the block that both share.
+    """The second request computes the last token of its prompt. It repeats this until the first
+    request has computed the block that both share.
     """
     steps = await story(
         (0, request("a", 10, **elsewhere(8, fail_blocks=[1], times=1))),

@@ -1,4 +1,7 @@
-"""Tests which blocks are stored in the tier and loaded from it, with four tokens in a block."""
+"""Offloading of KV blocks to a tier of host memory: which blocks are stored, and which are loaded.
+
+A block has four tokens.
+"""
 
 from dataclasses import replace
 
@@ -45,12 +48,12 @@ HYBRID = replace(
     ),
 )
 PROMPT = list(range(100, 113))
-"""Tokens that fill three blocks, and one more token."""
+"""A prompt that fills three blocks, and has one more token."""
 
 
 class Story:
-    """A scheduler, its connector, and workers that sample the token 7. Requested loads end when
-    `finish_loads` is called.
+    """A scheduler, its KV connector, and workers that sample the token 7. Loads end when the test
+    calls `finish_loads`.
     """
 
     def __init__(self, config: SchedulerConfig = CONFIG, num_tier_blocks: int = 20) -> None:
@@ -82,7 +85,7 @@ class Story:
         return load
 
     def finish_loads(self, *invalid: BlockId) -> None:
-        """Ends all loads under way. The next output reports them."""
+        """Ends all loads. The output of the next step reports their ends and the invalid blocks."""
         self.ended, self.loading, self.invalid = self.loading, [], list(invalid)
 
     async def step(self) -> SchedulerOutput:
@@ -104,13 +107,15 @@ class Story:
         return plan
 
     async def run(self) -> None:
-        """Runs steps until nothing is left to do. Loads end at once."""
+        """Runs steps until nothing is left to do. A load ends in the step after its own."""
         while self.scheduler.has_work:
             self.finish_loads()
             await self.step()
 
     async def stored(self) -> "Story":
-        """A story with the three blocks of the prompt in the tier, and an empty cache."""
+        """Runs a request with `PROMPT`, so that its three blocks are in the tier, and empties the
+        prefix cache.
+        """
         self.add()
         await self.run()
         assert await self.scheduler.reset_prefix_cache()
@@ -208,14 +213,14 @@ async def test_of_a_window_only_what_is_seen_is_loaded() -> None:
     story = await Story(WINDOWED).stored()
     story.add()
     load = await story.step_with_a_load()
-    # After 12 tokens, a window of 5 tokens sees the tokens from 8 on.
+    # With a window of 5 tokens, the query at position 12 sees positions 8 to 12.
     assert [transfer.key[-1] for transfer in load.blocks] == [0, 0, 0, 1]
 
 
 async def test_what_a_hit_brought_is_stored_before_the_window_leaves_it() -> None:
     groups = (CONFIG.all_groups[0], KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=2))
     story = Story(replace(CONFIG, groups=groups), num_tier_blocks=6)
-    for first in (100, 300):  # the second request evicts blocks of the tier, but not of the cache
+    for first in (100, 300):  # the second prompt evicts the first from the tier, not from the cache
         story.add(list(range(first, first + 13)))
         await story.run()
     request = story.add()
@@ -232,8 +237,8 @@ async def test_of_states_the_last_one_is_loaded() -> None:
     story = Story(HYBRID)
     story.add(max_tokens=6)
     await story.run()
-    # Three blocks of keys, and the state at the end of the last of them. Then one block of keys of
-    # decoded tokens, and the state at its end.
+    # The prompt fills three blocks of keys and values, and a state is stored at their end. Then the
+    # decoded tokens fill one more block, and a state is stored at its end.
     assert story.connector.stats.num_stored_blocks == 3 + 1 + 1 + 1
     assert await story.scheduler.reset_prefix_cache()
     request = story.add()
@@ -282,8 +287,8 @@ async def test_with_windows_a_damaged_block_voids_the_load() -> None:
 
 
 async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
-    """After 12 tokens the window sees tokens from 8 on. After 8 tokens, where the load would be
-    cut, it sees tokens from 4 on.
+    """The query at position 12 sees positions 8 to 12, which are loaded. If the load were cut to 8
+    tokens, the query at position 8 would see positions 4 to 8.
     """
     story = await Story(
         replace(CONFIG, groups=(KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),))
@@ -300,7 +305,7 @@ async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
 
 
 async def test_a_block_that_a_window_gave_back_is_no_longer_its_request_s() -> None:
-    """A load into blocks that were the first blocks of a running request fails."""
+    """A load fails whose target was one of the first blocks of a running request."""
     groups = (KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),)
     story = await Story(replace(CONFIG, groups=groups, num_blocks=6)).stored()
     running = story.add(list(range(300, 313)), max_tokens=20)
@@ -376,7 +381,7 @@ async def test_a_tier_smaller_than_what_a_step_fills_stores_what_is_left_of_it()
     story = Story(num_tier_blocks=2)
     story.add()
     await story.step()
-    # The last block is stored first. The first block then replaces it in the tier.
+    # The tier has two blocks. Of the three full blocks, the last is not stored.
     assert stores(await story.step()) == [(1, 0), (2, 1)]
 
 
@@ -401,5 +406,5 @@ async def test_decoded_blocks_are_stored_once_their_tokens_are_known(
     stored: list[tuple[int, int]] = []
     while story.scheduler.has_work:
         stored += stores(await story.step())
-    # The last of 13 tokens is not computed, so that three blocks are full.
+    # The last of 13 tokens is never computed, so that three blocks are full.
     assert [block for block, _ in stored] == [1, 2, 3]

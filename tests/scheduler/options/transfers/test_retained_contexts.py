@@ -1,4 +1,6 @@
-"""The policy `program` with a connector: contexts, and loads that would take their blocks."""
+"""The policy `program` with a KV connector: when the blocks of an ended turn become a paused
+context, and when a load may use blocks of paused contexts.
+"""
 
 from collections import deque
 from typing import Any
@@ -17,7 +19,7 @@ from tests.scheduler.story import prompt
 
 
 class Run:
-    """A scheduler with a connector. Every tenth of a second of its clock has a step."""
+    """A scheduler with a KV connector. A step takes a tenth of a second of simulated time."""
 
     def __init__(
         self,
@@ -41,7 +43,7 @@ class Run:
         self.scheduler = Scheduler(
             self.config, self.pool, connected(self.connector), lambda: self.now
         )
-        for _ in range(20):  # a token of a prompt takes a second
+        for _ in range(20):  # the estimated cost of a prompt token is a second
             self.scheduler.step_costs.observe(1, 1, 1.0)
             self.scheduler.step_costs.observe(1, 101, 101.0)
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -79,7 +81,7 @@ class Run:
 
     @property
     def contexts(self) -> dict[int, int]:
-        """The number of blocks of each context in the pool."""
+        """Maps each paused context in the pool to its number of blocks."""
         found = self.pool.core._blocks.contexts
         return {} if found is None else {one: len(of) for one, of in found._contexts.items()}
 
@@ -128,7 +130,7 @@ async def test_a_context_that_is_dropped_while_its_blocks_are_sent_is_dropped_ag
 
 
 async def test_a_load_leaves_headroom_beside_running_requests() -> None:
-    """Of 20 blocks, 3 are in use, 16 are loaded, and 2 stay free."""
+    """Of 20 blocks, 3 are in use, the load needs 16, and 2 must stay free."""
     run = Run({RequestKey(2): ExternalTokens(64, is_async=True)})
     run.add(1, prompt(9, first=400), 12)
     await run.step()

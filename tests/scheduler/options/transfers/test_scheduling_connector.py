@@ -1,4 +1,4 @@
-"""Scheduling with a KV connector, in scenarios with four tokens in a block."""
+"""Scheduling with a KV connector, in scenarios. A block has four tokens."""
 
 import asyncio
 from typing import Any
@@ -30,7 +30,7 @@ STATES = [{"type": "full"}, {"type": "mamba", "mode": "align"}]
 
 
 def request(name: str, num_tokens: int, *, first: int = 100, **fields: Any) -> Record:
-    """A request with a prompt of consecutive tokens. It ends after four output tokens."""
+    """A request with a prompt of consecutive token ids and four output tokens."""
     prompt = [first + offset for offset in range(num_tokens)]
     return {"request_id": name, "prompt_token_ids": prompt, "max_tokens": 4} | fields
 
@@ -42,8 +42,8 @@ def elsewhere(num_tokens: int, **fields: Any) -> Record:
 async def story(
     *adds: tuple[int, Record], aborts: tuple[tuple[int, str], ...] = (), **config: Any
 ) -> list[Record]:
-    """Runs a scenario whose requests arrive before the given steps. Returns the records of all
-    steps.
+    """Runs a scenario. Requests arrive, or are aborted, before the given steps. Returns the records
+    of all steps.
     """
     events: list[Record] = [{"step": step, "add": add} for step, add in adds]
     events += [{"step": step, "abort": name} for step, name in aborts]
@@ -135,8 +135,8 @@ async def test_what_was_loaded_before_the_first_invalid_block_stays():
 
 
 async def test_a_victim_leaves_no_hash_of_a_block_that_was_not_loaded():
-    """Only the first block of the request's load is invalid. When the request is preempted, it has
-    computed half of this block, token by token.
+    """Of the blocks that the request loads, the first is invalid. When the request is preempted, it
+    has computed half of this block, token by token.
     """
     steps = await story(
         (0, request("a", 5, first=300) | {"max_tokens": 8}),
@@ -162,9 +162,9 @@ async def test_with_nothing_valid_the_connector_is_asked_again():
 async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
     others: tuple[int, ...], loads: list[int]
 ):
-    """A request whose load failed lacks all its blocks again. While another request runs, its next
-    load must leave as many blocks free as the request still needs. If that applied without another
-    request, the request would wait for itself.
+    """A load must leave free the blocks that prefills still need. A request whose load failed is a
+    prefill without blocks, which counts even for its own next load. When no request runs, it does
+    not count, because it would wait for itself.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
@@ -176,8 +176,8 @@ async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
 
 
 async def test_two_failed_loads_do_not_wait_for_each_other():
-    """Neither request has blocks any more, and a load of each counts the blocks that the other
-    needs.
+    """After the failures neither request has blocks. Then a load of one of them need not leave the
+    blocks free that the other needs.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
@@ -189,8 +189,8 @@ async def test_two_failed_loads_do_not_wait_for_each_other():
 
 
 async def test_a_failed_load_does_not_wait_for_a_loaded_request_behind_it():
-    """The second request was loaded and holds blocks, but is not admitted before the first one,
-    which lacks them. So it is preempted.
+    """The second request was loaded and has blocks that the first one lacks, but is not admitted
+    before the first one. Therefore the second request is preempted.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
@@ -204,7 +204,7 @@ async def test_a_failed_load_does_not_wait_for_a_loaded_request_behind_it():
 
 
 async def test_drafts_of_a_step_whose_token_is_dropped_follow_the_tokens_before_it():
-    """The next step computes the tokens again, and also the drafts after them."""
+    """The next step computes the tokens of the failed block again, and the drafts after them."""
     remote = elsewhere(8, fail_blocks=[1])
     steps = await story((0, request("a", 9, **remote)), num_speculative_tokens=2)
     assert "outputs" not in steps[0]
@@ -215,8 +215,8 @@ async def test_drafts_of_a_step_whose_token_is_dropped_follow_the_tokens_before_
 
 
 async def test_a_prompt_of_one_token_is_loaded_once():
-    """The only token is computed again, to sample the next token. No token counts as computed
-    then.
+    """The only token is computed although it was loaded, because the next token is sampled from it.
+    Then no token counts as computed, but the load is not repeated.
     """
     steps = await story((0, request("a", 1, **elsewhere(1, **{"async": True}))))
     assert [step["step"] for step in steps if "loads" in step] == [0]
@@ -224,7 +224,7 @@ async def test_a_prompt_of_one_token_is_loaded_once():
 
 
 async def test_a_failed_load_of_a_prompt_of_one_token_ends_the_request():
-    """The first group keeps states, and has no block for the load. The request has blocks."""
+    """The first group keeps states and has no block to load, but the other group has a block."""
     steps = await story(
         (0, request("a", 1, **elsewhere(1, **{"async": True, "fail_recving": True}))),
         kv_cache_groups=STATES[::-1],
@@ -244,9 +244,7 @@ async def test_where_all_layers_keep_states_nothing_is_loaded_for_a_prompt_of_on
 
 
 async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
-    """With two steps in flight, the second was planned as if the first had loaded all its
-    blocks.
-    """
+    """The second step in flight was planned as if the first had loaded all of the blocks."""
     remote = elsewhere(8, fail_blocks=[1], times=1)
     steps = await story((0, request("a", 10, **remote)), async_scheduling=True)
     assert [step["start"] for step in steps[:3]] == [[8], [10], [4]]
@@ -256,8 +254,8 @@ async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
 
 
 async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_whole_sees():
-    """The next token sees only the second block, but the last token of the prompt sees the first
-    block too.
+    """The last token of the prompt is computed again. The window of its query includes both blocks,
+    although the window of the next token's query includes only the second.
     """
     whole = elsewhere(8, **{"async": True})
     steps = await story((0, request("a", 8, **whole)), kv_cache_groups=WINDOW)
@@ -266,9 +264,7 @@ async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_wh
 
 
 async def test_the_state_that_is_loaded_with_a_whole_prompt_is_the_one_before_its_last_token():
-    """The last token is computed again. It begins a block, in which the state after it is
-    stored.
-    """
+    """The last token is computed again. It begins a block, where the state after it is stored."""
     whole = elsewhere(9, **{"async": True})
     steps = await story((0, request("a", 9, **whole)), kv_cache_groups=STATES)
     assert steps[0]["loads"] == [["a", 9, True, [[1, 2, 3], [0, 4]]]]
@@ -288,7 +284,7 @@ async def test_by_policy_a_failed_load_ends_the_request_and_its_blocks_are_not_f
 
 
 async def test_blocks_computed_after_a_block_that_another_request_failed_to_load_are_not_found():
-    """The second request hits what the first one loads in the same step."""
+    """The second request hits the blocks that the first one loads in the same step."""
     steps = await story(
         (0, request("a", 9, **elsewhere(8, fail_blocks=[1]))),
         (0, request("b", 13)),
@@ -338,9 +334,9 @@ async def test_a_load_leaves_no_more_blocks_free_for_a_window_than_it_holds_at_o
         scheduler_reserve_full_isl=False,
         kv_cache_groups=WINDOW,
     )
-    # The pool has 19 blocks. The prompt holds 3 blocks of full attention and 2 of the window, and
-    # lacks 7 and 1. Its window counts ceil(12 / 4) + 1 entries, of which it has 3. The load needs
-    # two blocks of each group.
+    # The pool has 19 blocks. Request a holds 3 blocks of full attention and 2 of the window, and
+    # lacks 7 and 1: its window needs at most ceil(12 / 4) + 1 entries, of which 3 are in its table.
+    # The load of request b needs two blocks of each group.
     assert steps[1]["loads"] == [["b", 8, True, [[7, 8], [9, 10]]]]
 
 
@@ -377,7 +373,7 @@ async def test_without_a_load_a_hit_is_one_of_all_groups():
 
 
 async def test_a_pool_that_is_lost_while_a_failed_load_is_looked_at_costs_computation_only():
-    """The request had lost its blocks, and was not moved to the other queue yet."""
+    """The request has lost its blocks, but still waits in the queue of loading requests."""
     config = SchedulerConfig(
         max_num_seqs=4,
         max_num_batched_tokens=32,
@@ -415,7 +411,7 @@ def test_a_connector_and_its_role_go_together():
 
 
 class Undecided(StandInConnector):
-    """A connector whose answer about external tokens is unknown until the test sets it."""
+    """A connector that does not know the number of external tokens until the test sets `answer`."""
 
     answer: ExternalMatch | None = None
 
@@ -431,7 +427,7 @@ async def test_the_loop_lets_others_run_while_no_request_can_be_scheduled() -> N
     connector = Undecided(4, {}, {})
     async with running(Bench(connector=connector, enable_prefix_caching=False)) as bench:
         bench.add("a", prompt(9), max_tokens=3)
-        await asyncio.sleep(0.01)  # this would not return if the loop did not wait
+        await asyncio.sleep(0.01)  # would not return if the engine's loop never yielded
         assert bench.inbox.tokens == {}
         connector.answer = ExternalMatch(0, is_async=False)
         await bench.until_ended("a")

@@ -1,4 +1,6 @@
-"""Tests which blocks of the tier are replaced, in examples and against a naive index."""
+"""The index of the tier of host memory for offloaded KV blocks: which blocks are replaced, in
+examples and compared with a naive index.
+"""
 
 import random
 

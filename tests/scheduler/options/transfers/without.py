@@ -1,4 +1,4 @@
-"""A scheduler from which KV transfers were removed. test_removed_option.py runs this."""
+"""A scheduler without the option `transfers`. test_removed_option.py runs these tests."""
 
 import httpx
 import pytest
