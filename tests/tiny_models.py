@@ -41,8 +41,8 @@ from transformers import (
 VOCAB_SIZE = 320
 MAX_POSITION_EMBEDDINGS = 512
 TILED = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
-"""Changes to a kind's configuration. With these sizes, processors with tile registers use them for
-projections and attention scores.
+"""Changes to a kind's configuration. With these sizes, processors with tile registers compute
+projections and attention scores with tiles.
 """
 
 _SHAPE: dict[str, Any] = {
