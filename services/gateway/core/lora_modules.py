@@ -6,9 +6,7 @@ from services.common.errors import InvalidArgument, NotFound
 from services.common.request.adapter import Adapter
 
 MAX_NAME_CHARACTERS = 256
-"""Limit on the length of an adapter's name. Names appear in requests, answers, logs and metric
-labels.
-"""
+"""Limit on the length of an adapter's name, which appears in requests, answers, logs, metrics."""
 
 
 class LoraModules:

@@ -87,8 +87,9 @@ class Tokenizer(Protocol):
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int
     ) -> list[tuple[list[int], int]]:
         """Returns, for each pair of texts, the token ids of one prompt with both texts, and the
-        number of tokens before the second text. This number is 0 if the tokenizer's token types do
-        not distinguish the texts. Raises TextTooLong if a prompt has more than `max_tokens` tokens.
+        number of tokens before the second text. This number is 0 if the tokenizer's token type ids
+        do not distinguish the texts. Raises TextTooLong if a prompt has more than `max_tokens`
+        tokens.
         """
 
     async def encode_truncated(

@@ -131,14 +131,14 @@ class Option:
         context: CallContext | None,  # noqa: ARG002
     ) -> AbstractAsyncContextManager[None] | None:
         """Returns a context manager for a gRPC call that runs the model, or for a turn of a
-        session, or None if none is needed. It is entered before the call's message is read.
-        `context` is None for a turn.
+        session, or None if none is needed. The context is entered before the call's message is
+        read. `context` is None for a turn.
         """
         return None
 
     def needs_room(self, headers: Mapping[str, str], caller: Caller) -> bool:  # noqa: ARG002
-        """Whether a request needs room at a replica. It does not if its answer already exists.
-        Header names are in lower case. Raises InvalidArgument for an invalid header.
+        """Whether a request needs room at a replica. A request whose answer already exists needs
+        none. Header names are in lower case. Raises InvalidArgument for an invalid header.
         """
         return True
 
@@ -150,15 +150,12 @@ class Option:
     ) -> Generation:
         """Called for a checked request before its sequences are queued. Returns the generation to
         deliver, which is `generation` or another one, and whose `source` may be set. `api` is the
-        kind of answer, such as a chat completion. If the request's deadline passes, this call is
-        cancelled.
+        kind of answer, such as a chat completion. The call is cancelled at the request's deadline.
         """
         return generation
 
     async def require_usable(self) -> None:
-        """Called before the gateway accepts connections. Raises SettingError if a setting turns out
-        to be wrong.
-        """
+        """Called before the gateway listens. Raises SettingError if a setting is wrong."""
 
     async def start(self) -> None:
         """Starts the option's own servers. Raises Unavailable if an address cannot be bound."""
@@ -171,13 +168,12 @@ class Option:
         """Called when the gateway begins to drain. Calls that the option ends now raise `error`."""
 
     async def close(self, error: StepwellError) -> None:
-        """Called after the gateway has drained. Ends the option's remaining requests with
-        `error`.
-        """
+        """Called after the gateway has drained. Ends the remaining requests with `error`."""
 
     async def stop(self, second_stop: asyncio.Event | None) -> None:
         """Called after the gateway's servers have stopped. Stops the option's own servers at once
-        if `second_stop` is None. Otherwise they may run for some time, until `second_stop` is set.
+        if `second_stop` is None. Otherwise the servers may run for some time, until `second_stop`
+        is set.
         """
 
 

@@ -16,8 +16,8 @@ class ReplicaAdmin(Protocol):
     address: str
 
     async def pause(self, mode: PauseMode, timeout_seconds: float) -> None:
-        """Pauses the scheduler, and returns when no step runs. If it raises DeadlineExceeded, the
-        pause stays in effect.
+        """Pauses the scheduler, and returns when no step runs. The pause stays in effect even after
+        DeadlineExceeded.
         """
 
     async def resume(self) -> None: ...
@@ -65,7 +65,7 @@ class Administration:
         clear_cache: bool,
         timeout_seconds: float,
     ) -> list[Outcome]:
-        """Pauses the replicas. If `clear_cache` is true, resets their prefix caches afterwards."""
+        """Pauses the replicas and, if `clear_cache` is true, then resets their prefix caches."""
 
         async def pause(replica: ReplicaAdmin) -> Said:
             await replica.pause(mode, timeout_seconds)

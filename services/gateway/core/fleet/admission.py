@@ -11,8 +11,8 @@ from services.gateway.core.request.inflight import Inflight
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A sequence that waits at this gateway, with the reason of the wait and, if known, its length
-    in seconds so far.
+    """A sequence that waits at this gateway, with the reason of the wait, and the seconds waited so
+    far, or None if they are not known.
     """
 
     inflight: Inflight
@@ -39,7 +39,8 @@ class Admission:
 
     def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request of the caller would be refused now, and
-        DeadlineExceeded if it would not end by `deadline`, in seconds on the event loop's clock.
+        DeadlineExceeded if the request would not end by `deadline`. `deadline` is in seconds on the
+        event loop's clock.
         """
 
     def add(self, inflight: Inflight) -> None:

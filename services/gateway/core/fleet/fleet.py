@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
 NO_REPLICA = "no_replica"
-"""The wait reason of a sequence that waits because no ready replica accepts it."""
+"""The wait reason of a sequence that no replica accepts."""
 
 
 class Fleet:
@@ -43,12 +43,12 @@ class Fleet:
     1. `admission` may queue a sequence before it is first sent.
     2. A sequence that no replica accepts waits in order of arrival for at most
        `resubmit_timeout_seconds`. It is sent when a replica becomes ready.
-    3. When a replica's session ends, the fleet takes back the replica's sequences. It also takes
-       them back when the replica has been unable to run steps for `migrate_after_seconds`, if
-       another replica is ready.
+    3. When a replica's session ends, the fleet takes back the replica's sequences. The fleet also
+       takes back the sequences of a replica that has been unable to run steps for
+       `migrate_after_seconds`, if another replica is ready.
     4. A sequence that was taken back is sent to another replica together with all its generated
-       tokens. If several replicas in succession are lost while they have the sequence, and it gets
-       no new token in between, the sequence may be the cause of the losses, and it fails.
+       tokens. A sequence fails if several replicas in succession are lost while they have the
+       sequence and before it has a new token, since the sequence may be the cause of the losses.
 
     Migration by token replay is from NVIDIA Dynamo. The output of a sequence does not depend on
     migrations, since the draw of a token depends only on the seed, the position and the logits.
@@ -118,9 +118,7 @@ class Fleet:
         return self.membership.limits()
 
     def _num_queued_tokens(self) -> int:
-        """Returns the total number of prompt tokens, computed or not, of sequences without
-        output.
-        """
+        """Returns the number of prompt tokens, computed or not, of all sequences without output."""
         running = [one for replica in self.membership.replicas for one in replica.running.values()]
         sequences = (*running, *self._waiting, *self.admission)
         return sum(len(one.request.prompt_token_ids) for one in sequences if not one.has_output)
@@ -247,9 +245,7 @@ class Fleet:
     # Choice of the replica.
 
     def _send(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a ready replica that has not refused it. Returns the replica, or None
-        if there is no such replica.
-        """
+        """Sends a sequence to a ready replica that has not refused it, if there is one."""
         placed = self._placement.place(inflight, self.admission)
         if placed is None:
             return None

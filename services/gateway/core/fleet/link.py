@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 
 class Link(Protocol):
-    """The connection to one scheduler. It passes received results to the methods of its Replica."""
+    """The connection to one scheduler, which passes received results to methods of the Replica."""
 
     def add(self, handle: int, inflight: Inflight) -> None:
-        """Sends a sequence with its generated tokens, soon and in the order of the calls. `handle`
-        identifies the sequence in later calls. If the session ends before, the sequence is not
-        sent.
+        """Sends a sequence with its generated tokens, soon and in the order of the calls, unless
+        the session ends before. `handle` identifies the sequence in later calls.
         """
 
     def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
@@ -40,9 +39,7 @@ class ReplicaListener(Protocol):
         """A session opened, or the replica became able or unable to run steps."""
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """The session with the scheduler ended for this cause, so these sequences need another
-        replica.
-        """
+        """The session with the scheduler ended for this cause. These sequences are lost."""
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"

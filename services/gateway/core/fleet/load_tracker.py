@@ -11,7 +11,7 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import Inflight
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
-"""The assumed mean output length at a replica before any sequence has ended there."""
+"""The assumed mean number of output tokens at a replica before any sequence has ended there."""
 OWN_TOKENS_COUNT = 2
 """In the cost of a sequence, the number of the sequence's own uncomputed tokens is multiplied by
 this factor. The factor is 2, because both the sequence and the requests behind it wait until these
@@ -48,9 +48,7 @@ class Speeds:
 
 
 DEFAULT_SPEEDS = Speeds(1e-4, 1e-4)
-"""Speeds that are assumed until a replica has reported measured speeds. Only their ratio
-matters.
-"""
+"""The speeds that are assumed until a replica has reported speeds. Only their ratio matters."""
 
 
 class Era(NamedTuple):
@@ -283,9 +281,7 @@ def cost_seconds(
     pressure: float,
     num_decoded_tokens: float,
 ) -> float:
-    """Returns the cost that `LoadTracker.cost_seconds` describes. It never falls if an argument
-    grows.
-    """
+    """Returns the cost of `LoadTracker.cost_seconds`, which never falls if an argument grows."""
     own_tokens_count = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT * pressure
     num_computed = num_waiting_tokens + own_tokens_count * num_own_tokens
     per_prompt_token = speeds.seconds_per_prompt_token + fleet_speeds.seconds_per_prompt_token

@@ -75,8 +75,8 @@ class Membership:
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> bool:
         """Stores all addresses that a source currently lists. Returns whether a replica was
-        removed. Must be called repeatedly, since a replica may be removed some time after its
-        address.
+        removed. Must be called repeatedly, since replicas may be removed later than their
+        addresses.
         """
         self._addresses[source] = tuple(addresses)
         for address in self._addresses[source]:
@@ -86,9 +86,7 @@ class Membership:
         return self._remove_leaving()
 
     def ready(self) -> Sequence[Replica]:
-        """Returns the ready replicas. The result is the same object until `readiness_changed` is
-        called.
-        """
+        """Returns the ready replicas, as the same object until `readiness_changed` is called."""
         if self._ready is None:
             self._ready = [replica for replica in self.replicas if replica.is_ready]
         return self._ready
@@ -158,8 +156,8 @@ class Membership:
         self.changed.set()
 
     def _remove_leaving(self) -> bool:
-        """Removes the replicas that have ended and whose addresses no source lists. Returns whether
-        there were any.
+        """Removes the ended replicas whose addresses no source lists. Returns whether any was
+        removed.
         """
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]

@@ -1,6 +1,4 @@
-"""Chooses a ready replica for a sequence by the routing policy. Prefers replicas whose queues have
-room.
-"""
+"""Chooses a ready replica for a sequence by the routing policy. Prefers queues with room."""
 
 from collections.abc import Sequence
 from typing import cast

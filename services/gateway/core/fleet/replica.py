@@ -127,9 +127,7 @@ class Replica:
 
     @property
     def num_free_places(self) -> int:
-        """Number of free slots for running sequences. It is negative while sequences wait at the
-        replica.
-        """
+        """Free slots for running sequences, negative while sequences wait at the replica."""
         return (self.num_places or 0) - self.load.num_requests
 
     def queue_refusal(
@@ -161,8 +159,8 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_held(self, held: HeldSequence, inflight: Inflight) -> RoutingDecision:
-        """Sends a session's next turn, which continues the kept sequence `held`. The replica must
-        be ready.
+        """Sends a session's next turn, which continues the kept sequence `held`, to the ready
+        replica.
         """
         handle = held.handle
         del self._held[handle]
@@ -181,9 +179,7 @@ class Replica:
             self._link.abort(handle)
 
     def turn_ended(self, handle: int, finish: Finish) -> None:
-        """Called when a session's turn has ended. The replica keeps the turn's sequence under this
-        handle.
-        """
+        """Called when a session's turn has ended, and the replica keeps the turn's sequence."""
         inflight = self._forget(handle)
         turn = None if inflight is None else inflight.request.turn
         if inflight is None or turn is None:
@@ -282,9 +278,7 @@ class Replica:
             self._listener.request_rejected(inflight, error, self)
 
     def closed(self, reason: str) -> None:
-        """Called when the session has ended or could not be opened. The replica's sequences are
-        lost.
-        """
+        """Called when the session has ended or could not be opened. All sequences are lost."""
         if self.is_connected:
             level = logging.INFO if reason is ENDED_HERE else logging.WARNING
             logger.log(

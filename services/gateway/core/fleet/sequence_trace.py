@@ -1,6 +1,4 @@
-"""Records the stays of a sequence at replicas. A stay begins when the sequence is sent to a
-replica.
-"""
+"""Records the stays of a sequence at replicas. Sending the sequence to a replica begins a stay."""
 
 import enum
 from collections.abc import Callable
@@ -13,9 +11,7 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.traces.timeline import Part, Timeline
 
 _SPANS = 64
-"""Number of stays of a sequence that have their own span numbers. Later stays share the last
-number.
-"""
+"""Number of stays of a sequence with their own span numbers. Later stays share the last number."""
 
 
 class ResubmitCause(enum.Enum):

@@ -54,9 +54,7 @@ class ServedModel:
         return self._fingerprint or b""
 
     def compare(self, replicas: Sequence[Replica]) -> bool:
-        """Sets the `refusal` of each connected replica. Returns whether the model in use was
-        replaced.
-        """
+        """Sets the `refusal` of connected replicas. Returns whether another model is in use now."""
         connected = {
             replica: replica.description
             for replica in replicas

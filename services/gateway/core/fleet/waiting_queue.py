@@ -34,9 +34,7 @@ class WaitingQueue:
         return len(self._timers)
 
     def __iter__(self) -> Iterator[Inflight]:
-        """Iterates over a copy in order of arrival, so the queue may change during the
-        iteration.
-        """
+        """Iterates over a copy in order of arrival. The queue may change during the iteration."""
         return iter(sorted(self._timers, key=lambda inflight: inflight.number))
 
     def add(self, inflight: Inflight, retry_seconds: float | None = None) -> None:

@@ -1,13 +1,13 @@
-"""An index of the KV blocks that each replica's KV-cache pool has cached. It finds how many leading
-blocks of a prompt each pool has cached.
+"""An index of the KV blocks that each replica's KV-cache pool has cached. The index finds how many
+leading blocks of a prompt each pool has cached.
 
 A node is the pool of one replica. One table maps a block's key to the set of nodes that have the
 block. The set is an integer with one bit per node. A chain is the sequence of a prompt's blocks.
 With full attention, pools evict the tail of a chain first, so a node always has a prefix of the
-chain. Therefore a lookup reads only every 128th block of the chain, and bisects between the last
-block that a node has and the first that it lacks. The jumps are from NVIDIA Dynamo's
-PositionalIndexer, which jumps over 32 blocks. Each read causes a cache miss of the processor, and
-longer jumps with bisection read fewer blocks.
+chain. Therefore a lookup reads only every 128th block of the chain. If a node has one of these
+blocks but not the next one, bisection finds the node's last block. The jumps are from NVIDIA
+Dynamo's PositionalIndexer, which jumps over 32 blocks. Each read causes a cache miss of the
+processor, and longer jumps with bisection need fewer reads.
 
 A node gets a new bit when a new epoch starts (after a reset of the pool), or when the node is
 loaded again. The old bit is invalid at once. `sweep` removes it from the table in small steps, so
@@ -125,9 +125,7 @@ class PrefixIndex:
             self.retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """Applies the next batch of an epoch. The batch was applied if the result is DONE or
-        DRIFTED.
-        """
+        """Applies the next batch of an epoch. DONE or DRIFTED means that the batch was applied."""
         view = self._by_epoch.get(batch.epoch)
         if view is None:
             return Applied.OTHER_EPOCH

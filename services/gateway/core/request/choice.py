@@ -57,8 +57,9 @@ class Choice:
     """Converts the deltas of one sequence to pieces of an answer, and ends the answer at a stop
     string.
 
-    The answer does not depend on how tokens were grouped into deltas. If an end-of-sequence or stop
-    token ended the sequence, its text is omitted, except with include_stop_str_in_output.
+    The answer does not depend on how tokens were grouped into deltas. The text of an
+    end-of-sequence or stop token that ended the sequence is omitted, unless the request has
+    include_stop_str_in_output.
     """
 
     def __init__(
@@ -204,8 +205,6 @@ class Choice:
         return self.finish_reason, delta.finish.stop_token_id
 
     def _rest(self) -> str:
-        """Returns the text that detokenizer and stop strings still hold back at the answer's
-        end.
-        """
+        """Returns the text that the detokenizer and stop strings hold back at the answer's end."""
         tail = self._detokenizer.flush()
         return tail if self._stops is None else self._stops.flush() + tail

@@ -24,9 +24,7 @@ class Sink(Protocol):
         """Whether `put` may be called. If it is false, `drain` must be awaited first."""
 
     def put(self, added: list[Piece]) -> None:
-        """Accepts new pieces. The list is empty if a sequence was scheduled and has no output
-        yet.
-        """
+        """Accepts new pieces. The list is empty if a sequence was scheduled but has no output."""
 
     async def drain(self) -> None:
         """Sends all pieces that were put. Returns when the sink is ready again."""
@@ -99,7 +97,7 @@ class Delivery:
         self._wake()
 
     def wake(self) -> None:
-        """Makes `run` drain the sink soon. Call this if the sink has output of its own, such as a
+        """Makes `run` drain the sink soon. Needed if the sink has its own output, such as a
         keep-alive.
         """
         self._wake()

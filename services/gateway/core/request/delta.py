@@ -1,4 +1,4 @@
-"""The output of one sequence: all of it so far, and the part since the last read."""
+"""The output of one sequence: the whole output so far, and the output since the last read."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -70,8 +70,7 @@ def parts_of(
     tokens. No part is empty. If there are both tokens and errors, the errors form the last part, so
     that the tokens are delivered first.
 
-    The result is usually one part: if the reader is fast enough, a delta has only one step's
-    tokens.
+    Usually there is one part, since a fast reader finds only one step's tokens in a delta.
     """
     num_tokens, has_error = 0, False
     for _, delta in deltas:

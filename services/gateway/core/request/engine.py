@@ -1,6 +1,4 @@
-"""The interfaces through which a generation uses the fleet of replicas, or another source of
-output.
-"""
+"""The interfaces through which a generation uses the replicas, or another source of output."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,8 +31,7 @@ class DeltaSource(Protocol):
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
         """Calls `on_news` when there is new output. Replaces an earlier callback. After a
-        sequence's first tokens, the source may delay the call until there are `min_tokens` new
-        tokens.
+        sequence's first tokens, the source may delay calls until there are `min_tokens` new tokens.
         """
 
     def abort(self, index: int) -> None:
@@ -63,9 +60,7 @@ class Made:
     num_tokens: int
     """Number of generated tokens of all sequences."""
     num_cached_tokens: tuple[int | None, ...]
-    """Number of cached prompt tokens of each sequence, or None for a sequence that was not
-    scheduled.
-    """
+    """Number of cached prompt tokens of each sequence, or None if it was not scheduled."""
 
 
 class KeptSource(Source, Protocol):
@@ -81,9 +76,7 @@ class Engine(Source, Protocol):
     """All replicas of the model as one engine."""
 
     def limits(self) -> ModelLimits:
-        """Returns the limits of a request. Raises Unavailable if no replica has been ready so
-        far.
-        """
+        """Returns the limits of a request. Raises Unavailable if no replica was ready so far."""
 
     def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request of the caller would be refused now, and

@@ -27,9 +27,7 @@ class Usage:
     num_reasoning_tokens: int | None = None
     """Number of generated tokens that are reasoning. It is None if reasoning is not parsed."""
     is_wish_clipped: bool = False
-    """Whether the client asked to keep the KV blocks of the context for longer than
-    MAX_KEEP_SECONDS.
-    """
+    """Whether the client asked to keep the context's KV blocks for longer than MAX_KEEP_SECONDS."""
 
 
 class Generation:
@@ -60,9 +58,7 @@ class Generation:
         self.is_replay = False
         """Whether another request started the shared answer."""
         self.was_taken = False
-        """Whether a replica has scheduled one of the sequences. If false, the request is queued or
-        was refused.
-        """
+        """Whether a replica has scheduled any sequence of the request."""
         self.choices = [
             Choice(index, tokenizer, request, sequence, stops)
             for index, sequence in enumerate(sequences)

@@ -1,6 +1,4 @@
-"""The identity of a request. Two gateways that run a request with the same identity generate the
-same answer.
-"""
+"""The identity of a request. With the same identity, two gateways generate the same answer."""
 
 from dataclasses import dataclass
 

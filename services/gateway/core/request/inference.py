@@ -163,8 +163,7 @@ class Inference:
         self, request: ClientRequest, trace: TraceHeaders = UNTRACED, deadline: float | None = None
     ) -> Generation:
         """Checks a request and makes its generation. Raises InvalidArgument or OutOfRange if the
-        request is invalid. The event loop can do other work between the checks of a request with
-        many tokens.
+        request is invalid. While a long request is checked, the event loop can do other work.
         """
         limits = self.limits()
         request = self._defaults.bounded(request)
@@ -229,9 +228,7 @@ class Inference:
             )
 
     def check_num_logprobs(self, generation: Generation) -> None:
-        """Raises OutOfRange if the answers may have more log-probabilities than are allowed without
-        streaming.
-        """
+        """Raises OutOfRange if answers without streaming may have too many log-probabilities."""
         count = sum(
             (sequence.sampling.max_tokens or 0) * _width(sequence.sampling.logprobs)
             + len(sequence.prompt_token_ids) * _width(sequence.sampling.prompt_logprobs)

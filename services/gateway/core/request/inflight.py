@@ -27,9 +27,7 @@ queues. The limit is high, since a waiting sequence is unlikely to cause a loss.
 
 @dataclass(slots=True)
 class Losses:
-    """Counts the replicas that were lost while they had one sequence, since the sequence's last new
-    token.
-    """
+    """Counts the replicas lost while they had one sequence, since the sequence's last new token."""
 
     computing: bool = False
     """Whether the current replica has scheduled the sequence and has not generated a token yet."""
@@ -67,9 +65,7 @@ def _ignore(_tool: str) -> None:
 
 @dataclass(slots=True, eq=False)
 class Inflight:
-    """One unfinished sequence. Any replica can continue the sequence from `request` and
-    `output_token_ids`.
-    """
+    """An unfinished sequence. A replica can continue it from `request` and `output_token_ids`."""
 
     request: EngineRequest
     index: int
@@ -80,9 +76,7 @@ class Inflight:
     output_token_ids: list[int] = field(default_factory=list)
     losses: Losses = field(default_factory=Losses)
     refused_by: set[str] = field(default_factory=set)
-    """Addresses of the replicas that have refused the sequence since the sequence last left a
-    replica.
-    """
+    """Addresses of the replicas that have refused the sequence since it last left a replica."""
     was_accepted: bool = False
     """Whether a replica has accepted the sequence before. When the queues of all replicas are full,
     such a sequence waits, and a new sequence is refused.
@@ -107,7 +101,7 @@ class Inflight:
     _num_prompt_rows: int = 0
     """Number of rows of prompt log-probabilities that were added to deltas."""
     _num_repeated_rows: int = 0
-    """Number of these rows that the current replica will send again. They are skipped."""
+    """Number of rows of prompt log-probabilities to skip, since the replica sends them again."""
 
     def __post_init__(self) -> None:
         self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)
@@ -177,9 +171,7 @@ class Inflight:
         self.trace.left(cause)
 
     def taken_back(self, cause: ResubmitCause) -> None:
-        """Aborts the sequence at its replica. The sequence continues later or at another
-        replica.
-        """
+        """Aborts the sequence at its replica. It continues later or at another replica."""
         self.was_accepted = True
         self.num_times_taken_back += 1
         self.wait_until = None
@@ -205,9 +197,7 @@ class Inflight:
         delta.prompt_logprobs = joined(delta.prompt_logprobs, rows)
 
     def pooled(self, values: bytes) -> None:
-        """Adds the vector of the prompt, as little-endian float32 numbers. The caller calls
-        `finished` next.
-        """
+        """Adds the prompt's vector (little-endian float32). The caller calls `finished` next."""
         self.was_accepted = True
         self._delta().pooled = values
 
@@ -263,9 +253,7 @@ class Mailbox:
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
         self.routes: list[RoutingDecision] = []
-        """The routing decisions in order of time. A sequence that was sent several times has
-        several.
-        """
+        """The routing decisions in order of time, one for each time that a sequence was sent."""
         self.waits: list[Wait] = []
         """The ended waits of sequences that were not sent to a replica at once or were preempted,
         in the order of the waits' ends.

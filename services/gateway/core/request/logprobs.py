@@ -13,9 +13,8 @@ class LogprobRows:
     """Log-probabilities as a row-major matrix with one row for each position. Column 0 has the
     position's token. The other columns have the most probable tokens in descending order.
 
-    `token_ids` and `logprobs` have `width` values per row. `ranks` has one value per row, the rank
-    of the position's token. All three are arrays of 4-byte numbers. Lists would take nine times the
-    memory.
+    `token_ids` and `logprobs` have `width` values per row. `ranks` has one, the rank of the
+    position's token. All are arrays of 4-byte numbers. Lists would take nine times the memory.
     """
 
     width: int
@@ -49,9 +48,7 @@ class LogprobRows:
         )
 
     def rows(self) -> Iterator[tuple[list[int], list[float], int]]:
-        """Yields each row as its token ids, their log-probabilities, and the rank of the position's
-        token.
-        """
+        """Yields each row's token ids and log-probabilities, and the rank of its first token."""
         for row, rank in enumerate(self.ranks):
             cells = slice(row * self.width, (row + 1) * self.width)
             yield (

@@ -18,9 +18,7 @@ from services.gateway.core.text.parsing.output_form import OutputForm
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
-"""The roles of chat messages over gRPC. They do not include `tool`, since these messages have no
-tool calls.
-"""
+"""The roles of chat messages over gRPC, which have no tool calls and therefore no role `tool`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +66,7 @@ class ClientRequest:
     """The client's data about the agent program to which the request belongs."""
     caller: Caller = ANYONE
     best_of: int | None = None
-    """Number of answers that are generated for each prompt, of which the best `n` are returned.
-    None means `n`.
-    """
+    """Number of answers generated for each prompt. The best `n` are returned. None means `n`."""
     pooling: PoolingParams | None = None
     """How the vector of each prompt is computed. It is None if text is generated."""
     turn: "Turn | None" = None
@@ -98,8 +94,8 @@ class ClientRequest:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence of a client's request, with all defaults filled in: `sampling` has a seed,
-    max_tokens and end-of-sequence tokens, and the caller's rules were applied to priority and
+    """One sequence of a client's request with all defaults filled in: `sampling` has a seed,
+    max_tokens and end-of-sequence tokens. The caller's rules were applied to priority and
     cache_salt.
     """
 

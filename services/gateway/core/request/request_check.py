@@ -120,7 +120,7 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
 def _context_length(limits: ModelLimits) -> str:
     """Returns the first words of the message of an error about a length.
 
-    OpenAI and vLLM use the same words. Some clients, such as LiteLLM, recognize the error by them.
+    OpenAI and vLLM use these words. Some clients, such as LiteLLM, recognize the error by them.
     """
     sentence = f"This model's maximum context length is {limits.capacity} tokens"
     if limits.max_request_tokens < limits.max_model_len:

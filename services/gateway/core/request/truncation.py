@@ -11,9 +11,7 @@ _AS_MANY_AS_FIT = -1
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keeps either the last or the first `num_tokens` tokens of a prompt, including special
-    tokens.
-    """
+    """Keeps either the last or the first `num_tokens` tokens of a prompt with special tokens."""
 
     num_tokens: int
     keeps_end: bool

@@ -16,9 +16,7 @@ def numbers(values: bytes) -> "array[float]":
 
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    """Returns the cosine of the angle between two vectors. The result is 0 if one of them is the
-    zero vector.
-    """
+    """Returns the cosine of the angle between two vectors, or 0 for the zero vector."""
     product = sum(map(mul, first, second))
     squares = sum(map(mul, first, first)) * sum(map(mul, second, second))
     return product / math.sqrt(squares) if squares else 0.0

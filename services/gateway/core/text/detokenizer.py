@@ -25,9 +25,7 @@ _MAX_TOKENS_OF_CHARACTER = 4
 _CONTEXT_TOKENS = 6
 """Number of prompt tokens in the first window, as the context of the first output tokens."""
 _MAX_SILENT_TOKENS = 24
-"""If more than this number of consecutive tokens have produced no text, they are removed from the
-window.
-"""
+"""If more consecutive tokens than this have no text, these tokens are removed from the window."""
 _SPACE = 0x20
 
 
@@ -84,9 +82,7 @@ class WindowDetokenizer:
 
     @property
     def num_characters(self) -> int:
-        """Number of characters of the text so far, including complete characters that are held
-        back.
-        """
+        """Number of characters of the text so far, including characters that are held back."""
         return self._num_given_characters + self._run.num_whole_characters
 
     def feed(self, token_ids: Sequence[int]) -> str:

@@ -84,9 +84,7 @@ class _Pattern:
         self._borders = [0]
 
     def next_state(self, state: int, character: str) -> int:
-        """Returns the state after one more character. Must not be called after the stop string is
-        complete.
-        """
+        """Returns the state after one more character. The stop string must not be complete yet."""
         text, borders = self.text, self._borders
         while state and text[state] != character:
             state = borders[state - 1]

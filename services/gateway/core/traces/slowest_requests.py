@@ -19,9 +19,7 @@ class SlowestRequests:
         """A heap of the longest durations in the current minute, in seconds."""
 
     def is_among(self, seconds: float, now: float) -> bool:
-        """Whether a request that took `seconds` is selected. `now` is the time in seconds on a
-        steady clock.
-        """
+        """Whether a request that took `seconds` is selected. `now` is in steady seconds."""
         minute = int(now // _MINUTE_SECONDS)
         if minute != self._minute:
             self._minute, self._slowest = minute, []

@@ -20,9 +20,7 @@ class Part(enum.Enum):
     """A stage in the processing of a request or a sequence."""
 
     ADMIT = names.SPAN_GATEWAY_ADMIT
-    """The gateway checks the API key, the caller's limits, and whether a replica can accept the
-    request.
-    """
+    """The gateway checks the API key, the caller's limits, and whether replicas have room."""
     READ = names.SPAN_GATEWAY_READ
     PARSE = names.SPAN_GATEWAY_PARSE
     TOKENIZE = names.SPAN_GATEWAY_TOKENIZE
@@ -85,8 +83,7 @@ class Timeline:
         self, part: Part, details: Details | None = None, outcome: str = "", at: int | None = None
     ) -> None:
         """Ends the current part with an outcome, and starts `part` now or at the earlier time `at`.
-        Does nothing if the current part is the same and has the same details, or if the timeline
-        has ended.
+        Does nothing if the timeline has ended, or if part and details are unchanged.
         """
         last = self.stretches[-1]
         if self.ended is not None or (last.part is part and last.details == details):

@@ -33,9 +33,7 @@ class RedisJournal:
         lease_seconds: float,
         retention_seconds: float,
     ) -> None:
-        """`gateway` is this gateway's name, which is the value of its leases. Only operators read
-        this value.
-        """
+        """`gateway` is this gateway's name. Its leases have this value, for operators to read."""
         self._redis = redis
         self._gateway = gateway
         self._lease_millis = int(1000 * lease_seconds)

@@ -55,9 +55,7 @@ class Session(answers.Answer):
 
 
 class SessionRoutes:
-    """Opens, shows and ends sessions, and runs their turns. A caller has access only to its own
-    sessions.
-    """
+    """Opens, shows and ends a caller's own sessions, and runs their turns."""
 
     def __init__(self, sessions: ClientSessions, options: Options, parts: RouteParts) -> None:
         self._sessions = sessions
@@ -103,9 +101,7 @@ class SessionRoutes:
         return self._parts.generation.reply(request, TurnBody, to_request, CompletionDialect)
 
     async def open_session(self, request: Request) -> Response:
-        """Opens a session: a prompt that grows turn by turn. A completion with the session's id is
-        a turn.
-        """
+        """Opens a session: a prompt that grows turn by turn. Completions with its id are turns."""
         with self._parts.gate.enter():
             body = await self._parts.bodies.read(request, SessionBody)
             caller = request.state.caller

@@ -14,9 +14,7 @@ from services.gateway.core.request.inflight import Inflight
 
 _MAX_SESSIONS = 65_536
 NEARLY_EQUAL = 1.05
-"""The policy chooses at random among the replicas whose cost is at most this factor times the
-lowest cost.
-"""
+"""The policy chooses at random among replicas with at most this factor times the lowest cost."""
 AFFINITY = 0.9
 """The cost of the replica that served the session's previous request is multiplied by this factor,
 which favors this replica.
@@ -46,8 +44,8 @@ class CacheAware:
     3. A block is expected to be cached if the prefix directory reports it, or if it belongs to a
        sequence that was recently sent to the replica. So a burst of requests with the same new
        prefix is sent to one replica, which computes the prefix once.
-    4. If most of these expectations about a replica were wrong, its cost is computed as if nothing
-       were cached.
+    4. If most of these expectations about a replica were wrong, the cost at the replica is computed
+       as if nothing were cached.
     """
 
     def __init__(self, parts: RoutingParts) -> None:

@@ -39,7 +39,7 @@ class LoadOrder:
         self._num_requests = [0] * len(replicas)
         self._weights = [0.0] * len(replicas)
         self._sum_of_weights = Fraction(0)
-        """The exact sum, so that rounding errors do not accumulate as replicas change."""
+        """The exact sum of `_weights`. Rounding errors do not accumulate as replicas change."""
         self._with_tokens_only: set[int] = set()
         """Indices of the replicas without requests whose last report has uncomputed tokens."""
         self._levels: dict[int, list[Entry]] = {0: [(0.0, i) for i in range(len(replicas))]}

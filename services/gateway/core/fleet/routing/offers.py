@@ -1,6 +1,4 @@
-"""Computes what a sequence costs at the replicas, and finds the cheapest replica without examining
-all.
-"""
+"""Computes a sequence's costs at the replicas, and finds the cheapest without examining all."""
 
 import math
 from bisect import bisect_right
@@ -78,8 +76,8 @@ class Offers:
         self._examined: dict[int, Offer] = {}
 
     def examine(self, nodes: Mapping[str, int], addresses: Iterable[str]) -> None:
-        """Examines the replicas in `nodes` and `addresses`. `nodes` maps each pool in the prefix
-        directory that has cached a prefix to its number of cached leading blocks.
+        """Examines the replicas in `nodes` and `addresses`. `nodes` maps the name of each pool that
+        has cached a prefix to the number of cached leading blocks, according to the directory.
         """
         self._nodes = nodes
         by_node = map(self.order.index_of_node.get, nodes)
@@ -133,16 +131,12 @@ class Offers:
         return self._examined.get(index) or self._offer(self.order.replicas[index])
 
     def _idle_up_to(self, most: float, idle: Sequence[Entry], others: Container[int]) -> list[int]:
-        """Returns the indices of the idle replicas, except `others`, with a cost of at most
-        `most`.
-        """
+        """Returns the indices of the idle replicas, except `others`, that cost at most `most`."""
         end = bisect_right(idle, most, key=self._idle_cost)
         return [index for _, index in idle[:end] if index not in others]
 
     def _idle_cost(self, entry: Entry) -> float:
-        """Returns the cost at an idle replica that has cached nothing. Valid if `order.idle_speeds`
-        is not None.
-        """
+        """Returns the cost at an idle replica that has cached nothing, if there are idle speeds."""
         return self._cost(self._idle_speeds, entry[0], 0)
 
     def _least_cost(self, num_requests: int, weight: float) -> float:

@@ -28,9 +28,7 @@ class SequenceKeys(Protocol):
     """Computes the keys by which the prefix directory identifies a sequence's KV blocks."""
 
     def of_sequence(self, inflight: Inflight, served: ReplicaDescription) -> Sequence[int]:
-        """Returns the keys of the sequence's full blocks in order, for replicas with this
-        description.
-        """
+        """Returns the keys of the sequence's full blocks in order, for replicas of this layout."""
         ...
 
 
@@ -42,9 +40,7 @@ class RoutingParts:
     clock: Clock
     directory: PrefixDirectory
     max_load_delta: int
-    """Maximum difference in the number of requests between a chosen and the least loaded
-    replica.
-    """
+    """Maximum number of requests that a chosen replica has more than the least loaded replica."""
     sequence_keys: SequenceKeys = field(default_factory=ChainKeys)
 
 

@@ -42,9 +42,7 @@ class OutputForm:
     are dropped.
     """
     open_message: str = ""
-    """The start of the unfinished harmony message at the end of the prompt, which the answer
-    continues.
-    """
+    """The start of the unfinished harmony message at the prompt's end. The answer continues it."""
     single_call: bool = False
     """Whether calls after the first call are dropped."""
 

@@ -9,9 +9,7 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat, read_r
 from services.gateway.core.text.parsing.sink import Sink
 
 ReadAnswer = Callable[[Reader, Sink], Reading[None]]
-"""Reads an answer from the end of its reasoning to the answer's end. Each format has such a
-function.
-"""
+"""A format's function that reads an answer from the end of the reasoning to the answer's end."""
 
 
 class OutputParser(Protocol):

@@ -63,8 +63,8 @@ class Reader:
         self._pass(self._at + count)
 
     def skip_space(self) -> Reading[str]:
-        """Reads white space. Returns the next character without reading it, or an empty string at
-        the end.
+        """Skips white space. Returns the next character without reading it, or "" at the text's
+        end.
         """
         while True:
             match = _SPACE.match(self._text, self._at)
@@ -77,9 +77,8 @@ class Reader:
             yield
 
     def starts_with(self, *literals: str) -> Reading[str]:
-        """If the text continues with one of these literals, reads and returns the literal.
-        Otherwise returns an empty string. If one literal is a prefix of another, the longer literal
-        must be first.
+        """If the text continues with one of these literals, reads and returns it. Otherwise returns
+        an empty string. If one literal is a prefix of another, the longer literal must be first.
         """
         while True:
             ahead = self._text[self._at : self._at + max(map(len, literals))]
@@ -175,8 +174,7 @@ class Reader:
 
     def quoted(self, take: Take) -> Reading[None]:
         """Reads a quoted string and passes it to `take`. The next character must be the quote. A
-        backslash escapes the character that follows. Raises Malformed if the text ends inside the
-        string.
+        backslash escapes the next character. Raises Malformed if the text ends inside the string.
         """
         quote = self._text[self._at]
         self._take_to(self._at + 1, take)
@@ -214,9 +212,7 @@ def drop(_text: str) -> None:
 
 @lru_cache(64)
 def _search(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
-    """Returns a pattern that matches any of the markers, and the set of all proper prefixes of
-    markers.
-    """
+    """Returns a pattern that matches any marker, and the set of all proper prefixes of markers."""
     ordered = sorted(markers, key=len, reverse=True)
     starts = frozenset(marker[:count] for marker in markers for count in range(1, len(marker)))
     return re.compile("|".join(map(re.escape, ordered))), starts

@@ -1,6 +1,4 @@
-"""The special tokens of a model. Some are marks of the output format, and others separate the turns
-of a prompt.
-"""
+"""The special tokens of a model: marks of the output format, and separators of a prompt's turns."""
 
 from collections.abc import Sequence
 

@@ -63,7 +63,7 @@ class Journal(Protocol):
     after its last entry.
 
     Every call raises Unavailable if it cannot be completed in time. Such a call may still have had
-    its effect. If an identical append is repeated, it has its effect only once.
+    its effect. A repeated, identical append has its effect only once.
     """
 
     async def ping(self) -> None:

@@ -24,9 +24,7 @@ class Wanted:
     scope: str
     """The id under which the answer is stored (see IdempotencyKey.scope)."""
     fingerprint: bytes
-    """A digest of the request's content, by which different requests with the same key are
-    detected.
-    """
+    """A digest of the request's content, by which a different request with the key is detected."""
     num_sequences: int
     identity: Identity
     """The identity that the answer has if this request is the first with its key."""
@@ -46,8 +44,7 @@ class KeyedRequest:
         self.identity = wanted.identity
         self.recording = Recording(wanted.num_sequences)
         self.routes: list[RoutingDecision] = []
-        """The routing decisions for sequences that this gateway sent to replicas, in order of time.
-        """
+        """The routing decisions for this gateway's sequences of the answer, in order of time."""
         self.waits: list[Wait] = []
         """The ended waits of sequences that were not sent to a replica at once."""
         self.traces: list[SequenceTrace] = []
@@ -56,8 +53,7 @@ class KeyedRequest:
         self.build: Callable[[Identity], Generation] | None = None
         """Makes the generation of the answer. It is None if this gateway need not generate it."""
         self.maker: asyncio.Task[None] | None = None
-        """The task that generates the answer. It is None while this gateway does not generate it.
-        """
+        """The task that generates the answer, or None while this gateway does not generate it."""
         self.is_followed = False
         """Whether the answer is read from the log of another gateway that generates it."""
         self.owns_log = False
@@ -99,9 +95,7 @@ class KeyedRequest:
             self._on_making_ended.append(call)
 
     def making_ended(self) -> None:
-        """Runs the calls of `when_making_ends`. Called when the answer has ended, or is no longer
-        generated.
-        """
+        """Runs the callbacks of `when_making_ends`. Called when the generation has ended."""
         calls, self._on_making_ended = self._on_making_ended, []
         for call in calls:
             call(self._made())
@@ -127,7 +121,7 @@ class KeyedRequest:
 
 class Reader:
     """Reads an answer's recording for one client, from the beginning. Existing output is available
-    at once, and new output when it is recorded. A generation uses a Reader in place of the engine's
+    at once, and new output when it is recorded. A generation uses a Reader like the engine's
     Mailbox.
     """
 

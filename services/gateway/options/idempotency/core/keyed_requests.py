@@ -35,9 +35,7 @@ class KeyLimits:
     linger_seconds: float
     """The time in seconds after which the generation of a detached answer is stopped."""
     max_detached: int
-    """The maximum number of detached answers. If there are more, the answer that was detached first
-    is stopped.
-    """
+    """Maximum number of detached answers. If it is exceeded, the first detached one is stopped."""
     retention_seconds: float
     """The time in seconds for which an ended or stopped answer is stored."""
     max_answers: int
@@ -234,9 +232,7 @@ class KeyedRequests:
             self._at(_FIRST_READER_SECONDS, request, self._reader_left)
 
     def _reader_left(self, request: KeyedRequest) -> None:
-        """Called when the answer's last reader has left, or when its first reader has not connected
-        in time.
-        """
+        """Called when the last reader has left, or the first reader has not connected in time."""
         if request.readers:
             return
         if request.maker is not None:
@@ -312,9 +308,7 @@ class KeyedRequests:
             await self.sharing.run()
 
     async def close(self, error: StepwellError) -> None:
-        """Ends all readers with an error, and stops generating answers. Other gateways can resume
-        the answers.
-        """
+        """Ends all readers with an error, and stops the answers. Other gateways can resume them."""
         for request in list(self._table.values()):
             request.cut(error)
             if request.maker is not None:

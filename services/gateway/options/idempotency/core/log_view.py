@@ -26,9 +26,7 @@ class LogView:
         self.begin: Begin | None = None
         """The last Begin entry, or None while the log is empty."""
         self.recording = Recording(0)
-        """The output after the last Begin entry. A Begin entry of another answer replaces this
-        object.
-        """
+        """The output after the last Begin entry. Another answer's Begin replaces this object."""
 
     @property
     def has_answer(self) -> bool:

@@ -53,7 +53,7 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
 
 
 class Tap(Reader):
-    """Records an engine's output. Its reader receives the recording from the beginning."""
+    """Records an engine's output, and reads the recording from the beginning."""
 
     def __init__(self, engine: ResumingEngine, request: KeyedRequest) -> None:
         super().__init__(request, lambda _: None)

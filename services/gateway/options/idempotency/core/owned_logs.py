@@ -53,8 +53,8 @@ class OwnedLogs:
         return scope in self._logs
 
     def log_of(self, request: KeyedRequest) -> OwnedLog | None:
-        """Returns the log of this request, or None if it has no log here. A log of another request
-        with the same key does not count.
+        """Returns the log of this request, or None if this gateway does not write it. A log of
+        another request with the same key does not count.
         """
         log = self._logs.get(request.scope)
         return log if log is not None and log.request is request else None

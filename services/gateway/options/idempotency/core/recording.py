@@ -118,8 +118,9 @@ class Cursor:
 
 
 class Recording:
-    """The sequences of one request with their output so far, however it was grouped into deltas. A
-    recording ends when every sequence has ended, or with an error.
+    """The sequences of one request with their output so far. The content does not depend on how the
+    output was grouped into deltas. A recording ends when every sequence has ended, or with an
+    error.
     """
 
     def __init__(self, num_sequences: int) -> None:

@@ -1,17 +1,17 @@
 """Shares answers to requests with an idempotency key between gateways, through a journal. The
 journal has a log and a lease for each key. Each gateway, and the journal, may fail at any time.
 
-1. The gateway that acquires the lease of a key's log generates the answer. Every `flush_seconds`,
-   it appends new output to the log, and renews the lease.
-2. If another gateway has a client with the same key, it follows the log. When the lease has
-   expired, this follower acquires it, appends an entry with the next fence (the number of a log's
+1. The gateway that acquires the lease of a key's log owns the log and generates the answer. Every
+   `flush_seconds`, the owner appends new output to the log, and renews the lease.
+2. Another gateway that has a client with the same key follows the log. When the lease has expired,
+   this gateway acquires the lease, appends an entry with the next fence (the number of a log's
    owner), and resumes the answer from the log's state. The remaining output is the same, because
    the request id, the seed and the tokens so far are the same.
 3. If the former owner was only slow, it is fenced: its next append fails. The former owner then
    stops writing, but continues to generate for its own clients, which get the same tokens.
-4. While the journal is unavailable, answers are not shared. They are written when the journal is
-   available again. Output never waits for the journal. Only the start of a request with a key waits
-   for it, for at most `open_seconds`, and not at all if the journal is known to be unavailable.
+4. While the journal is unavailable, answers are not shared. Their logs are written when the journal
+   is available again. Output never waits for the journal. Only the start of a request with a key
+   waits, for at most `open_seconds`, and not at all if the journal is known to be unavailable.
 
 Fencing by the position in the log is as in Apache BookKeeper, and in Kafka's producer epochs.
 """
@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 _FORGOTTEN_AT_A_TIME = 128
 _READS_AT_A_TIME = 128
 _LAST_WRITES = 3
-"""The number of writes to each log at shutdown: the Begin entry, an unconfirmed entry, and the
-remaining output.
-"""
+"""Number of writes to each log at shutdown: Begin, unconfirmed entry, and remaining output."""
 
 
 class Role(enum.Enum):
@@ -148,8 +146,8 @@ class Sharing:
             owned.leave()
 
     def forget(self, request: KeyedRequest, *, everywhere: bool) -> None:
-        """Stops writing or following the log of a removed answer. If `everywhere` is true, the log
-        is also removed from the journal, provided that this gateway wrote its last entry.
+        """Stops writing or following the log of a removed answer. If `everywhere` is true, and this
+        gateway wrote the log's last entry, also removes the log from the journal.
         """
         self._unfollow(request)
         self._owned.drop(request)

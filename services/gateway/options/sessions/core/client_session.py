@@ -90,9 +90,7 @@ class ClientSession:
             held.release()
 
     def hold(self, held: HeldSequence) -> None:
-        """Records that a replica keeps the session's sequence. If the session has ended, releases
-        the sequence.
-        """
+        """Records that a replica keeps the sequence. Releases it if the session has ended."""
         if self.ended is None:
             self.held = held
         else:

@@ -61,7 +61,7 @@ class ClientSessions:
         self, caller: Caller, on_ended: Callable[[StepwellError], object] | None = None
     ) -> ClientSession:
         """Opens a session. `on_ended` is called with an error if the session expires or the gateway
-        drains. Raises TooManySessions at the caller's limit, and ResourceExhausted at the gateway's
+        drains. Raises TooManySessions at the caller's, and ResourceExhausted at the gateway's
         limit.
         """
         limits, num_own = self.limits, self._num_of_caller[caller.caller_id]

@@ -1,6 +1,4 @@
-"""Tenants. Each tenant has its own limits, a fair share of the replicas, and its own prefix
-cache.
-"""
+"""Tenants. Each has its own limits, a fair share of the replicas, and its own prefix cache."""
 
 from dataclasses import dataclass
 

@@ -16,9 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileKeys:
-    """A KeyStore that caches all keys of a file. If the file is damaged or removed, the cached keys
-    stay valid.
-    """
+    """A KeyStore that caches a file's keys, which stay valid if the file is damaged or removed."""
 
     def __init__(self, path: Path, *, share_cache: bool) -> None:
         self._path = path

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisKeys:
-    """A KeyStore in Redis. `run` closes the connection when it is cancelled."""
+    """A KeyStore in Redis. When `run` is cancelled, it closes the connection."""
 
     def __init__(self, redis: RedisConnection, *, cache_seconds: float, share_cache: bool) -> None:
         self._redis = redis

@@ -1,4 +1,4 @@
-"""Determines the tenant of an HTTP request, and checks its limits before the body is read."""
+"""Determines an HTTP request's tenant and checks its limits before the request's body is read."""
 
 from collections.abc import Collection
 from typing import Any

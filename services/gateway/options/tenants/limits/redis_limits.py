@@ -2,9 +2,9 @@
 unreachable, each gateway applies its own part of the limits.
 
 No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. After a failed call
-to Redis, this gateway counts in memory until it has renewed its lease in Redis. It then divides the
-limits by the last known number of gateways with a lease. A tenant's levels in memory start from the
-tenant's last levels in Redis, divided by the same number.
+to Redis, this gateway counts in memory until it has renewed its lease in Redis. In memory, it
+applies the limits divided by the last known number of gateways with a lease. A tenant's levels in
+memory start from the tenant's last levels in Redis, divided by the same number.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisLimits:
-    """A LimitStore in Redis. `run` closes the connection when it is cancelled.
+    """A LimitStore in Redis. When `run` is cancelled, it closes the connection.
 
     Each concurrent request of a tenant occupies a slot, which has a lease in Redis. `local` also
     has the slots of this gateway. This gateway renews the leases of all slots in `local`. While

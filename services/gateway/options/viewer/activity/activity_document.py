@@ -1,6 +1,4 @@
-"""Formats the activity of a replica as JSON. Enum values are names in lower case, and times are in
-seconds.
-"""
+"""Formats the activity of a replica as JSON, with times in seconds and enum names in lower case."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -57,9 +55,7 @@ def step_documents(
 
 
 def blocks_document(blocks: common_pb2.BlockMap) -> Document:
-    """Describes a map of KV blocks. `states` has one digit per cell, the number of its state in the
-    protobuf.
-    """
+    """Describes a map of KV blocks. `states` has one digit for the state of each cell."""
     return {
         "blocks_per_cell": blocks.blocks_per_cell,
         "states": "".join(map(str, blocks.states)),

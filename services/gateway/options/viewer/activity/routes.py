@@ -27,8 +27,8 @@ _MAX_QUEUED = 256
 
 class ActivityQuery(Query):
     """The query of /activity. `replica` is the address of the replica whose requests, steps and
-    blocks are returned, or empty for all replicas. `after` has the number of the last step that the
-    client knows of a replica, as STEP@ADDRESS. Only later steps are returned.
+    blocks are returned, or empty for all replicas. Each item of `after` is STEP@ADDRESS: of the
+    replica at ADDRESS, only steps after the number STEP are returned.
     """
 
     replica: str = ""

@@ -147,9 +147,9 @@ def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
 
 
 def is_called(request_id: str, name: str) -> bool:
-    """Whether `name` identifies the request with this id. It may be the request's id, the client's
-    own id, with which the request's id ends, or the id of a sequence, which starts with the
-    request's id.
+    """Whether `name` identifies the request with this id: it is the request's id, or the client's
+    own id, with which the request's id ends, or a sequence's id, which starts with the request's
+    id.
     """
     if not request_id:
         return False

@@ -56,9 +56,7 @@ def keep(
 def stored_spans(
     resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> Iterator[tuple[str, StoredSpan]]:
-    """Yields each span with the id of its trace. `is_own` is true if this gateway made the
-    spans.
-    """
+    """Yields each span with the id of its trace. `is_own` is true if this gateway made it."""
     for group in resource_spans:
         service = text_of(group.resource.attributes, _SERVICE_NAME)
         for scope in group.scope_spans:

@@ -92,9 +92,7 @@ class RunningTraces:
         so_far: EngineParts | None = None,
         now: int | None = None,
     ) -> StoredTrace:
-        """Makes a trace of the gateway's own spans. If `is_whole` is false, it has only the root
-        span.
-        """
+        """Makes a trace of the gateway's own spans, or of the root span if `is_whole` is false."""
         spans = RequestSpans(record, self._spans.tracing, self._model_name, so_far, now)
         (spans.make if is_whole else spans.make_root)(None)
         trace = StoredTrace(record.trace_id, is_running=True)

@@ -11,7 +11,7 @@ from services.common.telemetry.time_parts import EXPLANATIONS, parts_of_attribut
 from services.gateway.options.viewer.core.trace_store import StoredSpan, StoredTrace
 
 _WITH_CLIENTS_TEXT = {names.GENAI_REQUEST_STOP_SEQUENCES}
-"""Names of attributes that contain clients' text. They are omitted."""
+"""Names of attributes that are omitted, because they contain clients' text."""
 
 Document = dict[str, Any]
 

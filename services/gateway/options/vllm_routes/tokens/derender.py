@@ -115,9 +115,7 @@ def _check_size(responses: Sequence[GeneratedTokensBody], inference: Inference) 
 
 
 def _within(name: str, error: StepwellError) -> StepwellError:
-    """Returns an error about a request as an error about the body that contains the request in the
-    field `name`.
-    """
+    """Returns an error about the request in the field `name` as an error about the whole body."""
     field = name if error.field is None else f"{name}.{error.field}"
     return type(error)(f"{name}: {error.message}", field=field, reason=error.error_reason)
 
@@ -128,9 +126,7 @@ async def _read(
     num_prompt_tokens: int,
     inference: Inference,
 ) -> _Read:
-    """Converts the tokens of each choice to the request's answer with the same index. Works in a
-    thread.
-    """
+    """Converts the tokens of each choice to the answer with the same index, in a thread."""
     has_rows = any(choice.rows for choice in choices)
     request = replace(request, sampling=replace(request.sampling, logprobs=0 if has_rows else None))
     sequences = to_engine_requests(request, inference.limits(), seed=0, arrival_unix_nanos=0)

@@ -27,9 +27,7 @@ Offsets = Sequence[Sequence[tuple[int, int]]]
 
 
 def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
-    """Raises InvalidArgument if the body has a field that /inference/v1/generate does not
-    support.
-    """
+    """Raises InvalidArgument for a field that /inference/v1/generate does not support."""
     for name in _NOT_RENDERED:
         value = getattr(body, name, None)
         if value is None or value is False or (name == _NOT_RENDERED[-1] and value == _NO_BUDGET):
@@ -40,9 +38,7 @@ def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
 
 
 async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[str, Any]:
-    """Converts the body of a chat completion to a body for /inference/v1/generate. Raises
-    InvalidArgument.
-    """
+    """Converts the body of a chat completion for /inference/v1/generate. Raises InvalidArgument."""
     check_renders(body)
     request = await chat_request(body, inference, body.request_id or _new_name("chatcmpl"))
     offsets = None
@@ -56,9 +52,7 @@ async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[
 
 
 async def rendered_completion(body: CompletionBody, inference: Inference) -> LongList:
-    """Converts each prompt of a text completion to a body for /inference/v1/generate. Raises
-    InvalidArgument.
-    """
+    """Converts the prompts of a completion for /inference/v1/generate. Raises InvalidArgument."""
     check_renders(body)
     request = await completion_request(body, inference, body.request_id or _new_name("cmpl"))
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []

@@ -9,9 +9,7 @@ from services.gateway.core.text.parsing.reader import Malformed, Reader, Reading
 from services.gateway.core.text.parsing.sink import Sink
 
 MAX_CALL_CHARACTERS = 65_536
-"""Limit on the length of a call, since each call is parsed as a whole. Longer calls are treated as
-content.
-"""
+"""Limit on the length of a call, since a call is parsed as a whole. Longer calls are content."""
 
 _NO_LIST = re.compile(r"[^\[<]+")
 _NAME = re.compile(r"[\w.\-]+")

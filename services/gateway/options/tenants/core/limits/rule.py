@@ -85,7 +85,7 @@ class SlotChange(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Change:
     """One request's change to its tenant's levels and slots. The change is applied completely or
-    not at all. Negative numbers return amounts that were taken earlier.
+    not at all. A negative number returns requests or tokens that were taken earlier.
 
     If `must_fit` is false, the change is always applied. If it is true, the change is refused if a
     level is too low, or if it needs a slot and none is free. A change without tokens is also

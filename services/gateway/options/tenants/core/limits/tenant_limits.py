@@ -1,6 +1,4 @@
-"""Takes amounts from a tenant's limits for each request, and returns unused amounts at the
-request's end.
-"""
+"""Takes amounts from a tenant's limits for each request, and returns the unused amounts later."""
 
 import itertools
 from collections.abc import Callable
@@ -30,9 +28,7 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 
 class LimitStore(Protocol):
-    """Counts tenants' requests and tokens by the rule in
-    `services.gateway.options.tenants.core.limits.rule`.
-    """
+    """Counts tenants' requests and tokens by the rule in the module `limits.rule`."""
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:
         """Applies or refuses a change. Never raises an error, and waits for at most a few
@@ -247,8 +243,7 @@ class Allowance:
 
 
 ALLOWANCE: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
-"""The Allowance of the request that the current task serves, or None if the tenant has no limits.
-"""
+"""The Allowance of the request that the current task serves, or None without limits."""
 
 
 def was_refused(error: StepwellError) -> bool:

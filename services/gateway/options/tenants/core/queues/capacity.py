@@ -36,11 +36,9 @@ class Capacity:
     num_free: int
     """Number of free slots. It is negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
-    """Mean seconds between the ends of two requests while all slots are occupied, or 0 if the mean
-    is not known.
-    """
+    """Mean seconds between two requests' ends while all slots are occupied, or 0 if unknown."""
     service_seconds: float = 0.0
-    """Mean seconds from a request's first step to its end, or 0 if the mean is not known."""
+    """Mean seconds from a request's first step to its end, or 0 if unknown."""
 
 
 def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:

@@ -12,8 +12,7 @@ from services.gateway.options.tenants.core.tenant import Tenant
 T = TypeVar("T")
 
 Order = tuple[int, int]
-"""A pair of an item's priority and unique arrival number. The item with the lowest pair is first.
-"""
+"""A pair of an item's priority and unique arrival number. The lowest pair is first."""
 
 _order: Callable[[tuple[Order, object]], Order] = itemgetter(0)
 
@@ -34,9 +33,9 @@ class FairQueue(Generic[T]):
     Each tenant has a virtual token counter: its charged tokens divided by its weight. The next item
     is the first item of the tenant with the lowest counter. A tenant cannot save up service for
     later: when it adds an item and has no other waiting items, its counter is raised to the counter
-    of the tenant served last, minus a credit. The counters are from Sheng et al., "Fairness in
-    Serving Large Language Models" (OSDI 2024). The credit is not. It lets a tenant with few
-    requests be served first even if some of its requests arrive together.
+    of the tenant served last, minus a credit. With the credit, a tenant with few requests is served
+    first even if some of its requests arrive together. The counters, without the credit, are from
+    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
     """
 
     def __init__(self) -> None:

@@ -146,9 +146,7 @@ class FairShares:
         return share + _variation(share) if lags_behind else share
 
     def _excess(self, usage: TenantUsage) -> int:
-        """Returns the number of slots that the tenant loses by preemption if other tenants need
-        them.
-        """
+        """Returns the number of slots that the tenant may lose by preemption."""
         share = self._share(usage)
         return usage.num_running - share - (_variation(share) if usage.lag > 0 else 0)
 
@@ -189,9 +187,7 @@ class Places:
         return [one for one in self._usages.values() if one.tenant.caller_id != tenant.caller_id]
 
     def drop_idle(self) -> list[Tenant]:
-        """Removes and returns tenants without sequences and without a request in the last
-        ACTIVE_SECONDS.
-        """
+        """Removes and returns tenants without sequences whose last request is too long ago."""
         since = self._now() - ACTIVE_SECONDS
         idle = [
             usage.tenant

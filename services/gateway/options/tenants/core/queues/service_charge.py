@@ -61,7 +61,7 @@ class ServiceCharge:
 
     def difference(self, num_output_tokens: int) -> float:
         """Returns the correction of the charge when the sequence leaves the replica after
-        generating `num_output_tokens` there. It is negative if fewer tokens were generated than
+        generating `num_output_tokens` there. It is negative if there were fewer tokens than
         expected.
         """
         return OUTPUT_WEIGHT * (num_output_tokens - self.expected_output_tokens)

@@ -201,9 +201,7 @@ class TenantQueues(Admission):
         self._queue.charge(tenant, charge.num_tokens)
 
     def started(self, inflight: Inflight) -> None:
-        """Stops counting a sequence as starting, since it was scheduled. Then sends waiting
-        sequences.
-        """
+        """Called when a sequence was scheduled. Sends waiting sequences, which may now start."""
         if self._end_start(inflight):
             self.admit()
 
@@ -221,7 +219,6 @@ class TenantQueues(Admission):
             self.admit()
 
     def _end_start(self, inflight: Inflight) -> bool:
-        """Stops counting a sequence as starting. Returns whether it was counted."""
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)
@@ -280,7 +277,6 @@ class TenantQueues(Admission):
         self._queue.add(tenant, _order(inflight), waiter, credit_tokens)
 
     def _remove(self, waiter: Waiter) -> None:
-        """Updates the counts. Called after a waiter was removed from its queue."""
         del self._waiters[waiter.inflight]
         self.places.usage(_tenant(waiter.inflight)).num_waiting -= 1
 

@@ -37,9 +37,7 @@ class Waiter:
 
 
 def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
-    """Returns why a new sequence must wait. `num_ahead` sequences of the same tenant wait before
-    it.
-    """
+    """Returns why a new sequence must wait behind `num_ahead` sequences of its tenant."""
     if num_ahead:
         return WaitReason.TURN
     if capacity is not None and capacity.num_free > 0:
