@@ -70,13 +70,13 @@ _PART = re.compile(r"(<!-- (?!end )(?P<name>[^>]+) -->\n).*?(?=<!-- end -->)", r
 
 
 def labels(spec: MetricSpec) -> tuple[str, ...]:
-    """The labels that a metric has where Prometheus reads it, besides `replica` at a gateway."""
+    """The labels of a metric in Prometheus. A gateway also adds the label `replica`."""
     return tuple(dict.fromkeys((*spec.source.added_labels, *spec.labels)))
 
 
 def metrics(specs: Sequence[MetricSpec]) -> Iterator[str]:
-    """The list of metrics: kind, unit if the name lacks it, labels. Labels that all metrics have,
-    and the source of the first metric, are above the list.
+    """Yields the lines of a list of metrics, each with its kind, its unit if the name lacks it, and
+    its labels. Labels that all metrics have, and the first metric's source, are above the list.
     """
     shared = [label for label in labels(specs[0]) if all(label in labels(spec) for spec in specs)]
     common = f"Source: {_source(specs[0])}, unless another one is named."
@@ -94,7 +94,9 @@ def metrics(specs: Sequence[MetricSpec]) -> Iterator[str]:
 
 
 def settings(cls: Any) -> Iterator[str]:
-    """The list of a program's own settings. Settings that it passes on are only named."""
+    """Yields the lines of a list of a program's settings. Settings that the program only passes to
+    services are listed by name.
+    """
     shared = {} if cls is ServiceSettings else _fields(ServiceSettings)
     passed: dict[tuple[str, ...], list[str]] = {}
     for name, field in _fields(cls).items():
@@ -114,7 +116,9 @@ def settings(cls: Any) -> Iterator[str]:
 
 
 def request_fields() -> Iterator[str]:
-    """The routes with the classes of their bodies, then each class with its fields."""
+    """Yields lines: first each route with the classes of its body, then each class with its
+    fields.
+    """
     classes: dict[str, type[BaseModel]] = {}
     for path, body in BODIES.items():
         declaring = [base for base in body.__mro__ if _own_fields(base)]
@@ -136,19 +140,21 @@ LISTS: dict[str, Callable[[], Iterable[str]]] = {
 
 
 def filled(page: str) -> str:
-    """The page with its lists as the code has them. Raises KeyError for an unknown list."""
+    """Replaces the lists in a page. Raises KeyError for an unknown list."""
     return _PART.sub(lambda part: "\n".join([part[1][:-1], *LISTS[part["name"]](), ""]), page)
 
 
 def _fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
-    """The settings of a class, its own ones first."""
+    """The settings of a class. Inherited settings are last."""
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, _FIELDS, ())}
     fields = sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited)
     return {field.name: field for field in fields}
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    """The default in brackets, if it is not a sentence of the description."""
+    """The default in brackets. It is empty if the setting has none, since its description explains
+    the default.
+    """
     if field.default is dataclasses.MISSING:
         return " (required)"
     if isinstance(field.default, bool):
@@ -162,13 +168,13 @@ def _linked(text: str) -> str:
 
 
 def _own_fields(cls: type) -> list[str]:
-    """The fields that a class of bodies adds to its bases, or defines again."""
+    """The fields that a class of bodies itself declares, including fields that it overrides."""
     declared = inspect.get_annotations(cls)
     return [name for name in getattr(cls, "model_fields", ()) if name in declared]
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """The type of a field in brackets: values, or a type of JSON other than string."""
+    """The type of a field in brackets: its possible values, or its JSON type if it is no string."""
     kinds = [kind for kind in _kinds(schema) if kind != "null"] or ["null"]
     return "" if kinds == ["string"] else f" ({' or '.join(dict.fromkeys(kinds))})"
 

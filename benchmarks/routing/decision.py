@@ -129,10 +129,10 @@ class _World:
         return inflight
 
     def fill(self, num_blocks: int, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """Adds about `num_blocks` blocks to the index. The first are blocks of `prompts`, without
-        the prompts' last turns. Each of these prompts is on one replica. The rest are blocks of
-        other prompts. One replica has all blocks of such a prompt, and other replicas may have its
-        first blocks. Returns the block keys of the other prompts.
+        """Adds about `num_blocks` blocks to the index: first the blocks of `prompts` without their
+        last turns, each prompt on one replica, then the blocks of generated chains. One replica has
+        all blocks of a chain, and other replicas may have the chain's first blocks. Returns the
+        block keys of the chains.
         """
         held: list[list[Sequence[int]]] = [[] for _ in self.replicas]
         for number, tokens in enumerate(prompts):

@@ -3,9 +3,9 @@
     python -m benchmarks.soak traces [--requests 200] [--kills 6] [--pauses 6] [--model DIR]
 
 A tenth of the requests are sent alone. The rest are sent sixteen at a time, over HTTP or gRPC. The
-pool is too small for sixteen requests, so that requests wait and are preempted. Meanwhile the
-engine is paused, and pool, worker and scheduler are killed in rotation. The supervisor of `stepwell
-up` restarts them.
+KV cache is too small for sixteen requests, so that requests wait and are preempted. During the run
+the engine is paused, and pool, worker and scheduler are killed in rotation. The supervisor of
+`stepwell up` restarts them.
 
 Then the spans of all services are checked (benchmarks/soak/trace_checks.py). The durations of the
 leaf spans below the gateway's span of a request must add up to its duration. Each wait must have a

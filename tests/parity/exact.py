@@ -1,8 +1,8 @@
 """Records the logits of every token that a runner computes, for bitwise comparisons.
 
-The reference of a sequence is computed alone, as a whole, in one step with one thread. In every
-other situation each token must get the same logits: in batches, in chunks, after prefix hits, after
-preemptions, and in any blocks.
+The reference of a sequence is computed without other sequences in one step with one thread. In
+every other situation each token must get the same logits: in batches, in chunks, after prefix hits,
+after preemptions, and in any blocks.
 """
 
 from collections.abc import Sequence
@@ -75,8 +75,8 @@ class Recorder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the model. Requested logits are computed in the step itself, all other logits after
-        it.
+        """Runs the model. The step computes the requested logits. The recorder computes all other
+        logits after the step.
         """
         hidden, logits = self._model.forward(
             token_ids, positions, attention, embedded, wanted, lora
@@ -116,7 +116,7 @@ def assert_same_answer(request: Request, other: Request, what: str) -> None:
 
 @dataclass
 class ExactModel:
-    """A runner over one model, and the references of its sequences."""
+    """A model runner, and the reference logits of sequences."""
 
     directory: Path
     dtype: torch.dtype
@@ -144,8 +144,8 @@ class ExactModel:
         )
 
     def serving(self, *, seed: int = 0, keeps: bool = False) -> "ExactServing":
-        """A serving with an empty cache. The order in which blocks are allocated depends on the
-        seed. `keeps` is passed to Driver.
+        """An ExactServing with an empty cache. The order in which blocks are allocated depends on
+        the seed. `keeps` is passed to Driver.
         """
         self.runner.reset()
         return ExactServing(
@@ -160,7 +160,7 @@ class ExactModel:
         )
 
     def reference(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits of all tokens of a sequence that is computed alone in one step with one thread."""
+        """The reference logits of all tokens of a sequence."""
         key = tuple(tokens)
         if key not in self.references:
             threads = torch.get_num_threads()
@@ -186,8 +186,8 @@ class ExactServing:
         what: str,
         beside: Sequence[tuple[Request, int]] = (),
     ) -> None:
-        """Runs a step with a number of tokens for each request. Requests `beside` are not
-        compared.
+        """Runs a step with the given number of tokens of each request. Requests in `beside` run in
+        the same step, but are not compared.
         """
         begins = [request.num_computed for request, _ in scheduled]
         self.driver.step([*scheduled, *beside])
@@ -198,8 +198,8 @@ class ExactServing:
             assert_same_bits(actual, expected, name)
 
     def run(self, requests: Sequence[Request], chunks: Sequence[int], what: str) -> None:
-        """Computes requests together to the ends of their prompts. Request i has chunks of
-        chunks[i] tokens. The list of chunks is reused cyclically.
+        """Computes the prompts of all requests together. The chunks of request i have chunks[i %
+        len(chunks)] tokens.
         """
         while running := [request for request in requests if not request.finished]:
             self.step(
@@ -213,7 +213,7 @@ class ExactServing:
             self.driver.remove_finished(running)
 
     def run_preempted(self, requests: Sequence[Request], random: np.random.Generator) -> None:
-        """Computes requests in chunks of random lengths, and preempts random ones."""
+        """Computes requests in chunks of random lengths, and preempts random requests."""
         while running := [request for request in requests if not request.finished]:
             self.step(
                 [

@@ -1,4 +1,4 @@
-"""The served metrics are exactly those of the metrics registry."""
+"""The services serve exactly the metrics of the metrics registry."""
 
 import re
 import shutil
@@ -30,7 +30,7 @@ def complete(stack: Stack, **changes: object) -> int:
 
 @pytest.fixture(scope="module")
 def text(stack: Stack) -> str:
-    """The gateway's metrics, including the replica's, after a few requests."""
+    """The text of the gateway's metrics, including the replica's metrics, after a few requests."""
     assert complete(stack, n=2, temperature=1) == 200
     assert complete(stack) == 200
     assert complete(stack, top_p=7) == 400
@@ -38,7 +38,7 @@ def text(stack: Stack) -> str:
 
 
 def own_labels(family: Metric) -> set[frozenset[str]]:
-    """The sets of labels of a metric's series, without the labels of its type."""
+    """The sets of labels of a metric's series, without labels such as `le` that the type adds."""
     return {
         frozenset(name for name in sample.labels if name not in ("le", "quantile"))
         for sample in family.samples
@@ -74,7 +74,8 @@ def test_every_served_metric_is_listed_with_its_type_and_labels(text: str) -> No
 
 def test_every_listed_metric_is_served(text: str) -> None:
     served = {family.name for family in text_string_to_metric_families(text)}
-    missing = set(ALL_SPECS) - served - {edge.INDEX_NODE_STATE.name}  # it comes with the first node
+    # INDEX_NODE_STATE is served only when the index has a node.
+    missing = set(ALL_SPECS) - served - {edge.INDEX_NODE_STATE.name}
     assert {name for name in missing if not ABSENT.match(name)} == set()
     assert {name for name in served if ABSENT.match(name)} == set()
 
@@ -113,7 +114,8 @@ def test_promtool_reads_every_metric(text: str) -> None:
     checked = subprocess.run(
         [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
     )
-    assert checked.returncode in (0, 3), checked.stderr  # 3: promtool has remarks on names
+    # promtool exits with 3 if it has remarks on names.
+    assert checked.returncode in (0, 3), checked.stderr
     remarks = [
         line for line in checked.stderr.splitlines() if not re.match("(vllm:|process_)", line)
     ]

@@ -1,4 +1,4 @@
-"""Profiles, the times of steps, and the settings of the simulated device that are refused."""
+"""Tests profiles of simulated devices, step times, and refused settings of the device."""
 
 import time
 from pathlib import Path
@@ -52,8 +52,8 @@ TIMES = StepTimes(StepCosts(seconds=7, seconds_per_request=1), COSTS)
 
 
 def test_the_time_of_a_step_is_the_sum_of_the_formula() -> None:
-    """The chunk of three tokens after two attends to 3 + 4 + 5 tokens. The single token attends to
-    nine.
+    """A chunk of three tokens after two computed tokens attends to 3 + 4 + 5 tokens. A decode
+    attends to nine tokens.
     """
     expected = 1000 + 4 * 100 + (3 + 4 + 5) * 10 + 9 * 2 + 2 * 0.5 + 30_000
     assert TIMES.seconds(ints(3, 1), ints(2, 8)) == expected
@@ -109,7 +109,7 @@ def test_steps_of_single_tokens_have_their_own_costs() -> None:
 
 
 def timed(directory: Path, text: str, **settings: Any) -> tuple[TimedRunner, Clock]:
-    """A worker with these costs, whose clock stands still while it computes."""
+    """A worker whose profile is `text`. Its clock advances only by the simulated times."""
     text = f"kv_cache_memory_bytes = 1_000_000\n{text}"
     worker = simulated(
         directory, profile=save_profile(directory, text), max_model_len=96, **settings
@@ -127,8 +127,8 @@ PROMPT = step(0, (0, 5, 0), new_requests=(new(0, SamplingParams()),))
 def test_a_step_that_is_queued_in_time_starts_when_the_step_before_it_ends(
     tmp_path: Path, delay: float
 ) -> None:
-    """The prompt takes ten seconds, and the decode step eight. The second step is queued after no
-    time, or after seven seconds.
+    """The prompt's step takes ten seconds, and the decode step eight. The decode step is queued at
+    the same time, or seven seconds later.
     """
     runner, clock = timed(tmp_path, "[mixed]\nseconds = 10\n[decode]\nseconds = 8")
     flying = [runner.begin(PROMPT)]
@@ -154,14 +154,14 @@ def test_a_step_that_is_queued_late_starts_late(tmp_path: Path) -> None:
 def test_a_generation_begins_when_the_device_has_done_the_work_before(tmp_path: Path) -> None:
     runner, clock = timed(tmp_path, "[mixed]\nseconds = 10")
     runner.begin(PROMPT)
-    runner.device.queue(50)  # a hang
+    runner.device.queue(50)  # the device hangs for 50 seconds
     runner.execute(StepInput(2, 0, ints(), ints(), ints()))
     assert clock.now == 60
 
 
 def test_only_the_drafts_that_the_worker_proposes_take_time(tmp_path: Path) -> None:
-    """The scheduler plans three drafts. The prompt has no n-gram twice, so the worker proposes
-    none.
+    """The scheduler plans three drafts. No n-gram of the prompt is repeated, so the worker proposes
+    no draft.
     """
     text = "[mixed]\nseconds = 0\nseconds_per_token = 10"
     ngrams = '{"method": "ngram", "num_speculative_tokens": 3}'
@@ -192,7 +192,7 @@ def test_a_worker_takes_the_time_of_its_profile(tmp_path: Path) -> None:
 
 
 def test_a_measured_profile_has_the_memory_of_the_cache(tmp_path: Path) -> None:
-    """A block of 16 tokens, two layers and two heads of 12 numbers in float32 has 6144 bytes."""
+    """A block of 16 tokens has 6144 bytes: two layers with two heads of 12 float32 numbers."""
     text = "kv_cache_memory_bytes = 100_000\n[mixed]\nseconds = 0"
     save_configuration(tmp_path)
     worker = build(tmp_path, profile=save_profile(tmp_path, text), max_model_len=64)
@@ -223,7 +223,7 @@ SIZE = ModelSize(
 
 
 def test_a_computed_profile_follows_its_formula() -> None:
-    """The device reads 100 bytes and computes 1000 operations in a second."""
+    """The device reads 100 bytes and executes 1000 operations in a second."""
     times = HARDWARE.step_times(SIZE)
     assert times.seconds(ints(1), ints(9)) == 3 + 8 + 1 + 10 * 0.2
     assert times.seconds(ints(2), ints(0)) == pytest.approx(3 + 8 + 2 + 3 * 0.2)
@@ -241,8 +241,8 @@ def test_every_profile_is_read_and_says_how_it_was_made() -> None:
 
 
 def test_a_large_model_on_a_large_gpu(tmp_path: Path) -> None:
-    """Llama 3 8B on an H100: 16 GB of weights, 128 KiB of keys and values for a token. A decode
-    step reads the weights in six milliseconds.
+    """Llama 3 8B on an H100 has 16 GB of weights, and keys and values of 128 KiB for each token. A
+    decode step reads the weights in six milliseconds.
     """
     save_configuration(tmp_path)
     (tmp_path / "config.json").write_text(
