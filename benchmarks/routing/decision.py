@@ -114,14 +114,12 @@ class _World:
         self.replicas = [self._replica(f"node-{number}") for number in range(num_replicas)]
 
     def time(self) -> float:
-        """The policy's clock, in seconds."""
         return self._now
 
     def call_at(self, _when: float, _callback: Callable[[], object], /) -> Timer:
         raise NotImplementedError
 
     def inflight(self, tokens: list[int]) -> Inflight:
-        """A new sequence with the prompt `tokens`."""
         request = EngineRequest("benchmark", tokens, SamplingParams(max_tokens=128), 0, "", 0)
         (inflight,) = Mailbox(
             [request], self._numbers, lambda _: None, time.perf_counter_ns

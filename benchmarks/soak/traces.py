@@ -113,7 +113,6 @@ class Requests:
             await client.close()
 
     async def until_done(self, number: int) -> None:
-        """Waits until `number` requests have been answered."""
         while self.num_done < number:
             self.progressed.clear()
             await self.progressed.wait()

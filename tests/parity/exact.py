@@ -92,7 +92,6 @@ class Recorder:
 
 
 def assert_same_bits(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Asserts that float32 rows [n, vocab_size] are equal in every bit."""
     differing = (actual.view(torch.int32) != expected.view(torch.int32)).any(1)
     assert not differing.any(), (
         f"{what}: rows {differing.nonzero().flatten().tolist()} differ, by up to "
@@ -228,13 +227,11 @@ class ExactServing:
 
     @staticmethod
     def row_of(request: Request) -> int:
-        """The batch row of a request."""
         assert request.row is not None
         return request.row
 
 
 def drawn(length: int, seed: int, vocab_size: int) -> list[int]:
-    """A sequence of random tokens."""
     return np.random.default_rng(seed).integers(3, vocab_size, length).tolist()  # type: ignore[no-any-return]
 
 
