@@ -52,7 +52,7 @@ class ReplicaShape:
 
     @property
     def pooler(self) -> Pooler | None:
-        """How the model computes a vector from a prompt. None if it generates tokens."""
+        """How the model computes a vector from a prompt. None if the model generates tokens."""
         return pooler_from_proto(self.description.pooler)
 
     @property

@@ -60,21 +60,22 @@ class SchedulerConfig:
     runner type "pooling"). A request then ends with the step that computes its last prompt token.
     """
     prefill_schedule_interval: int = 1
-    """While requests decode, one step of this number computes prompts. 1 means every step."""
+    """While requests decode, only one of this number of steps computes prompts. 1: every step."""
     pipeline_parallel_size: int = 1
     """Number of stages of the model's layers. The stages run different steps at the same time."""
     watermark: float = 0.0
     """Fraction of the pool's blocks that an admission beside running requests leaves free."""
     program_idle_seconds: float = 600.0
     """The pause after which a program is presumed to have ended. This field and the next four are
-    for policies that group requests into programs.
+    for policies that group requests into programs (runs of agents). A program's context is the
+    blocks that its last request has left in the pool.
     """
     max_num_programs: int = 65_536
     """Limit on the number of named programs that are stored, and on the number of paused contexts.
     """
     retention_headroom: float = 0.1
-    """Fraction of the pool that must stay free of running requests, and of contexts that must be
-    kept, when a request is admitted whose context is not cached.
+    """Fraction of the pool that is left to running requests and kept contexts, when a request is
+    admitted whose context is not cached.
     """
     aging_interval: int = 8
     """Of this number of admissions of requests without cached contexts, one is the admission of the

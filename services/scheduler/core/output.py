@@ -55,7 +55,7 @@ class WaitReason(Enum):
     ENCODER = "encoder"
     """The encoder has no budget or cache space in the step for the next item of the prompt."""
     OUTPUT_IN_FLIGHT = "output_in_flight"
-    """The request was preempted during a step, whose token for it has not arrived yet."""
+    """The request was preempted while a step was in flight. Its token has not arrived yet."""
 
 
 OWN_REASONS = frozenset(
@@ -84,7 +84,7 @@ class PreemptionCause(Enum):
     RESET = "reset"
     """An operator reset the prefix cache."""
     FAULT_SEARCH = "fault_search"
-    """A search for a request whose steps always fail began. Only few requests may run during it."""
+    """The search for a request whose steps always fail allows only few requests to run."""
     POOL_LOST = "pool_lost"
     """The pool ended or did not answer."""
     WORKERS_LOST = "workers_lost"
@@ -226,7 +226,7 @@ class EngineCoreOutputs:
 
     plan: SchedulerOutput
     token_ids: Sequence[Sequence[int] | None]
-    """New tokens, parallel to the plan's requests. None for requests that had already ended."""
+    """New tokens, parallel to the plan's requests. None if dropped, or sampled after the end."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
     """Requests that ended with the step. The last ones may be requests that are not part of the

@@ -124,7 +124,7 @@ class Request(ComputedTokens):
     grammar: GrammarStatus | None = None
     """Whether the grammar and the adapter are prepared. None if the request has neither."""
     error: str = ""
-    """The error that ended the request, or will end it when it could be admitted, or empty."""
+    """The error that ended the request, or will end it instead of an admission. Empty if none."""
     error_reason: FinishReason = FinishReason.ERROR
     """The finish reason of a request that ends with `error` instead of being admitted."""
 
@@ -166,7 +166,7 @@ class Request(ComputedTokens):
     num_discarded_tokens: int = 0
     """Number of computed tokens that the last preemption discarded. 0 after the next admission."""
     num_recomputed_tokens: int = 0
-    """Number of discarded tokens, over all preemptions, that later admissions had not cached."""
+    """Number of discarded tokens, over all preemptions, that must be computed again."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the first full blocks. Hashes of later full blocks are not computed yet."""
     known_to_pool: bool = False

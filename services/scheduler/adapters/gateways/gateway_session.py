@@ -19,7 +19,7 @@ _MAX_CONTEXTS = 4096
 
 @runtime_checkable
 class StreamWriter(Protocol):
-    """The server side of a local stream."""
+    """The server side of a `LocalStream`, on which a gateway on this machine bypasses gRPC."""
 
     @property
     def can_write(self) -> bool:
@@ -65,7 +65,7 @@ class GatewaySession:
         self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
 
     def note_context(self, handle: int, context: ContextId | None) -> None:
-        """Stores the context that an ended request left. A message may name its tool later."""
+        """Stores the context that an ended request left. A later message may name the next tool."""
         if context is not None:
             self.contexts[handle] = context
             if len(self.contexts) > _MAX_CONTEXTS:

@@ -15,7 +15,7 @@ from services.scheduler.core.output import WaitReason
 PERIOD_SECONDS = 0.1
 """Time between two samples while requests wait or arrive, in seconds."""
 QUIET_PERIOD_SECONDS = 1.0
-"""Seconds between two samples while no request waits or arrives. Longer, to save CPU time."""
+"""Seconds between two samples while no request waits or arrives. This saves CPU time."""
 
 _MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
 """Wait reasons of a replica that is full although fewer than `max_num_seqs` requests run."""

@@ -1,4 +1,4 @@
-"""Registers the scheduler in Redis, where gateways find it. Only if the settings enable this."""
+"""Registers the scheduler in Redis, where gateways find it, if the settings enable this."""
 
 import asyncio
 import logging
@@ -102,7 +102,7 @@ class Registration(Collector):
 
 
 def _require_usable_address(settings: SchedulerSettings) -> None:
-    """Raises SettingError if gateways cannot reach an address, or if an address is not used."""
+    """Raises SettingError if gateways cannot reach the address, or if it is set but not used."""
     if settings.redis_url is None:
         if settings.advertise_address is not None:
             raise SettingError("--advertise-address needs --redis-url, where it is registered")

@@ -45,7 +45,7 @@ class RequestIntake:
     next_key: Callable[[], int]
     """A function that returns a key that no earlier request had."""
     pooler: Pooler | None = None
-    """How the model computes a vector from a prompt. None if it generates tokens."""
+    """How the model computes a vector from a prompt. None if the model generates tokens."""
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
         """Converts a message to a request. Raises InvalidArgument or OutOfRange, which name the

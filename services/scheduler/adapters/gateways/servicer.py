@@ -149,7 +149,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 self.engine.changes.abort(requests, reason)
 
     def _end_turn(self, session: GatewaySession, message: scheduler_pb2.EndTurn) -> None:
-        """Records the tool of a request that has ended, or whose abort is pending."""
+        """Records the tool that runs after a request that has ended or whose abort is pending."""
         if len(message.tool.encode()) > MAX_TOOL_BYTES:
             raise InvalidArgument(f"tool may be {MAX_TOOL_BYTES} bytes long", field="tool")
         of = session.requests.get(message.handle) or session.contexts.pop(message.handle, None)

@@ -238,7 +238,7 @@ class Sessions:
             if isinstance(item, worker_pb2.RequestLogprobs):
                 num_known = 0
                 if item.HasField("prompt"):
-                    # A chunk's first row is for the token after the chunk's first position.
+                    # A chunk's first log-probabilities are for the token after its first position.
                     start = plan.num_computed_tokens[index]
                     num_known = max(owner.num_prompt_rows - start, 0)
                     end = start + len(item.prompt.ranks)

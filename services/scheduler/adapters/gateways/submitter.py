@@ -17,7 +17,7 @@ from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.request import Request
 
 HASH_INLINE_TOKENS = 2048
-"""Longer prompts are hashed in a thread, so that hashing delays no step."""
+"""Prompts with more tokens than this are hashed in a thread, so that hashing delays no step."""
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class RequestSubmitter:
         self.engine.changes.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
-        """Begins a client session's next turn. A refused input ends the session and raises."""
+        """Begins the next turn of a client's session. Ends the session and raises if refused."""
         try:
             request = self.client_sessions.find(session, message)
             chunk = self.intake.accept_chunk(request, message)

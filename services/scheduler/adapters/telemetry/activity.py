@@ -53,7 +53,7 @@ class WatchedSteps:
         """The recorded steps after `step`. Further steps are recorded for `WATCHED_SECONDS`."""
         self._watched_until, self.is_on = self._monotonic() + WATCHED_SECONDS, True
         if not self._done or self._done[-1].step < step:
-            step = 0  # an earlier process counted the steps
+            step = 0  # the client's number is from an earlier process
         return [done for done in self._done if done.step > step or not step]
 
     def begin(self) -> None:

@@ -153,7 +153,7 @@ class RequestTimelines:
         return [ended for request in update.ended if (ended := self.end(request, now)) is not None]
 
     def decoded(self, steps: Iterable[StepRecord]) -> None:
-        """Records decode-only steps that ended no request. Must precede later events."""
+        """Records decode-only steps that ended no request. Called before later events are."""
         sums = self.sums
         for step in steps:
             nanos = step.nanos = max(0, step.done - max(sums.last_done_nanos, step.begun))

@@ -42,7 +42,7 @@ class KeptTraces:
         return len(self._traces)
 
     def add(self, request_id: str, trace: KeptTrace) -> None:
-        """Stores a timeline. Drops the oldest one if there are too many."""
+        """Stores a timeline. Drops the oldest timeline if there are too many."""
         self._traces.pop(request_id, None)
         self._traces[request_id] = trace
         if len(self._traces) > self._most:

@@ -1,9 +1,10 @@
-"""Records why requests wait. In each step there is one reason for the whole queue.
+"""Records why the requests in the queue wait. Each step has one wait reason for the whole queue.
 
-This is the wait reason of the first request that is not passed over (skipped). A request that is
-passed over has its own reason, which `OwnWaits` records. For each reason, the steps with it are
-counted. How many of them a request waited is the difference of the counts at its end and at its
-start of waiting. Changes of the reason are also stored. Times are nanoseconds since the epoch.
+This is the reason of the first waiting request that the step does not skip. A skipped request has
+its own reason, which `OwnWaits` records. For each reason, the number of steps with this reason is
+counted. The difference of the counts at the end and at the start of a request's wait is the number
+of steps for which the request waited. Changes of the reason are also stored. Times are Unix
+nanoseconds.
 """
 
 from collections import Counter, deque
@@ -26,7 +27,7 @@ class ReasonChange:
     unix_nanos: int
     reason: WaitReason
     holder: str = ""
-    """Id of the request that held most of the missing resource. Empty if there was none."""
+    """Id of the request that held most of the missing resource. Empty if no request held it."""
 
 
 class WaitStart(NamedTuple):
@@ -45,11 +46,11 @@ class WaitReasons:
 
     def __init__(self) -> None:
         self.current: WaitReason | None = None
-        """The last step's wait reason, or PAUSED or RECOVERY after it. None if none waited."""
+        """The last step's wait reason, if any. PAUSED or RECOVERY while no steps are planned."""
         self.num_steps: Counter[WaitReason] = Counter()
-        """Maps a reason to the number of steps that had it. Pauses have no steps."""
+        """Maps each reason to the number of steps with this reason. Pauses have no steps."""
         self.passed_over: Counter[WaitReason] = Counter()
-        """Maps a reason to the number of requests that the last step passed over for it."""
+        """Maps each reason to the number of requests that the last step skipped for this reason."""
         self._holder = ""
         self._is_paused = False
         self._is_recovering = False
@@ -58,7 +59,7 @@ class WaitReasons:
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
     def planned(self, plan: SchedulerOutput, now: int) -> None:
-        """Records the reason of a planned step, whose planning may have begun before a pause."""
+        """Records the reason of a planned step. Its planning may have begun before a pause."""
         step, reason = plan.step, plan.wait_reason
         if reason is not self.current:
             self._change(step, reason, now, holder_of(plan))
@@ -83,7 +84,7 @@ class WaitReasons:
                 self.current = None
 
     def lost(self, now: int) -> None:
-        """Records that pool or workers are lost until `recovered`."""
+        """Records that the pool or the workers are lost until `recovered`."""
         self._is_recovering = True
         self._change(self._next_step, WaitReason.RECOVERY, now)
 
@@ -104,11 +105,11 @@ class WaitReasons:
         )
 
     def steps_since(self, waiting: WaitStart) -> Counter[WaitReason]:
-        """Maps a reason to the number of steps that did not admit a request for this reason."""
+        """Maps each reason to the number of steps, since the start of a wait, with this reason."""
         return self.num_steps - Counter(waiting.num_steps)
 
     def changes_since(self, waiting: WaitStart) -> list[ReasonChange]:
-        """The reasons for which a request waited, in order. The first starts with the wait."""
+        """The reasons for which a request waited, in order. The first begins with the wait."""
         changes: list[ReasonChange] = []
         if waiting.num_changes < self._num_changes:
             newest_first = takewhile(
@@ -131,7 +132,7 @@ class WaitReasons:
     def _lasted(
         self, waiting: WaitStart, reason: WaitReason, changes: Sequence[ReasonChange]
     ) -> bool:
-        """Whether a request waited for `reason`, the queue's reason when its wait began."""
+        """Whether a request waited for `reason`, the queue's reason when the wait began."""
         if reason in (WaitReason.PAUSED, WaitReason.RECOVERY):
             return True
         if reason in OWN_REASONS:
@@ -150,10 +151,10 @@ class WaitReasons:
 
 
 def holder_of(plan: SchedulerOutput) -> str:
-    """Id of the request in a step that holds most of the resource that waiting requests lack. For
-    NO_BLOCKS and HEADROOM this is the request with the most computed tokens, for BUDGET the request
-    with the most tokens in the step, and for MAX_SEQS the step's first request. For RETAINED it is
-    a text about the context that is kept. Empty for other reasons.
+    """Id of the request in the step that holds most of the resource that waiting requests lack. For
+    NO_BLOCKS and HEADROOM, this is the request with the most computed tokens, for BUDGET the
+    request with the most tokens in the step, and for MAX_SEQS the step's first request. For
+    RETAINED, a text about the context that is kept. Empty for other reasons.
     """
     if plan.wait_reason is WaitReason.RETAINED:
         return plan.retained

@@ -30,7 +30,7 @@ class _Answer:
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     output_logprobs: vllm_engine_pb2.OutputLogProbs | None = None
-    """The unsent log-probabilities. Without streaming, those of the whole answer so far."""
+    """The unsent log-probabilities. Without streaming, they are sent at the end."""
     input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
 
 

@@ -29,7 +29,7 @@ class ModelFacts:
 
     vocab_size: int = 0
     pooler: Pooler | None = None
-    """How the model computes a vector from a prompt. None if it samples tokens."""
+    """How the model computes a vector from a prompt. None if the model samples tokens."""
 
 
 class ExpectedAnswer:

@@ -11,7 +11,7 @@ IDLE_CHECK_SECONDS = 5.0
 """Seconds without work after which the pool or a worker is probed."""
 _FACTOR = 10.0
 _KEPT_SHARE = 0.98
-"""Weight of the old maximum. A new duration below the maximum has the rest of the weight."""
+"""The maximum decays: a shorter duration counts with one minus this weight."""
 
 
 class Deadlines:

@@ -30,7 +30,8 @@ frees the blocks and rows without an additional step and transaction.
 """
 RETRY_SECONDS = 0.001
 """Delay before planning is tried again if no request could be scheduled and no step is in flight.
-The requests then wait for an external event, such as the end of a KV transfer. The same as vLLM's.
+The requests then wait for an external event, such as the end of a KV transfer. vLLM has the same
+delay.
 """
 SWEEP_SECONDS = 0.5
 """While blocks are kept for ended requests, an idle engine plans a step after this time. The step
@@ -122,7 +123,7 @@ class EngineCore:
         self._wake.set()
 
     async def run(self) -> None:
-        """Runs steps until cancelled. Recovers from lost pools and workers. Other errors end it."""
+        """Runs steps until cancelled. Recovers from lost pools and workers. Raises other errors."""
         try:
             while True:
                 try:

@@ -3,9 +3,9 @@
 from collections import deque
 
 MIN_COMPLETIONS = 8
-"""Number of ended requests from which on the completion rate is estimated from ended requests."""
+"""The completion rate is estimated from ended requests as soon as this number has ended."""
 MIN_BUSY_SECONDS = 0.5
-"""Busy seconds from which on the rate is estimated from tokens. The first steps take longer."""
+"""In less busy time no rate is estimated from tokens, because the first steps take longer."""
 WINDOW_COMPLETIONS = 64
 """Number of most recent completions from which the rate is estimated."""
 MARGIN = 1.4
@@ -21,9 +21,9 @@ class QueueEstimate:
     computed per second, divided by the expected number of tokens of a request.
 
     If no request waits and fewer than `max_running` requests run, requests complete as fast as they
-    arrive, and the rate does not show the capacity. This time is converted to the time that a full
-    replica would need. It is multiplied by the number of running requests divided by `max_running`,
-    and by the slowdown of a step in which `max_running` requests run.
+    arrive, and the rate does not show the capacity. This time is converted to busy seconds, the
+    time that a full replica would need: it is multiplied by the number of running requests divided
+    by `max_running`, and by the slowdown of a step in which `max_running` requests run.
     """
 
     def __init__(self, max_running: int) -> None:

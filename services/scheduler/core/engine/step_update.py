@@ -127,9 +127,9 @@ class StepUpdate:
     def _failed_loads(
         self, transfers: Transfers, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> list[Request]:
-        """Drops the tokens that this step and the steps in flight computed from keys and values
-        whose load failed. Returns the requests that end because of the failed load, in the order of
-        arrival. If the policy is to recompute, no request ends.
+        """Drops the tokens that this step and the steps in flight computed from blocks that could
+        not be loaded. Returns the requests that end because of a failed load, in the order of
+        arrival. With the failure policy RECOMPUTE, no request ends.
         """
         steps = self._state.steps
         affected = transfers.take_failures(
@@ -142,8 +142,8 @@ class StepUpdate:
         return sorted(affected, key=lambda request: request.key)
 
     def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Removes requests with NaN logits or refused tokens from the fast path. In a pause, when
-        no planning does so, also removes requests whose steps on it have passed.
+        """Removes requests with NaN logits or refused tokens from the fast path. During a pause,
+        also removes requests whose steps on the fast path have passed, because no planning does.
         """
         if self._state.pause_mode is not None:
             self._running.take_due_off_fast_path()
@@ -151,9 +151,10 @@ class StepUpdate:
             self._running.leave_fast_path(plan.requests[index])
 
     def _computed_inputs(self, plan: SchedulerOutput) -> dict[Request, int]:
-        """Maps each request of a step that uses encoder items to its number of computed tokens,
-        without tokens that are removed if a draft is rejected. Requests whose output is dropped are
-        left out, so that their items stay in use.
+        """Maps each request of the step that uses encoder outputs to its number of computed tokens.
+        With asynchronous scheduling, tokens that steps in flight sample do not count, because
+        drafts among them may be rejected. Requests whose tokens are dropped are left out, so that
+        their encoder outputs stay in use.
         """
         used_inputs = self._state.encoder_cache.used_inputs
         samples_ahead = self._config.async_scheduling and not self._config.pooling
@@ -193,7 +194,7 @@ class StepUpdate:
 
         Tokens that steps in flight sample for the session are dropped, because they follow the end
         of the turn. If the model has state-space layers, steps in flight overwrite the session's
-        state. If it also uses drafts, only the workers know the position of the state. In both
+        state. If the model uses drafts, only the workers know the position of the state. In both
         cases the session's blocks are freed, and the next turn begins with a prefix hit.
         """
         state = self._state

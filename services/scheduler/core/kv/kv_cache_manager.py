@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from services.scheduler.core.policies.retention import Retention
 
 _Filling = tuple[int, int, Request]
-"""The request's admission number, its number of known computed tokens after the step, and itself.
-"""
+"""A request's admission number, its known computed tokens after the step, and the request."""
 
 
 class KVCacheManager:

@@ -1,4 +1,6 @@
-"""Computes when a decoding request's block tables change, if KV-cache groups free its blocks."""
+"""Computes when the block tables of a decoding request change, for models with KV-cache groups that
+free blocks while the request runs.
+"""
 
 from collections.abc import Iterable
 

@@ -53,11 +53,11 @@ class AdmissionPlan:
     """Planned admissions of waiting requests."""
 
     decisions: list[PlannedAdmission | PassedOver] = field(default_factory=list)
-    """One per examined request, in order. Valid only if all earlier admissions succeed."""
+    """One for each examined request. A decision is valid only if earlier admissions succeed."""
     admissions: list[PlannedAdmission] = field(default_factory=list)
     """The admissions in `decisions`."""
     wait_reason: WaitReason | None = None
-    """Why the plan stopped before the last candidate. None if `has_old_hits` is true."""
+    """Why the plan stopped early. None if it did not, or if `has_old_hits` is true."""
     refused: PlannedAdmission | None = None
     """The admission of the first candidate, if the pool certainly has too few free blocks."""
     has_old_hits: bool = False

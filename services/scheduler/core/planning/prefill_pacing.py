@@ -24,9 +24,7 @@ class PrefillPacing:
         """Whether the last step that could admit prompts left requests waiting."""
 
     def defers_prefills(self, running: RunningRequests, *, throttled: bool) -> bool:
-        """Whether the next step schedules no prompts. `throttled` has the same effect as an
-        interval that has not passed.
-        """
+        """Whether the next step schedules no prompts, because of `throttled` or the interval."""
         is_too_soon = self._num_steps_between < self._interval - 1
         if self.left_waiting or not (throttled or is_too_soon):
             return False

@@ -262,7 +262,7 @@ class RunningScheduler:
         return transfers.defer_frees(self._state.policy.victim(self._running), in_flight)
 
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Ends the plan before a request. Later requests get no tokens either."""
+        """Ends the plan before `request`. This request and later requests get no tokens."""
         builder.unschedule_from(request)
         for later in self._running.between(self._running.index(request), len(self._running)):
             self._running.leave_fast_path(later)

@@ -108,7 +108,7 @@ class Transfers(Protocol):
     # When pool or workers are lost, or the connector is reset
 
     def forget(self) -> None:
-        """Resets the state, because pool and workers, and so all transfers, are lost."""
+        """Resets the state, because the pool, the workers and all transfers are lost."""
 
     def reset_cache(self) -> None:
         """Removes everything that the connector has stored. No request may hold blocks."""

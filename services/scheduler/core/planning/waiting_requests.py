@@ -117,7 +117,7 @@ class WaitingRequests:
         self._passed_without_blocks.clear()
 
     def release(self, requests: Iterable[Request]) -> None:
-        """Moves requests, whose blocks the caller frees, to the front of `waiting`."""
+        """Moves requests from `kv_waiting` to the front of `waiting`. The caller frees blocks."""
         for request in reversed(list(requests)):
             self.kv_waiting.remove(request)
             self._lost_blocks.pop(request, None)

@@ -59,7 +59,7 @@ class Recomputations:
         self._last_lost = last
 
     def ended(self, request: Request, observer: ProgramObserver) -> None:
-        """Reports the tokens that an ended turn computed again, and stores their number in it."""
+        """Reports the tokens that an ended turn computed again. Sets `num_recomputed_tokens`."""
         turn, is_lost = request.program_turn, request in self._lost
         assert turn is not None
         num_whole = turn.num_context_tokens // self._size * self._size

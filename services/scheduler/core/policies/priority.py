@@ -63,6 +63,6 @@ def _layout(count: int) -> list[int]:
 
 
 def _given_out(heap: list[Request]) -> list[Request]:
-    """The requests of a heap in the order in which they are popped. One may be misplaced."""
+    """The requests of a heap, in which one may be misplaced, in the order of being popped."""
     ranked = [(_rank(request), index, request) for index, request in enumerate(heap)]
     return [heappop(ranked)[2] for _ in heap]

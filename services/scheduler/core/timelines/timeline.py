@@ -37,7 +37,8 @@ class PhaseKind(Enum):
     QUEUE = "queue"
     """The request waits for its first admission."""
     PREFILL = "prefill"
-    """Tokens are computed until the next token can be sampled. Also after an interruption."""
+    """Tokens are computed until the next token can be sampled, at first or after an interruption.
+    """
     DECODE = "decode"
     """Output tokens are sampled."""
     PREEMPTED = "preempted"
@@ -97,7 +98,7 @@ class Interruption:
     """The kind of the phase that the interruption begins."""
     cause: str
     step: int | None = None
-    """Number of the step whose planning interrupted the request. None between steps."""
+    """Number of the step whose planning interrupted the request. None if no planning did."""
     preempted_for: str = ""
     """Id of the request that needed the blocks. Empty if missing blocks were not the cause."""
     num_lost_tokens: int = 0
@@ -117,7 +118,7 @@ class Phase:
     first_step: int = 0
     last_step: int = 0
     num_output_tokens: int = 0
-    """While the phase is open, the number of output tokens before it. Afterwards, in it."""
+    """Number of output tokens: before the phase while it is open, then in the phase."""
     totals: StepTotals = NO_STEPS
     """While the phase is open, the totals at its start. Afterwards, the sums over its steps."""
     behind: StepTotals = NO_STEPS
@@ -155,7 +156,7 @@ class Phase:
 
 
 class RequestTimes(NamedTuple):
-    """The parts of a request's total time. The first three are vLLM's. Their sum is the total."""
+    """The parts of a request's total time. The first three are vLLM's, and add up to it."""
 
     queue_nanos: int
     prefill_nanos: int

@@ -133,7 +133,7 @@ class KVEventLog:
             key = (group, parent)
 
     def _runs(self, keys: dict[_Key, None]) -> Iterator[BlockStored]:
-        """Yields one event for each chain of blocks of equal size, each the next one's parent."""
+        """Yields one event for each chain (each block is the next one's parent) of equal sizes."""
         run: list[_Key] = []
         for key in keys:
             if run and not self._follows(key, run[-1]):

@@ -106,8 +106,8 @@ class Recomputations:
         return wrong
 
     def take_orphaned(self, step: int) -> set[BlockId]:
-        """Called with the output of a step. Returns the blocks that requests have left since the
-        last call. Other requests may still use them.
+        """Called with the output of a step. Returns the wrong blocks that requests have freed since
+        the last call. Other requests may still use these blocks.
         """
         self._left = [left for left in self._left if left[0] >= step]
         orphaned, self._orphaned = self._orphaned, set()
