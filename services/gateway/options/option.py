@@ -1,4 +1,4 @@
-"""The interface through which an option takes part in requests and adds routes."""
+"""The interface through which an option extends the handling of requests and adds routes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Container, Iterator, Mapping, Sequence

@@ -85,8 +85,8 @@ class RedisJournal:
         return Appended.FENCED
 
     async def _is_last(self, append: Append) -> bool:
-        """Whether the log ends with exactly this entry. Then an earlier call, which seemed to fail,
-        has appended the entry.
+        """Whether the log ends with exactly this entry. If so, an earlier call has appended the
+        entry, although that call seemed to fail.
         """
         [found] = await self._execute([("XREVRANGE", _log(append.scope), "+", "-", "COUNT", 1)])
         return _entries(found) == [(append.position, append.value)]

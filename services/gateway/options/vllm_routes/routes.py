@@ -1,4 +1,4 @@
-"""All routes of the option."""
+"""All routes of the option `vllm_routes`."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar

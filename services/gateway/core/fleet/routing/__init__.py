@@ -1,6 +1,6 @@
-"""The routing policies. The table maps their names in the setting to their classes. A new policy is
-a module in this package and one line in the table. A policy of another package is named
-`package.module:Class`.
+"""The routing policies. The table POLICIES maps the names in the setting to the policies' classes.
+To add a policy, add a module to this package and one line to the table. A policy of another package
+is named `package.module:Class`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A text that arrives in pieces, and the operations with which formats read it."""
+"""A text that arrives in pieces, and the operations with which readers of formats read it."""
 
 import re
 from collections.abc import Callable, Generator

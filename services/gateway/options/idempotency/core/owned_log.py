@@ -1,4 +1,4 @@
-"""Writes the log of an answer that this gateway generates."""
+"""Writes the log from which other gateways can read an answer that this gateway generates."""
 
 from collections.abc import Callable
 

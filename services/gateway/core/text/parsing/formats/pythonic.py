@@ -1,4 +1,4 @@
-"""A call format that is a list of Python calls: Llama 3.2 and 4, ToolACE."""
+"""The call format of Llama 3.2, Llama 4 and ToolACE: a list of Python calls."""
 
 import ast
 import json
