@@ -26,8 +26,8 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 _MAY_END = (Taken.reason, OtherProtocol.reason)
-"""Reasons of refusals that may end: the process that owns the pool or the worker may exit, or a
-process with another protocol version may be replaced.
+"""A refusal with one of these reasons may end: the process that owns the pool or the worker may
+exit, or a process with another protocol version may be replaced.
 """
 
 

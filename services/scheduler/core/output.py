@@ -55,7 +55,7 @@ class WaitReason(Enum):
     ENCODER = "encoder"
     """The encoder has no budget or cache space in the step for the next item of the prompt."""
     OUTPUT_IN_FLIGHT = "output_in_flight"
-    """The request was preempted while a step was in flight. Its token has not arrived yet."""
+    """The request was preempted while a step in flight sampled its next token."""
 
 
 OWN_REASONS = frozenset(

@@ -154,9 +154,8 @@ class Request(ComputedTokens):
     row: int | None = None
     """The request's row in the workers' batch. None while it does not run."""
     awaited_step: int | None = None
-    """Number of the step whose output must arrive before the preempted request is admitted again.
-    This is the last step with its tokens that was in flight at the preemption. None if there was
-    none.
+    """Number of the step whose output must arrive before the preempted request is admitted again:
+    the last step with tokens of the request that was in flight at its preemption, or None.
     """
     num_cached_tokens: int | None = None
     """Number of cached tokens at the first admission of the request or its turn, or None."""

@@ -56,8 +56,8 @@ class PoolClient:
         address: str = "",
     ) -> None:
         """`recorder` is called with the changes of the prefix index. Without a recorder the pool
-        does not report changes. `address` is the address on which the pool listens, by which the
-        process of a pool on this machine is found.
+        does not report changes. `address` is the address on which the pool listens. It serves to
+        find the pool's process if the pool runs on this machine.
         """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
         """Called when the pool is lost outside a transaction."""
@@ -199,7 +199,7 @@ class PoolClient:
             call.cancel()
 
     def _call_ended(self, call: object) -> None:
-        """Probes the pool after its stream has ended between transactions. It may be lost."""
+        """Probes the pool after its stream has ended between transactions. The pool may be lost."""
         if call is self._call and not self._turns.locked():
             self._call = None
             self._probe = asyncio.create_task(self._probe_pool(), name="probe the pool")

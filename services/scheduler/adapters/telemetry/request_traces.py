@@ -112,7 +112,7 @@ class RequestTraces:
             self._sampled[turn] = sampled
 
     def keep(self, request_id: str, parent: SpanContext, unfinished: Iterable[Request]) -> None:
-        """Samples a request after its arrival. Its spans are recorded at its end, or at once."""
+        """Samples a request after its arrival. Records its spans at once if it has ended."""
         if not self._is_enabled:
             return
         for request in unfinished:

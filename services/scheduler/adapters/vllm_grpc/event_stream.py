@@ -80,8 +80,8 @@ class EventStream:
         return []
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
-        """Yields messages with all blocks that are published after the newest batch. Their sequence
-        numbers are consecutive, and the last is the number of the newest batch. There are at most
+        """Yields messages with all blocks that are published now. The sequence numbers of the
+        messages are consecutive and end with the number of the newest batch. There are at most
         `newest + 1` messages, so that no number is negative.
         """
         newest, stored = self.log.newest, self.log.snapshot()

@@ -42,7 +42,7 @@ class EncoderCacheManager:
 
     @property
     def used(self) -> Mapping[str, set[Request]]:
-        """Items in use, each with the requests that use it."""
+        """Maps each item in use to the requests that use its output."""
         return {identifier: users for identifier, users in self._users.items() if users}
 
     def copy(self) -> "EncoderCacheManager":

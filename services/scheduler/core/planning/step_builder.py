@@ -22,7 +22,7 @@ class PlannedSteps:
         """Number of the last step whose output was applied."""
 
     def add(self, plan: SchedulerOutput) -> None:
-        """Counts a planned step. It is in flight if it computes tokens."""
+        """Counts a planned step. The step is in flight if it computes tokens."""
         self.next_number += 1
         if plan.requests:
             self.in_flight.append(plan)
@@ -71,18 +71,19 @@ class WaitingPrefixes:
     """Results of looking up the prefixes of waiting requests in the pool and in a KV connector."""
 
     hits: dict[Request, int] = field(default_factory=dict)
-    """Number of cached tokens of each request, from its latest lookup."""
+    """Maps a request to its number of cached tokens, from its latest lookup."""
     external: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens after a request's hit that the connector loads."""
+    """Maps a request to the number of tokens after its hit that the connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """Number of tokens of each request that are cached for full-attention layers, even if they are
-    not cached for other layers. Empty if `config.hits_may_diverge` is false.
+    """Maps a request to its number of tokens that are cached for full-attention layers, even if
+    they are not cached for other layers. Empty if `config.hits_may_diverge` is false.
     """
     diverging: set[Request] = field(default_factory=set)
     """Requests whose entry in `hits` counts tokens that only full-attention layers have cached."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """Number of stored tokens of a request, if smaller than its computed tokens because steps of
-    its last turn are in flight. Sliding windows advance only to this token.
+    """Maps a request to its number of stored tokens. Contains only requests with fewer stored than
+    computed tokens, because steps of their last turn are in flight. Sliding windows advance only
+    past stored tokens.
     """
     published: set[BlockHash] = field(default_factory=set)
     """Hashes that admissions of this step publish. Later admissions of the step can hit them."""

@@ -34,7 +34,7 @@ class Transfers(Protocol):
     def is_moving(self) -> bool:
         """Whether a transfer is in progress, or blocks are to be freed at the end of a step."""
 
-    # While a step is planned
+    # Called while a step is planned
 
     def begin_step(self) -> None:
         """Called before a step is planned."""
@@ -71,7 +71,7 @@ class Transfers(Protocol):
     def planned(self, plan: SchedulerOutput) -> None:
         """Called when a step is fully planned. Adds the step's transfers to the plan."""
 
-    # When the blocks of a request are freed
+    # Called when the blocks of a request are freed
 
     def preempted(self, request: Request) -> None:
         """Records that the blocks of a request are freed because it was preempted."""
@@ -81,7 +81,7 @@ class Transfers(Protocol):
         them.
         """
 
-    # When the output of a step has arrived
+    # Called when the output of a step has arrived
 
     def take_failures(
         self,
@@ -105,7 +105,7 @@ class Transfers(Protocol):
         transfer uses them and no step in flight writes them.
         """
 
-    # When pool or workers are lost, or the connector is reset
+    # Called when the pool or the workers are lost, or the connector is reset
 
     def forget(self) -> None:
         """Resets the state, because the pool, the workers and all transfers are lost."""
@@ -113,7 +113,7 @@ class Transfers(Protocol):
     def reset_cache(self) -> None:
         """Removes everything that the connector has stored. No request may hold blocks."""
 
-    # For the step log
+    # Called by the step log
 
     def record_answers(self) -> None:
         """Records the results of the connector's calls from now on. Planning depends on them."""

@@ -50,7 +50,7 @@ class WaitingRequests:
 
     @property
     def ready(self) -> Iterator[Request]:
-        """The queued requests that were not skipped. They wait for resources."""
+        """The queued requests that were not skipped, and so wait for resources."""
         return (request for request in self.queued if request not in self.passed_over)
 
     @property

@@ -15,7 +15,7 @@ MAX_CHUNKS = 32
 
 
 class ReasonStart(NamedTuple):
-    """When a request begins to wait for a reason. The reason applies until the next start."""
+    """The time at which a request begins to wait for a reason, until the next ReasonStart."""
 
     start: int
     reason: str

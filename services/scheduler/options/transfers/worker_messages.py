@@ -24,9 +24,9 @@ class TierLoads(TransferMessages):
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._blocks: dict[int, frozenset[int]] = {}
-        """For each load in progress, maps its request to its blocks."""
+        """Maps each request with a load in progress to the blocks of the load."""
         self._reported: dict[int, set[str]] = {}
-        """For each load in progress, maps its request to the ranks that have reported its end."""
+        """Maps each request with a load in progress to the ranks that have reported the end."""
         self._invalid: dict[int, set[int]] = {}
         self._ended: list[int] = []
 

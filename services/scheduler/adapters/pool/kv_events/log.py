@@ -40,9 +40,9 @@ _Key = tuple[int, BlockHash]
 
 class KVEventLog:
     """Numbers batches from 0. Stores the last `num_batches` batches, or fewer batches if these
-    contain more than `max_blocks` blocks. Also stores all blocks that are published after the
-    newest batch. A reader passes the number of the batch that it needs next, and receives an error
-    if that batch was already dropped.
+    contain more than `max_blocks` blocks. Also stores which blocks are published now. A reader
+    passes the number of the batch that it needs next, and receives an error if that batch was
+    already dropped.
     """
 
     def __init__(

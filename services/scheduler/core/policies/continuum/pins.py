@@ -70,13 +70,13 @@ class Pins(NoRetention):
         self._follows_paper = follows_paper
         self._known = KnownPrograms(parts.config)
         self._programs: dict[Request, Program] = {}
-        """The programs of waiting and running requests."""
+        """Maps waiting and running requests to their programs."""
         self._undecided: dict[ContextId, EndedTurn] = {}
         """Ended turns whose tool is not known yet."""
         self._pinned: dict[RequestKey, EndedTurn] = {}
         self._pinned_of: dict[Program, list[EndedTurn]] = {}
         self._without_pin: dict[Request, float] = {}
-        """The arrival times of waiting requests whose known programs had no pin at that time."""
+        """Maps waiting requests whose known programs had no pin to their times of arrival."""
         self._first_deadline = math.inf
         """A lower bound on the deadlines of all pins."""
         self.version = 0
@@ -95,7 +95,7 @@ class Pins(NoRetention):
         program = self._programs.get(request)
         return math.inf if program is None else program.arrived
 
-    # Events of requests.
+    # Called when requests arrive, are admitted, or end.
 
     def check(self, request: Request) -> None:
         self._known.check(request)

@@ -82,7 +82,7 @@ class EndedPrograms:
             self._first.add(program)
 
     def presume(self, program: Program) -> None:
-        """Counts a paused program that has probably ended. It counts until it returns."""
+        """Counts a paused program that has probably ended, until the program returns."""
         if program in self._presumed:
             return
         self._presumed.add(program)

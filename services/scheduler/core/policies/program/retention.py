@@ -69,7 +69,7 @@ class ProgramRetention(NoRetention):
         self.worth = Worth(parts, self._contexts, self._ended)
         self._known = KnownPrograms(config)
         self._programs: dict[Request, Program] = {}
-        """The programs of waiting and running requests."""
+        """Maps waiting and running requests to their programs."""
         self._continued: dict[Request, Context] = {}
         """Maps waiting requests to the contexts that they continue."""
         self._dropped: list[ContextId] = []
@@ -80,7 +80,7 @@ class ProgramRetention(NoRetention):
         self._sent: Ranked | None = None
         """The order of contexts that was last sent to the pool."""
         self._max_retained: dict[bytes, int] = {}
-        """Maps tenants to limits on the blocks of their contexts. Others have no limit."""
+        """Maps tenants to limits on the blocks of their contexts. Other tenants have no limit."""
         self.observer = ProgramObserver()
         self._recomputations = Recomputations(self._size)
         self.num_retained_blocks = 0
@@ -91,7 +91,7 @@ class ProgramRetention(NoRetention):
         self.version = 0
         """Increases when the order of the queue may have changed."""
 
-    # Events of requests.
+    # Called when requests arrive, are admitted, or end.
 
     def check(self, request: Request) -> None:
         self._known.check(request)
@@ -212,7 +212,7 @@ class ProgramRetention(NoRetention):
         if ends and context.returned_at is None:
             self._end(context.program)
 
-    # Operations and outcomes of the pool.
+    # Called for the transactions with the pool.
 
     def note(self, outcome: Outcome) -> None:
         """Records how many blocks contexts still have, and how many other blocks are free."""

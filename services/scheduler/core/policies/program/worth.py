@@ -85,8 +85,9 @@ class Worth:
         self._num_recomputed += _RETURN_SMOOTHING * (num_recomputed - self._num_recomputed)
 
     def held_up(self, num_running: int, now: float) -> str:
-        """Called when the next request was not admitted only because contexts are kept. Its credit
-        grows while it waits. Returns a text for people: which context is kept, and why.
+        """Called when the next request was not admitted only because contexts are kept. The
+        request's credit grows while it waits, and lets it evict contexts later. Returns a text for
+        people: which context is kept, and why.
         """
         if self._held_up_since is None:
             self._why_held_up = self._explanation(num_running, now)

@@ -88,7 +88,7 @@ class Recomputations:
         return bool(self._ranges)
 
     def add(self, request: Request, num_computed: int) -> None:
-        """Records that a request was reset. It had `num_computed` computed tokens before."""
+        """Records that a request was reset. Before, it had `num_computed` computed tokens."""
         size = self._group.block_size
         _, end = self._ranges.get(request, (0, 0))
         self._ranges[request] = request.num_computed_tokens // size, max(end, num_computed // size)

@@ -48,14 +48,14 @@ class KVTransfers:
         """
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
-        """Block tables of the requests that hold blocks."""
+        """Maps the requests that hold blocks to their block tables."""
         self.reserved = ReservedBlocks(config, self._block_tables)
         self._loading: dict[RequestKey, Request] = {}
         """Requests that wait for a load. `promote` removes a request after its load."""
         self._begun: dict[RequestKey, tuple[float, int]] = {}
-        """For each load in progress, the time of its beginning and its number of tokens."""
+        """Maps each request with a load in progress to the load's start time and token count."""
         self._num_local: dict[Request, int] = {}
-        """Number of tokens in the local prefix hit of each request in `_loading`."""
+        """Maps the requests in `_loading` to the numbers of tokens in their local prefix hits."""
         self._finished_recving: set[Request] = set()
         """Requests whose load has ended, but for which `promote` was not called yet."""
         self.recomputations = Recomputations(config.all_groups[0], self._block_tables)
@@ -76,7 +76,7 @@ class KVTransfers:
         is_freeing = bool(self._leaving or self.deferred_frees)
         return is_freeing or not self._finished_recving.issuperset(self._loading.values())
 
-    # While a step is planned
+    # Called while a step is planned
 
     def begin_step(self) -> None:
         """Calls the connector with the blocks that earlier steps filled. A block whose tokens are
@@ -177,7 +177,7 @@ class KVTransfers:
         """Whether a request's blocks must not be freed yet, because steps in flight write them."""
         return self._config.fences_frees and any(request in plan.requests for plan in in_flight)
 
-    # When the blocks of a request are freed
+    # Called when the blocks of a request are freed
 
     def preempted(self, request: Request) -> None:
         if request in self._block_tables and request.key not in self._loading:
@@ -215,7 +215,7 @@ class KVTransfers:
         else:
             self._kv_cache_manager.release(request, request.context)
 
-    # When the output of a step has arrived
+    # Called when the output of a step has arrived
 
     def take_failures(
         self,

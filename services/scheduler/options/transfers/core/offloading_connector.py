@@ -63,9 +63,9 @@ class OffloadingConnector(KVConnector):
         ]
         self._windows = [number for number in range(len(groups)) if number not in self._full]
         self._num_stored: dict[Request, int] = {}
-        """Number of leading blocks of each request that were already considered for storing."""
+        """Maps a request to the number of its leading blocks that were considered for storing."""
         self._num_asked: dict[Request, int] = {}
-        """Number of tokens after a waiting request's local prefix hit, at the last query."""
+        """Maps a waiting request to its number of tokens after its local prefix hit."""
         self._stores: dict[kv_transfer.TierBlockId, kv_transfer.BlockTransfer] = {}
         """Copies to the tier that the next step begins. If a tier block is assigned to another key
         before this step, only the last copy to the tier block remains.
