@@ -1,4 +1,4 @@
-"""The scheduler as a separate process, with pool and workers in the test's process."""
+"""The scheduler as a separate process. The pool and the worker run in the test's process."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(slots=True)
 class SchedulerProcess:
-    """`python -m services.scheduler`."""
+    """A process of `python -m services.scheduler`."""
 
     process: asyncio.subprocess.Process
     errors: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class SchedulerProcess:
         return cls(process)
 
     async def wait(self) -> int:
-        """Waits until the process has ended by itself. Returns its exit status."""
+        """Waits until the process ends by itself. Returns its exit status."""
         async with asyncio.timeout(SECONDS):
             _, errors = await self.process.communicate()
         self.errors += errors.decode().splitlines()
@@ -49,7 +49,7 @@ class SchedulerProcess:
         return self.process.returncode
 
     async def close(self) -> None:
-        """Ends the process in any state."""
+        """Kills the process if it still runs."""
         if self.process.returncode is None:
             self.process.kill()
             await self.wait()
@@ -57,7 +57,7 @@ class SchedulerProcess:
 
 @dataclass(slots=True)
 class Running:
-    """A running scheduler process."""
+    """A running scheduler process, and a stub for its address."""
 
     scheduler: SchedulerProcess
     stub: scheduler_pb2_grpc.SchedulerStub
@@ -68,7 +68,7 @@ class Running:
 async def running_scheduler(
     *flags: str, worker: FakeWorker | None = None, pool: Pool | None = None, **environ: Any
 ) -> AsyncIterator[Running]:
-    """Starts the process and its peers, and waits until it serves."""
+    """Starts a pool, a worker and the scheduler process, and waits until the scheduler serves."""
     worker, pool = worker or FakeWorker(), pool or Pool()
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="sw"))

@@ -1,6 +1,5 @@
-"""A running replica. Scheduler and pool are real, and the workers can be chosen.
-
-By default the workers have no model.
+"""A running replica: a real scheduler and pool, and workers that the test chooses. The default is a
+worker without a model.
 """
 
 import asyncio
@@ -51,7 +50,7 @@ def add_request(handle: int, prompt: Sequence[int], **fields: Any) -> scheduler_
 
 @dataclass(slots=True)
 class Heard:
-    """The data that a session received for one request."""
+    """The data that a gateway's session received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None
@@ -61,7 +60,7 @@ class Heard:
 
 
 class Gateway:
-    """The gateway's side of a session."""
+    """The gateway's side of a session with a scheduler."""
 
     def __init__(self, stub: scheduler_pb2_grpc.SchedulerStub) -> None:
         self.call = stub.Session()
@@ -71,7 +70,7 @@ class Gateway:
         self.loads: list[scheduler_pb2.ReplicaLoad] = []
         self.heard: dict[int, Heard] = {}
         self._admitted: set[int] = set()
-        """Handles of the requests whose admission was received in their current turn."""
+        """Handles of the requests that were admitted in their current turn."""
         self.error: Exception | None = None
         self._num_sent = self._num_received = 0
         self.taken = 0, 0
@@ -86,7 +85,7 @@ class Gateway:
     async def open(
         self, gateway_id: str = "gateway", release: common_pb2.Release | None = None
     ) -> scheduler_pb2.SessionOpened:
-        """Opens the session. Returns the replica's description."""
+        """Opens the session. Returns the scheduler's answer, which describes the replica."""
         hello = scheduler_pb2.OpenSession(gateway_id=gateway_id, release=release or own_release())
         await self.say(open=hello)
         await self.until(lambda: self.opened is not None)
@@ -108,7 +107,7 @@ class Gateway:
     async def add_chunk(
         self, handle: int, num_tokens: int, chunk: Sequence[int], **fields: Any
     ) -> None:
-        """Sends further input of a session that has `num_tokens`."""
+        """Sends further input to a client's session that has `num_tokens` tokens."""
         defaults = {
             "request_id": f"request-{handle}",
             "token_ids": pack_token_ids(chunk),
@@ -118,7 +117,7 @@ class Gateway:
         await self.say(chunk=scheduler_pb2.AddChunk(handle=handle, **defaults | fields))
 
     async def until_turn(self, handle: int, count: int = 1) -> list[int]:
-        """Waits until `count` turns of a session have ended. Returns all tokens of the session."""
+        """Waits until `count` turns of a client's session have ended. Returns all output tokens."""
         heard = self.heard[handle]
         await self.until(lambda: len(heard.turns) >= count)
         assert heard.finished is None
@@ -129,14 +128,14 @@ class Gateway:
         await self.say(abort=scheduler_pb2.AbortRequests(handles=handles))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition that received messages can make true."""
+        """Waits for a condition, which is checked after each received message."""
         async with asyncio.timeout(SECONDS):
             while not condition():
                 self._news.clear()
                 await self._news.wait()
 
     async def until_tokens(self, handle: int, count: int) -> None:
-        """Waits until a request has at least `count` tokens."""
+        """Waits until at least `count` output tokens of a request were received."""
         await self.until(lambda: len(self.heard[handle].tokens) >= count)
 
     async def finish(self, *handles: int) -> None:
@@ -216,7 +215,7 @@ class Worker(Protocol):
 
 
 class Pool:
-    """The pool service at a fixed address. It can be stopped and restarted."""
+    """The pool service. It can be stopped, and restarted at the same address."""
 
     def __init__(self, exporter: Any = None) -> None:
         self._exporter = exporter
@@ -224,7 +223,7 @@ class Pool:
         self._service: PoolService | None = None
 
     async def start(self) -> str:
-        """Starts to serve, at the previous address if there is one. Returns the address."""
+        """Starts to serve, after a stop at the previous address. Returns the address."""
         tracing = configure_tracing("kvpool", "", 1.0, exporter=self._exporter)
         settings = KVPoolSettings(address=self._address, drain_seconds=0.0)
         self._service = PoolService(settings, tracing)
@@ -238,7 +237,7 @@ class Pool:
             await service.drain()
 
     async def stats(self) -> kvpool_pb2.PoolStats:
-        """The statistics of the only pool, from its service."""
+        """The statistics of the service's only pool."""
         async with open_channel(self._address) as channel:
             answer = await kvpool_pb2_grpc.KVPoolStub(channel).GetStats(
                 kvpool_pb2.GetStatsRequest()
@@ -271,7 +270,7 @@ class Replica:
 
     @property
     def pool_link(self) -> CuttableProxy:
-        """The proxy between scheduler and pool."""
+        """The proxy between scheduler and pool, if the replica was started with `cuttable`."""
         assert self.link is not None
         return self.link
 
@@ -287,8 +286,9 @@ class Replica:
 
     @asynccontextmanager
     async def planning_together(self, num_requests: int) -> AsyncIterator[None]:
-        """Makes sure that `num_requests` requests that are sent in the `async with` block are all
-        queued when the next step is planned. No request may run before. The worker stays blocked.
+        """Pauses the scheduler until the `num_requests` requests that the `async with` block sends
+        are all queued, so that the next step can admit them together. No request may run before.
+        The worker stays blocked.
         """
         self.worker.going.clear()
         await self.admin.Pause(
@@ -312,9 +312,7 @@ class Replica:
 async def serving_replica(
     *workers: Worker, pool: Pool | None = None, cuttable: bool = False, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """Starts all parts. If `cuttable` is true, the scheduler reaches the pool through a proxy that
-    can be cut.
-    """
+    """Starts a replica. With `cuttable`, a proxy between scheduler and pool can be cut."""
     ranks = list(workers) or [FakeWorker()]
     pool = pool or Pool()
     async with AsyncExitStack() as stack:
@@ -370,9 +368,7 @@ async def gateway_of(replica: Replica) -> AsyncIterator[Gateway]:
 async def until_serving(
     channel: grpc.aio.Channel, serving: asyncio.Task[None] | None = None
 ) -> None:
-    """Waits until the health check reports SERVING. If the server has ended instead, its error is
-    raised.
-    """
+    """Waits until the health check reports SERVING. Raises the server's error if it has ended."""
     health = health_pb2_grpc.HealthStub(channel)
     async with asyncio.timeout(SECONDS):
         while True:

@@ -1,4 +1,4 @@
-"""An example of a scheduling policy. Adding it also needs one line in the table of policies."""
+"""An example of a scheduling policy. To add it takes one more line, in the table of policies."""
 
 from bisect import insort
 
@@ -8,13 +8,13 @@ from services.scheduler.core.request import Request
 
 
 class ShortestPromptFirstPolicy:
-    """Admits the shortest prompt first, and preempts the request with the longest."""
+    """Admits the shortest prompt first, and preempts the request with the longest prompt."""
 
     uses_priority = False
     retention = None
 
     def __init__(self, _parts: PolicyParts) -> None:
-        """Needs nothing of the scheduler."""
+        """Uses none of the scheduler's parts."""
 
     def create_request_queue(self) -> RequestQueue:
         return ShortestPromptFirstQueue()

@@ -1,4 +1,4 @@
-"""An OTLP collector that stores the received spans, in one format for all services."""
+"""An OTLP collector that stores received spans, in the same form as `seen` those of an exporter."""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,13 +23,13 @@ class Seen:
     start_unix_nanos: int
     end_unix_nanos: int
     links: tuple[int, ...] = ()
-    """Span ids."""
+    """The ids of linked spans."""
     attributes: dict[str, Any] = field(default_factory=dict)
     events: tuple[str, ...] = ()
 
 
 class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Serves from its own thread, so that an exporter may block its caller."""
+    """Serves from a thread of its own, because exporters may block the test's thread."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
@@ -58,7 +58,7 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def seen(spans: Iterable[ReadableSpan]) -> list[Seen]:
-    """The finished spans of an exporter in this process."""
+    """The finished spans of an in-memory exporter."""
     return [
         Seen(
             span.name,

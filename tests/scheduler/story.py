@@ -1,4 +1,4 @@
-"""Helpers for the scheduler's worked examples. They name requests, and record each step."""
+"""Helpers for worked examples of scheduling. Requests have names, and each step is recorded."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ BLOCK_SIZE = 4
 
 
 def prompt(num_tokens: int, first: int = 100) -> list[int]:
-    """A prompt of consecutive tokens. Prompts with different `first` have no common block."""
+    """A prompt of consecutive token ids. Prompts with different `first` share no block."""
     return [(first + offset) % 1000 for offset in range(num_tokens)]
 
 
@@ -33,8 +33,8 @@ class StepRecord:
     start: dict[str, int]
     """Number of computed tokens of each request before the step."""
     blocks: dict[str, list[int]]
-    """Blocks in the first group: the full table of each admitted request, and the new blocks of
-    each other request.
+    """Blocks of the first KV-cache group: the whole block table of an admitted request, and the new
+    blocks of any other request.
     """
     new: list[str]
     resumed: list[str]
@@ -43,11 +43,11 @@ class StepRecord:
     """Blocks that are zeroed before the step."""
     round_trips: int
     tokens: dict[str, list[int]]
-    """Sampled tokens of the requests that sampled or ended."""
+    """The sampled tokens of each request that sampled or ended."""
 
 
 class Story:
-    """A scheduler over the real pool core, with requests by name. `through` wraps the pool."""
+    """A scheduler with the real core of the KV pool, which `through` may wrap."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Story:
         min_tokens: int = 0,
         **fields: Any,
     ) -> Request:
-        """Adds a request to the queue."""
+        """Adds a request to the queue. `fields` are further fields of `Request`."""
         self._num_requests += 1
         fields = {"num_prompt_tokens": len(token_ids), "arrival_time": self._num_requests} | fields
         request = Request(
@@ -106,10 +106,8 @@ class Story:
     async def step(
         self, meanwhile: Callable[[SchedulerOutput], None] = lambda _: None
     ) -> StepRecord:
-        """Plans a step and runs it. The pool's invariants are checked after each step.
-
-        The processed output is the step's own, or with asynchronous scheduling the previous step's.
-        `meanwhile` runs after the planning and before the output is processed.
+        """Plans a step, calls `meanwhile` with the plan, and processes the output of the step, or
+        with asynchronous scheduling of the previous step. Checks the pool's invariants.
         """
         before = self.pool.num_transactions
         plan = await self.scheduler.schedule()
@@ -140,9 +138,7 @@ class Story:
         )
 
     def take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, list[int]]:
-        """Processes the output of a plan. Returns the tokens of the requests that sampled or
-        ended.
-        """
+        """Processes the output of a plan. Returns the tokens of requests that sampled or ended."""
         updates = self.scheduler.update_from_output(plan, output)
         return {update.request.request_id: list(update.token_ids) for update in updates}
 
@@ -152,9 +148,7 @@ class Story:
             self.take_in(*self._in_flight.popleft())
 
     def lose(self) -> None:
-        """Drops the pool, the workers and the steps in flight. Empty ones replace pool
-        and workers.
-        """
+        """Replaces pool and workers by empty ones, and drops the steps in flight."""
         self._in_flight.clear()
         self.scheduler.forget_pool()
         self.pool.core = PoolCore(self.pool.core.config)
@@ -165,7 +159,7 @@ class Story:
         return [await self.step() for _ in range(count)]
 
     async def run(self, max_steps: int = 1000) -> list[StepRecord]:
-        """Runs steps until there is nothing left to do or to send to pool and workers."""
+        """Runs steps until nothing is left to compute, and to send to pool and workers."""
         told = []
         while self.has_work:
             told.append(await self.step())
@@ -180,7 +174,7 @@ class Story:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would have work, or is still in flight."""
+        """Whether the next step would have work, or a step is in flight."""
         return bool(self._in_flight) or self.scheduler.has_work
 
     @property

@@ -10,7 +10,7 @@ from tests.scheduler.fakes import FakeExecutor
 
 @dataclass(slots=True)
 class TimedStep:
-    """A step, with its times of arrival, start and end."""
+    """A step, with its times of arrival, start and end by the event loop's clock."""
 
     plan: SchedulerOutput
     arrived: float
@@ -32,12 +32,12 @@ class TimedExecutor(FakeExecutor):
         self.hold()
         self.step_seconds = step_seconds
         self.measures = True
-        """Whether the workers report how early each step arrived."""
+        """Whether the workers report how early each step arrived (`slack_seconds`)."""
         self.steps: list[TimedStep] = []
 
     @property
     def gaps(self) -> list[float]:
-        """The idle time before each step except the first."""
+        """The workers' idle time before each step except the first."""
         return [after.began - before.ended for before, after in pairwise(self.steps)]
 
     @property

@@ -1,6 +1,4 @@
-"""A worker without a model whose steps take a given time. It measures times as a real
-worker does.
-"""
+"""A worker without a model whose steps take a given time, and which reports measured times."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Stories whose steps the tracer observes, with a clock that the test advances."""
+"""Worked examples of scheduling with traces, and a clock that the test advances."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SECOND = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span in a waterfall: its start and end in seconds, and its child spans."""
+    """A span as a bar of a waterfall: start and end in seconds, and child spans."""
 
     name: str
     start: float
@@ -28,8 +28,8 @@ class Bar:
 
 
 class TracedStory(Story):
-    """A story with its own clock. Planning takes no time. A step takes one second by default, of
-    which the workers compute nine tenths.
+    """A story whose steps a `StepTracer` observes. Planning takes no time. A step takes one second
+    by default, of which the workers compute for nine tenths.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class TracedStory(Story):
         return plan
 
     def complete(self, plan: SchedulerOutput, seconds: float = 1.0) -> None:
-        """Advances the clock by a step's time and processes its output."""
+        """Advances the clock by the time of a step and processes its output."""
         self.wait(seconds)
         output = self.model.run_plan(plan)
         timed = ModelRunnerOutput(output.token_ids, execute_nanos=round(0.9 * seconds * SECOND))
@@ -87,7 +87,7 @@ class TracedStory(Story):
         return plan
 
     async def to_the_end(self) -> None:
-        """Runs steps until there are no more requests."""
+        """Runs steps until all requests have ended."""
         while self.scheduler.requests:
             await self.watched_step()
 

@@ -1,4 +1,4 @@
-"""Deadlines of steps and transactions."""
+"""The deadlines of steps and of pool transactions."""
 
 from services.scheduler.core.engine.deadlines import Deadlines
 

@@ -1,5 +1,5 @@
-"""The engine's loop. Requests are added and tokens are delivered, in spite of pauses, aborts and
-losses.
+"""The loop of the scheduler's engine: requests are added, and tokens are delivered, in spite of
+pauses, aborts, and losses of pool or workers.
 """
 
 import asyncio

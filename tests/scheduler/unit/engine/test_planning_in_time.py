@@ -1,5 +1,5 @@
-"""The engine's loop plans steps shortly before the running step ends. The workers' steps take 30 ms
-of virtual time.
+"""The engine's loop plans each step shortly before the running step ends. The workers' steps take
+30 ms of virtual time.
 """
 
 import asyncio
@@ -22,9 +22,7 @@ T = TypeVar("T")
 
 
 def tell(story: Callable[[Bench], Awaitable[T]], *, measures: bool = True) -> T:
-    """Runs `story` with an engine in which a request decodes. The story begins in the middle of a
-    step.
-    """
+    """Runs `story` with an engine in which request a decodes, from the middle of a step on."""
 
     async def begin() -> T:
         bench = Bench(async_scheduling=True, step_seconds=STEP_SECONDS)
@@ -42,9 +40,7 @@ def tell(story: Callable[[Bench], Awaitable[T]], *, measures: bool = True) -> T:
 def test_a_request_that_comes_in_the_middle_of_a_step_is_part_of_the_next(
     *, measures: bool, steps_later: int
 ) -> None:
-    """Without the workers' measurements, the next step is already planned when the request
-    arrives.
-    """
+    """Without measurements by the workers, the next step is already planned at that time."""
 
     async def story(bench: Bench) -> None:
         num_begun = bench.timed.num_begun

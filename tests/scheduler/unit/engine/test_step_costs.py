@@ -15,7 +15,7 @@ EACH_STEP, EACH_DECODE, EACH_TOKEN = 5e-3, 2e-4, 3e-5
 
 
 def observe(costs: StepCosts, num_requests: int, num_prompt_tokens: int) -> None:
-    """Observes a step whose duration follows the cost model above."""
+    """Observes a step whose duration is the sum of the costs above."""
     seconds = EACH_STEP + EACH_DECODE * num_requests + EACH_TOKEN * num_prompt_tokens
     costs.observe(num_requests, num_requests + num_prompt_tokens, seconds)
 
@@ -32,7 +32,7 @@ def test_nothing_is_known_before_some_steps_of_each_kind() -> None:
 
 
 def test_steps_without_requests_tell_nothing() -> None:
-    """Such steps only report transfers of keys and values."""
+    """Steps without requests only report transfers of keys and values."""
     costs = StepCosts()
     for _ in range(2 * MIN_STEPS):
         costs.observe(0, 0, 1e-3)
@@ -103,7 +103,7 @@ def test_a_step_that_took_less_with_more_requests_costs_nothing_for_each() -> No
 
 
 def test_costs_are_the_same_with_every_version_of_python() -> None:
-    """Since Python 3.12 `sum` of ten times 0.1 is 1.0, and before it was 0.9999999999999999."""
+    """`sum([0.1] * 10)` is 1.0 since Python 3.12, and 0.9999999999999999 in older versions."""
     costs = StepCosts()
     for _ in range(10):
         costs.observe(1, 17, 0.1)

@@ -1,4 +1,4 @@
-"""Tests which deltas a session writes at once, and which are left to its task."""
+"""Deltas for gateways. A session writes some at once, and its task writes the others later."""
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -37,7 +37,7 @@ async def test_tokens_are_written_at_once_unless_something_precedes_or_follows_t
 
     writer.can_write = False  # the gateway reads slowly
     deliver(session, 3)
-    writer.can_write = True  # but the session's task has not taken these tokens
+    writer.can_write = True  # the session's task has not taken the tokens of step 3 yet
     deliver(session, 4)
     assert list(outbox.take().token_ids) == [3, 4]
 
@@ -46,7 +46,7 @@ async def test_tokens_are_written_at_once_unless_something_precedes_or_follows_t
     assert outbox.take_announced() is not None
     assert list(outbox.take().token_ids) == [5]
 
-    outbox.wake()  # for example to end the session
+    outbox.wake()  # as when the session is to end
     deliver(session, 6)
     assert list(outbox.take().token_ids) == [6]
 

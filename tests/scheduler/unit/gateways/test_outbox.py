@@ -1,4 +1,4 @@
-"""Messages to gateways. Tests which deltas are collected, and which are sent only once."""
+"""The outbox of a gateway's session: the deltas of steps are merged until they are sent, once."""
 
 import asyncio
 
@@ -46,7 +46,7 @@ def update(
     start: int = 0,
     is_first: bool = False,
 ) -> EngineCoreOutputs:
-    """The outputs of a step. `logprobs` belong to the first request."""
+    """The outputs of a step. `logprobs` are those of the first request."""
     new = requests if is_first else []
     starts = [start] * len(requests)
     plan = SchedulerOutput(
@@ -112,7 +112,7 @@ async def test_the_reader_can_be_woken_without_deltas() -> None:
 @pytest.mark.parametrize("reason", FinishReason)
 async def test_every_end_has_its_reason_on_the_wire(reason: FinishReason) -> None:
     outbox, request = Outbox(), make_request()
-    if reason in CLIENT_ERRORS:  # these reasons have a message
+    if reason in CLIENT_ERRORS:  # these reasons are sent with a message
         request.fail("what is at fault", reason)
     else:
         request.finish(reason)
@@ -215,8 +215,8 @@ def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.
 async def ranks_told(
     sessions: Sessions, session: GatewaySession, request: Request, *chunks: tuple[int, int]
 ) -> list[int]:
-    """The rows that are sent when the prompt is computed in these chunks (start, number of
-    tokens).
+    """The ranks in the rows that are sent for the prompt, which is computed in `chunks` (pairs of
+    start and number of tokens).
     """
     for start, count in chunks:
         rows = prompt_rows(start + 1, count)
@@ -276,7 +276,7 @@ async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messa
     sessions.own(session, 1, request)
 
     def announced() -> list[bool]:
-        """For each of four calls, whether there was something to take after it."""
+        """For each of four calls of `announce_to_quiet`: whether it left a message to be sent."""
         taken = []
         for _ in range(4):
             sessions.announce_to_quiet()
@@ -291,7 +291,7 @@ async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messa
 
 
 def taken_alone(session: GatewaySession) -> list[str | None]:
-    """The kinds of all messages that must be sent without deltas."""
+    """Takes the messages that are sent without deltas. Returns their kinds."""
     kinds = []
     while (response := session.outbox.take_announced()) is not None:
         kinds.append(response.WhichOneof("message"))

@@ -1,6 +1,4 @@
-"""Requests that wait for a reason that concerns no other request are skipped. They keep their
-position in the queue.
-"""
+"""Requests that wait for an adapter or a grammar are skipped, and keep their queue positions."""
 
 from dataclasses import replace
 from hashlib import sha256

@@ -1,4 +1,4 @@
-"""Only one step in each interval contains prompts. The steps between two such steps only decode."""
+"""Steps that compute prompts: at most one in each interval, or none during a pause."""
 
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.sampling import SamplingParams

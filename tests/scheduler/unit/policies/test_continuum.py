@@ -1,4 +1,4 @@
-"""The policies `continuum-fixed` and `continuum-ttl`, each behavior as an example."""
+"""The policies `continuum-fixed` and `continuum-ttl`, which pin the blocks of an ended turn."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from tests.scheduler.story import Story, prompt
 
 FIXED, TTL = "continuum-fixed", "continuum-ttl"
 POOL = 41
-"""40 blocks of four tokens."""
+"""The number of blocks of four tokens, of which one is the null block."""
 
 
 class Agents:
-    """Programs on a scheduler whose clock only this class moves."""
+    """Runs turns of agents' programs on a scheduler whose clock the test sets."""
 
     def __init__(self, policy: str = FIXED, **config: Any) -> None:
         self.story = Story(policy=policy, **{"num_blocks": POOL, "max_model_len": 160} | config)
@@ -31,7 +31,7 @@ class Agents:
     async def turn(
         self, first: int = 100, num_tokens: int = 31, after: Request | None = None, **fields: Any
     ) -> Request:
-        """Runs one request of a program to its end, or the next turn `after` another request."""
+        """Runs a request to its end: the first turn of a program, or the next turn `after` one."""
         token_ids = prompt(num_tokens, first)
         if after is not None:
             token_ids = [*after.token_ids, *prompt(4, first)]
@@ -41,7 +41,7 @@ class Agents:
         return request
 
     def tool(self, request: Request, tool: str = "sed", *, ends: bool = False) -> None:
-        """The tool that follows a turn is known, or that it was the last turn of its program."""
+        """Reports the tool that a turn calls, or that the turn is the last one of its program."""
         assert request.context is not None
         self.story.scheduler.end_turn(request.context, tool, ends=ends)
 
@@ -51,12 +51,12 @@ class Agents:
         return request
 
     async def at(self, now: float) -> None:
-        """Plans a step at a time."""
+        """Sets the clock to `now` and runs a step."""
         self.now = now
         await self.story.step()
 
     def holds(self, request: Request) -> bool:
-        """Whether a request that has ended has blocks in the pool."""
+        """Whether an ended request still has blocks in the pool."""
         has_blocks = any(self.story.pool.core.block_tables(request.key))
         assert has_blocks == (request.key in self.pins.held)
         return has_blocks
@@ -148,7 +148,7 @@ async def test_until_the_tool_is_known_blocks_are_kept_for_half_a_second_at_most
     assert agents.holds(request)
     await agents.at(0.5)
     assert not agents.holds(request)
-    agents.tool(request)  # too late
+    agents.tool(request)  # too late, the blocks are free
     await agents.at(0.6)
     assert not agents.holds(request)
 
@@ -243,7 +243,7 @@ async def test_requests_without_a_program_come_last() -> None:
 
 
 async def running(agents: Agents, *programs: Request | int, max_tokens: int = 80) -> list[Request]:
-    """Starts requests that continue programs, or new ones."""
+    """Starts requests. A `Request` in `programs` is continued, and an int begins a new program."""
     requests = []
     for number, one in enumerate(programs):
         token_ids = prompt(8, one) if isinstance(one, int) else [*one.token_ids, 7]
@@ -310,7 +310,9 @@ async def test_turns_whose_tool_is_not_known_are_given_up_before_pins() -> None:
 
 
 async def test_a_victim_that_the_step_has_scheduled_leaves_it() -> None:
-    """The published code counts its tokens, and has more requests in the step than it runs."""
+    """Continuum's published code leaves the victim in the step, which then has more requests than
+    are running.
+    """
     agents = Agents(num_blocks=21)
     pinned = await agents.pinned(100, num_tokens=15)
     await running(agents, 500, pinned, 700)
@@ -357,11 +359,11 @@ async def test_the_programs_that_are_known_are_bounded(policy: str) -> None:
     assert len(agents.pins.held) == len(agents.pins._pinned_of) == 1
 
 
-# The paper's policy
+# The policy of the paper, continuum-ttl
 
 
 def slow_prompts(agents: Agents) -> Agents:
-    """Makes a token of a prompt take a second."""
+    """Makes the estimated cost of a prompt token one second."""
     for number in range(1, 20):
         agents.story.scheduler.step_costs.observe(number, number, 0.001)
         agents.story.scheduler.step_costs.observe(1, 101, 100.0)
@@ -372,7 +374,7 @@ async def test_a_pin_ends_with_the_admission_of_the_next_turn() -> None:
     agents = slow_prompts(Agents(TTL, num_blocks=101))
     pinned = await agents.pinned()
     await agents.at(3.3)
-    assert agents.holds(pinned)  # for ln 32 = 3.5 s
+    assert agents.holds(pinned)  # the pin lasts for ln 32 = 3.5 s
     (following,) = await running(agents, pinned)
     await agents.story.step()
     assert following.num_cached_tokens == 32

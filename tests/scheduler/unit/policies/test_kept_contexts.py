@@ -1,4 +1,4 @@
-"""Contexts that clients wish to keep for some time."""
+"""The policy `program` keeps a context longer if its client wishes so (`keep_seconds`)."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def value(agents: Agents) -> float:
 
 
 async def paused(keep_seconds: int) -> Agents:
-    """A context in a pool of 20 blocks, of a tool that takes a second, when its pause begins."""
+    """A program at the beginning of a pause, in a pool of 20 blocks. Pauses take one second."""
     agents = Agents(num_blocks=21)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", 1.0)
@@ -26,7 +26,7 @@ async def paused(keep_seconds: int) -> Agents:
 
 
 async def test_a_wish_keeps_half_of_the_value_until_its_time_has_passed() -> None:
-    """The program has no id. Nobody has returned after more than a second."""
+    """The program has no id. No earlier pause was longer than a second."""
     agents, other = await paused(300), await paused(0)
     first = value(agents)
     assert first == value(other)
@@ -34,7 +34,7 @@ async def test_a_wish_keeps_half_of_the_value_until_its_time_has_passed() -> Non
         agents.now = other.now = now
         without_wish, kept_value = value(other), value(agents)
         assert without_wish < 0.02 * first
-        # The pause itself, which is the longest so far, lowers the value of new pauses a little.
+        # The pause of this context is the longest so far, and lowers the value a little.
         half = agents.retention.worth.pauses.index(b"", "", 0.0) / 2
         assert half == pytest.approx(first / 2, rel=0.1)
         assert kept_value == (half if is_kept else without_wish)
@@ -47,7 +47,7 @@ async def test_a_wish_does_not_lower_a_value() -> None:
 
 
 async def test_a_wish_promises_nothing() -> None:
-    """If nothing else runs, a request takes the blocks of all contexts."""
+    """If nothing else runs, a request may use the blocks of all contexts."""
     agents = await paused(3600)
     await agents.turn("large", prompt(70, first=600), max_tokens=2)
     (before, _) = agents.retention._contexts.values()

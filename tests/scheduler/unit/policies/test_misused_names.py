@@ -1,6 +1,4 @@
-"""One tenant's clients name programs wrongly. Programs of another tenant end as soon as without
-names.
-"""
+"""A tenant whose clients name programs wrongly does not slow down the programs of other tenants."""
 
 from collections.abc import Callable
 from itertools import count
@@ -15,12 +13,12 @@ from tests.scheduler.story import prompt
 
 NUM_PROGRAMS, NUM_TURNS, TOOL_SECONDS = 8, 6, 0.1
 Naming = Callable[[int, int], DeclaredProgram | None]
-"""The name that a client gives a turn: by the program's number and the turn's number."""
+"""Maps the numbers of a program and of its turn to the name that the client sends."""
 
 
 async def mean_end(naming: Naming) -> float:
-    """When the programs of a well-behaved tenant end, beside as many of a tenant with a naming.
-    The pool has blocks for about half of their contexts.
+    """The mean time at which the programs of a tenant end, beside equally many programs of a tenant
+    that names them by `naming`. The pool has blocks for about half of all contexts.
     """
     agents = Agents(num_blocks=81, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
     names, ends = count(), list[float]()

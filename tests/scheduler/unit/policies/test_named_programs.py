@@ -1,4 +1,4 @@
-"""Programs that clients name, their children, and the bounds of what is remembered."""
+"""Programs that clients name, their child programs, and the limits on the stored programs."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def program_of(agents: Agents, name: str) -> Program:
 
 
 async def test_a_named_program_goes_on_with_a_context_that_begins_differently() -> None:
-    """The client shortened the conversation. The old context is worth nothing any more."""
+    """The client has shortened the conversation, and the old context is dropped."""
     agents = Agents()
     job = DeclaredProgram("job")
     await agents.turn("one", prompt(16), program=job)
@@ -49,7 +49,7 @@ async def test_a_name_counts_within_tenant_adapter_and_salt() -> None:
 
 
 async def test_a_prompt_continues_the_context_of_the_program_that_it_names() -> None:
-    """Both programs have contexts with which the prompt begins."""
+    """The prompt begins with the contexts of both programs."""
     agents = Agents()
     own = await agents.turn("one", prompt(16), program=DeclaredProgram("own"))
     context = [*own, *prompt(20, first=700)]
@@ -83,7 +83,7 @@ async def test_a_prompt_without_a_name_continues_a_named_program() -> None:
 
 
 async def test_an_answer_that_is_written_in_another_way_is_continued() -> None:
-    """As by templates that leave reasoning out of earlier answers."""
+    """For example, a chat template leaves reasoning out of earlier answers."""
     agents = Agents()
     await agents.turn("one", prompt(18), max_tokens=12)
     (context,) = agents.retention._contexts.values()
@@ -221,7 +221,7 @@ def test_the_longest_idle_program_is_forgotten() -> None:
 
 
 def test_what_is_remembered_of_tools_and_applications_is_bounded() -> None:
-    """A client that names another tool each time, and begins each prompt differently."""
+    """A client names another tool each time, and begins each prompt differently."""
     statistics, ended = PauseStatistics(), EndedPrograms()
     for number in range(3000):
         statistics.ended(b"", f"tool {number}", 1.0)

@@ -24,7 +24,9 @@ TOOL_SECONDS = 1.0
 
 
 def index_by_definition(seconds: list[float], age: float) -> float:
-    """The largest P(returns within t) / E[pause within t] over all pauses t that are left."""
+    """The largest P(pause <= t) / E[min(pause, t)], over the pauses longer than `age` as t, of the
+    time that is left after `age`. One more pause of age + 1 is assumed.
+    """
     left = [one - age for one in seconds if one > age] + [age + 1]
     within = [one for one in left if one < math.inf]
     return max(
@@ -54,13 +56,14 @@ def test_a_tool_without_pauses_is_judged_by_all_of_them() -> None:
 
 
 def test_a_tool_after_which_nobody_returns_is_worth_little() -> None:
-    """20 programs that paused without a call have not returned for 1 to 20 seconds."""
+    """20 programs paused without a tool call, and have not returned for 1 to 20 seconds."""
     pauses = PauseStatistics()
     for _ in range(20):
         pauses.ended(b"", "sed", 0.5)
     assert pauses.index(b"", "", 0.0) == pauses.index(b"", "sed", 0.0)
     pauses.note_ongoing((b"", "", float(seconds)) for seconds in range(1, 21))
-    assert pauses.index(b"", "", 0.0) == pytest.approx(1 / 21)  # 1 s each, and 1 s of the phantom
+    # 20 pauses, and the assumed pause of 1 s. Only the latter ends within 1 s.
+    assert pauses.index(b"", "", 0.0) == pytest.approx(1 / 21)
     assert pauses.index(b"", "sed", 0.0) == pytest.approx(21 / 11)
     pauses.note_ongoing([])
     assert pauses.index(b"", "", 0.0) == pauses.index(b"", "sed", 0.0)
@@ -81,18 +84,19 @@ def test_longer_programs_have_more_work_left() -> None:
     for turns in (2, 2, 2, 10, 10, 10):
         ended.add(Program(None, 0.0, num_turns=turns, num_tokens=100 * turns))
     expected = [ended.expected_tokens(None, num_before) for num_before in (0, 2, 10)]
-    # 100 tokens for each of the 6 turns on average, of the 8 that are left, and of half a turn.
+    # A turn has 100 tokens. Expected are 6 turns at first, 8 more after 2, and half one after 10.
     assert expected == pytest.approx([600, 800, 50])
 
 
 def test_a_new_application_is_expected_to_be_like_other_new_ones() -> None:
-    """Conversations without a common prefix are short, while one agent has long programs."""
+    """Conversations, which have no common prefix, are short. One agent has long programs."""
     ended = EndedPrograms()
     agent = BlockHash(b"agent")
     for number in range(40):
         ended.add(Program(agent, 0.0, num_turns=20, num_tokens=2_000))
         ended.add(Program(BlockHash(bytes([number])), 0.0, num_turns=2, num_tokens=200))
-    # 40 conversations and the agent's first 5 programs have 4 turns on average, of 100 tokens each.
+    # 40 conversations and the agent's first 5 programs have 4 turns on average. A turn has 100
+    # tokens.
     assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(400)
     assert ended.expected_tokens(agent, 0) == pytest.approx(2_000)
 
@@ -106,7 +110,7 @@ def test_a_program_that_is_presumed_to_have_ended_counts_until_it_returns() -> N
         ended.presume(one)
         ended.presume(one)
     assert ended.expected_tokens(agent, 0) == pytest.approx(200)
-    # The first five of an application, of 1, 3, 1, 3 and 1 turns.
+    # Of an application only the first five programs count, which have 1, 3, 1, 3 and 1 turns.
     assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(180)
     for one in programs[::2]:
         ended.returned(one)
@@ -131,7 +135,7 @@ def test_a_pause_is_unusual_after_twice_the_time_of_nearly_all_returns() -> None
 
 
 async def test_programs_without_a_last_turn_are_presumed_to_have_ended() -> None:
-    """Eight programs have one turn each, and no client sends that it was the last one."""
+    """Eight programs have one turn each, which no client declares to be the last."""
     agents, _, _ = await paused_and_running()
     contexts = [await agents.turn(f"{first}", prompt(13, first)) for first in range(700, 760, 10)]
     assert agents.retention._ended.expected_tokens(BlockHash(b"new"), 0) == 8
@@ -163,8 +167,8 @@ async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program(
 
 
 async def paused_and_running(**config: object) -> tuple[Agents, list[int], Request]:
-    """A paused context of 16 blocks in a pool of 40, of a tool that takes a second, beside a
-    running request.
+    """In a pool of 40 blocks: a paused context of 16 blocks, and a running request. Pauses take one
+    second.
     """
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200, **config)
     for _ in range(12):
@@ -223,7 +227,7 @@ async def test_a_context_with_windows_is_lost_with_its_first_block() -> None:
 
 
 async def test_the_credit_of_waiting_bounds_the_wait() -> None:
-    """The client wishes to keep the context, which therefore keeps its value."""
+    """The value of the context does not decrease, because the client wishes to keep it."""
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", TOOL_SECONDS)
@@ -282,7 +286,7 @@ async def test_contexts_that_a_tier_loads_faster_are_worth_less() -> None:
 
 
 async def test_a_prompt_that_is_much_longer_than_a_step_earns_its_blocks_too() -> None:
-    """Blocks for the next steps are free, but the whole prompt needs two blocks of a context."""
+    """Blocks are free for the next steps, but the whole prompt needs two more, of a context."""
     agents = Agents(num_blocks=61, max_num_batched_tokens=16)
     await agents.turn("paused", prompt(61), max_tokens=4)
     running = agents.story.add("running", prompt(20, first=300), max_tokens=60)
@@ -322,13 +326,13 @@ async def test_contexts_of_a_tenant_with_more_than_its_share_are_worth_less() ->
         context.program.tenant: value
         for value, context in agents.retention.worth.ranked(agents.now)
     }
-    # 80 % of the blocks in place of a quarter of them.
+    # By the weights the share of tenant "many" is a quarter, but it has 80 % of the blocks.
     assert values[b"few"] / values[b"many"] > 2.5
     assert agents.retention.worth.tenants_factors() == {b"many": pytest.approx(3.2), b"few": 1.0}
 
 
 async def test_a_tenant_has_no_more_contexts_than_its_limit() -> None:
-    """A context has five blocks of 40. The tenant may have 12 blocks. Another one has no limit."""
+    """A context has 5 of 40 blocks. One tenant may have 12 blocks. Another one has no limit."""
     agents = Agents(num_blocks=41, max_num_batched_tokens=200)
     limited = {"tenant": b"limited", "tenant_max_retained_share": 0.3}
     contexts = [
@@ -346,7 +350,7 @@ async def test_a_tenant_has_no_more_contexts_than_its_limit() -> None:
     contexts.append(await agents.turn("600", prompt(17, first=600), **limited))
     owners = [one.program.tenant for one in agents.retention._contexts.values()]
     assert owners == [b"", b"limited", b"free", b"free", b"limited"]
-    # Its next turn continues the program all the same.
+    # The next turn of a program whose context was dropped still continues the program.
     later = agents.story.add("later", [*contexts[1], 7], **limited)
     assert later.program_turn is not None
     assert later.program_turn.number == 2
@@ -364,14 +368,14 @@ async def test_running_requests_take_blocks_of_contexts_before_any_is_preempted(
 
 @pytest.mark.parametrize("num_warm", [0, 32])
 async def test_a_request_without_its_context_leaves_headroom(num_warm: int) -> None:
-    """Also if it comes before all others."""
+    """With 32 warm admissions in a row, the cold request is the next, but still leaves headroom."""
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
     agents.retention.turns.num_warm = num_warm
     agents.story.add("first", prompt(20, first=300), max_tokens=60)
     await agents.step()
     agents.story.add("large", prompt(130, first=600), max_tokens=2)
     plan = await agents.story.scheduler.schedule()
-    # 34 blocks are free and 33 are needed, but a tenth of 40 stays free.
+    # 34 blocks are free and 33 are needed, but a tenth of the 40 blocks must stay free.
     assert (plan.new, plan.wait_reason) == ([], WaitReason.HEADROOM)
 
 
@@ -395,7 +399,7 @@ async def test_without_headroom_a_request_takes_the_last_blocks() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "is_admitted"), [(60, True), (68, False)])
 async def test_headroom_is_left_beside_contexts(num_tokens: int, is_admitted: bool) -> None:
-    """Of 40 blocks, 16 are of a context, which may lose one, and 6 are in use. Four stay free."""
+    """Of 40 blocks, a context has 16 and may lose one, 6 are in use, and 4 must stay free."""
     agents, context, _ = await paused_and_running()
     agents.story.add("new", prompt(num_tokens, first=600), max_tokens=2)
     plan = await agents.story.scheduler.schedule()
@@ -406,7 +410,7 @@ async def test_headroom_is_left_beside_contexts(num_tokens: int, is_admitted: bo
 
 @pytest.mark.parametrize("most", [32, 4])
 async def test_requests_with_their_contexts_come_first_but_not_for_ever(most: int) -> None:
-    """Two programs always have a turn that waits or runs."""
+    """Two programs with contexts always have a turn that waits or runs."""
     agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800, max_warm_admissions=most)
     contexts = [await agents.turn(f"{first}", prompt(64, first)) for first in (100, 400)]
     cold = agents.story.add("cold", prompt(64, first=900), max_tokens=1)
@@ -424,7 +428,7 @@ async def test_requests_with_their_contexts_come_first_but_not_for_ever(most: in
 
 @pytest.mark.parametrize("interval", [1, 3])
 async def test_one_of_some_admissions_is_of_the_longest_waiting(interval: int) -> None:
-    """The first request has the longest program. Others come first while it is not its turn."""
+    """The first request waits longest, but is the last in the order of expected work."""
     agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800, aging_interval=interval)
     first = agents.story.add("first", prompt(64), max_tokens=1)
     assert first.program_turn is not None
@@ -455,7 +459,7 @@ def test_the_programs_that_are_known_are_bounded(idle_seconds: float) -> None:
 
 
 async def test_after_a_loss_nothing_is_said_to_the_pool_about_contexts_that_were_lost() -> None:
-    """While the pool is away, an operator may end all requests, which flushes operations."""
+    """While the pool is lost, an operator may abort all requests, which flushes operations."""
     agents = Agents()
     await agents.turn("one", prompt(16))
     (context,) = agents.retention._contexts

@@ -1,4 +1,4 @@
-"""Why tokens of programs are computed again."""
+"""The causes for which tokens of programs are computed again."""
 
 from collections import Counter
 
@@ -26,13 +26,13 @@ async def test_a_context_that_others_took() -> None:
     context = await agents.turn("one", prompt(24))
     await agents.turn("large", prompt(70, first=600), max_tokens=2)
     await agents.turn("two", [*context, 7])
-    # The pool of 20 blocks kept two of the context's seven blocks, or less, beside the other 18.
+    # The large request needed 18 of the 20 blocks, so that at most two of the context's seven stay.
     assert told.counts["evicted"] >= 20
     assert told.counts["preempted"] == told.counts["lost"] == 0
 
 
 async def test_a_turn_that_was_preempted() -> None:
-    """Each of the requests fits alone, and both begin together."""
+    """Each request fits into the pool alone, and both start together."""
     agents = Agents(num_blocks=21, retention_headroom=0.0, scheduler_reserve_full_isl=False)
     told = Recomputed(agents)
     first = agents.story.add("first", prompt(30), max_tokens=30)
@@ -45,7 +45,7 @@ async def test_a_turn_that_was_preempted() -> None:
 
 @pytest.mark.parametrize("policy", ["program", "continuum-fixed"])
 async def test_what_was_lost_with_the_pool(policy: str) -> None:
-    """A paused context of five blocks, and a request that runs."""
+    """The pool has a paused context of five blocks, and a running request."""
     agents = Agents(num_blocks=41, policy=policy)
     told = Recomputed(agents)
     context = await agents.turn("one", prompt(19))
