@@ -107,7 +107,6 @@ class Parts:
             speculation,
             *_program_metrics(scheduler),
         )
-        """Collectors of metrics of the engine and its requests."""
         self.adapters = AdapterLoader(
             workers,
             description.max_cpu_loras,

@@ -31,9 +31,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     """Limit on the prompt tokens of one request in a step with other requests. 0: no limit."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Whether a threshold above 0 is at least `max_num_batched_tokens` divided by the number of
-    requests in the scheduler.
-    """
+    """Whether a threshold above 0 is at least an equal share of `max_num_batched_tokens`."""
     max_num_scheduled_tokens: int | None = None
     """The token budget of a step. None selects `max_num_batched_tokens`."""
     max_num_active_seqs: int | None = None
@@ -78,9 +76,7 @@ class SchedulerConfig:
     admitted whose context is not cached.
     """
     aging_interval: int = 8
-    """Of this number of admissions of requests without cached contexts, one is the admission of the
-    request that has waited longest.
-    """
+    """One in this number of admissions without cached context is of the longest waiting request."""
     max_warm_admissions: int = 32
     """While a request without a cached context waits, at most this number of requests with cached
     contexts are admitted. The next admission is then of a request without one.

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ProgramTurn:
-    """Which turn of which program a request is. Set when the request is queued, by a policy that
-    groups requests into programs.
-    """
+    """A turn of a program. Set when its request is queued, by policies that know programs."""
 
     program: str
     """The client's id of the program, or a number with a # before it."""

@@ -35,7 +35,6 @@ class GatewaySession:
 
     gateway_id: str
     outbox: Outbox = field(default_factory=Outbox)
-    """Messages to be sent to the gateway."""
     writer: StreamWriter | None = None
     """Writes messages without waking the session's task. Only set for local streams, after the
     session's first messages were written.
@@ -47,7 +46,6 @@ class GatewaySession:
     queue_announced: QueueState | None = None
     """The queue state that was sent last. None if no queue state was sent."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
-    """The load that was sent last."""
     taken_number: int = 0
     """Number of the last message that was received."""
     num_taken_requests: int = 0

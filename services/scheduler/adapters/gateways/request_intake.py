@@ -41,7 +41,6 @@ class RequestIntake:
     hidden_size: int
     max_model_len: int
     queue_at_arrival: Callable[[], QueueState]
-    """A function that returns the present queue state."""
     next_key: Callable[[], int]
     """A function that returns a key that no earlier request had."""
     pooler: Pooler | None = None
@@ -118,7 +117,6 @@ class RequestIntake:
         )
 
     def _may_read_prefix_cache(self, sampling: SamplingParams) -> bool:
-        """Whether a cached prefix of the prompt may be used."""
         if self.pooler is not None:
             return self.pooler.reads_prefix_cache
         return sampling.prompt_logprobs is None

@@ -146,7 +146,6 @@ class Sessions:
                 session.outbox.note_load(replica_load_to_proto(load))
 
     def _send_load_if_changed(self) -> None:
-        """Sends the load if the number of requests or of uncomputed tokens has changed."""
         if self._num_sent != (len(self._owners), self._num_uncomputed):
             self._send_load()
 

@@ -42,7 +42,6 @@ class WatchedSteps:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.is_on = False
-        """Whether steps are recorded."""
         self._monotonic = monotonic
         self._watched_until = 0.0
         self._begun_nanos = 0

@@ -49,7 +49,6 @@ class StepRecord:
     done: int = 0
     """Time at which the step's tokens arrived from the workers."""
     compute_nanos: int = 0
-    """Compute time of the workers."""
     nanos: int = 0
     """Duration of the step, without the overlap with the previous step."""
     only_decodes: bool = False

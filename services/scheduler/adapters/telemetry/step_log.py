@@ -185,7 +185,6 @@ class _CompressedFile:
         self._compress = compress
 
     def write(self, content: bytes) -> int:
-        """Appends a compressed frame with this content."""
         self._file.write(self._compress(content))
         return len(content)
 

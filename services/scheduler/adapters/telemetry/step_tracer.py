@@ -210,7 +210,6 @@ class StepTracer:
         self._begun = None
 
     def _count_done_steps(self) -> None:
-        """Counts the steps that were collected."""
         if self._uncounted:
             uncounted, self._uncounted = self._uncounted, []
             self._timelines.decoded(uncounted)

@@ -87,7 +87,7 @@ class ReplicaInfo:
         )
 
     def engine_load(self) -> common_pb2.EngineLoad:
-        """The load in the format of SubscribeKvEvents."""
+        """The load, for messages of SubscribeKvEvents."""
         load = self._load()
         return common_pb2.EngineLoad(
             running_requests=load.num_running_reqs,

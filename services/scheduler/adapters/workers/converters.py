@@ -125,9 +125,7 @@ def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestT
 
 
 def _take_refused(output: ModelRunnerOutput, response: worker_pb2.ExecuteResponse) -> None:
-    """Sets the refused tokens and the grammar errors. Removes the refused tokens, and all tokens
-    after them, from the output.
-    """
+    """Sets refused tokens and grammar errors. Cuts the output before the refused tokens."""
     requests = unpack_token_ids(response.refused_requests)
     refused = dict(zip(requests, unpack_token_ids(response.refused_tokens), strict=True))
     output.token_ids = [

@@ -128,9 +128,7 @@ class SentStep:
         )
 
     def _compare(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Raises WrongAnswer if the ranks of the last stage have sampled different tokens, or if
-        another stage has sampled tokens.
-        """
+        """Raises WrongAnswer if last-stage ranks sampled different tokens, or others sampled."""
         ranks = self._steps.ranks
         tokens = response.num_tokens, response.token_ids
         if ranks.index(rank) < len(ranks) - len(ranks) // self._steps.num_stages:

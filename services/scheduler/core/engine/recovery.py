@@ -100,9 +100,7 @@ class Recovery:
             self.changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """Records a successful step after a loss. If the fault search has no suspects left, the
-        next loss counts as the first in a row.
-        """
+        """Records a successful step. Without suspects, the next loss is the first in a row."""
         if self._search.is_active:
             self._search.step_done(plan)
         else:

@@ -178,9 +178,7 @@ class KVCacheManager:
         request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request, context: ContextId | None = None) -> None:
-        """Makes the next transaction free the blocks of a request, if it has any. If `context` is
-        set, the blocks become this context.
-        """
+        """Makes the next transaction free a request's blocks, or turn them into `context`."""
         if request.known_to_pool:
             self.pending.release(request.key, context)
 

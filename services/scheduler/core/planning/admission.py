@@ -80,7 +80,6 @@ class _Trial:
     """The state of the step if all admissions planned so far succeed."""
 
     budget: int
-    """Number of tokens left in the step's budget."""
     published: set[BlockHash]
     """Hashes of the blocks that the planned admissions publish."""
     passing_over: PassingOver

@@ -97,9 +97,7 @@ class RunningRequests:
         self._off_fast_path.difference_update(requests)
 
     def leave_fast_path(self, request: Request) -> None:
-        """Removes a request from the fast path before its steps have passed. Does nothing if the
-        request is not on the fast path.
-        """
+        """Removes a request from the fast path early, if the request is on it."""
         if request.is_on_fast_path:
             leaving = self._calendar[request.fast_path_end]
             leaving.remove(request)

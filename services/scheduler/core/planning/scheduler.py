@@ -287,9 +287,7 @@ class Scheduler(ReplicaState):
         await self.kv_cache_manager.flush()
 
     async def reset_prefix_cache(self) -> bool:
-        """Removes every cached prefix and returns True. Removes nothing and returns False if a
-        request that has not ended uses blocks.
-        """
+        """Removes every cached prefix. Returns False, and removes none, if requests use blocks."""
         if self.retention is not None:
             self.retention.release_all()
         return await self.kv_cache_manager.reset_prefix_cache()

@@ -26,9 +26,7 @@ class Transfers(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is in progress. Steps must continue, because only the output of a step
-        reports the end of a transfer.
-        """
+        """Whether a transfer is in progress, whose end only the output of a step reports."""
 
     @property
     def is_moving(self) -> bool:
@@ -77,9 +75,7 @@ class Transfers(Protocol):
         """Records that the blocks of a request are freed because it was preempted."""
 
     def ended(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> None:
-        """Frees the blocks of an ended request as soon as no transfer and no step in flight uses
-        them.
-        """
+        """Frees an ended request's blocks as soon as no transfer or step in flight uses them."""
 
     # Called when the output of a step has arrived
 

@@ -221,7 +221,6 @@ class KnownPrograms:
 
     @property
     def num_paused(self) -> int:
-        """Number of paused contexts."""
         return len(self._paused) + len(self._kept)
 
     def check(self, request: Request) -> None:
@@ -269,9 +268,7 @@ class KnownPrograms:
         return Program(application, now, request.tenant, request.tenant_weight, label)
 
     def add(self, request: Request, program: Program) -> Program | None:
-        """Stores the name that a request gives its program, if any. If too many names were stored,
-        returns the program that is forgotten.
-        """
+        """Stores a program's name, if the request has one. Returns a forgotten program or None."""
         return self._named.add(request, program)
 
     def pause(

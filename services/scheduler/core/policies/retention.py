@@ -17,9 +17,7 @@ class Retention(Protocol):
     """
 
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument, which names the field, if a new request's description of its
-        program contradicts an earlier one.
-        """
+        """Raises InvalidArgument if a request's program contradicts an earlier description."""
 
     def arrived(self, request: Request) -> None:
         """Called when a request was queued for the first time."""
@@ -45,9 +43,7 @@ class Retention(Protocol):
         """Called before each step is planned. Releases requests that were `held` long enough."""
 
     def make_room(self) -> bool:
-        """Releases one of the `held` requests, because a request needs blocks that nothing else can
-        free. Returns False if there is none.
-        """
+        """Releases a `held` request, because blocks are missing. Returns False if none is held."""
 
     def release_all(self) -> None:
         """Releases all `held` requests, because every block must become free."""

@@ -128,7 +128,6 @@ class Phase:
     merged: dict[PhaseKind, int] | None = None
     """Maps the kinds of the merged phases to nanoseconds. None if no phases were merged."""
     merged_parts: Sequence[TimePart] = ()
-    """The time parts of the merged phases."""
 
     @property
     def nanos(self) -> int:

@@ -61,7 +61,6 @@ class KVEventLog:
         self._blocks: dict[_Key, _Block] = {}
         self._news = asyncio.Event()
         self.on_batch: Callable[[KVEventBatch], None] = lambda _: None
-        """A function that is called with each new batch."""
 
     @property
     def newest(self) -> int:

@@ -62,9 +62,7 @@ class KVEventRecorder:
         groups: Sequence[KVCacheGroup],
         hash_block_size: int,
     ) -> None:
-        """Sets the pool's KV-cache groups, the number of tokens in a hash, and `waiting`, which
-        returns the waiting requests.
-        """
+        """Sets the pool's KV-cache groups and hash size. `waiting` returns waiting requests."""
         self._waiting = waiting
         self._hash_block_size = hash_block_size
         self._hashes_per_block = tuple(group.block_size // hash_block_size for group in groups)

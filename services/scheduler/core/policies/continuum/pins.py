@@ -263,7 +263,6 @@ class Pins(NoRetention):
 
     @property
     def num_retained_blocks(self) -> int:
-        """Number of blocks of all pins."""
         return sum(turn.context.num_blocks for turn in self._pinned.values())
 
     def _set_deadline(self, turn: EndedTurn, deadline: float) -> None:
@@ -277,7 +276,6 @@ class Pins(NoRetention):
                 self._release(turn)
 
     def _release(self, turn: EndedTurn) -> None:
-        """Ends a pin."""
         del self._pinned[turn.key]
         turns = self._pinned_of[turn.context.program]
         turns.remove(turn)

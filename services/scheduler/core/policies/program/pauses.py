@@ -114,9 +114,7 @@ class PausesOfTool:
 
     @property
     def usual(self) -> float:
-        """The seconds within which 95 of 100 returning programs returned. NEVER if fewer than ten
-        programs returned.
-        """
+        """The seconds within which 95 of 100 returns occurred. NEVER after fewer than ten."""
         if self._usual is None:
             returned = sorted(one for one in self._latest if one != NEVER)
             few = len(returned) < _LEAST

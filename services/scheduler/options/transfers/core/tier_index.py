@@ -92,9 +92,7 @@ class TierIndex:
         return False
 
     def check(self) -> None:
-        """Raises AssertionError if the index is inconsistent. Each block must either be free, or
-        have one key, or be an orphan.
-        """
+        """Raises AssertionError unless each block is free, mapped by one key, or an orphan."""
         named = list(self._blocks.values())
         every = sorted([*named, *self._free, *self._orphans])
         assert every == list(range(self.num_blocks)), "a block is missing or counted twice"
