@@ -31,7 +31,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     """Limit on the prompt tokens of one request in a step with other requests. 0: no limit."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Whether a threshold above 0 is at least an equal share of `max_num_batched_tokens`."""
+    """Whether a threshold above 0 is at least `max_num_batched_tokens` / number of requests."""
     max_num_scheduled_tokens: int | None = None
     """The token budget of a step. None selects `max_num_batched_tokens`."""
     max_num_active_seqs: int | None = None

@@ -100,7 +100,7 @@ class Recovery:
             self.changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """Records a successful step. Without suspects, the next loss is the first in a row."""
+        """Records a successful step. If it leaves no suspects, the next loss is the first again."""
         if self._search.is_active:
             self._search.step_done(plan)
         else:
