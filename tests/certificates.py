@@ -34,9 +34,7 @@ class Issued:
 
 
 class Authority:
-    """Issues certificates that became valid one hour ago. They have the extensions that Python 3.13
-    requires in a chain.
-    """
+    """Issues certificates that became valid an hour ago, with the extensions of Python 3.13."""
 
     def __init__(self, name: str = "an authority") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -121,9 +119,7 @@ class Files:
         }
 
     def client_context(self) -> ssl.SSLContext:
-        """A client context of Python's ssl module, with the certificate and the authorities of
-        these files.
-        """
+        """A client context of the ssl module with this certificate and these authorities."""
         context = ssl.create_default_context(cafile=self.ca)
         context.load_cert_chain(self.cert, self.key)
         return context

@@ -58,9 +58,7 @@ LONG_FILES = (
     "tests/conformance/test_replayed_logs.py",
     "tests/worlds/test_worlds.py",
 )
-"""The slowest files that only compute. They run first, so that the short files occupy all processes
-to the end.
-"""
+"""The slowest files that only compute. They run first, so that all processes end together."""
 NICENESS = 10
 # Hypothesis tries the same examples in every run. Examples have no time limit, so that results do
 # not depend on the machine's speed. `make test ARGS=--hypothesis-profile=default` tries other
@@ -78,9 +76,7 @@ gc.disable()
 
 
 def servers_of(nodeid: str) -> str | None:
-    """The key in SERVERS of the process that runs a test or a directory. It is None for tests that
-    only compute.
-    """
+    """The key in SERVERS of a test or a directory. It is None for tests that only compute."""
     return next((name for name, paths in SERVERS.items() if nodeid.startswith(paths)), None)
 
 

@@ -1,6 +1,4 @@
-"""Writes models as GGUF files with the package `gguf` of llama.cpp's authors, and models with the
-same weights in float32.
-"""
+"""Writes GGUF files with the package gguf, and models with the same weights in float32."""
 
 import json
 import shutil
@@ -36,9 +34,7 @@ Types = gguf.GGMLQuantizationType
 
 
 def random_blocks(of: Types, rows: int, columns: int, seed: int) -> npt.NDArray[np.uint8]:
-    """Random codes and scales [rows, bytes], for types to which the package `gguf` cannot
-    quantize.
-    """
+    """Random codes and scales [rows, bytes], for types to which gguf cannot quantize."""
     size, num_bytes = gguf.GGML_QUANT_SIZES[of]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows * columns // size, num_bytes), np.uint8)
@@ -84,9 +80,7 @@ def save_gguf(
 
 
 def in_pairs(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Reorders the rows of heads from rotated halves to rotated pairs, as llama.cpp's converter
-    does for Llama.
-    """
+    """Reorders rotated halves of heads to rotated pairs, as llama.cpp does for Llama."""
     halves = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
@@ -175,9 +169,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str, size: int
 
 
 def _llama3_divisors(rope: dict[str, Any], config: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """Transformers' divisors of rotary frequencies, which llama.cpp's converter writes as a
-    tensor.
-    """
+    """Transformers' divisors of rotary frequencies, a tensor in GGUF files."""
     plain = rope["rope_theta"] ** -(np.arange(0, config["head_dim"], 2) / config["head_dim"])
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
     return (plain / stretched.numpy()).astype(np.float32)

@@ -63,9 +63,7 @@ def _randomized(model: PreTrainedModel) -> PreTrainedModel:
 def save_embedder(
     directory: Path, kind: str, mode: str | None = None, *, normalize: bool = True, **changes: Any
 ) -> PreTrainedModel:
-    """Saves a model without an output head. With a pooling `mode`, the files of
-    sentence-transformers are added.
-    """
+    """Saves a model without a head. A pooling `mode` adds the files of sentence-transformers."""
     torch.manual_seed(7)
     model = _randomized(AutoModel.from_config(_config(kind, **changes)))
     model.save_pretrained(directory)
@@ -113,9 +111,7 @@ def embedding(
     normalize: bool = True,
     dimensions: int | None = None,
 ) -> list[float]:
-    """The vector of a prompt, computed from transformers' hidden states with an explicit
-    pooling.
-    """
+    """A prompt's vector: an explicit pooling of transformers' hidden states."""
     states = model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
     vector = {"last": states[-1], "cls": states[0], "mean": states.mean(0)}[mode][:dimensions]
     return (nn.functional.normalize(vector, dim=0) if normalize else vector).tolist()

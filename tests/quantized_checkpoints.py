@@ -1,6 +1,4 @@
-"""Writes models with quantized weights in the formats of several tools, and models with the same
-weights in float32.
-"""
+"""Writes quantized models in several formats, and models with the same weights in float32."""
 
 import json
 import shutil
@@ -41,9 +39,7 @@ class Codes:
 
 
 def quantized(weight: Floats, bits: int, group: int, *, symmetric: bool, scale: Any) -> Codes:
-    """Quantizes a weight to `bits`, in groups of `group` columns, with scales of the data type
-    `scale`.
-    """
+    """Quantizes a weight to `bits`, in groups of `group` columns. `scale` is a data type."""
     rows, columns = weight.shape
     grouped = weight.reshape(rows, columns // group, group)
     most = 2**bits - 1
@@ -100,9 +96,7 @@ def awq(one: Codes) -> Tensors:
 
 
 def pack_quantized(one: Codes) -> Tensors:
-    """The tensors of a weight in compressed-tensors' format. Zero points are packed along the
-    output features.
-    """
+    """The tensors of compressed-tensors, with zero points packed along the output features."""
     tensors: Tensors = {
         "weight_packed": packed(one.codes, one.bits),
         "weight_scale": one.scales,
@@ -120,9 +114,7 @@ def int_quantized(one: Codes) -> Tensors:
 
 @dataclass(frozen=True)
 class Format:
-    """A checkpoint format: the function that builds tensors from codes, and the quantization entry
-    of config.json.
-    """
+    """A checkpoint format: a function from codes to tensors, and the entry of config.json."""
 
     tensors: Callable[[Codes], Tensors]
     config: dict[str, Any]

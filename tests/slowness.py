@@ -13,9 +13,7 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 def slowness() -> float:
-    """The time of a fixed computation on this processor, relative to a current server. It is at
-    least 1.
-    """
+    """The time of a fixed computation here, relative to a current server, but at least 1."""
     return max(1.0, min(_taken(time.thread_time)) / _REFERENCE_SECONDS)
 
 
@@ -27,9 +25,7 @@ def busy_slowness() -> float:
 
 
 def seconds_without_processor() -> float:
-    """The time for which this thread has waited for a processor, as reported by Linux. It is 0.0 on
-    other systems.
-    """
+    """The time that this thread has waited for a processor, according to Linux. 0.0 elsewhere."""
     try:
         return int(_SCHEDULED.read_text().split()[1]) / 1e9
     except (OSError, IndexError):

@@ -62,9 +62,7 @@ _SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A kind of tiny model: its configuration class, and its changes to the common
-    configuration.
-    """
+    """A kind of tiny model: its configuration class, and changes to the common configuration."""
 
     config_class: type[PretrainedConfig]
     changes: dict[str, Any] = field(default_factory=dict)
@@ -296,9 +294,7 @@ the same cache as one of these kinds.
 def build_tiny_model(
     kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """The model of a kind in inference mode. Biases and norms are random too. `changes` are changes
-    to the kind's configuration.
-    """
+    """The model of a kind in inference mode. `changes` are changes to its configuration."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(TINY_MODELS[kind].configured(**changes))
     with torch.no_grad():
@@ -319,9 +315,7 @@ def save_tiny_model(
     shard_bytes: int | None = None,
     **changes: Any,
 ) -> PreTrainedModel:
-    """Saves the model of a kind to `directory`, and returns the model. `shard_bytes` is the maximum
-    size of a weights file.
-    """
+    """Saves and returns the model of a kind. `shard_bytes` limits the size of a weights file."""
     model = build_tiny_model(kind, dtype=dtype, seed=seed, **changes)
     shards = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.save_pretrained(directory, **shards)

@@ -94,9 +94,7 @@ def metrics(specs: Sequence[MetricSpec]) -> Iterator[str]:
 
 
 def settings(cls: Any) -> Iterator[str]:
-    """Yields the lines of a list of a program's settings. Settings that the program only passes to
-    services are listed by name.
-    """
+    """Yields a program's settings. Settings that it passes to services are only named."""
     shared = {} if cls is ServiceSettings else _fields(ServiceSettings)
     passed: dict[tuple[str, ...], list[str]] = {}
     for name, field in _fields(cls).items():
@@ -116,9 +114,7 @@ def settings(cls: Any) -> Iterator[str]:
 
 
 def request_fields() -> Iterator[str]:
-    """Yields lines: first each route with the classes of its body, then each class with its
-    fields.
-    """
+    """Yields each route with the classes of its body, then each class with its fields."""
     classes: dict[str, type[BaseModel]] = {}
     for path, body in BODIES.items():
         declaring = [base for base in body.__mro__ if _own_fields(base)]
@@ -152,9 +148,7 @@ def _fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    """The default in brackets. It is empty if the setting has none, since its description explains
-    the default.
-    """
+    """The default in brackets. It is empty if the description explains the default."""
     if field.default is dataclasses.MISSING:
         return " (required)"
     if isinstance(field.default, bool):

@@ -51,9 +51,7 @@ from services.worker.core.step_times import NO_SERVING, StepTimes
 from services.worker.profiles.profile import MeasuredProfile, read_profile
 
 FITTED_LOADS = 0.4, 1.0
-"""The loads of the runs to which the serving costs are fitted, as multiples of the capacity that is
-computed without serving costs.
-"""
+"""Loads of the runs to which serving costs are fitted, relative to the capacity without them."""
 SHORTEST = "benchmarks.accuracy.shortest_prompt:ShortestPromptFirst"
 POLICIES = f"fcfs,priority,{SHORTEST}"
 _SETTINGS = "max_num_seqs", "max_num_batched_tokens", "num_blocks"
@@ -181,9 +179,7 @@ class Benchmark:
         return [line[2:] for line in lines if line.startswith(("# decode:", "# mixed:"))]
 
     async def _fit_serving(self) -> dict[str, float]:
-        """Fits the serving costs to runs of other conversations. Returns the costs, and the median
-        errors with and without them.
-        """
+        """Fits the serving costs. Returns them, and the median errors with and without them."""
         capacity, found = self._capacity(), []
         for load in FITTED_LOADS:
             log(f"{self._model.name}: fitting what the services add, {load:g} times the device's")
@@ -261,9 +257,7 @@ class Benchmark:
 
 
 async def num_equal_plans(step_log: Path) -> int:
-    """Replays a step log. Returns its number of plans. Raises RuntimeError if a replayed plan
-    differs from the logged one.
-    """
+    """Replays a step log. Returns its number of plans. Raises RuntimeError if a plan differs."""
     file = StepLogFile(step_log)
     replay = LogReplay(file.header)
     for line in file:

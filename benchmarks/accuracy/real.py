@@ -110,9 +110,7 @@ class _Clients:
 
 
 def _names(program: Program, number: int) -> dict[str, Any]:
-    """The request fields that name the program of a turn and the tool that runs after the turn, or
-    mark the program's last turn.
-    """
+    """The request fields with the turn's program, the tool after it, and whether it is the last."""
     if number + 1 == len(program.turns):
         return {"job_id": f"{program.number}", "is_last_step": True}
     return {"job_id": f"{program.number}", "this_func_call": program.turns[number + 1].tool}

@@ -1,6 +1,4 @@
-"""Fits the serving costs, the time that the services add to each step, to the answers of a real
-run.
-"""
+"""Fits serving costs, the time that services add to steps, to the answers of a real run."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -16,9 +14,7 @@ from services.worker.sampling.arrays import Float64Array
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The time from the first to the last token of one answer, and the scheduler's steps in that
-    time.
-    """
+    """The time from the first to the last token of an answer, and the steps in that time."""
 
     seconds: float
     device_seconds: float

@@ -40,9 +40,7 @@ def highest_rates(num_programs: int | None, seeds: Sequence[int]) -> Iterator[Hi
 
 
 def highest_rate(load: Load, policy: str, seed: int) -> float:
-    """Finds the rate by bisection. Jobs are fast enough at the lower end of the interval and too
-    slow at the upper end.
-    """
+    """Finds the rate by bisection of the interval BOUNDS."""
     low, high = BOUNDS
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2

@@ -21,9 +21,7 @@ class Figures:
     p99_seconds: float
     hit_rate: float
     recomputed: float
-    """The fraction of computed tokens that had been computed before, and were then evicted or
-    preempted.
-    """
+    """The fraction of computed tokens that were computed again after evictions or preemptions."""
     longest_wait_seconds: float
     context_tokens: float
     """The total context of all live programs, averaged over the time in which programs arrived."""

@@ -65,9 +65,7 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parses positive integers that are separated by commas. The result is sorted and has no
-    duplicates.
-    """
+    """Parses positive integers, separated by commas. The result is sorted, without duplicates."""
     return tuple(sorted({count(part) for part in text.split(",")}))
 
 

@@ -1,6 +1,4 @@
-"""Clients of the services. They use little processor time, because they share the processors with
-the services that they measure.
-"""
+"""Clients that use little processor time, because they share the processors with the services."""
 
 import itertools
 import json
@@ -59,9 +57,7 @@ def greedy_request(prompt: Sequence[int], num_tokens: int) -> gateway_pb2.Genera
 
 
 class HttpClient:
-    """Sends streamed `POST /v1/completions` to the gateway. Each concurrent request has its own
-    connection.
-    """
+    """Sends streamed `POST /v1/completions`. Each concurrent request has its own connection."""
 
     def __init__(self, address: str, fields: Mapping[str, Any] = MappingProxyType({})) -> None:
         """`fields` are added to the body of each request."""
@@ -95,9 +91,7 @@ class TokenStream:
     def __init__(self, arrived: Arrived) -> None:
         self.status = 0
         self.error: dict[str, Any] = {}
-        """The error of an answer without status 200, or of an event. It is empty if there was
-        none.
-        """
+        """The error of an answer without status 200, or of an event. It is empty without errors."""
         self._arrived = arrived
         self._rest = b""
 
@@ -166,9 +160,7 @@ class SessionClient:
     async def deltas(
         self, prompts: Sequence[Sequence[int]], num_tokens: int
     ) -> AsyncIterator[scheduler_pb2.StepDeltas]:
-        """Sends all prompts at once. Yields each message with tokens until all requests
-        have ended.
-        """
+        """Sends all prompts at once. Yields the messages with tokens until all requests end."""
         call, numbers = self._stub.Session(), itertools.count(1)
         hello = scheduler_pb2.OpenSession(gateway_id="benchmark", release=own_release())
         await call.write(scheduler_pb2.SessionRequest(number=next(numbers), open=hello))

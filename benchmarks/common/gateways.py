@@ -59,9 +59,7 @@ class GatewayProgram:
 
 @asynccontextmanager
 async def running(gateway: GatewayProgram, log: Path) -> AsyncIterator[None]:
-    """Runs a gateway without a supervisor. The context is entered when it serves. The gateway's
-    output is written to `log`.
-    """
+    """Runs a gateway, with its output in `log`. The context is entered when it serves."""
     process = spawn(gateway.spec.command, gateway.spec.environ, log)
     try:
         await until_serving(

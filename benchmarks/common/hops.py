@@ -70,9 +70,7 @@ def median_hops(run: HopRun, spans: Iterable[SpanRecord]) -> dict[str, float | N
 
 
 def hops_table(hops: Mapping[int, Mapping[str, float | None]]) -> str:
-    """A table of the median microseconds of each observed hop, with a column for each
-    concurrency.
-    """
+    """A table of each hop's median microseconds, with a column for each concurrency."""
     header = [f"{level} request{'s' if level > 1 else ''}" for level in hops]
     seen = [hop for hop in HOPS if any(found[hop] is not None for found in hops.values())]
     return table_text(

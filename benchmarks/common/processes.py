@@ -85,8 +85,6 @@ def end(processes: Sequence[subprocess.Popen[bytes]], *, ask: bool = True) -> No
 
 
 def environment() -> dict[str, str]:
-    """The environment for services, which is this process's environment without the variables that
-    change Stepwell's settings.
-    """
+    """This process's environment, without variables that change Stepwell's settings."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
     return {**kept, "GRPC_VERBOSITY": "NONE"}

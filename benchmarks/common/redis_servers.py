@@ -76,9 +76,7 @@ class RedisServer:
             self._process = None
 
     def stop(self) -> None:
-        """Stops the process with a signal. The server's connections stay open, but the server does
-        not answer.
-        """
+        """Suspends the process. Connections stay open, but the server does not answer."""
         self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -90,9 +88,7 @@ class RedisServer:
         self._process.send_signal(signum)
 
     def ask(self, *command: str) -> bytes:
-        """Sends one command. Returns the first bytes of the answer. The result is empty if there is
-        no answer.
-        """
+        """Sends a command. Returns the first bytes of the answer, or nothing without an answer."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), _SECONDS) as connection:
                 connection.sendall((" ".join(command) + "\r\n").encode())

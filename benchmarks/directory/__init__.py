@@ -1,3 +1,1 @@
-"""Benchmarks of the directory of cached prefixes in Redis: its size, its writes, and the gateway's
-index, which is built from it.
-"""
+"""Benchmarks of the directory of cached prefixes in Redis, and of a gateway's index of it."""

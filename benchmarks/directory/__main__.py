@@ -43,9 +43,7 @@ SHARE_IN_HASHES = 5
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of both layouts in Redis, of a gateway's index, and of the time until the index
-    shows an event.
-    """
+    """The figures of both layouts, of a gateway's index, and of the visibility of events."""
 
     log: LogFigures
     hashes: HashFigures

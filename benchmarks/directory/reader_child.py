@@ -45,9 +45,7 @@ class IndexFigures:
 
 
 async def measure(url: str, num_blocks: int) -> IndexFigures:
-    """Loads all blocks into an index. Then looks up every chain, and compares each answer with the
-    written data.
-    """
+    """Loads all blocks into an index, and compares the look-up of every chain with the data."""
     index = PrefixIndex()
     reader = RedisReader(index, RedisConnection(url), RedisConnection(url, blocking=True))
     gc.collect()

@@ -142,9 +142,7 @@ class _Windows:
         return asked, await happening
 
     async def _happen(self, fault: Fault, hold_seconds: float) -> float:
-        """Injects a fault. Returns the seconds from its end until the index of each gateway is
-        exact.
-        """
+        """Injects a fault. Returns the seconds from its end until every index is exact."""
         await fault.begin()
         await asyncio.sleep(hold_seconds)
         await fault.end()

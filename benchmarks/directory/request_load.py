@@ -52,9 +52,7 @@ class RequestLoad:
         self._answers: dict[tuple[int, bool], object] = {}
 
     async def warm_up(self) -> None:
-        """Sends each request once, so that prompts are cached and connections are open. Raises
-        RuntimeError if one fails.
-        """
+        """Sends each request once, to fill caches. Raises RuntimeError if a request fails."""
         for number in range(2 * len(self._stubs) * NUM_PROMPTS):
             asked = await self._ask(number)
             if asked.complaint:
@@ -74,9 +72,7 @@ class RequestLoad:
             await channel.close()
 
     async def _ask(self, number: int) -> Asked:
-        """Sends request `number`. Requests go to all gateways in rotation, and every second request
-        of a gateway uses HTTP.
-        """
+        """Sends request `number` to a gateway, in rotation. Every second request uses HTTP."""
         turn, gateway = divmod(number, len(self._stubs))
         prompt, over_http = (turn // 2) % NUM_PROMPTS, bool(turn % 2)
         ask = self._ask_http if over_http else self._ask_grpc

@@ -1,6 +1,4 @@
-"""Measures the time from a pool's cache event until a gateway's index shows the event, which is
-sent through Redis.
-"""
+"""Measures the time until a gateway's index shows a pool's cache event, sent through Redis."""
 
 import asyncio
 import random

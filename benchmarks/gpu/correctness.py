@@ -20,9 +20,7 @@ MOST_LOGPROB = 1e-4
 
 
 def run(platform: CudaPlatform, _copy: float) -> bool:
-    """Prints the largest difference of every case. Returns whether all are within their
-    tolerances.
-    """
+    """Prints each case's largest difference. Returns whether all are within their tolerances."""
     print("\n| case | mixed | recorded | seconds, compiling included | |")
     print("| --- | ---: | ---: | ---: | --- |")
     right = [attempt(partial(is_right, case), f"| {named(case)}") for case in cases()]

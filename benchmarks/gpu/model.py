@@ -37,9 +37,7 @@ from services.worker.platforms.interface import RunnerParts
 from services.worker.platforms.prompt_shapes import run_prompts
 
 TOLERANCE = 0.25
-"""Tolerance for differences of log-probabilities in bfloat16. A wrong token's log-probability would
-differ by much more.
-"""
+"""Tolerance for log-probabilities in bfloat16. With a wrong token they differ by much more."""
 BATCHES = (1, 16, 64, 256)
 PROMPT, OUTPUT = 512, 128
 BLOCK_SIZE = 64
@@ -59,9 +57,7 @@ SHAPE: dict[str, Any] = {
 
 
 class StateDict:
-    """The tensors of a model in memory. `load_weights` reads them through the same interface as a
-    checkpoint.
-    """
+    """The tensors of a model in memory, with the interface of a checkpoint for `load_weights`."""
 
     num_bytes = 0
 

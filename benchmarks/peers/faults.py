@@ -109,9 +109,7 @@ class Injection:
         return wrong
 
     def _wrong(self, message: bytes) -> list[bytes] | None:
-        """The messages to send instead of `message`. The result is None if the fault does not apply
-        to `message`.
-        """
+        """The messages to send instead of `message`, or None if the fault does not apply to it."""
         match None if self.fault.path else self.fault.change:
             case "dropped" | "after the next":
                 return []

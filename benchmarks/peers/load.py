@@ -1,6 +1,4 @@
-"""Sends concurrent requests of many kinds. Each answer is compared with the answer to the same
-request when it was sent alone.
-"""
+"""Sends requests of many kinds concurrently, and compares their answers with answers alone."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

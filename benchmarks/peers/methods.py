@@ -50,9 +50,7 @@ def streams_both_ways(method: str) -> bool:
 
 
 def message_type(lane: Lane) -> Descriptor | None:
-    """The type of a lane's messages. It is None for methods of other APIs, such as the health
-    check.
-    """
+    """The type of a lane's messages. It is None for other APIs, such as the health check."""
     method = METHODS.get(lane.method)
     if method is None:
         return None

@@ -46,9 +46,7 @@ class PeerProxy:
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def start(self, address: str) -> str:
-        """Listens at host:port or unix:PATH, and returns the address. Port 0 selects a free
-        port.
-        """
+        """Listens at host:port (port 0 selects a free port) or unix:PATH. Returns the address."""
         self._channel = open_channel(self._target)
         if is_unix_address(address):
             self._server.add_insecure_port(address)
@@ -71,9 +69,7 @@ class PeerProxy:
         await self._channel.close()
 
     def handler(self, method: str) -> Any:
-        """The handler of a method. It serves unary and streaming calls, which are equal on the
-        wire.
-        """
+        """The handler of a method. Unary and streaming calls are equal on the wire."""
 
         async def forward(messages: AsyncIterator[bytes], context: _Context) -> None:
             call = asyncio.ensure_future(self._forward(method, messages, context))

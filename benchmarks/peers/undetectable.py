@@ -49,9 +49,7 @@ one change of a field, and a key `Lane: path` for every change of the field.
 
 
 def why_undetectable(fault: Fault) -> str:
-    """The reason why a fault is undetectable. It is empty for a fault that receivers must detect,
-    unless the fault has no effect.
-    """
+    """The reason why a fault is undetectable. It is empty for detectable faults."""
     place = f"{fault.lane}: {'.'.join(fault.path)}"
     known = UNDETECTABLE | UNDETECTABLE_BELOW
     return known.get(str(fault), known.get(place, ""))

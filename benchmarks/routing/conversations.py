@@ -44,9 +44,7 @@ class Workload:
     seed: str
 
     def num_blocks(self, block_size: int) -> int:
-        """The average number of blocks that all open conversations need. Each system prompt is
-        counted once.
-        """
+        """The mean number of blocks of all open conversations. System prompts count once."""
         turn = self.user_tokens + self.answer_tokens
         own = self.num_conversations * turn * (self.num_turns + 1) / 2
         return round((own + self.num_system_prompts * self.system_tokens) / block_size)
@@ -54,9 +52,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class TurnFigures:
-    """The numbers of prompt tokens and cached prompt tokens of one request, and the seconds to its
-    first token.
-    """
+    """A request's prompt tokens, its cached prompt tokens, and the seconds to its first token."""
 
     num_prompt_tokens: int
     num_cached_tokens: int

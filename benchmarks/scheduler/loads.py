@@ -59,9 +59,7 @@ def time_repeats(work: Callable[[], object]) -> float:
 
 
 def prefix_figures(hashing: float, full_hit: float) -> Figures:
-    """The figures of hashing a prompt of PROMPT tokens, and of admitting it when all of it is
-    cached.
-    """
+    """The figures of hashing a prompt of PROMPT tokens, and of admitting it when cached."""
     return {
         f"hash a prompt of {PROMPT} tokens": hashing,
         f"full hit of {PROMPT} tokens: look-up and allocation": full_hit,
@@ -69,9 +67,7 @@ def prefix_figures(hashing: float, full_hit: float) -> Figures:
 
 
 def pool_figures(count: int, get: list[int], free: list[int], evict: list[int]) -> Figures:
-    """The figures of allocating and freeing `count` blocks, and of allocating `count` cached
-    blocks.
-    """
+    """The figures of allocating and freeing `count` blocks, and of evicting `count` blocks."""
     return {
         f"get {count} blocks": median_micros(get),
         f"free {count} blocks": median_micros(free),

@@ -245,9 +245,7 @@ async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
-    """Runs loads that measure the hops of a step (benchmarks/common/hops.py), at the lowest and the
-    highest concurrency.
-    """
+    """Measures the hops of a step (common/hops.py) at the lowest and the highest concurrency."""
     await run_hops(stack, options.load(model, 1, "hops/warm-up"))
     runs = []
     for level in options.ends:

@@ -1,6 +1,4 @@
-"""Repeats requests concurrently. Each answer must equal the answer to the same request when it was
-sent alone.
-"""
+"""Repeats requests concurrently, and compares each answer with the answer to the request alone."""
 
 import asyncio
 import time
@@ -39,9 +37,7 @@ class Answer:
             self.logprobs += piece.logprobs.logprobs[:: piece.logprobs.width]
 
     def difference(self, other: "Answer") -> str:
-        """Describes the first difference from another answer. The result is empty if the answers
-        are equal.
-        """
+        """The first difference from another answer, as text. It is empty for equal answers."""
         pairs = zip(self.token_ids, other.token_ids, strict=False)
         for index, (ours, theirs) in enumerate(pairs):
             if ours != theirs:
@@ -92,9 +88,7 @@ class Streams:
         num_prompt_tokens: int,
         num_tokens: int,
     ) -> None:
-        """`addresses` are host:port of the gateways. The `count` streams are distributed over them
-        in rotation.
-        """
+        """`addresses` are host:port of the gateways, which the `count` streams use in rotation."""
         self.counts = Counts()
         self.expects_gateway_loss = False
         self._requests = [
@@ -174,9 +168,7 @@ class Streams:
                 self.counts.silences.append(silence)
 
     async def _ask(self, number: int, answer: Answer) -> float:
-        """Sends request `number` and fills in `answer`. Returns the longest time without a message,
-        in seconds.
-        """
+        """Sends request `number`, and fills in `answer`. Returns its longest silence in seconds."""
         begun, silence, last = False, 0.0, time.monotonic()
         stub = self._stubs[number % len(self._stubs)]
         call = stub.Generate(self._requests[number], timeout=ANSWER_SECONDS, wait_for_ready=True)

@@ -71,9 +71,7 @@ async def grpc_stream(endpoint: Endpoint, draw: Random) -> None:
 
 
 async def grpc_several(endpoint: Endpoint, draw: Random) -> None:
-    """Sends one request for several sampled answers. It has penalties and asks for
-    log-probabilities.
-    """
+    """Sends a request for several sampled answers, with penalties and log-probabilities."""
     wanted, n = endpoint.num_tokens(draw), draw.randrange(2, 5)
     request = greedy_request(endpoint.prompt(draw), wanted)
     request.n = n

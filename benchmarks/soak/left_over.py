@@ -31,9 +31,7 @@ async def read_status(http: httpx.AsyncClient, gateway: str) -> dict[str, Any]:
 
 
 def left_over(status: dict[str, Any]) -> str:
-    """Describes the requests and blocks that are left, according to a gateway's status. The result
-    is empty if none are left.
-    """
+    """Describes the requests and blocks that are left, according to a status. Empty if none are."""
     replicas = [replica["stats"] for replica in status["replicas"]]
     if None in replicas:
         return "a scheduler does not answer"

@@ -96,9 +96,7 @@ class Result:
     processor_seconds: dict[str, float]
     """Processor seconds that each service used during the flood."""
     processor_wait_seconds: dict[str, float]
-    """Seconds for which each service's threads waited for a processor during the flood, summed over
-    its threads.
-    """
+    """Seconds that each service's threads waited for a processor during the flood, in total."""
 
 
 class Flooding:

@@ -69,9 +69,7 @@ class Outcomes:
     failed: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     unjudged: Counter[str] = field(default_factory=Counter)
-    """Maps each reason for which the validator rejects a schema to the number of finished answers
-    with such a schema.
-    """
+    """Maps reasons why the validator rejects a schema to numbers of finished answers."""
     neighbors: int = 0
     num_preemptions: int = 0
     progressed: asyncio.Event = field(default_factory=asyncio.Event)

@@ -40,8 +40,7 @@ _REASONS = {
 }
 """Maps span names to the attribute with the reason why the request did not progress."""
 _BESIDE = (names.SPAN_POOL_ADMIT,)
-"""Spans of work that another service does concurrently. They do not count as time of the request.
-"""
+"""Spans of another service's concurrent work. They do not count as time of the request."""
 _DECODE_SUMS = (
     names.ATTR_COMPUTE_SECONDS,
     names.ATTR_OTHERS_PREFILL_SECONDS,
@@ -72,9 +71,7 @@ class TraceReport:
     unexplained: list[float] = field(default_factory=list)
     """For each request, the fraction of its time that is covered by no leaf span or by several."""
     elsewhere: list[float] = field(default_factory=list)
-    """For each request, the fraction of the time measured by the client that is outside the
-    gateway's span.
-    """
+    """For each request, the fraction of the client's time that is outside the gateway's span."""
     counts: Counter[str] = field(default_factory=Counter)
     """Maps span names to numbers of spans, and causes of interruptions to their numbers."""
     num_lost: int = 0
@@ -112,9 +109,7 @@ class TraceReport:
 def check_traces(
     spans: Sequence[SpanRecord], requests: Sequence[TracedRequest], kills: Sequence[int]
 ) -> TraceReport:
-    """Checks the spans of requests and steps. `kills` are the times at which services were killed,
-    in nanoseconds since the epoch.
-    """
+    """Checks the spans of requests and steps. `kills` are in nanoseconds since the epoch."""
     return _Checks(spans, requests, kills).run()
 
 

@@ -146,9 +146,7 @@ async def run(options: Options, directory: Path) -> TraceReport:
 async def _campaign(
     options: Options, replicas: Replicas, requests: Requests, directory: Path
 ) -> list[int]:
-    """Sends all requests while services are paused and killed. Returns the times of the kills, in
-    nanoseconds since the epoch.
-    """
+    """Sends all requests while services are paused and killed. Returns the times of the kills."""
     num_alone = max(1, options.num_requests // 10)
     for _ in range(num_alone):
         await requests.send()

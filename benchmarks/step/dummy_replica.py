@@ -29,9 +29,7 @@ class ReplicaOptions:
 
 
 class DummyReplica:
-    """A scheduler and a pool with production defaults, and a dummy worker. `async with` starts and
-    stops them.
-    """
+    """Runs a scheduler and a pool with default settings, and a dummy worker, in `async with`."""
 
     def __init__(self, options: ReplicaOptions) -> None:
         self._options = options
@@ -109,9 +107,7 @@ class DummyReplica:
         return f"unix:{self._directory.name}/{name}.sock"
 
     def _stop(self) -> None:
-        """Stops the services. The worker ends when its standard input is closed. It then sends its
-        remaining spans.
-        """
+        """Stops the services. The worker sends its last spans when its standard input is closed."""
         end([self._processes["scheduler"]])
         end([self._processes["kvpool"]])
         worker = self._processes["worker"]

@@ -59,9 +59,7 @@ class DummyRunner:
         """Does nothing, because a DummyRunner has no state of requests."""
 
     def begin(self, step: StepInput) -> StepOutput:
-        """Waits for the time of a step. Makes up a token for each request whose prompt is computed
-        completely.
-        """
+        """Waits for a step's time. Makes up a token for each request whose prompt is computed."""
         begun = time.perf_counter()
         for request in step.new_requests:
             self._num_known[request.row] = len(request.token_ids)

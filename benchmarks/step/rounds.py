@@ -36,9 +36,7 @@ class Round:
     step_micros: Sequence[float]
     processor_micros: Mapping[str, float]
     bare_micros: float | None
-    """Mean step time of the bare loop just before the run. It is None if the worker's step is
-    empty.
-    """
+    """Mean step time of the bare loop before the run. It is None if the worker's step is empty."""
 
     @property
     def ratio(self) -> float | None:
@@ -186,9 +184,7 @@ async def _resume_with(channel: grpc.aio.Channel, running: int) -> None:
 
 
 def _prompts(running: int) -> list[list[int]]:
-    """Prompts without common prefixes. Their lengths differ, so that requests fill blocks in
-    different steps.
-    """
+    """Prompts without common prefixes, of lengths that fill blocks in different steps."""
     return [
         [
             (number * 7919 + position) % 30_000

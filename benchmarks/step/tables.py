@@ -16,9 +16,7 @@ HIDDEN_NOTE = (
 
 
 def overhead_table(rows: Sequence[StepRow]) -> str:
-    """A table of steps that are empty in the worker: the time between steps, and each process's
-    processor time.
-    """
+    """A table of empty steps: the time between steps, and each process's processor time."""
     processes = list(rows[0].processor_micros)
     spent = (f"{name}, processor µs" for name in processes)
     return table_text(
@@ -38,9 +36,7 @@ def overhead_table(rows: Sequence[StepRow]) -> str:
 
 
 def hidden_table(rows: Sequence[StepRow]) -> str:
-    """A table of steps that take time in the worker. Throughput is relative to a bare loop of such
-    steps in the worker.
-    """
+    """A table of steps that take time in the worker, with throughput relative to a bare loop."""
     processes = list(rows[0].processor_micros)
     spent = (f"{name}, processor µs" for name in processes)
     return table_text(

@@ -82,9 +82,7 @@ def table(timer: StepTimer, digests: Sequence[bytes], num_rounds: int) -> str:
 def turn(
     timer: StepTimer, load: StepsLoad, numbers: Sequence[int], digests: Sequence[bytes]
 ) -> list[float]:
-    """Runs a turn without adapters, then a turn with each of `numbers` adapters. Returns their step
-    times in milliseconds.
-    """
+    """Returns the step times in milliseconds without adapters and with each of `numbers`."""
     return [
         timer.turn(load),
         *(timer.turn(load, digests[:number]) for number in numbers),

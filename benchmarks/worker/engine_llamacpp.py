@@ -61,9 +61,7 @@ class Context:
         self._batch = llama_cpp.llama_batch_init(MAX_BATCH_TOKENS, 0, 1)
 
     def generate(self, prompts: Prompts, num_tokens: int, num_shared: int) -> Times:
-        """Generates tokens as `loads.Generate` requires. The prompts share their first `num_shared`
-        tokens, which are computed once.
-        """
+        """Does the same as `loads.Generate`. The first `num_shared` tokens are computed once."""
         llama_cpp.llama_memory_clear(self._memory, False)
         if num_shared:
             self._forward([(0, 0, prompts[0][:num_shared])])
@@ -125,9 +123,7 @@ class LlamaCpp:
 
 
 def _num_shared(prompts: Prompts) -> int:
-    """The length of the common prefix of several prompts, in tokens. It is 0 for a single
-    prompt.
-    """
+    """The number of common first tokens of several prompts. It is 0 for a single prompt."""
     if len(prompts) == 1:
         return 0
     columns = enumerate(zip(*prompts, strict=True))

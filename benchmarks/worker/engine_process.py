@@ -1,6 +1,4 @@
-"""Runs the engines of a comparison. Each engine is a process that stays running and measures one
-load at a time.
-"""
+"""Runs each engine of a comparison in a process that measures one load at a time."""
 
 import contextlib
 import json
@@ -15,9 +13,7 @@ _EXIT_SECONDS = 30.0
 
 
 class EngineEnded(Exception):
-    """An engine's process ended before it returned a result. Its error message is on standard
-    error.
-    """
+    """An engine's process ended without a result. Its error message is on standard error."""
 
 
 class EngineProcess:
@@ -111,9 +107,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _ticks(pid: int) -> int:
-    """Processor time of a process in clock ticks, in user and kernel mode, including its ended
-    threads.
-    """
+    """Processor time of a process and its ended threads, in clock ticks."""
     _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     user, system = fields.split()[11:13]
     return int(user) + int(system)

@@ -1,6 +1,4 @@
-"""Stepwell's model runner, scheduler and pool in one process, under the loads of
-benchmarks.worker.loads.
-"""
+"""Runs Stepwell's runner, scheduler and pool in one process, under benchmarks.worker.loads."""
 
 import asyncio
 import time

@@ -114,9 +114,7 @@ def _figure(name: str, begun: float, times: Times) -> float:
 
 
 def decode_rate(times: Times) -> float:
-    """Tokens per second after the time at which every prompt had its first token. Tokens up to that
-    time are not counted.
-    """
+    """Tokens per second after the time at which every prompt has its first token."""
     begun = max(each[0] for each in times)
     after = [moment for each in times for moment in each if moment > begun]
     return len(after) / (max(after) - begun)
@@ -157,9 +155,7 @@ class EngineArguments:
 
 
 def parse_arguments(weights: Sequence[str] = ("bf16",)) -> EngineArguments:
-    """Parses the command line of an engine that supports these data types of weights. The first is
-    the default.
-    """
+    """Parses an engine's command line. `weights` are the supported types, the default first."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)

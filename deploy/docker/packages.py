@@ -20,9 +20,7 @@ WHEELHOUSE = Path("/wheelhouse")
 SERVICES, BUILD = "services", "build"
 _GENERATOR = "grpcio-tools"
 _DOWNLOADED = ("pip", "async-timeout")
-"""Additional packages of a wheelhouse. Before Python 3.11.3, such as in Debian, redis needs
-async-timeout.
-"""
+"""Additional packages of a wheelhouse. redis needs async-timeout before Python 3.11.3."""
 
 
 def main(arguments: list[str]) -> int:
@@ -39,9 +37,7 @@ def main(arguments: list[str]) -> int:
 
 
 def requirements(names: list[str], pyproject: Path = Path("pyproject.toml")) -> list[str]:
-    """The requirements of all names, as written in pyproject.toml. Raises KeyError for a name that
-    is not an extra.
-    """
+    """The requirements in pyproject.toml of all `names`. Raises KeyError for an unknown name."""
     described = tomllib.loads(pyproject.read_text())
     extras = described["project"]["optional-dependencies"]
     needed = {

@@ -11,9 +11,7 @@ ROOT = Path(__file__).parents[2]
 def run_program(
     program: str, *arguments: object, timeout: float = 280, statuses: Sequence[int] = (0,)
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m benchmarks.PROGRAM` and returns its output. The exit status must be one of
-    `statuses`.
-    """
+    """Runs `python -m benchmarks.PROGRAM`. Its exit status must be one of `statuses`."""
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{program}", *map(str, arguments)],
         cwd=ROOT,

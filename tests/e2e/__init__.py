@@ -1,3 +1,1 @@
-"""Tests of all services together. They form a Python package, so that shared stacks end after the
-package's last test.
-"""
+"""Tests of all services. They are a package, so that shared stacks end after the last test."""

@@ -32,9 +32,7 @@ class RunningContainer:
     """A container of a pod, as a process that has only the container's environment variables."""
 
     def __init__(self, container: Container, directory: Path, names: Mapping[str, str]) -> None:
-        """`names` maps texts in variables to their replacements, such as service names to
-        addresses.
-        """
+        """`names` maps texts in variables, such as service names, to their replacements."""
         self._container = container
         self._address = names[_EVERY_ADDRESS].removesuffix(":")
         self._environ = _environ(container, directory, names)
@@ -86,9 +84,7 @@ class RunningPods:
         self.containers: dict[str, list[RunningContainer]] = {}
 
     def start(self, pod: Pod, *, wait: bool = True) -> list[RunningContainer]:
-        """Starts the containers of a pod. A container starts when the previous container has
-        started.
-        """
+        """Starts the containers of a pod, each after the previous one has started."""
         names = {**self._names, _EVERY_ADDRESS: self.addresses[pod.component] + ":"}
         running = self.containers.setdefault(pod.component, [])
         for container in pod.containers():

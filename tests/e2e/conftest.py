@@ -67,9 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def shared_rank(item: pytest.Item) -> int:
-    """The position in SHARED_FIXTURES of the last fixture that a test uses, counted from 1. It is 0
-    for a test that shares no stack.
-    """
+    """The position of a test's last fixture in SHARED_FIXTURES, from 1. It is 0 without any."""
     names = getattr(item, "fixturenames", ())
     return max((rank for rank, name in enumerate(SHARED_FIXTURES, 1) if name in names), default=0)
 

@@ -20,9 +20,7 @@ PAGE = Path(__file__).parent / "documented_fields.md"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example of one request field: the field's path, and the values that are added to the base
-    request.
-    """
+    """An example of a request field: its path, and values that are added to the base request."""
 
     call: str
     field: str
@@ -61,9 +59,7 @@ def examples() -> dict[str, list[Example]]:
 
 
 def fields_of_body(body: type[BaseModel]) -> Iterator[str]:
-    """Yields the paths of a body's fields, such as `stream_options` and
-    `stream_options.include_usage`.
-    """
+    """Yields the paths of a body's fields, such as `stream_options.include_usage`."""
     for attribute, field in body.model_fields.items():
         name = field.alias or attribute
         yield name

@@ -61,9 +61,7 @@ async def generate(
     on_tokens: Callable[[int], None] | None = None,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
-    """Sends a request, and reads the whole answer. `on_tokens` is called with the number of tokens
-    so far after each delta.
-    """
+    """Sends a request. `on_tokens` is called with the number of tokens so far at each delta."""
     answer = Answer()
     async for piece in stub.Generate(wanted, timeout=100, metadata=metadata):
         answer.token_ids += piece.token_ids
@@ -82,9 +80,7 @@ async def generate_all(
     hit: Callable[[], None] | None = None,
     hit_at: int = 0,
 ) -> list[Answer]:
-    """Sends all requests concurrently, and reads the answers. `hit` is called when the first
-    request has `hit_at` tokens.
-    """
+    """Sends all requests at once. `hit` is called when the first has `hit_at` tokens."""
     is_hit = hit is None
     first, *others = requests
 

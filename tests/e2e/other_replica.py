@@ -1,6 +1,4 @@
-"""An additional replica with its own kvpool, worker and scheduler processes, as on another
-machine.
-"""
+"""A replica with its own pool, worker and scheduler processes, as on another machine."""
 
 import os
 import signal

@@ -75,9 +75,7 @@ class Recorder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the model. The step computes the requested logits. The recorder computes all other
-        logits after the step.
-        """
+        """Runs the model. The recorder computes logits that the step did not request."""
         hidden, logits = self._model.forward(
             token_ids, positions, attention, embedded, wanted, lora
         )
@@ -197,9 +195,7 @@ class ExactServing:
             assert_same_bits(actual, expected, name)
 
     def run(self, requests: Sequence[Request], chunks: Sequence[int], what: str) -> None:
-        """Computes the prompts of all requests together. The chunks of request i have chunks[i %
-        len(chunks)] tokens.
-        """
+        """Computes all prompts together. Request i has chunks of chunks[i % len(chunks)] tokens."""
         while running := [request for request in requests if not request.finished]:
             self.step(
                 [

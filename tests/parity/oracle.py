@@ -24,9 +24,7 @@ def embedded_prompt(rows: torch.Tensor) -> PromptEmbeds:
 
 
 def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> None:
-    """Asserts that a finished request equals transformers' greedy continuation, including its
-    log-probabilities.
-    """
+    """Asserts that a request equals transformers' greedy output, with log-probabilities."""
     expected = logprobs(model, request)
     start = len(request.prompt) - 1
     assert request.output == expected[start:-1].argmax(-1).tolist(), name

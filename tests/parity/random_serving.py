@@ -88,9 +88,7 @@ class RandomServing:
         self._rows = list(range(runner.limits.max_num_seqs))
         self._removed: list[int] = []
         self._rejected: dict[int, int] = {}
-        """For each row, the number of drafts in its last step that were rejected or not
-        proposed.
-        """
+        """For each row, the number of drafts of its last step that were not accepted."""
         self._step = 0
         self.happened = Happened()
 

@@ -87,9 +87,7 @@ class Drafting:
     ids=lambda case: " by ".join(case[:2]),
 )
 def drafting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drafting:
-    """Models with full attention, and models with full attention and windows. Each has several
-    kinds of draft models.
-    """
+    """Models with and without windows, each with several kinds of draft models."""
     torch.set_num_threads(1)
     model, kind, dtype = request.param
     directory: Path = tmp_path_factory.mktemp(model)
@@ -158,9 +156,7 @@ async def test_a_model_that_drafts_for_itself_takes_a_step_for_all_drafts_and_on
 
 
 async def test_what_is_proposed_is_how_the_draft_model_continues(drafting: Drafting) -> None:
-    """In float32 the reference is transformers. In bfloat16 it is the draft model without other
-    requests, token by token.
-    """
+    """The reference is transformers in float32, and the draft model alone in bfloat16."""
     recorded = record_drafts(drafting.worker)
     async with serving(drafting.worker, SITUATIONS["chunks of 11"], async_scheduling=True) as (
         _,
@@ -179,9 +175,7 @@ async def test_what_is_proposed_is_how_the_draft_model_continues(drafting: Draft
 
 
 def assert_continued_alone(directory: Path, chosen: Sequence[Proposed]) -> None:
-    """Asserts that drafts equal the continuation by the bfloat16 model in `directory`, computed
-    without other requests.
-    """
+    """Asserts that drafts equal the continuation by the model in `directory` alone."""
     runner = build_runner(directory, dtype=torch.bfloat16)
     driver = Driver(runner, block_size=16, num_blocks=runner.limits.num_blocks)
     for proposed in chosen:

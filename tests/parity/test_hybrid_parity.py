@@ -63,9 +63,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def turns() -> list[list[int]]:
-    """Prompts that repeat two sequences: unchanged, with more tokens, or without the last token.
-    Two prompts end inside a block.
-    """
+    """Prompts that repeat two sequences, with more or fewer tokens. Two end inside a block."""
     random = np.random.default_rng(5)
     first, second = (random.integers(3, VOCAB_SIZE, length).tolist() for length in (27, 39))
     return [

@@ -143,9 +143,7 @@ def check(served: Served, requests: list[Request]) -> None:
 
 
 def check_alone(runner: ModelRunner, schedule: Schedule, requests: list[Request]) -> None:
-    """Serves each request alone, with its prompt in one step. The answer must have the same
-    bits.
-    """
+    """Serves each request alone, with its prompt in one step. The answer must have equal bits."""
     runner.reset()
     driver = Driver(runner, block_size=schedule.block_size, num_blocks=runner.limits.num_blocks)
     for number, request in enumerate(requests):
@@ -198,9 +196,7 @@ def test_a_model_that_drafts_for_itself_is_always_right_with_codes(rounded: Serv
 def serve_tokens(
     runner: ModelRunner, schedule: Schedule, times: int = 2
 ) -> tuple[list[Request], Happened]:
-    """Serves the requests `times` times, except the prompt of embeddings. A draft model cannot
-    compute it.
-    """
+    """Serves the requests `times` times, without embeddings, which a draft model cannot compute."""
     serving = RandomServing(runner, max_chunk=schedule.max_chunk, seed=schedule.seed)
     served = [make_requests(schedule, hidden_size=1)[:-1] for _ in range(times)]
     for requests in served:

@@ -96,9 +96,7 @@ class Speculating:
 def speculating(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Speculating:
-    """A model with full attention in float32, and a model with full attention and windows in
-    bfloat16.
-    """
+    """A model in float32, and a model in bfloat16 that also has windows."""
     torch.set_num_threads(1)
     kind, dtype = request.param
     directory: Path = tmp_path_factory.mktemp(kind)

@@ -1,6 +1,4 @@
-"""A reference of the sampling race, computed token by token with Python numbers. It shares no code
-with the sampler.
-"""
+"""A reference of the sampling race in plain Python. It shares no code with the sampler."""
 
 import math
 

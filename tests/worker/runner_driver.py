@@ -1,6 +1,4 @@
-"""Drives a model runner like a scheduler, with block tables, chunks, prefix hits and
-preemptions.
-"""
+"""Drives a model runner like a scheduler, with chunks, prefix hits and preemptions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -158,9 +156,7 @@ def _loaded_draft_model(
     kv_cache_dtype: KVCacheDtype,
     ranks: Ranks,
 ) -> DraftModel:
-    """A draft model, or this rank's part of it. It uses the block tables of the first KV-cache
-    group with full attention.
-    """
+    """A draft model, or this rank's part of it, with the first full-attention group's blocks."""
     options = LoadOptions(MAX_MODEL_LEN, dtype)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
     group = limits.windows.index(None)
@@ -178,9 +174,7 @@ def _loaded_draft_model(
 
 
 def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAdapters:
-    """LoRA adapters of ranks up to 64, which requests name by the digests of the adapters'
-    files.
-    """
+    """LoRA adapters of ranks up to 64. Requests name them by the digests of their files."""
     assert loaded.lora is not None
     read = partial(loaded.lora.read, max_rank=64, device=CPU)
     adapters = LoraAdapters(read, len(directories))

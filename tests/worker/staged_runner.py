@@ -18,9 +18,7 @@ from tests.worker.runner_driver import build_runner
 
 
 class StagedRunner:
-    """Runs steps like a model runner. `submit` allows several steps in flight. `options` are passed
-    to build_runner.
-    """
+    """Runs steps like a model runner, several at once. `options` are passed to build_runner."""
 
     def __init__(
         self,

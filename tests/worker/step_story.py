@@ -32,9 +32,7 @@ def step(number: int, *entries: tuple[int, int, int], **changes) -> StepInput:
 
 
 def story(kinds: tuple[SamplingParams, ...], num_groups: int = 1) -> list[StepInput]:
-    """Three requests decode. The second request ends, and a fourth gets its row. The third prompt
-    is computed in chunks.
-    """
+    """Three requests decode. The second ends, and a fourth gets its row. One prompt is chunked."""
     first, second, third, fourth = (
         new(row, kind, num_groups) for row, kind in zip((0, 1, 2, 1), kinds, strict=True)
     )

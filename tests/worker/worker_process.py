@@ -14,9 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 async def start(*flags: str, **environ: str) -> asyncio.subprocess.Process:
-    """Starts `python -m services.worker` with these flags. Its log lines are written to standard
-    error.
-    """
+    """Starts `python -m services.worker` with these flags, which logs to standard error."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("STEPWELL_")}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.worker", "--num-threads", "1", *flags),

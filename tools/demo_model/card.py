@@ -102,9 +102,7 @@ class Facts:
 
 
 def write_card(folder: Path, facts: Facts) -> None:
-    """Writes `README.md` into `folder`, with samples from the model and the tokenizer in
-    `folder`.
-    """
+    """Writes `README.md` into `folder`, with samples of the model in `folder`."""
     config = facts.model.config
     card = CARD.format(
         parameters=facts.model.num_parameters(),

@@ -87,9 +87,7 @@ VERB = re.compile(r"^(Return|Get|Set|Create|Convert|Make|Check|Test|Compute|Find
 
 
 def conversation(question: str, answer: str, system: str | None = None) -> str:
-    """A question and its answer as `CHAT_TEMPLATE` renders them, including the end of the
-    answer.
-    """
+    """A question and its answer as `CHAT_TEMPLATE` renders them, with the end of the answer."""
     head = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     return (
         f"{head}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
@@ -102,9 +100,7 @@ def chat_documents(
     reference: Iterable[Document],
     seed: int,
 ) -> list[Document]:
-    """All conversations, each as a document. `seed` selects the questions' patterns and the system
-    prompts.
-    """
+    """All conversations as documents. `seed` selects question patterns and system prompts."""
     draw = random.Random(seed)
     exchanges = [
         *_about_interfaces(interfaces, draw),
@@ -125,9 +121,7 @@ def chat_documents(
 
 
 def leading_paragraphs(text: str, longest: int) -> str:
-    """The first paragraphs of `text` that fit into `longest` characters. If the first paragraph
-    does not fit, it is truncated.
-    """
+    """As many first paragraphs as fit into `longest` characters. The first may be truncated."""
     paragraphs = text.split("\n\n")
     taken = paragraphs[0]
     for paragraph in paragraphs[1:]:

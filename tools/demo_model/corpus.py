@@ -60,9 +60,7 @@ class SourceSplit:
 
 
 def module_name(path: str) -> str:
-    """Converts a path to a module name: `email/message.py` to `email.message`, `json/__init__.py`
-    to `json`.
-    """
+    """Converts `email/message.py` to `email.message`, and `json/__init__.py` to `json`."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -100,9 +98,7 @@ def read_sources(library: Path) -> list[Document]:
 
 
 def split_sources(documents: list[Document], seed: int, held_out_share: float) -> SourceSplit:
-    """Holds out random files, selected by `seed`, until they have the fraction `held_out_share` of
-    all bytes.
-    """
+    """Holds out random files until they have the fraction `held_out_share` of all bytes."""
     order = sorted(documents, key=lambda document: document.name)
     random.Random(seed).shuffle(order)
     wanted = held_out_share * sum(len(document.text) for document in order)

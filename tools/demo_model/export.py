@@ -14,9 +14,7 @@ from tools.demo_model.tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, wr
 
 
 def export(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes all files except the model card. The output projection is tied to the embedding, which
-    is stored once.
-    """
+    """Writes all files except the model card. The tied output projection is stored once."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
         name: parameter.detach().to(torch.bfloat16).contiguous()

@@ -58,9 +58,7 @@ def importable_modules() -> Iterator[ModuleType]:
 
 
 def interfaces_of(module: ModuleType) -> Iterator[Interface]:
-    """Yields the documented public functions and classes that `module` defines, and the methods of
-    the classes.
-    """
+    """Yields the documented public functions, classes and methods that `module` defines."""
     prefix = KNOWN_AS.get(module.__name__, module.__name__)
     names = getattr(module, "__all__", None) or [n for n in dir(module) if not n.startswith("_")]
     for name in sorted(set(names)):
@@ -79,9 +77,7 @@ def interfaces_of(module: ModuleType) -> Iterator[Interface]:
 
 
 def interface_documents(interfaces: Iterable[Interface]) -> list[Document]:
-    """One document for each module: its interfaces with their documentation, as `pydoc` prints
-    it.
-    """
+    """One document for each module, with its interfaces in the format of `pydoc`."""
     pages: dict[str, list[str]] = {}
     for interface in interfaces:
         body = interface.documentation.replace("\n", "\n    ")
@@ -118,9 +114,7 @@ def _interface(module: ModuleType, name: str, thing: object) -> Iterator[Interfa
 
 
 def _signature(thing: object) -> str:
-    """The signature as text, without memory addresses. It is empty if it contains a path of this
-    machine or is too long.
-    """
+    """The signature without addresses. It is empty if it is long or contains a local path."""
     try:
         text = ADDRESS.sub("", str(inspect.signature(thing)))  # type: ignore[arg-type]
     except (ValueError, TypeError, AttributeError, NameError):  # C code may have no signature

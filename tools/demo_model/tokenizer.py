@@ -1,6 +1,4 @@
-"""The demo model's own tokenizer: byte-level BPE, so that decoding returns exactly the encoded
-text.
-"""
+"""The demo model's tokenizer: byte-level BPE, whose decoding returns exactly the encoded text."""
 
 from __future__ import annotations
 

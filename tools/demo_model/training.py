@@ -40,9 +40,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results of a run. `epochs` is the number of processed tokens divided by the number of
-    tokens in the corpus.
-    """
+    """The results of a run. `epochs` is the processed tokens divided by the corpus's tokens."""
 
     tokens: int
     steps: int
@@ -96,9 +94,7 @@ class Rows:
 
 
 def build_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """A new model in float32. Output projections begin with small weights, so that the sum over
-    layers stays small.
-    """
+    """A new float32 model. Output projections begin small, so that the sum over layers is small."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
     scale = 1 / math.sqrt(2 * config.num_hidden_layers)

@@ -56,9 +56,7 @@ async def costly_body(target: Target, draw: Random) -> None:
 
 
 async def streamed_body(target: Target, draw: Random) -> None:
-    """Sends a costly body whose answer is an event stream. The client reads little or nothing of
-    the stream.
-    """
+    """Sends a costly body, but reads little or nothing of the event stream with the answer."""
     path, made = costly(draw.choice(("256 short prompts", "logprobs", "stop strings")))
     body = json.dumps(made | {"stream": True}).encode()
     request = target.head(path, f"Content-Length: {len(body)}") + body

@@ -1,6 +1,4 @@
-"""The benchmark of batch invariance runs with every load, on a model whose computation takes no
-time.
-"""
+"""The benchmark of batch invariance runs every load, on a tiny model."""
 
 from pathlib import Path
 

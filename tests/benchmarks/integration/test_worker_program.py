@@ -1,6 +1,4 @@
-"""The comparison of Stepwell's worker with transformers runs, on a model whose computation takes no
-time.
-"""
+"""The comparison of Stepwell's worker with transformers runs, on a tiny model."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""The benchmark that compares simulations with real runs: its conversations, and the fit of serving
-costs.
-"""
+"""Tests conversations and fitted serving costs of the benchmark of simulations."""
 
 import json
 

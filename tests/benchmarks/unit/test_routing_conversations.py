@@ -20,9 +20,7 @@ WORKLOAD = Workload(
 
 
 def turns(at_once: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yields the prompts of a closed loop in which requests end in the order in which they
-    began.
-    """
+    """Yields the prompts of a closed loop. Requests end in the order in which they began."""
     conversations = OpenConversations(WORKLOAD, at_once)
     running = [conversations.take() for _ in range(at_once)]
     for _ in range(count):

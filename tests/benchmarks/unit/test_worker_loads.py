@@ -116,9 +116,7 @@ def test_warming_up_takes_little_and_foretells_no_prompt() -> None:
 
 
 def test_limits_of_a_model_small_enough_to_count() -> None:
-    """Each layer has 4 weights of norms, 16 of attention and 24 of the MLP. The tied head has
-    40.
-    """
+    """A layer has 4 weights of norms, 16 of attention and 24 of the MLP. The tied head has 40."""
     shape = Shape(2, 2, 1, 1, 4, 20, tied_embeddings=True)
     layer = 2 * 2 + 4 * (2 * 2) + 3 * (2 * 4)
     figures = Limits(flops=1e6, bytes_per_second=1e6).figures(shape)

@@ -1,6 +1,4 @@
-"""Sessions of clients continue with the blocks of earlier turns, even if a service ends between
-turns.
-"""
+"""Sessions continue with the blocks of earlier turns, even if a service ends between turns."""
 
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,9 +20,7 @@ NUM_TOKENS = [20, 7, 25]
 
 
 def expected(model: TinyModel, chunks: Sequence[list[int]], counts: Sequence[int]) -> list[int]:
-    """The outputs of consecutive requests, where each prompt contains all earlier prompts and
-    outputs.
-    """
+    """The outputs of requests whose prompts contain all earlier prompts and outputs."""
     prompt: list[int] = []
     said: list[int] = []
     for chunk, count in zip(chunks, counts, strict=True):
@@ -58,9 +54,7 @@ class Session:
         return answer
 
     async def end(self) -> None:
-        """Ends the client's stream. The gateway must end its own stream without further
-        messages.
-        """
+        """Ends the client's stream. The gateway must then end its stream without a message."""
         await self.call.done_writing()
         assert [response async for response in self.call] == []
 

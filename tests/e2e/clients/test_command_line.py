@@ -11,9 +11,7 @@ LONGEST_LINE = 170
 def stepwell(
     stack: Stack, command: str, *arguments: str, stdin: str = "", complaint: str = ""
 ) -> str:
-    """Runs a command, and returns its standard output. It must succeed, and write `complaint` to
-    standard error.
-    """
+    """Runs a command, which must write `complaint` to standard error. Returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", command, "--url", stack.url, *arguments],
         input=stdin.encode(),

@@ -123,9 +123,7 @@ async def test_parameters_that_leave_no_later_token_end_a_stream(http: httpx.Asy
 async def test_what_only_the_worker_refuses_is_the_clients_error(
     demo: Stack, http: httpx.AsyncClient
 ) -> None:
-    """The request is sent directly to the scheduler, because the gateway would refuse its
-    grammar.
-    """
+    """The scheduler gets the request directly, because the gateway would refuse its grammar."""
     (replica,) = (await http.get("/status")).json()["replicas"]
     wrong = common_pb2.StructuredOutputs(kind=common_pb2.STRUCTURED_OUTPUTS_KIND_REGEX, text="(")
     async with open_channel(replica["address"]) as channel:

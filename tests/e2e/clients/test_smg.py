@@ -184,9 +184,7 @@ def test_log_probabilities_are_those_of_our_gateway(
 
 
 def test_smg_cuts_the_text_at_a_stop_string(client: openai.OpenAI, demo_stack: Stack) -> None:
-    """The scheduler does not have the text. A field of its request states that smg applies the stop
-    strings.
-    """
+    """The scheduler has no text. Its request states that smg applies the stop strings."""
     whole = client.completions.create(
         model=demo_stack.model, prompt="class Point:", max_tokens=24, temperature=0
     ).choices[0]

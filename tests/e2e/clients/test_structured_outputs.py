@@ -55,9 +55,7 @@ async def stream(
     wanted: dict[str, Any],
     on_piece: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Does the same as `ask` with a stream. `on_piece` is called with the number of pieces so
-    far.
-    """
+    """Like `ask`, with a stream. `on_piece` is called with the number of pieces so far."""
     text, finish, count = "", None, 0
     async with http.stream("POST", "/v1/completions", json={**wanted, "stream": True}) as response:
         assert response.status_code == 200

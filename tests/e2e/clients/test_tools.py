@@ -1,6 +1,4 @@
-"""Tests tool calls that grammars force, with all services, the demo model and unmodified client
-packages.
-"""
+"""Tests tool calls that grammars force, with all services and unmodified client packages."""
 
 import json
 from collections.abc import AsyncIterator

@@ -38,9 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 async def test_answers_are_complete(directory: Path, faults: str, num_losses: int) -> None:
-    """The services lose workers by a failed step, an ended process, or a device that hangs for
-    ever.
-    """
+    """Workers are lost by failed steps, ended processes, and devices that hang for ever."""
     num_ranks = 2 if "rank" in faults else 1
     flags = (
         *("--device", "simulated", "--profile", str(directory / "steps.toml")),

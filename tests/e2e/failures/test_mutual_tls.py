@@ -65,9 +65,7 @@ class Secured:
         return self._secrets[service].files
 
     def rewire(self, spec: ChildSpec) -> ChildSpec:
-        """The start command of a service that listens on its TCP port with TLS. Its health check
-        still uses the Unix socket.
-        """
+        """The start command of a service with TLS at its TCP port. Health checks use its socket."""
         prefix = env_prefix(spec.name)
         settings = {
             name.upper(): str(path) for name, path in self.files(spec.name).settings().items()

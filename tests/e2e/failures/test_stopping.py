@@ -26,9 +26,7 @@ NUM_TOKENS = 600
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """A directory for the sockets of a test. Its path is short, since socket paths are limited to
-    107 bytes.
-    """
+    """A directory for sockets, whose paths are limited to 107 bytes."""
     with tempfile.TemporaryDirectory() as directory:
         yield Path(directory)
 

@@ -1,6 +1,4 @@
-"""Requests for LoRA adapters get peft's tokens in any batch, even if adapters are loaded and
-evicted and services are killed.
-"""
+"""Requests for LoRA adapters get peft's tokens, despite evictions and killed services."""
 
 import asyncio
 import re
@@ -35,9 +33,7 @@ ADAPTER_LABELS = re.compile(
 
 @dataclass(frozen=True)
 class Adapted:
-    """A server of a model with adapters, and peft's model for each adapter. The key "" has the
-    model without an adapter.
-    """
+    """A server with adapters, and peft's model for each. The key "" has no adapter."""
 
     stack: Stack
     models: dict[str, PreTrainedModel]

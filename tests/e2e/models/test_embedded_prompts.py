@@ -1,6 +1,4 @@
-"""Prompts given as embeddings have the same continuations as prompts of the same tokens, over HTTP
-and gRPC.
-"""
+"""Prompts of embeddings are continued like the same prompts of tokens, over HTTP and gRPC."""
 
 import asyncio
 import base64

@@ -1,6 +1,4 @@
-"""Embeddings and scores of `stepwell up` equal transformers' results, through the `openai` package,
-plain HTTP and gRPC.
-"""
+"""Embeddings and scores of all services equal transformers', through each API."""
 
 import base64
 import math

@@ -1,6 +1,4 @@
-"""With 8-bit keys and values the answers of two ranks do not depend on caching, offloading,
-batching or a worker's death.
-"""
+"""With an 8-bit KV cache, answers do not depend on hits, offloading, batches or kills."""
 
 import re
 from collections.abc import Iterator

@@ -1,6 +1,4 @@
-"""Runs `stepwell top`, `stepwell trace` and the streams of `stepwell deploy check` against all four
-services.
-"""
+"""Runs `stepwell top`, `trace` and the streams of `deploy check` against all services."""
 
 import re
 import secrets

@@ -38,9 +38,7 @@ def complete(stack: Stack, **changes: object) -> int:
 
 @contextmanager
 def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
-    """Runs `clients` clients inside the context. Each sends its next request soon after an
-    answer.
-    """
+    """Runs clients inside the context. Each sends its next request soon after an answer."""
     over = threading.Event()
 
     def ask() -> None:

@@ -59,9 +59,7 @@ def complete(receiver: OtlpReceiver, trace_id: str) -> bool:
 
 
 def assert_one_tree(spans: list[ReceivedSpan], root_parent: str) -> ReceivedSpan:
-    """Asserts that the spans form one tree, and that the parent of the root is `root_parent`.
-    Returns the root.
-    """
+    """Asserts that the spans are a tree under `root_parent`. Returns the root."""
     ids = {span.span_id for span in spans}
     (root,) = [span for span in spans if span.parent_id not in ids]
     assert root.parent_id == root_parent

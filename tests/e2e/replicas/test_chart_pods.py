@@ -1,6 +1,4 @@
-"""The pods of the Helm chart serve requests. Their environment variables, sockets, ports, probes
-and certificates agree.
-"""
+"""The Helm chart's pods serve. Variables, sockets, ports, probes and certificates agree."""
 
 import ssl
 import tempfile

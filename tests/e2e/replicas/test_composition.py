@@ -31,9 +31,7 @@ COUNTER = r"^vllm:{}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
 
 @dataclass(frozen=True)
 class Composed:
-    """A server with all features. `alone` has the answer to each request alone, on one rank without
-    drafts.
-    """
+    """A server with all features. `alone` has each request's answer on one rank without drafts."""
 
     stack: Stack
     alone: list[str]
@@ -45,9 +43,7 @@ class Composed:
 
 
 def requests() -> list[dict[str, Any]]:
-    """Requests with every form of structured output. Forms with long answers are repeated, which
-    causes preemptions.
-    """
+    """Requests with every form of structured output. Repeated long answers cause preemptions."""
     first = ["person", "tree", "phone", "choices", "person", "tree", "phone"]
     return [
         {

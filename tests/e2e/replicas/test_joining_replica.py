@@ -59,9 +59,7 @@ def is_ready(stack: Stack, address: str) -> bool:
 
 
 async def ask_all(stack: Stack, when_half_done: Any = None) -> list[list[int]]:
-    """The tokens of concurrent streams. After the call of `when_half_done`, no stream may be
-    without a token for long.
-    """
+    """The tokens of concurrent streams, which are not silent for long after `when_half_done`."""
     halfway = asyncio.Event()
     begun: set[int] = set()
 

@@ -1,6 +1,4 @@
-"""Two pipeline stages of one scheduler yield the same tokens, even if a stage is killed or
-hangs.
-"""
+"""Two pipeline stages yield the same tokens, even if a stage is killed or hangs."""
 
 import asyncio
 import os
@@ -101,9 +99,7 @@ def spans_of_stages(receiver: OtlpReceiver) -> dict[int, dict[int, ReceivedSpan]
 
 
 def num_overlapping(first: dict[int, ReceivedSpan], second: dict[int, ReceivedSpan]) -> int:
-    """The number of steps that the first stage begins before the second stage has ended the
-    previous step.
-    """
+    """The number of steps that stage 0 begins before stage 1 has ended the previous step."""
     overlapping = 0
     for step, span in second.items():
         assert span.parent_id == first[step].parent_id

@@ -1,6 +1,4 @@
-"""All four services with a simulated device and the example of a scheduling policy in
-docs/simulation.md.
-"""
+"""All four services with a simulated device, and the policy in docs/simulation.md."""
 
 import re
 import textwrap
@@ -33,9 +31,7 @@ POLICY = "shortest:ShortestPromptFirst"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without weights, a profile whose steps take 30 ms, and the policy of
-    docs/simulation.md.
-    """
+    """A model without weights, a profile with steps of 30 ms, and docs/simulation.md's policy."""
     directory: Path = tmp_path_factory.mktemp("simulated")
     save_servable_model(directory)
     (directory / "model.safetensors").unlink()

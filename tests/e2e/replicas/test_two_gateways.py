@@ -1,6 +1,4 @@
-"""Runs two gateways with two replicas. A gateway knows the other gateway's requests one step after
-they arrive.
-"""
+"""Each of two gateways counts the other gateway's requests one step after they arrive."""
 
 from collections import Counter
 from collections.abc import AsyncIterator

@@ -1,6 +1,4 @@
-"""`stepwell up --replicas 2`: both replicas serve, and a replica recovers after its scheduler is
-killed.
-"""
+"""`stepwell up --replicas 2` serves with both replicas. A killed scheduler restarts."""
 
 import re
 from collections.abc import Iterator

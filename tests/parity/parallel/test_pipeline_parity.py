@@ -90,9 +90,7 @@ async def test_two_stages_continue_as_transformers_does(kind: str, tmp_path: Pat
 async def test_more_stages_and_ranks_in_each(
     kind: str, num_stages: int, ranks_per_stage: int, num_layers: int, tmp_path: Path
 ) -> None:
-    """The number of layers is not a multiple of the number of stages, or a stage has no layer of
-    some KV-cache group.
-    """
+    """Stages have unequal numbers of layers, or no layer of some KV-cache group."""
     save_tiny_model(tmp_path, kind, num_hidden_layers=num_layers)
     greedy, sampled = common_pb2.SamplingParams(**GREEDY), common_pb2.SamplingParams(**SAMPLED)
     options = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}

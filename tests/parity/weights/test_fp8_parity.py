@@ -30,9 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-    """Quantizes a weight with one scale. The checkpoint also has a scale of inputs, which is
-    ignored.
-    """
+    """Quantizes a weight with one scale. A scale of inputs is added, and must be ignored."""
     scale = weight.abs().max() / MOST
     return scale, {"weight_scale": scale, "input_scale": torch.ones(1)}
 
@@ -43,9 +41,7 @@ def by_channel(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
 
 
 def by_block(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-    """Quantizes a weight with a scale for each block. The last block of output features may be
-    incomplete.
-    """
+    """Quantizes a weight with a scale for each block. The last block of rows may be incomplete."""
     rows, columns = weight.shape
     blocks = torch.zeros(-(-rows // BLOCK), columns // BLOCK)
     for row in range(blocks.shape[0]):
@@ -66,9 +62,7 @@ FORMATS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 def save_floats(directory: Path, to: Path, scaled: Any, config: dict[str, Any]) -> Path:
-    """Saves a copy with weights in 8 bits, and a copy with the same weights in float32. Returns the
-    directory of the float32 copy.
-    """
+    """Saves copies in 8 bits and in float32. Returns the directory of the float32 copy."""
     floats = to.with_suffix(".float")
     for copy in (to, floats):
         shutil.copytree(directory, copy)

@@ -26,9 +26,7 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model, its adapters, and peft's model for each adapter. The key None has the model
-    alone.
-    """
+    """A model, its adapters, and peft's model for each adapter. The key None has no adapter."""
 
     directory: Path
     adapters: list[Path]

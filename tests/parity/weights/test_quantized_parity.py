@@ -31,9 +31,7 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A model, and the dequantized model in transformers for each adapter. The key None has the
-    model without an adapter.
-    """
+    """A model, and the dequantized model for each adapter. The key None has no adapter."""
 
     directory: Path
     models: dict[Path | None, PreTrainedModel]

@@ -67,9 +67,7 @@ def round_inputs(model: PreTrainedModel, num_ranks: int) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Model:
-    """The directories of the served model, of a model with the same weights in float32, and of an
-    adapter.
-    """
+    """The directories of the served model, the same model in float32, and an adapter."""
 
     served: Path
     quantization: QuantizationSetting
@@ -119,9 +117,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def agreement(served: Sequence[Request], oracles: dict[Path | None, PreTrainedModel]) -> float:
-    """The fraction of served log-probabilities that equal the oracle's, over all tokens and their
-    most probable alternatives.
-    """
+    """The fraction of served log-probabilities that equal the oracle's."""
     found = []
     for request in served:
         expected = logprobs(oracles[request.adapter], request).numpy()

@@ -62,9 +62,7 @@ def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]
 
 
 def mixed_step(layer: AttentionLayer, block_size: int) -> None:
-    """Runs a step with two decodes, a chunk after more tokens than any window here has, and a chunk
-    at the beginning of a prompt.
-    """
+    """Runs a step with two decodes, a chunk after many tokens, and a chunk at a prompt's start."""
     counts, lengths = [1, 1, 17, 3], [20, 300, 400, 3]
     width = MAX_MODEL_LEN // block_size
     shape = AttentionShape((layer,), block_size, 4 * width + 1, torch.bfloat16)

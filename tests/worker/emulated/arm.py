@@ -32,9 +32,7 @@ def require_tools() -> None:
 
 
 def compiled_for(kind: Kind) -> Path:
-    """The library for a kind of processor. The program `calls` is in the same directory. Later
-    sessions reuse both.
-    """
+    """The library for a kind of processor, with the program `calls`. Later sessions reuse both."""
     digest = sha256(repr((COMPILER, FLAGS, kind.flags)).encode())
     for source in (*sorted(SOURCES.iterdir()), CALLS):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -90,9 +88,7 @@ class EmulatedLibrary:
         return copied
 
     def address(self, array: np.ndarray | None) -> int:
-        """The address of an array, or of a part of an array, in the library's process. 0 for
-        None.
-        """
+        """The address of an array or of a part of it, in the library's process. 0 for None."""
         return 0 if array is None else array.ctypes.data + self._moved_by
 
     def call(

@@ -69,9 +69,7 @@ def assert_near(found: np.ndarray, expected: np.ndarray, tolerance: float) -> No
 def packed(
     arm: EmulatedLibrary, elements: Elements, projection: library.Projection, *source: np.ndarray
 ) -> library.Projection:
-    """Adds a packed weight to the projection. `source` has the weight's elements, or its codes,
-    scales and offsets.
-    """
+    """Adds a packed weight to the projection. `source`: its elements, or codes, scales, offsets."""
     size = arm.call(f"*panel_bytes_{elements.name}", projection)
     panels = -(-projection.columns // arm.call("panel_width"))
     projection.packed = arm.address(arm.empty(panels * size, np.uint8))
@@ -185,9 +183,7 @@ def in_eight_bits(heads: np.ndarray) -> np.ndarray:
 
 
 class Sequence:
-    """The attention inputs of a sequence's tokens. The array `fused` has the heads of queries, keys
-    and values.
-    """
+    """A sequence's attention inputs. `fused` has the heads of queries, keys and values."""
 
     num_heads, num_kv_heads, half = 6, 2, 12
 
@@ -234,9 +230,7 @@ class Sequence:
         return output.copy()
 
     def exact(self, cache_format: int) -> np.ndarray:
-        """The outputs in double precision. Rotated heads are rounded. Keys and values are quantized
-        if the cache has codes.
-        """
+        """The outputs in double precision. Keys and values are quantized if the cache has codes."""
         values = self.elements.values(self.fused)
         cos, sin = (self.elements.values(part)[:, None] for part in (self.cos, self.sin))
         end = 2 * self.half

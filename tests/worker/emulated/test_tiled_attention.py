@@ -1,6 +1,4 @@
-"""Attention with emulated tiles equals a scalar model, and does not depend on the rows that are
-computed together.
-"""
+"""Attention with emulated tiles equals a scalar model, for any rows that are computed at once."""
 
 import ctypes
 from types import SimpleNamespace

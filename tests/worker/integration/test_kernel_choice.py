@@ -115,9 +115,7 @@ def test_stopping_the_start_does_not_wait_for_the_compiler(
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the sources of the kernels with one function, and records each call of the
-    linker.
-    """
+    """Replaces the kernels' sources with one function, and records the calls of the linker."""
     (tmp_path / "float32.cpp").write_text(
         'extern "C" int panel_width() { return 16; }\n'
         'extern "C" int tile_palettes() { return 1; }\n'

@@ -1,6 +1,4 @@
-"""Grammars that a worker receives before a step are compiled outside of steps. Steps use the
-compiled grammars.
-"""
+"""Grammars that a worker receives before a step are compiled outside of steps."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -43,9 +41,7 @@ def worker() -> Worker:
 
 @pytest.fixture
 def compiled(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[StructuredOutputs]:
-    """Empties the worker's cache of grammars. The result lists all grammars that it compiles
-    later.
-    """
+    """Empties the worker's grammar cache. Returns a list of the grammars that it compiles later."""
     grammars, found = worker.grammars, list[StructuredOutputs]()
     assert grammars is not None
     compile_one = grammars._compile

@@ -27,9 +27,7 @@ def directory(tmp_path: Path) -> Path:
 async def start_ranks(
     directory: Path, *flags: Sequence[str], **environ: str
 ) -> list[asyncio.subprocess.Process]:
-    """Starts a rank for each of `flags`. Ranks find each other through torch's environment
-    variables.
-    """
+    """Starts a rank for each of `flags`, with torch's environment variables."""
     group = {"WORLD_SIZE": str(len(flags)), "MASTER_PORT": str(free_port()), **environ}
     return [
         await start(

@@ -1,6 +1,4 @@
-"""A worker process serves until SIGTERM. If it cannot start, it ends with an error of one
-sentence.
-"""
+"""A worker process serves until SIGTERM. If it cannot start, its error is one sentence."""
 
 import asyncio
 import json

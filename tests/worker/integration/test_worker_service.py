@@ -1,6 +1,4 @@
-"""Tests a worker with a real model over gRPC: steps in flight, streams that replace each other, and
-invalid steps.
-"""
+"""Tests a worker over gRPC: steps in flight, streams that replace streams, and invalid steps."""
 
 import asyncio
 import threading

@@ -38,9 +38,7 @@ def save_uniform(directory: Path) -> None:
 
 
 def save_hybrid(directory: Path) -> None:
-    """Saves a model with two KV-cache groups: a layer with a window of 7 tokens, and one
-    without.
-    """
+    """Saves a model with two KV-cache groups: a layer with a window of 7, and a layer without."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=320,
@@ -59,9 +57,7 @@ def save_hybrid(directory: Path) -> None:
 
 
 def save_capped(directory: Path) -> None:
-    """Saves a model of layers with and without a window. Their scores have a softcap, which
-    xFormers does not support.
-    """
+    """Saves a model whose scores have a softcap, which xFormers does not support."""
     save_tiny_model(directory, "gemma2")
 
 

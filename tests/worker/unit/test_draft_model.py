@@ -1,6 +1,4 @@
-"""Tests which positions a draft model computes in each step, and which pairs of models are
-refused.
-"""
+"""Tests which positions a draft model computes, and which pairs of models are refused."""
 
 import json
 from dataclasses import replace

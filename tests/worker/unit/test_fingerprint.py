@@ -1,6 +1,4 @@
-"""The fingerprint depends exactly on the properties that determine the meaning of cached keys and
-values.
-"""
+"""The fingerprint changes with exactly the properties that change cached keys and values."""
 
 import json
 import shutil

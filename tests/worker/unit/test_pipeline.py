@@ -1,6 +1,4 @@
-"""Tests the division of layers into pipeline stages by bytes, and steps that only some stages
-received.
-"""
+"""Tests the division of layers into stages, and steps that only some stages received."""
 
 import time
 from collections.abc import Iterator

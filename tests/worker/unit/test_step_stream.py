@@ -1,6 +1,4 @@
-"""A stream of steps sends answers in the order of the steps, from the compute thread or from the
-event loop.
-"""
+"""A stream sends answers in the order of the steps, from any thread."""
 
 import asyncio
 import threading

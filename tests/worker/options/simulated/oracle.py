@@ -19,9 +19,7 @@ class Oracle:
     windows: tuple[int | None, ...] = (None,)
 
     def next_token(self, token_ids: Sequence[int], adapter: int = 0) -> int:
-        """The token after `token_ids`. `adapter` is the number of the request's adapter plus 1, or
-        0 without an adapter.
-        """
+        """The token after `token_ids`. `adapter` is the adapter's number plus 1, or 0 for none."""
         candidates = [token for token in range(self.vocab_size) if token not in self.ends]
         return candidates[self._hash(token_ids, adapter) % len(candidates)]
 

@@ -60,9 +60,7 @@ def test_a_jump_of_the_times_is_followed() -> None:
 
 @given(st.integers(0, 2**32 - 1))
 def test_least_squares_are_least(seed: int) -> None:
-    """The solution satisfies the Karush-Kuhn-Tucker conditions: no change of a coefficient improves
-    it.
-    """
+    """The Karush-Kuhn-Tucker conditions hold: no change of a coefficient is an improvement."""
     random = np.random.default_rng(seed)
     rows, targets = random.normal(size=(30, 6)), random.normal(size=30)
     found = least_squares(rows, targets)

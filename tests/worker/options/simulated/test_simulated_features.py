@@ -1,6 +1,4 @@
-"""Tests a simulated worker with adapters, grammars, a tier of offloaded blocks, pooling, embeddings
-as prompts, and several ranks.
-"""
+"""Tests adapters, grammars, a tier, pooling, embeddings and ranks of a simulated worker."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -52,9 +52,7 @@ TIMES = StepTimes(StepCosts(seconds=7, seconds_per_request=1), COSTS)
 
 
 def test_the_time_of_a_step_is_the_sum_of_the_formula() -> None:
-    """A chunk of three tokens after two computed tokens attends to 3 + 4 + 5 tokens. A decode
-    attends to nine tokens.
-    """
+    """A chunk of three tokens after two attends to 3 + 4 + 5 tokens, and a decode to nine."""
     expected = 1000 + 4 * 100 + (3 + 4 + 5) * 10 + 9 * 2 + 2 * 0.5 + 30_000
     assert TIMES.seconds(ints(3, 1), ints(2, 8)) == expected
 
@@ -160,9 +158,7 @@ def test_a_generation_begins_when_the_device_has_done_the_work_before(tmp_path: 
 
 
 def test_only_the_drafts_that_the_worker_proposes_take_time(tmp_path: Path) -> None:
-    """The scheduler plans three drafts. No n-gram of the prompt is repeated, so the worker proposes
-    no draft.
-    """
+    """Three drafts are planned, but the worker proposes none, as no n-gram is repeated."""
     text = "[mixed]\nseconds = 0\nseconds_per_token = 10"
     ngrams = '{"method": "ngram", "num_speculative_tokens": 3}'
     runner, clock = timed(tmp_path, text, speculative_config=ngrams)

@@ -143,9 +143,7 @@ def _num_blocks(num_groups: int) -> int:
     params=["llama", "mistral_window", "gemma2 drafts"],
 )
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """A worker that proposes drafts, in some cases with a draft model. Its vocabulary contains the
-    tokens of the stories' worlds.
-    """
+    """A worker that proposes drafts. Its vocabulary contains the tokens of the stories' worlds."""
     kind, _, has_draft_model = request.param.partition(" ")
     directory = tmp_path_factory.mktemp(kind)
     save_configuration(directory, kind)

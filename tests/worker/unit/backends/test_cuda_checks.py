@@ -1,6 +1,4 @@
-"""A CUDA worker that lacks a requirement ends at its start. The error is one sentence, and names
-the remedy.
-"""
+"""A CUDA worker that lacks a requirement ends with an error that names the remedy."""
 
 from dataclasses import replace
 

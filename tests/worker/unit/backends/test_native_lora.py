@@ -103,9 +103,7 @@ def test_large_adapters_begin_at_different_places_in_their_pages(native) -> None
 
 
 def test_adapters_of_the_same_ranks_share_where_their_columns_begin(native) -> None:
-    """Adapters share one copy of the array, so that it stays in the processor's cache in a step
-    with many adapters.
-    """
+    """Adapters share one array, so that it stays in the processor's cache."""
     shape = LoraShape(sum(COLUMNS), DEPTH)
     layers = [LoraLayer(qkv=factors(rank)) for rank in (8, 8, 12)]
     adapters = packed(layers, shape, native)

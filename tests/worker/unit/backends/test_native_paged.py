@@ -90,9 +90,7 @@ class Sequences:
 def assert_equal_step(
     native, case: Case, layout: StepLayout, attentions: list[PagedAttention]
 ) -> None:
-    """Asserts that both attentions have equal results. The heads are slices of a fused projection
-    with rows of padding.
-    """
+    """Asserts that both attentions are equal, for slices of a fused projection with padding."""
     total, heads, kv_heads = layout.num_tokens, case.num_heads, case.num_kv_heads
     fused = torch.randn(total + 2, heads + 2 * kv_heads, case.head_dim).to(native.dtype)
     query, key, value = fused.tensor_split((heads, heads + kv_heads), dim=1)

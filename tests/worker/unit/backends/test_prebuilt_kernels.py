@@ -23,9 +23,7 @@ AMX, VBMI, BF16, AVX512, AVX2 = (kind.features for kind in X86_KINDS)
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the sources of the kernels with one function. It returns the kind of processor for
-    which it was compiled.
-    """
+    """Replaces the kernels' sources with a function that returns the compiler's target."""
     found = shutil.which("c++")
     if found is None:
         pytest.skip("there is no C++ compiler")

@@ -29,9 +29,7 @@ FLOAT8 = 0
 def drawn(
     rows: int, groups: int, group: int, bits: int, dtype: torch.dtype, *, offsets: bool
 ) -> QuantizedWeight:
-    """A random weight with codes of the whole range, and scales and offsets of several
-    magnitudes.
-    """
+    """A random weight with all possible codes, and scales and offsets of several magnitudes."""
     most = 2 ** ((bits or 8) - 1)
     codes = torch.randint(-most, most, (rows, groups * group), dtype=torch.int8)
     if bits == FLOAT8:
@@ -43,9 +41,7 @@ def drawn(
 
 
 def in_double(weight: QuantizedWeight) -> torch.Tensor:
-    """The weight in double precision, computed element by element by the definition of
-    QuantizedWeight.
-    """
+    """The weight in double precision, computed by the definition of QuantizedWeight."""
     exact = torch.empty(weight.shape, dtype=torch.double)
     for column in range(weight.shape[1]):
         group = column // weight.group
@@ -56,9 +52,7 @@ def in_double(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def assert_full_is_near(linear: NativeLinear, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """Asserts that a product with many rows equals the exact product, up to the rounding of sums in
-    float32.
-    """
+    """Asserts that a product with many rows is exact, except for rounding in float32 sums."""
     size = x.double().abs().sum(1, keepdim=True) * exact.abs().max() + 1
     product = F.linear(x.double(), exact)
     assert ((linear.full(x).double() - product).abs() / size).max() < 2e-6

@@ -68,9 +68,7 @@ def test_numbers_are_exchanged(kernels: Kernels) -> None:
 
 
 def test_a_fast_rank_does_not_overwrite_slots_that_others_read() -> None:
-    """Ranks sometimes wait. A rank must still read the data that the other rank wrote for the same
-    collective.
-    """
+    """Ranks sometimes wait. They must still read the data of the same collective."""
     random = np.random.default_rng(0)
     widths, waits = random.integers(1, 5000, 1500), random.integers(0, 8, 1500)
 

@@ -1,6 +1,4 @@
-"""Keys are split into parts if there are too few lanes for a GPU's multiprocessors, and enough
-keys.
-"""
+"""Keys are split if there are too few lanes for a GPU's multiprocessors and enough keys."""
 
 import pytest
 

@@ -171,9 +171,7 @@ def test_attention_has_the_same_bits_for_whole_and_chunked_prompts_in_any_batch(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_batch_invariance_no_rows_or_keys_are_padded(dtype: torch.dtype) -> None:
-    """Torch's own operations compute one row as one row, and multiply a query only by the keys to
-    which it attends.
-    """
+    """Torch computes one row without padding, and attends only to the keys that a query sees."""
     torch.manual_seed(0)
     kernels = TorchKernels(batch_invariant=False)
     assert [kernels.padded_rows(rows) for rows in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 8]

@@ -18,9 +18,7 @@ ROWS = (1, 2, 3, 4, 5, 12, 13, 18, 40)
 
 
 def drawn(rows: int, columns: int, dtype: torch.dtype) -> QuantizedWeight:
-    """A random weight with codes of the whole range, including -128, and scales of several
-    magnitudes.
-    """
+    """A random weight with all codes, including -128, and scales of several magnitudes."""
     codes = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
     scales = torch.rand(rows, 1) * 10.0 ** torch.randint(-3, 1, (rows, 1))
     return QuantizedWeight(codes, scales, None, 8, dtype, quantizes_inputs=True)

@@ -1,6 +1,4 @@
-"""The persistent batch applies the changes of each step. It refuses contradictory changes, and is
-then unchanged.
-"""
+"""The persistent batch applies the changes of steps, and refuses contradictory changes."""
 
 from dataclasses import replace
 
@@ -201,9 +199,7 @@ def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
 
 
 def stateful_batch(state_block_size: int = 4) -> InputBatch:
-    """A batch with a KV-cache group of attention layers and a group of recurrent states. Row 2 has
-    six computed tokens.
-    """
+    """A batch with attention layers and recurrent states. Row 2 has six computed tokens."""
     limits = replace(LIMITS, windows=(None, None), state_block_sizes=(state_block_size,))
     batch = InputBatch(limits)
     tables = (ints(3, 4), ints(0, 8) if state_block_size == 4 else ints(8))

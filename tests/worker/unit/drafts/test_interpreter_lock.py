@@ -30,9 +30,7 @@ NUM_STEPS = 20
 
 
 class Waiting:
-    """A thread that repeatedly acquires and releases the interpreter's lock. `num_turns` counts how
-    often it had the lock.
-    """
+    """A thread that repeatedly acquires the interpreter's lock, and counts its turns."""
 
     def __init__(self) -> None:
         self.num_turns = 0
@@ -73,9 +71,7 @@ class Waiting:
 
 
 class Watched:
-    """A model that records the number of turns of the `Waiting` thread when it begins to
-    compute.
-    """
+    """A model that records the thread's number of turns when it begins to compute."""
 
     def __init__(self, model: Any, waiting: Waiting) -> None:
         self._model = model

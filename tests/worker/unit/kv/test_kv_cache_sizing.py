@@ -1,6 +1,4 @@
-"""The size of the KV cache depends on the memory, up to the size that the batch can use. The size's
-description names the reason.
-"""
+"""The KV cache fills the memory, up to the size that the batch can use."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Tests experts: tokens are grouped by expert, results are equal in every batch, and both
-checkpoint formats are read.
-"""
+"""Tests experts: groups of tokens, equal results in every batch, and both checkpoint formats."""
 
 from pathlib import Path
 

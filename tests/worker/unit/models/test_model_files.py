@@ -1,6 +1,4 @@
-"""A wrong or damaged model directory is refused with one sentence, which names the file and the
-problem.
-"""
+"""A wrong or damaged model directory is refused with one sentence that names the file."""
 
 import json
 import re
@@ -45,9 +43,7 @@ def load(directory: Path) -> None:
 
 
 def refusal(directory: Path, kind: type[ModelError]) -> str:
-    """The error message that refuses the directory. It is one line, and begins with a file's
-    path.
-    """
+    """The error message for the directory. It is one line that begins with a file's path."""
     with pytest.raises(kind) as caught:
         load(directory)
     sentence = caught.value.message

@@ -1,6 +1,4 @@
-"""Decoders without a native implementation run through transformers, or are refused with one
-sentence.
-"""
+"""Decoders without a native implementation run through transformers, or are refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,4 @@
-"""A worker reads its rank from flags, from torch's environment variables, or from a pod's
-ordinal.
-"""
+"""A worker reads its rank from flags, from torch's variables, or from a pod's ordinal."""
 
 from pathlib import Path
 from typing import Any

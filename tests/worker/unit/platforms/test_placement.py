@@ -1,6 +1,4 @@
-"""Tests the placement of threads on recorded machines with several NUMA nodes, and the effect of a
-placement on this machine.
-"""
+"""Tests the placement of threads on recorded machines, and its effect on this machine."""
 
 import os
 import threading
@@ -72,9 +70,7 @@ QUOTA = {"cpu.max": "150000 100000"}
 def test_a_worker_has_the_cores_of_one_node(
     machine: Machine, count: int, expected: list[str], tmp_path: Path
 ) -> None:
-    """Each expected text is NUMBER_OF_THREADS:PROCESSORS. Without processors, threads are not
-    bound.
-    """
+    """Expected texts are NUMBER_OF_THREADS:PROCESSORS, without processors if none are bound."""
     processors = usable_processors(machine.record(tmp_path))
     plans = [place_threads(processors, LocalWorker(index, count)) for index in range(count)]
     assert [f"{plan.num_threads}:{list_text(plan.processors)}" for plan in plans] == expected

@@ -1,6 +1,4 @@
-"""Log-probabilities are normalised, sorted and ranked. They are computed from the model's
-unmodified logits.
-"""
+"""Log-probabilities of unmodified logits are normalised, sorted and ranked."""
 
 import numpy as np
 import torch

@@ -1,6 +1,4 @@
-"""Compares the counter-based random generator with published vectors, and tests the states that it
-yields for seeds and positions.
-"""
+"""Compares the random generator Philox with published vectors, and tests its states."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,4 @@
-"""Compares the sampling race with a reference in Python numbers, and tests the distribution of its
-draws.
-"""
+"""Compares the sampling race with a reference, and tests the distribution of its draws."""
 
 import numpy as np
 import pytest
@@ -29,9 +27,7 @@ def drawn(logits: np.ndarray, states: np.ndarray, temperature: float = 1.0) -> n
 
 
 def exponentials_of(states: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The exponential variates of all tokens for each of the states, [n, V]. No block is
-    skipped.
-    """
+    """All tokens' exponential variates for each of the states, [n, V]. No block is skipped."""
     ids = np.arange(vocab_size)
     blocks, places = ids // 4096 * 128 + ids % 128, ids % 4096 // 128
     random = words(states[:, :1], blocks.astype(np.uint64))
@@ -40,9 +36,7 @@ def exponentials_of(states: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def test_words_are_those_of_published_split_mix_64() -> None:
-    """The expected values are the first outputs for the seed 1234567, from implementations in other
-    languages.
-    """
+    """The expected values are published: the first outputs for the seed 1234567."""
     assert words(np.uint64(1234567), np.arange(1, 6, dtype=np.uint64)).tolist() == [
         6457827717110365317,
         3203168211198807973,
@@ -69,9 +63,7 @@ def test_exponentials_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 4096, 5000, 33_000])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
 def test_skipping_blocks_changes_no_draw(vocab_size: int, spread: float) -> None:
-    """Rows have high and low temperatures, and some have banned tokens. A row may have only one
-    token that is not banned.
-    """
+    """Temperatures are high and low. Some rows have banned tokens, up to all tokens but one."""
     generator = np.random.default_rng(vocab_size)
     logits = (generator.standard_normal((60, vocab_size)) * spread).astype(np.float32)
     logits[20:40][generator.random((20, vocab_size)) < 0.9] = -np.inf
@@ -89,9 +81,7 @@ def test_skipping_blocks_changes_no_draw(vocab_size: int, spread: float) -> None
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_exponentials_are_independent_exponentials(varied: str) -> None:
-    """The variates of consecutive tokens, seeds and positions are independent. The tokens of a
-    block are 128 apart.
-    """
+    """The variates of consecutive tokens, seeds and positions are independent."""
     rising, fixed = np.arange(200), np.full(200, 3)
     states = states_of(*((rising, fixed) if varied == "seed" else (fixed, rising)))
     found = exponentials_of(states, 8192)

@@ -1,6 +1,4 @@
-"""Compares the sampler with a slow reference. Other rows, the order of rows and preemptions do not
-change a token.
-"""
+"""Compares the sampler with a slow reference. Other rows and preemptions change no token."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,9 +46,7 @@ sampling_params = st.builds(
 
 
 def model(token_ids: list[int]) -> np.ndarray:
-    """Logits as a function of the whole sequence. They are multiples of a quarter, so that ties are
-    common.
-    """
+    """Logits as a function of the whole sequence, in multiples of a quarter, so that ties occur."""
     generator = np.random.default_rng(token_ids)
     return (np.round(generator.standard_normal(VOCAB_SIZE) * 8) / 4).astype(np.float32)
 
@@ -120,9 +116,7 @@ def run(
     num_tokens: int,
     between: Callable[[Sampler, list[int]], None] = lambda _sampler, _token_ids: None,
 ) -> list[int]:
-    """Runs a request alone in row 0. After each step, `between` is called with the sampler and the
-    tokens.
-    """
+    """Runs a request alone. After each step, `between` is called with sampler and tokens."""
     sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB_SIZE)
     sampler.add(0, params, np.array(prompt, dtype=np.int32), len(prompt))
     token_ids = list(prompt)
@@ -192,9 +186,7 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(
 
 
 def sample_once(params: list[SamplingParams], logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Runs one step. Request i is in row i and has a prompt of one token. Returns the tokens, and
-    the rows with NaN.
-    """
+    """Runs one step of requests with one prompt token. Returns the tokens, and rows with NaN."""
     sampler = Sampler(max_num_seqs=len(params), vocab_size=logits.shape[1])
     for row, each in enumerate(params):
         sampler.add(row, each, np.zeros(1, dtype=np.int32), 1)
