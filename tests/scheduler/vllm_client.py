@@ -22,7 +22,7 @@ def generate_request(
     sampling: dict[str, Any] | None = None,
     **fields: Any,
 ) -> vllm_engine_pb2.GenerateRequest:
-    """A request that is greedy by default."""
+    """A request for tokens, by default with greedy sampling."""
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens, **(sampling or {})}
     return vllm_engine_pb2.GenerateRequest(
         request_id=request_id,
@@ -50,7 +50,7 @@ async def vllm_replica(
 async def complete(
     stub: vllm_engine_pb2_grpc.VllmEngineStub, request: vllm_engine_pb2.GenerateRequest
 ) -> list[vllm_engine_pb2.GenerateComplete]:
-    """The answers of a non-streaming call, ordered by index."""
+    """Calls Generate without streaming. Returns the answers, ordered by their index."""
     responses = [response async for response in stub.Generate(request)]
     assert all(response.WhichOneof("response") == "complete" for response in responses)
     return sorted((response.complete for response in responses), key=lambda one: one.index)

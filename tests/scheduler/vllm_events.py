@@ -1,4 +1,4 @@
-"""KV events as decoded by a consumer written for vLLM: its structs, and its view of the cache.
+"""A consumer of KV events that was written for vLLM: its structs, and its view of the KV cache.
 
 The structs are copies of vLLM's (`vllm/distributed/kv_events.py`), field by field. No code of the
 services is used for decoding.
@@ -77,21 +77,21 @@ class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 @dataclass(slots=True)
 class CacheView:
     """The cached blocks, as a router tracks them. Hashes are recomputed from the tokens, so that a
-    wrong token, parent or salt is detected. With several block sizes, not all blocks of a window
-    are stored, and the parent may be a block of another group that is reported later.
+    wrong token, parent or salt is detected. The parent of a block may be reported later, as a block
+    of another KV-cache group.
     """
 
     root: bytes
     hash_block_size: int | None = None
-    """Number of tokens in a hash. None if it is the block size. A block is identified by its last
-    hash.
+    """The number of tokens of a hash, or None for the block size. Events have only the last hash of
+    each block.
     """
     stored: dict[int, set[int]] = field(default_factory=dict)
-    """Maps a group to its stored hashes."""
+    """Maps each KV-cache group to the hashes of its cached blocks."""
     adapter_digests: Mapping[str, bytes] = field(default_factory=dict)
-    """Maps the name of each adapter to the digest of its content, which is part of block hashes."""
+    """Maps adapters' names to the digests of their contents, on which block hashes depend."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
-    """The full digest of each hash that was ever stored, including hashes inside blocks."""
+    """Maps each 64-bit hash so far to its full digest, also for hashes that end inside blocks."""
     orphans: list[BlockStored] = field(default_factory=list)
     """Events whose parent is still unknown."""
 
@@ -115,7 +115,7 @@ class CacheView:
 
     @property
     def hashes(self) -> dict[int, set[int]]:
-        """Maps a group to its stored hashes. Groups without hashes are left out."""
+        """Maps each KV-cache group that has cached blocks to their hashes."""
         return {group: hashes for group, hashes in self.stored.items() if hashes}
 
     def _knows_parent(self, event: BlockStored) -> bool:
@@ -143,7 +143,7 @@ class CacheView:
 
 
 class Subscriber:
-    """Subscribes to one publisher: live batches, and replayed batches on request."""
+    """Receives live batches from one publisher, and requests replays of earlier batches."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
         self._context = zmq.asyncio.Context()
@@ -155,7 +155,7 @@ class Subscriber:
             self._replay.connect(replay_endpoint)
 
     async def receive(self) -> tuple[bytes, int, bytes]:
-        """The next live batch: topic, sequence number, payload."""
+        """Waits for the next live batch. Returns its topic, sequence number and payload."""
         async with asyncio.timeout(SECONDS):
             topic, sequence, payload = await self._live.recv_multipart()
         return topic, int.from_bytes(sequence, "big"), payload
@@ -165,7 +165,7 @@ class Subscriber:
         await self._replay.send_multipart(frames)
 
     async def replay(self, begin: int) -> list[tuple[bytes, int, bytes]]:
-        """The batches that the publisher has stored, from sequence number `begin`."""
+        """Requests and returns the publisher's stored batches from sequence number `begin` on."""
         await self.ask([b"", begin.to_bytes(8, "big")])
         batches = []
         async with asyncio.timeout(SECONDS):
@@ -190,7 +190,7 @@ def decode(payload: bytes) -> Sequence[BlockStored | BlockRemoved | AllBlocksCle
 
 
 async def pool_hashes(pool_address: str, pool_id: str = "replica-0") -> dict[int, set[int]]:
-    """Maps a group to the cached hashes that the pool itself reports."""
+    """Maps each KV-cache group to its cached hashes, as the pool service reports them."""
     async with open_channel(pool_address) as channel:
         stub = kvpool_pb2_grpc.KVPoolStub(channel)
         watching = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id=pool_id))

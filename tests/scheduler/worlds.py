@@ -15,7 +15,7 @@ MAX_OUTPUT = 20
 MAX_ARRIVALS = 9
 MAX_EVENTS = 3
 MAX_UNUSED = 8
-"""Limit on the number of tokens by which the budget of a step is less than the workers' limit."""
+"""The budget of a step is at most this number of tokens less than the workers' limit."""
 
 T = TypeVar("T")
 
@@ -24,8 +24,8 @@ class Choices:
     """Choices decoded from bytes, one byte each. When the bytes are used up, the first option is
     chosen.
 
-    Hypothesis draws a whole world as a few byte strings, much faster than a draw for each choice.
-    It shrinks towards zeros, which is the simplest world.
+    Hypothesis draws a whole world as a few byte strings, which is much faster than a draw for each
+    choice, and shrinks the bytes towards zeros, which are the simplest world.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -46,14 +46,14 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that arrives and may be aborted. The abort is before step `abort_at` is planned, or
+    """A request that arrives before a step. It may be aborted before step `abort_at` is planned, or
     with `abort_mid_step` between the plan and the output of that step.
     """
 
     step: int
     token_ids: list[int]
     num_output: int
-    """How many of the last tokens are output that was already delivered."""
+    """How many of the last tokens are output, which was already delivered."""
     max_tokens: int
     ending_token_ids: frozenset[int]
     priority: int
@@ -76,7 +76,7 @@ class Incident(enum.Enum):
     RESET = enum.auto()
     """All running requests are preempted, and the prefix cache is reset."""
     REFUSED_RESET = enum.auto()
-    """A reset that is refused because requests have blocks."""
+    """A reset of the prefix cache, which is refused if requests run."""
     PAUSE = enum.auto()
     """Nothing is planned for some steps."""
     PAUSE_AND_ABORT = enum.auto()
@@ -89,7 +89,9 @@ class Incident(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An incident before a step. `count` is a number of steps or transactions."""
+    """An incident before a step. `count` is the number of steps of a pause, or of transactions
+    before a loss.
+    """
 
     step: int
     incident: Incident
@@ -106,12 +108,12 @@ class World:
 
     @property
     def last_step(self) -> int:
-        """The last step before which an event happens."""
+        """The last step before which a request arrives or an incident occurs."""
         return max(item.step for item in (*self.arrivals, *self.events))
 
 
 def worlds(**config: Any) -> st.SearchStrategy[World]:
-    """Worlds with some given configuration values."""
+    """Random worlds. The configuration has the given values."""
     return st.tuples(
         st.binary(min_size=40, max_size=40),
         st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=MAX_ARRIVALS),
@@ -129,8 +131,8 @@ def _world(fixed: dict[str, Any], config: bytes, arrivals: Sequence[bytes], even
 
 def _config(choices: Choices) -> dict[str, Any]:
     """A configuration. The pool can store the longest sequence, and not much more than two such
-    sequences. A step has at least a budget of one token with its drafts. Without chunked prefill
-    its budget suffices for a whole sequence, and with cached states for a block.
+    sequences. The budget of a step is at least one token with its drafts, without chunked prefill a
+    whole sequence, and with state-space layers a block.
     """
     num_drafts = choices.among(0, 0, 0, 1, 2, 3)
     max_model_len = MAX_PROMPT + 4 + choices.below(MAX_OUTPUT - 4)
@@ -172,8 +174,8 @@ def _config(choices: Choices) -> dict[str, Any]:
 
 
 def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """KV-cache groups. Every other model has one group of full attention. The others have one to
-    three groups of any kind.
+    """KV-cache groups: one group of full attention in half of the worlds, otherwise one to three
+    groups of any kind.
     """
     if not choices.one_in(2):
         return (KVCacheGroup(AttentionType.FULL, block_size),)
@@ -192,8 +194,8 @@ def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
 
 
 def _arrival(choices: Choices) -> Arrival:
-    """A request. Prompts have few different beginnings, so that they share prefixes. Some continue
-    the answer to another prompt, like a second turn.
+    """A request. Prompts have few different beginnings, so that they share prefixes. Some prompts
+    contain the answer to a shorter prompt, like a second turn.
     """
     stem, own = choices.among(100, 500), 3 + choices.below(2)
     prompt = [*range(stem, stem + choices.among(0, 4, 9, 14)), *[own] * (1 + choices.below(2))]

@@ -1,4 +1,4 @@
-"""Integrations for other projects' gateways and routers are imported only if they are enabled."""
+"""Interfaces for gateways and routers of other projects are imported only if they are enabled."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Scheduling policies. Tests the table of policies, and the code that a new policy needs."""
+"""The table of scheduling policies, and an example of the code that a new policy needs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The spans of requests that have not ended, queried while they wait and run."""
+"""The spans of unfinished requests, queried while the requests wait and run."""
 
 from collections.abc import Awaitable, Callable
 
@@ -15,7 +15,7 @@ _OTHER_PARENT = 7
 
 
 def so_far(story: TracedStory, name: str) -> list[Seen]:
-    """The spans of a request so far, recorded under another span than the request's parent."""
+    """The spans of a request so far. An unsampled request gets the parent `_OTHER_PARENT`."""
     collector = SpanCollector("scheduler")
     traceparent = f"00-{trace_id_of(name):032x}-{_OTHER_PARENT:016x}-01"
     story.tracer.so_far(name, traceparent, collector.tracing)
@@ -60,7 +60,7 @@ async def test_a_prefill_has_its_chunks_and_the_one_in_flight() -> None:
         (Bar(names.SPAN_PREFILL_CHUNK, 0, 1), Bar(names.SPAN_PREFILL_CHUNK, 1, 1.25)),
     )
     (root,) = [span for span in spans if span.name == names.SPAN_REQUEST]
-    assert root.parent == 1  # sampled, so it has its final parent
+    assert root.parent == 1  # the request is sampled, and its traceparent names this parent
 
 
 async def test_a_decoding_says_how_many_tokens_it_has_so_far() -> None:
@@ -117,8 +117,8 @@ async def recovered(story: TracedStory) -> None:
 
 
 class AskedStory(TracedStory):
-    """A story that queries all requests whenever time has passed. The parts of each request must
-    always add up to its time so far.
+    """A story that queries the spans of all requests each time its clock advances, and checks that
+    the parts of each request add up to its time so far.
     """
 
     num_asked = 0
@@ -133,7 +133,7 @@ class AskedStory(TracedStory):
 
 
 def assert_adds_up(bar: Bar) -> None:
-    """If a span has parts, they follow each other without a gap from its beginning to its end."""
+    """The parts of a span, if it has any, cover it from beginning to end without gaps."""
     if not bar.parts:
         return
     ends = [bar.start, *(part.end for part in bar.parts)]

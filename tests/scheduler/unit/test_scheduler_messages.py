@@ -1,4 +1,4 @@
-"""Transactions and steps on the wire: decoding yields the encoded values."""
+"""Pool transactions and steps as protobuf messages: decoding yields the encoded values."""
 
 import random
 
@@ -43,7 +43,7 @@ HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]
 
 
 def over_the_wire(core: KVPool, *operations: Operation) -> Outcome:
-    """Executes a transaction. Operations and outcome are encoded to bytes and decoded again."""
+    """Executes a pool transaction, whose operations and outcome are encoded and decoded."""
     asked = kvpool_pb2.TransactRequest(operations=map(operation_to_proto, operations))
     received = kvpool_pb2.TransactRequest.FromString(asked.SerializeToString())
     outcome = core.transact(operations_from_proto(received.operations))
@@ -130,7 +130,9 @@ def test_tables_of_several_groups_are_told_apart() -> None:
 
 
 class WirePool:
-    """A `KVPool` that encodes all operations and outcomes to bytes and decodes them again."""
+    """A `KVPool` that encodes and decodes all operations and outcomes, and compares them with those
+    of an in-process pool.
+    """
 
     def __init__(self, core: KVPool, twin: InProcessPool) -> None:
         self._core = core

@@ -1,4 +1,4 @@
-"""A step's token budget is used for running requests first, then for waiting requests, in order."""
+"""The token budget of a step goes first to running requests, then to waiting ones, in order."""
 
 import pytest
 

@@ -16,7 +16,7 @@ SAID = continuation(prompt(5), 10)
 
 
 def says_the_same_again(token_ids: list[int]) -> list[int]:
-    """A prompt after which the model repeats the last token."""
+    """The tokens, extended by a token that the model then repeats."""
     return next(
         longer for token in range(1000) if next_token(longer := [*token_ids, token]) == token
     )
@@ -77,7 +77,7 @@ async def test_reasons_have_an_order(
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 async def test_output_that_repeats_itself_ends(async_scheduling: bool) -> None:
-    """The output ends with a repeated token, which is a pattern of one token that occurs twice."""
+    """The output ends when a token is repeated (a pattern of one token that occurs twice)."""
     story = Story(async_scheduling=async_scheduling)
     request = story.add("a", REPEATS, num_prompt_tokens=9, repetition=RepetitionDetection(3, 1, 2))
     other = story.add("b", REPEATS, num_prompt_tokens=9, max_tokens=9)

@@ -1,4 +1,4 @@
-"""Pools with several kinds of attention, in examples with four tokens in a block."""
+"""Scheduling with KV-cache groups of several kinds of attention. A block has four tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,13 +17,13 @@ from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import BLOCK_SIZE, Story, prompt
 
 FULL = KVCacheGroup(AttentionType.FULL, BLOCK_SIZE)
-WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # its own token and five before
-CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # two blocks
+WINDOW = KVCacheGroup(AttentionType.SLIDING_WINDOW, BLOCK_SIZE, 6)  # a query sees six tokens
+CHUNK = KVCacheGroup(AttentionType.CHUNKED_LOCAL, BLOCK_SIZE, 8)  # a chunk is two blocks
 STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=MambaCacheMode.ALIGN)
 
 
 def tables(story: Story, key: int) -> tuple[tuple[int, ...], ...]:
-    """The pool's block tables of the request that was added as number `key`."""
+    """The pool's block tables of a request. The first request of a story has the key 1."""
     return story.pool.core.block_tables(RequestKey(key))
 
 
@@ -40,7 +40,7 @@ class Overheard:
 
     @property
     def grown(self) -> list[tuple[list[int], list[int]]]:
-        """Numbers of computed tokens and of slots in each Grow operation."""
+        """For each Grow operation: `num_computed_tokens` and `num_slots` of its requests."""
         return [
             (list(operation.num_computed_tokens), list(operation.num_slots))
             for operation in self.operations
@@ -48,7 +48,7 @@ class Overheard:
         ]
 
 
-# Windows.
+# Windows
 
 
 async def test_a_window_gives_back_what_no_later_query_sees() -> None:
@@ -89,17 +89,16 @@ async def test_a_window_does_not_move_over_tokens_of_a_step_in_flight() -> None:
     story.add("a", prompt(8))
     prefill = await story.scheduler.schedule()
     assert (prefill.num_computed_tokens, prefill.num_scheduled_tokens) == ([0], [8])
-    # The prompt is in flight. The next step computes the ninth token and three drafts.
+    # While the prompt is in flight, the next step computes the ninth token and three drafts.
     first = await story.scheduler.schedule()
     assert (first.num_computed_tokens, first.num_scheduled_tokens) == ([8], [4])
     assert heard[0].grown == [([0], [12])]
     story.scheduler.update_from_output(prefill, ModelRunnerOutput([[500]]))
-    # Twelve tokens count as computed. Four of them are in flight, and three of these may be
-    # rejected.
+    # Twelve tokens count as computed. Four of them are in flight, of which three are drafts.
     second = await story.scheduler.schedule()
     assert (second.num_computed_tokens, second.num_scheduled_tokens) == ([12], [4])
     assert heard[0].grown[1:] == [([8], [16])]
-    # Query 12 would see tokens 7 to 12, but query 8 sees token 3, which lies in block 1.
+    # Query 12 sees tokens 7 to 12, but query 8, still in flight, sees token 3 in block 1.
     assert tables(story, 1) == ((1, 2, 3, 4),)
     story.scheduler.update_from_output(first, ModelRunnerOutput([[501]]))
     third = await story.scheduler.schedule()
@@ -125,12 +124,12 @@ async def test_two_groups_of_full_attention_take_twice_the_blocks() -> None:
     story.add("a", prompt(9))
     story.add("b", prompt(8, 300))
     told = await story.step()
-    assert (told.new, story.waiting) == (["a"], ["b"])  # three blocks in each of two groups
+    assert (told.new, story.waiting) == (["a"], ["b"])  # a needs three blocks in each group
     assert tables(story, 1) == ((1, 2, 3), (4, 5, 6))
     assert told.round_trips == 2
 
 
-# Draft heads.
+# Draft heads
 
 
 async def test_a_burst_that_shares_a_prompt_is_admitted_at_once_where_hits_drop_a_block() -> None:
@@ -139,18 +138,18 @@ async def test_a_burst_that_shares_a_prompt_is_admitted_at_once_where_hits_drop_
         story.add(f"r{number}", prompt(12) + prompt(3, 500 + 10 * number))
     told = await story.step()
     assert told.start == {"r0": 0, "r1": 8, "r2": 8, "r3": 8}
-    assert told.round_trips == 2  # growth with look-ups, then all admissions
+    assert told.round_trips == 2  # one for growth and look-ups, one for all admissions
     await story.run()
 
 
-# State-space layers.
+# State-space layers
 
 
 async def test_a_prompt_is_computed_in_chunks_that_end_where_blocks_end() -> None:
     story = Story(groups=(STATE,), max_num_batched_tokens=10)
     story.add("a", prompt(23))
     chunks = [told.granted["a"] for told in await story.steps(4)]
-    assert chunks == [8, 8, 4, 3]  # 10 is no block boundary; 20 is the last boundary
+    assert chunks == [8, 8, 4, 3]  # chunks of at most 10 tokens end at 8, 16, and 20
 
 
 async def test_a_short_prompt_is_cut_at_its_last_boundary() -> None:
@@ -160,7 +159,7 @@ async def test_a_short_prompt_is_cut_at_its_last_boundary() -> None:
     assert (await story.step()).granted == {"a": 2}
     story.add("b", prompt(9))
     told = await story.step()
-    assert (told.start["b"], told.granted["b"]) == (8, 1)  # it finds the state after eight tokens
+    assert (told.start["b"], told.granted["b"]) == (8, 1)  # the state after 8 tokens is cached
 
 
 async def test_a_state_is_found_only_after_the_step_that_computes_it() -> None:
@@ -169,7 +168,7 @@ async def test_a_state_is_found_only_after_the_step_that_computes_it() -> None:
     story.add("b", prompt(10))
     story.add("c", prompt(10, 300))
     told = await story.step()
-    # The others wait. Request b waits for the state, and c, which needs no state, waits behind b.
+    # Request b waits for the state that a stores, and c waits behind b.
     assert (told.start, story.waiting) == ({"a": 0}, ["b", "c"])
     told = await story.step()
     assert (told.start["b"], told.start["c"]) == (8, 0)
@@ -180,7 +179,7 @@ async def test_a_budget_that_reaches_no_boundary_is_left_to_the_next_step() -> N
     story = Story(groups=(STATE,), max_num_batched_tokens=5)
     for number in range(2):
         story.add(f"r{number}", prompt(4, 300 * number), max_tokens=4)
-    assert (await story.step()).granted == {"r0": 4}  # one token is left, r1 needs four
+    assert (await story.step()).granted == {"r0": 4}  # budget for one token is left, r1 needs four
     told = await story.step()
     assert told.granted == {"r0": 1, "r1": 4}
     story.add("long", prompt(9, 700))
@@ -210,8 +209,8 @@ async def test_where_hits_drop_a_block_the_last_state_of_use_lies_one_block_earl
     story.add("a", prompt(14))
     assert [told.granted["a"] for told in await story.steps(2)] == [8, 6]
     story.add("b", prompt(14))
-    # Full attention has cached twelve tokens and drops four. The state after eight tokens is
-    # cached.
+    # Of twelve tokens that full attention has cached, four are dropped. The state after eight
+    # tokens is cached.
     assert (await story.step()).start["b"] == 8
 
 
@@ -226,7 +225,7 @@ async def test_blocks_of_attention_that_may_have_held_states_are_zeroed() -> Non
     assert told.zeroed == [4]
     story.add("b", prompt(10), max_tokens=4)
     told = await story.step()
-    # The hits stay unchanged. They are blocks 1 and 2, and the state in block 3.
+    # Blocks 1 and 2, and the state in block 3, are prefix hits and are not zeroed.
     assert tables(story, 2) == ((1, 2, 6), (0, 3, 7))
     assert told.zeroed == [6]
 
@@ -237,7 +236,7 @@ async def test_without_states_nothing_is_zeroed() -> None:
     assert all(told.zeroed == [] for told in await story.run())
 
 
-# What can be served.
+# The longest requests, and configurations that cannot be served
 
 
 def config(*groups: KVCacheGroup, **fields: int | bool) -> SchedulerConfig:
@@ -258,13 +257,13 @@ def config(*groups: KVCacheGroup, **fields: int | bool) -> SchedulerConfig:
         ((FULL,), 48),
         ((FULL, FULL), 24),
         ((FULL, FULL, FULL), 16),
-        ((WINDOW,), 1000),  # five blocks at once, for a window of six tokens and a step of eight
-        ((CHUNK,), 1000),  # four
-        ((STATE,), 1000),  # two
-        ((FULL, WINDOW), 28),  # seven and five
-        ((FULL, STATE), 40),  # ten and two
-        ((FULL, WINDOW, CHUNK, STATE), 12),  # three, three, three and two
-        ((WINDOW, WINDOW, WINDOW), 16),  # four blocks each; five would be too many
+        ((WINDOW,), 1000),  # never more than 5 blocks: a window of 6 tokens and a step of 8
+        ((CHUNK,), 1000),  # never more than 4 blocks
+        ((STATE,), 1000),  # never more than 2 blocks
+        ((FULL, WINDOW), 28),  # 7 and 5 blocks
+        ((FULL, STATE), 40),  # 10 and 2 blocks
+        ((FULL, WINDOW, CHUNK, STATE), 12),  # 3, 3, 3 and 2 blocks
+        ((WINDOW, WINDOW, WINDOW), 16),  # 4 blocks each, as 3 * 5 blocks would be too many
     ],
 )
 def test_the_longest_request_is_one_that_all_groups_hold(
@@ -274,8 +273,8 @@ def test_the_longest_request_is_one_that_all_groups_hold(
 
 
 def test_drafts_that_may_yet_be_rejected_hold_a_window_open() -> None:
-    # Five tokens before the query, four drafts in flight, and one token and four drafts more need
-    # up to five blocks. A step of five tokens with nothing before it needs four.
+    # A step of five tokens, and five tokens before it, lie in at most four blocks. With drafts, the
+    # five tokens before may be followed by four drafts in flight, and then need five blocks.
     small = {"num_blocks": 5, "max_num_batched_tokens": 5}
     assert max_request_tokens(config(WINDOW, **small)) == 1000
     assert max_request_tokens(config(WINDOW, **small, num_speculative_tokens=4)) == 16
@@ -304,5 +303,5 @@ def test_what_states_cannot_be_served_with_is_said_in_a_sentence() -> None:
     divided = config_conflict(config(STATE, disable_chunked_mm_input=True))
     assert divided is not None
     assert "allow chunks to divide items" in divided
-    small = config(STATE, max_num_batched_tokens=3)  # steps end inside a block, and at its end
+    small = config(STATE, max_num_batched_tokens=3)  # steps may end inside a block
     assert config_conflict(small) is None

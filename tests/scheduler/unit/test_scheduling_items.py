@@ -1,4 +1,4 @@
-"""Items of prompts, such as images. Tests where chunks end because of items, and how requests share
+"""Items of prompts, such as images: where chunks end because of items, and when requests share
 encoder outputs.
 """
 
@@ -167,7 +167,7 @@ async def test_a_log_tells_items_and_what_is_evicted() -> None:
             )
 
 
-# The cache by itself
+# The encoder cache alone
 
 
 def make_request(name: str, *items: EncoderInput) -> Request:

@@ -1,4 +1,4 @@
-"""Requests of a pooling model. A prompt is computed once, and then its request ends."""
+"""Requests of a pooling model. A request ends when its prompt is computed."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from tests.scenarios.scenario import read_scenario
 
 
 async def run(prompts: dict[str, int], **config: Any) -> dict[str, Any]:
-    """Runs prompts of these lengths, which share no tokens and are added at step 0. Returns the
-    record.
+    """Runs a scenario with prompts of these lengths, which share no tokens and all arrive before
+    step 0. Returns its record.
     """
     events = [
         {

@@ -1,4 +1,4 @@
-"""Prefix hits. Tests their length, and which requests share blocks."""
+"""Prefix hits: their length, and the blocks that requests share."""
 
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, prompt

@@ -1,4 +1,4 @@
-"""Random worlds, run to their end: invariants after every step and at the end."""
+"""Runs random worlds (see tests/scheduler/worlds.py), and checks invariants after each step."""
 
 import asyncio
 from collections import Counter
@@ -24,11 +24,11 @@ NUM_WORLDS = 3300
 KINDS = [(policy, in_flight) for policy in POLICIES for in_flight in (1, 2)]
 RARE = ("preemptions", "hits", "drafts", "STOP", "ABORT")
 MAX_STEPS = 1500
-"""More steps than any world needs. A request that is not served by then starves."""
+"""More steps than any world needs. A request that has not ended by then starves."""
 
 
 class MortalPool:
-    """A pool that may die in the middle of a step."""
+    """A pool that may be lost in the middle of a step."""
 
     def __init__(self, pool: InProcessPool) -> None:
         self._pool = pool
@@ -52,11 +52,11 @@ class MortalPool:
 
 @dataclass(slots=True)
 class Life:
-    """Runs a world and stores the results."""
+    """Runs a world and checks it."""
 
     world: World
     happened: Counter[str]
-    """How often each kind of event happened, over all worlds."""
+    """How often each kind of event has happened, in all worlds so far."""
     requests: list[tuple[Arrival, Request]] = field(default_factory=list)
     paused_until: int = 0
     story: Story = field(init=False)
@@ -82,7 +82,7 @@ class Life:
                 self.story.lose()
             step += 1
         self.pool.live()
-        await self.story.scheduler.flush()  # frees what the policy holds
+        await self.story.scheduler.flush()  # frees blocks that the policy keeps for ended requests
         self._check_ends()
         self._count(step)
 
@@ -152,8 +152,8 @@ class Life:
                 self.story.scheduler.abort(request)
 
     def _check_ends(self) -> None:
-        """Asserts that all requests have ended with their own tokens and the right reason, and have
-        no blocks.
+        """Asserts that all requests have ended with the right tokens and finish reason, and that no
+        blocks are in use.
         """
         for arrival, request in self.requests:
             expected, reason = self._expected(arrival)

@@ -1,4 +1,6 @@
-"""The number of pool transactions in a step, which bounds the cost of a remote pool."""
+"""The number of pool transactions (round trips) of a step, on which the cost of a remote pool
+depends.
+"""
 
 from tests.scheduler.story import Story, prompt
 

@@ -1,5 +1,5 @@
-"""Empty drafts are scheduled for a request that is admitted with one token to compute, if the
-limits allow it.
+"""Speculative decoding. A request that is admitted with one token to compute is scheduled with
+placeholders for drafts, if the limits allow it.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.scheduler.story import Story, prompt
 
 
 async def enter_beside_another(num_prompt_tokens: int, **config: int) -> dict[str, int]:
-    """The tokens scheduled in the step in which a cached prompt joins a decoding request."""
+    """The scheduled tokens of the step that admits a cached prompt beside a decoding request."""
     story = Story(num_speculative_tokens=2, **config)
     story.add("first", prompt(num_prompt_tokens), max_tokens=2)
     await story.run()
@@ -62,8 +62,8 @@ async def test_requests_share_a_bounded_number_of_rows() -> None:
 
 async def test_with_stages_no_draft_stands_in_place_of_a_token_that_is_in_flight() -> None:
     """The second request is preempted while one of its steps is in flight, and is then resumed. The
-    drafts of the step arrive later. Until the token of the step that resumes the request has
-    arrived, no draft can follow it.
+    drafts of that step arrive later, but cannot follow the token of the step that resumes the
+    request, because this token is still in flight.
     """
     first, second = prompt(7), prompt(5, first=300)
     added = [("a", first), ("b", second)]

@@ -1,6 +1,4 @@
-"""The log of KV events. Tests which batches it stores, and in what order it lists published
-blocks.
-"""
+"""The log of KV events: the batches that it keeps, and the order of a snapshot's blocks."""
 
 import pytest
 
@@ -19,7 +17,7 @@ def h(name: str) -> BlockHash:
 
 
 def stored(names: str, parent: str | None = None, group: int = 0) -> BlockStored:
-    """Blocks of one token each. The token is the position of the block's letter in the alphabet."""
+    """An event for blocks of one token each, named by letters. A token is the letter's number."""
     tokens = pack_token_ids([ord(name) - ord("a") for name in names])
     return BlockStored(
         tuple(map(h, names)), None if parent is None else h(parent), tokens, group, CacheNamespace()

@@ -1,4 +1,4 @@
-"""A pool's answer that contradicts its transaction is refused with the name of the field."""
+"""An answer of the pool that contradicts its transaction is refused, with the name of the field."""
 
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2

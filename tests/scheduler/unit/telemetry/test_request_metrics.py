@@ -1,4 +1,4 @@
-"""Metrics of requests, in vLLM's terms. Tests worked examples and random stories."""
+"""vLLM's metrics of requests, in worked examples and in random stories."""
 
 import random
 from bisect import bisect_left
@@ -18,7 +18,7 @@ UNIX = 1_700_000_000.0
 
 
 class MeasuredStory(Story):
-    """A story whose clock stands still between its steps."""
+    """A story whose clock advances only during steps, or when the test sets it."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
@@ -28,7 +28,7 @@ class MeasuredStory(Story):
     def arrive(
         self, name: str, token_ids: list[int], *, in_gateway: float = 0.0, **fields: Any
     ) -> Request:
-        """Queues a request that has been in the gateway for some seconds."""
+        """Queues a request that has been in its gateway for `in_gateway` seconds."""
         unix = UNIX + self.now
         fields |= {"arrival_time": unix - in_gateway, "queued_unix_nanos": int(unix * 1e9)}
         request = self.add(name, token_ids, **fields)
@@ -49,8 +49,8 @@ class MeasuredStory(Story):
         return plan, list(update.token_ids)
 
     def read(self) -> dict[str, float]:
-        """Maps each sample that is not 0 to its value. Samples are named by the metric without its
-        prefix, and by the value of the label. Buckets are left out.
+        """Maps samples to their values, without zeros and buckets. The name of a sample is that of
+        the metric without the prefix `vllm:`, followed by the values of labels.
         """
         return {
             " ".join([sample.name.removeprefix("vllm:"), *sample.labels.values()]): sample.value
@@ -60,7 +60,7 @@ class MeasuredStory(Story):
         }
 
     def buckets(self, name: str) -> dict[float, float]:
-        """Maps each bound to the number of observations that do not exceed it."""
+        """Maps each bound of a histogram to the number of observations that do not exceed it."""
         return {
             float(sample.labels["le"]): sample.value
             for family in self.metrics.collect()
@@ -168,7 +168,7 @@ async def test_ends_are_counted_by_vllms_reasons_and_a_refusal_is_none() -> None
 
 @dataclass
 class Naive:
-    """The times of one request, stored as they occur."""
+    """The times of one request, from which the test computes the expected metrics."""
 
     arrived: float
     scheduled: float | None = None
@@ -230,8 +230,7 @@ async def test_random_stories_give_what_a_list_of_all_times_gives() -> None:
         assert read[f"{short}_count"] == len(values) > 30, name
         assert abs(read[f"{short}_sum"] - sum(values)) < 1e-4, name
         for bound, count in story.buckets(name).items():
-            # Both sides compute times as differences of sums, so a time at a bound may be on either
-            # side of it.
+            # Times are differences of rounded sums, so a time at a bound may be on either side.
             low = bisect_left(sorted(values), bound - 1e-6)
             high = bisect_left(sorted(values), bound + 1e-6)
             assert low <= count <= high, (name, bound)

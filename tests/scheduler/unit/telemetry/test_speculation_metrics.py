@@ -1,4 +1,4 @@
-"""Accepted and rejected drafts in vLLM's counters."""
+"""vLLM's counters of accepted and rejected drafts."""
 
 from services.common.telemetry.metric_specs import vllm
 from services.scheduler.adapters.telemetry.engine_metrics import SpeculationMetrics

@@ -1,4 +1,4 @@
-"""The step log never blocks the scheduler, and ends where it cannot be continued."""
+"""The step log never blocks the scheduler. If it cannot be written, it ends."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from tests.scheduler.fake_worker import FakeWorker
 
 
 class SlowFile:
-    """A disk that blocks all writes until it is released."""
+    """A file whose writes block until `going` is set."""
 
     def __init__(self) -> None:
         self.going = threading.Event()
@@ -71,7 +71,7 @@ def test_when_the_disk_is_too_slow_the_log_is_given_up_and_stays_whole(
 
 
 def test_a_compressed_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
-    """Every write is complete in the file, even if the service is killed right after it."""
+    """After each write the file can be decompressed, even if the service is killed then."""
     path = tmp_path / "steps.jsonl.zst"
     log = StepLog(create_log_file(path))
     written: list[dict[str, int]] = []

@@ -1,4 +1,4 @@
-"""Each wait has a reason, a first step, and a number of steps."""
+"""The reasons for which requests wait, each with its first step and its number of steps."""
 
 import itertools
 import sys
@@ -23,7 +23,7 @@ RECOVERY = WaitReason.RECOVERY
 
 
 class Book:
-    """Records the reasons of steps, with a clock that counts how often it is read."""
+    """Records the reasons of planned steps. Its clock advances by one at each reading."""
 
     def __init__(self) -> None:
         self.reasons = WaitReasons()
@@ -185,9 +185,7 @@ async def test_a_preempted_request_waits_for_blocks_and_so_do_those_behind() -> 
 
 
 async def num_calls_of_a_step(num_waiting: int) -> int:
-    """The number of function calls within the scheduler that planning and observing an ordinary
-    step take.
-    """
+    """The number of calls of the scheduler's functions when a step is planned and observed."""
     story = TracedStory(max_num_seqs=1)
     story.arrive("running", prompt(5))
     for number in range(num_waiting):

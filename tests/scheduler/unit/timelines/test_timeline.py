@@ -1,4 +1,4 @@
-"""Phases and their parts follow each other without a gap, for any number of phases and parts."""
+"""The timeline of a request. Its phases and their parts have no gaps, even when many are merged."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def chunk(step: int, start: int, end: int) -> Chunk:
 
 
 def assert_covered(timeline: Timeline) -> None:
-    """Asserts that parts fill their phase, and that phases fill the timeline."""
+    """Asserts that phases cover the timeline, and parts cover their phase, without gaps."""
     end = timeline.queued
     for phase in timeline.phases:
         assert phase.start == end <= phase.end

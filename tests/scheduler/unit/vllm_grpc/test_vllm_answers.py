@@ -1,4 +1,4 @@
-"""Conversion of a session's deltas to messages of vllm.grpc.engine."""
+"""Conversion of the deltas of a session to messages of vllm.grpc.engine."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which adapters workers load, and how long requests wait for them."""
+"""The loader of LoRA adapters: which ones workers load, and how long requests wait for them."""
 
 import asyncio
 import itertools
@@ -17,8 +17,8 @@ A, B, C = (Adapter(bytes([number]) * 32, f"adapter-{number}", "/a") for number i
 
 
 class Workers:
-    """Workers that load adapters or fail, as the test sets. A call arrives after a set number of
-    iterations of the event loop, and is answered after another set number.
+    """Workers that load adapters, or fail if the test sets `failures`. A call arrives after
+    `turns_there` iterations of the event loop, and its answer after `turns_back` more.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ async def turns(count: int) -> None:
 
 
 class Replica:
-    """A loader with two slots, its workers, and the present requests."""
+    """An `AdapterLoader` with two slots, its workers, and unfinished requests."""
 
     def __init__(self) -> None:
         self.workers = Workers()
@@ -145,8 +145,8 @@ async def test_new_workers_get_what_the_old_ones_held() -> None:
 
 @pytest.mark.parametrize(("there", "back"), [(1, 0), (1, 3), (3, 1)])
 async def test_new_workers_hold_an_adapter_that_is_loaded_meanwhile(there: int, back: int) -> None:
-    """The call is received by the old or by the new workers, before, during or after the calls that
-    load the adapters of the old workers.
+    """The call that loads adapter C reaches the old or the new workers, before, during or after the
+    calls that load the old workers' adapters into the new ones.
     """
 
     async def lose(replica: Replica, after: int) -> None:

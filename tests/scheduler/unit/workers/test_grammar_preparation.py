@@ -1,4 +1,4 @@
-"""Requests wait only while the workers compile their grammars."""
+"""A request with a grammar waits while the workers compile the grammar, and no longer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ WANTED = StructuredOutputs(StructuredOutputsKind.REGEX, "a+")
 
 
 class Workers:
-    """Workers that finish a compilation when the test allows it."""
+    """Workers that finish their compilations when the test completes `done`."""
 
     def __init__(self) -> None:
         self.asked: list[StructuredOutputs] = []
@@ -40,7 +40,7 @@ class Workers:
 
 
 class Preparing:
-    """A preparation, and its reports about requests."""
+    """A `GrammarPreparation`, and the requests whose compilation it has reported as done."""
 
     def __init__(self) -> None:
         self.workers = Workers()
@@ -102,7 +102,7 @@ async def test_a_request_waits_until_the_workers_are_done() -> None:
     ("failure", "error"),
     [
         (InvalidArgument("no such rule"), "no such rule"),
-        # The grammar is compiled when the request runs, on the worker that runs then.
+        # The request runs, and the worker that runs it then compiles the grammar.
         (Unavailable("the worker is away"), ""),
     ],
 )

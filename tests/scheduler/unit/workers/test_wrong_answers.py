@@ -1,5 +1,5 @@
-"""An answer that contradicts its step is refused with the name of the field. It does not become the
-output of the step.
+"""A worker's answer that contradicts its step is refused, with the name of the field, and does not
+become the step's output.
 """
 
 from typing import Any
@@ -31,8 +31,7 @@ def make_request(row: int, num_tokens: int, **fields: Any) -> Request:
 
 def plan_of_four() -> SchedulerOutput:
     """A step with four requests. The first decodes, the second computes a chunk inside its prompt,
-    the third has two drafts, and the fourth needs log-probabilities and computes its prompt of five
-    tokens at once.
+    the third has two drafts, and the fourth computes its whole prompt with log-probabilities.
     """
     plain, wanted = SamplingParams(), SamplingParams(logprobs=2, prompt_logprobs=1)
     requests = [
@@ -200,7 +199,7 @@ async def test_vectors_are_of_the_prompts_that_end(
 
 
 async def test_whatever_a_field_holds_the_answer_is_taken_or_refused() -> None:
-    """Each field and each byte of the message is replaced by a few other values."""
+    """Each byte of the message is replaced by a few other values."""
     whole = right_answer(
         ended_tier_loads=ended(8, 5),
         nan_requests=packed(0),
