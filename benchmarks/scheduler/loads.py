@@ -59,7 +59,7 @@ def time_repeats(work: Callable[[], object]) -> float:
 
 
 def prefix_figures(hashing: float, full_hit: float) -> Figures:
-    """The figures of hashing a prompt of PROMPT tokens, and of admitting it when cached."""
+    """The figures of hashing a prompt of PROMPT tokens, and of admitting the cached prompt."""
     return {
         f"hash a prompt of {PROMPT} tokens": hashing,
         f"full hit of {PROMPT} tokens: look-up and allocation": full_hit,

@@ -31,7 +31,7 @@ async def read_status(http: httpx.AsyncClient, gateway: str) -> dict[str, Any]:
 
 
 def left_over(status: dict[str, Any]) -> str:
-    """Describes the requests and blocks that are left, according to a status. Empty if none are."""
+    """Lists the requests and blocks that are left in a status. The text is empty without any."""
     replicas = [replica["stats"] for replica in status["replicas"]]
     if None in replicas:
         return "a scheduler does not answer"

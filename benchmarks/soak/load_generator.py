@@ -103,7 +103,7 @@ def sum_sent(parts: Sequence[Sent]) -> Sent:
 
 
 async def send(sending: Sending, until_told: asyncio.Event | None = None) -> Sent:
-    """Sends the requests, after the event `until_told` if given, and waits for every answer."""
+    """Waits for the event `until_told`, if given. Sends the requests, and waits for the answers."""
     clock, requests = RunClock(), sending.requests()
     first = next(requests)  # this builds the first requests in advance
     if until_told is not None:

@@ -155,7 +155,7 @@ class EngineArguments:
 
 
 def parse_arguments(weights: Sequence[str] = ("bf16",)) -> EngineArguments:
-    """Parses an engine's command line. `weights` are the supported types, the default first."""
+    """Parses an engine's command line. The first of `weights`, its data types, is the default."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--threads", type=int, required=True)

@@ -53,7 +53,7 @@ def caption(compared: Comparison, left_out: Mapping[str, Sequence[str]]) -> str:
 
 
 def table(limits: Mapping[str, float], compared: Comparison) -> str:
-    """A row for each load: the limit, each engine, and Stepwell's ratio to the fastest other."""
+    """The limits, all engines' speeds, and Stepwell's ratio to the fastest other engine."""
     medians = compared.medians()
     loads = dict.fromkeys(load for figures in medians.values() for load in figures)
     ours = next(iter(medians))

@@ -114,7 +114,7 @@ def _interface(module: ModuleType, name: str, thing: object) -> Iterator[Interfa
 
 
 def _signature(thing: object) -> str:
-    """The signature without addresses. It is empty if it is long or contains a local path."""
+    """The signature without addresses. The text is empty for long signatures and local paths."""
     try:
         text = ADDRESS.sub("", str(inspect.signature(thing)))  # type: ignore[arg-type]
     except (ValueError, TypeError, AttributeError, NameError):  # C code may have no signature
