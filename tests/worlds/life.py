@@ -1,7 +1,7 @@
-"""Runs a world to its end: the engine with its scheduler and pool, in virtual time.
+"""Runs a simulated world to its end: an engine with its scheduler and pool, in virtual time.
 
-At each tick external events occur, the engine runs until it must wait, and the workers answer one
-step. Nothing else influences the order of events, so a world always runs in the same way.
+At each tick the world's external events occur, the engine runs until it must wait, and the workers
+answer one step. Nothing else influences the order of events, so all runs of a world are equal.
 """
 
 import asyncio
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
     from tests.scenarios.stand_in_connector import StandInConnector
 
 TICK = 0.001
-"""Length of a tick in virtual seconds."""
+"""Length of a tick in seconds of virtual time."""
 TICKS_IN_SECONDS = 0.1
-"""Length of a tick in seconds for the policy, whose pauses last for seconds, and for the queue
-estimate, which is updated ten times a second.
+"""Length of a tick in seconds by the clock of the policy, because programs pause for seconds, and
+of the queue estimate, which is updated ten times a second.
 """
 MAX_TICKS = 6000
 """The maximum number of ticks after the last external event. No world needs that many."""
 
 
 class Life:
-    """One run of a world. `happened` counts events over several runs."""
+    """One run of a world. `happened` counts the events of this and other runs."""
 
     def __init__(self, world: World, happened: Counter[str]) -> None:
         config = world.config
@@ -98,7 +98,9 @@ class Life:
         self._compiling: list[tuple[int, Request, bool]] = []
 
     def _observe_slow_steps(self) -> None:
-        """Makes cached contexts worth more than most requests gain, in most worlds."""
+        """Sets the estimated cost of prompt tokens, so high that in most worlds cached contexts are
+        worth more than most requests gain.
+        """
         seconds = 10.0 ** -(self.world.number % 3)
         for _ in range(RECENT_STEPS):
             self.scheduler.step_costs.observe(1, 1, TICK)
@@ -321,7 +323,7 @@ class Life:
     def updated(self, plan: SchedulerOutput, ended: Sequence[Request]) -> None:
         """Called after the output of a step is processed."""
         for request in ended:
-            if request.context is not None and request.key % 3:  # of the others nothing is said
+            if request.context is not None and request.key % 3:  # the other turns get no report
                 tool = self.world.arrivals[0].name if request.key % 4 else ""
                 if request.key % 5:
                     self.engine.changes.end_turn(request.context, tool)
@@ -369,13 +371,13 @@ class Life:
             assert contexts._contexts.keys() <= {*retention._contexts, *retention._dropped}
 
     def _new_connector(self) -> "StandInConnector | None":
-        """The connector for external storage other than the tier."""
+        """The KV connector of a world with external storage, but without a tier of host memory."""
         if self.world.config.kv_role is None or self.world.num_tier_blocks:
             return None
         return ConnectorScript(self.world.frees_are_awaited).make(self.world.config.block_size)
 
     def _new_offloading(self) -> "OffloadingConnector | None":
-        """The connector for the tier."""
+        """The KV connector for the tier of host memory, if the world has a tier."""
         if not self.world.num_tier_blocks:
             return None
         from services.scheduler.options.transfers.core.offloading_connector import (  # noqa: PLC0415
@@ -386,7 +388,7 @@ class Life:
 
 
 class _Replica:
-    """Restores pool and workers."""
+    """A `PoolAndWorkers` that restores pool and workers at once."""
 
     workers_were_ended = False
 
@@ -402,7 +404,7 @@ class _Replica:
 
 
 class _Observer(EngineObserver):
-    """The observer of a replica. It runs the world's checks."""
+    """The engine's observer, as in a replica, which also runs the world's checks."""
 
     def __init__(self, life: Life) -> None:
         self.counts = StepCounts(life.scheduler.step_costs)

@@ -1,5 +1,6 @@
-"""The pool of a world, with the parts of its service: generations, numbered transactions, events
-and the directory. The pool can be lost in the middle of a step, and events can be inserted there.
+"""The KV pool of a simulated world, with the parts of the pool service: generations, numbered
+transactions, KV events, and the log for the directory. In the middle of a step, the pool can be
+lost, and events of the world can occur.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ MAX_UNWRITTEN = 40
 
 
 class _Log:
-    """An `EventSink` that stores the changes for a directory's log."""
+    """An `EventSink` that keeps the log of block keys from which a directory reads."""
 
     def __init__(self) -> None:
         self.changes = UnwrittenChanges(MAX_UNWRITTEN)
@@ -50,7 +51,7 @@ class _Log:
         self.changes.apply(batch)
 
     def flush(self) -> None:
-        """Writes the changes that are not written yet."""
+        """Writes all changes since the last call to the log."""
         if self.changes.must_restart:
             self.written = set(self.changes.restart())
         else:
@@ -62,7 +63,7 @@ class _Log:
 
 
 class WorldPool:
-    """A `KVPool` of the scheduler. `happened` counts rare events."""
+    """The scheduler's `KVPool`. `happened` counts rare events."""
 
     def __init__(self, config: SchedulerConfig, happened: Counter[str]) -> None:
         self._config = pool_config_of(config)
@@ -73,12 +74,12 @@ class WorldPool:
         )
         self._num_left: int | None = None
         self.mid_plan: deque[Callable[[], None]] = deque()
-        """Events to insert at the next transaction."""
+        """Events of the world that occur at the next transaction."""
         self.open()
 
     @property
     def core(self) -> KVPool:
-        """The pool's core."""
+        """The core of the current generation's pool."""
         return self._hosted.pool
 
     @property

@@ -1,7 +1,7 @@
-"""A real Docker engine, the repository's images, and running compose files.
+"""Fixtures for tests with a real Docker engine: the repository's images, and running compose files.
 
-Published images of other projects that the engine neither has nor can pull are replaced by
-stand-ins, which the report lists. `BASE` and `DOCKER_ARGS` are passed to `make images`.
+Images of other projects that the engine neither has nor can pull are replaced by stand-ins, which
+the summary of the test run lists. `make images` uses the variables `BASE` and `DOCKER_ARGS`.
 """
 
 import os
@@ -28,8 +28,8 @@ STANDINS = {
     "grafana": ("GRAFANA_IMAGE", "page"),
     "proxy": ("HAPROXY_IMAGE", "haproxy"),
 }
-"""For each service of another project, the variable with its image and the stage of its
-stand-in.
+"""Maps each service of another project to the environment variable that names its image, and to the
+build stage of its stand-in.
 """
 _PULL_SECONDS = 120
 _START_SECONDS = 900
@@ -38,14 +38,14 @@ _REPLACED = pytest.StashKey[list[str]]()
 
 @dataclass(frozen=True)
 class Up:
-    """A running compose file. `url`: the address of its gateway's HTTP API."""
+    """Running compose files. `url` is the address of the gateway's HTTP API."""
 
     project: ComposeProject
     name: str
     url: str
 
     def url_of(self, service: str, port: int) -> str:
-        """The published URL of a port of another service."""
+        """The URL at which a port of a service is published."""
         (found,) = [one for one in self.containers() if one.labels[_SERVICE_LABEL] == service]
         (binding, *_) = found.ports[f"{port}/tcp"]
         return f"http://127.0.0.1:{binding['HostPort']}"
@@ -85,9 +85,7 @@ def images(engine: None) -> None:  # noqa: ARG001
 
 @pytest.fixture(scope="session")
 def published(images: None, request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:  # noqa: ARG001
-    """Images of other projects, or their stand-ins, as environment variables of this process. Tests
-    may set further variables.
-    """
+    """Sets the variables of missing images to their stand-ins. Tests may set further variables."""
     replaced = request.config.stash.setdefault(_REPLACED, [])
     services = services_of("compose.yaml", "two-gateways.yaml")
     with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +116,7 @@ def _is_there(image: str) -> bool:
 
 
 def _standin(stage: str) -> str:
-    """Builds a stand-in image; returns its name."""
+    """Builds a stand-in image, unless it exists. Returns its name."""
     image = f"stepwell/standin-{stage}:0"
     if _is_built(image):
         return image
@@ -150,8 +148,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(scope="session")
 def up(published: pytest.MonkeyPatch) -> Iterator[Callable[..., Up]]:
-    """Starts compose files under a project name, and stops them at the end of the session.
-    Variables of the files remain set.
+    """A function that starts compose files under a project name. They are stopped at the end of the
+    test session, until which their environment variables stay set.
     """
     with ExitStack() as scope:
 

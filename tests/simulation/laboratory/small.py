@@ -9,7 +9,7 @@ from services.simulation.laboratory.run import Setup
 from services.worker.core.step_times import StepCosts, StepTimes
 
 UNIT = StepTimes(StepCosts(seconds=1.0), StepCosts(seconds=1.0, seconds_per_token=0.1))
-"""A step takes a second, and 0.1 s more for each token of a step with a prompt."""
+"""A decode step takes a second. A step with prompts takes 0.1 s more for each of its tokens."""
 
 
 def setup(num_blocks: int = 1_001, times: StepTimes = UNIT, **config: object) -> Setup:
@@ -25,7 +25,7 @@ def setup(num_blocks: int = 1_001, times: StepTimes = UNIT, **config: object) ->
 
 
 def program(number: int, arrival: float, *turns: tuple[int, int, float], **of: object) -> Program:
-    """A program with turns of so many new and output tokens, each after a pause."""
+    """A program. A turn is its number of new tokens and of output tokens, and the pause before."""
     return Program(number, arrival, tuple(Turn(*turn) for turn in turns), **of)  # type: ignore[arg-type]
 
 

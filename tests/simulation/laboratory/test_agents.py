@@ -1,4 +1,4 @@
-"""Loads of agents, and what policies that retain contexts are worth with them."""
+"""The laboratory's loads of agents, and the effect of policies that retain contexts on them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ TIMES = StepTimes(
 
 
 Sample = list[tuple[Turn, ...]]
-"""The turns of many programs."""
+"""The turns of each of many programs."""
 
 
 def all_turns(sample: Sample) -> list[Turn]:
@@ -126,7 +126,7 @@ def test_programs_arrive_as_a_poisson_process_and_share_six_applications() -> No
     gaps = [after.arrival_seconds - one.arrival_seconds for one, after in pairwise(programs)]
     assert (fmean(gaps), pstdev(gaps)) == pytest.approx((1.0, 1.0), rel=0.05)
     shares = [fmean(one.application == number for one in programs) for number in range(6)]
-    beyond = [number**-1.1 for number in range(1, 7)]  # of a Pareto distribution
+    beyond = [number**-1.1 for number in range(1, 7)]  # tail of a Pareto distribution
     expected = [*(more - less for more, less in pairwise(beyond)), beyond[-1]]
     assert shares == pytest.approx(expected, abs=0.02)
 
@@ -138,7 +138,7 @@ def run(policy: str, num_blocks: int) -> RunResult:
 
 
 def test_programs_end_sooner_where_contexts_do_not_fit() -> None:
-    """The contexts of the programs that live at one time take about three times the pool."""
+    """The contexts of the programs that run at one time need about three times the pool."""
     fcfs, program = run("fcfs", 251), run("program", 251)
     assert fmean(fcfs.accounts.job_seconds) > 1.8 * fmean(program.accounts.job_seconds)
     assert program.num_computed_tokens < 0.6 * fcfs.num_computed_tokens
@@ -160,7 +160,7 @@ def test_nothing_changes_where_all_contexts_fit(policy: str) -> None:
 
 
 def test_the_work_that_is_left_is_the_order_if_it_is_known() -> None:
-    """One request runs at a time. The programs with less work left end first."""
+    """One request runs at a time. Programs with less work left end first."""
     alone = replace(setup(policy="program", max_num_seqs=1), tells_work=True)
     sizes = {1: 40, 2: 900, 3: 30, 4: 200}
     ends: list[float] = []
@@ -170,7 +170,7 @@ def test_the_work_that_is_left_is_the_order_if_it_is_known() -> None:
 
 
 def test_contexts_of_live_programs_are_counted_while_programs_arrive() -> None:
-    """A step takes a second, and 0.1 s more for each token of a prompt."""
+    """A step takes a second, and 0.1 s more for each token if it computes a prompt."""
     turns, last = [(10, 3, 0.0), (10, 1, 5.0)], [(1, 1, 0.0)]
     run = simulate(setup(), [program(1, 0.0, *turns), program(2, 40.0, *last)])
     first, pause, second = 10 * (2.0 + 1.0 + 1.0), 13 * 5.0, 23 * 3.3

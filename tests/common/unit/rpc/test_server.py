@@ -1,4 +1,4 @@
-"""The gRPC server of every service, with health, reflection and drain."""
+"""The gRPC server that all services use, with health checks, reflection, metrics and drain."""
 
 import asyncio
 import socket
@@ -32,7 +32,7 @@ SECONDS = 60.0
 
 
 class Echo(kvpool_pb2_grpc.KVPoolServicer):
-    """A pool that answers one method at once, and another method when the test releases it."""
+    """A pool whose method MatchPrefix answers only after the test has set `going`."""
 
     def __init__(self) -> None:
         self.going = asyncio.Event()
@@ -204,7 +204,7 @@ async def test_a_socket_in_the_file_system_is_served_too() -> None:
 
 
 def sockets_in(directory: Path) -> tuple[Path, Path]:
-    """The sockets of a server at the path "s"."""
+    """The two sockets of a server at the path "s": for gRPC, and for local streams."""
     return directory / "s", Path(streams_path(f"{directory}/s"))
 
 
@@ -277,7 +277,7 @@ async def test_large_messages_pass_and_larger_ones_are_refused(served: Served) -
 
 
 class OneGauge(Collector):
-    """A collector of one number."""
+    """A collector of one gauge with the value 42."""
 
     def __init__(self, name: str = "stepwell_answer") -> None:
         self._name = name
@@ -290,7 +290,7 @@ def rendered(exemplars: bool) -> bytes:
     return Exposition("test", [OneGauge("vllm:answer")]).render(exemplars=exemplars)
 
 
-# The headers that Prometheus 2.42 and 3 send.
+# The Accept headers that Prometheus 2.42 and 3 send.
 ACCEPT = {
     "2.42": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;"
     "version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
@@ -357,7 +357,7 @@ def test_only_what_is_wrong_with_metrics_is_logged(
         with socket.create_connection(("127.0.0.1", free_port)) as scraper:
             scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert asked.wait(SECONDS)
-            # The connection is closed at once, with a reset.
+            # The connection is closed with a reset, before the answer is sent.
             scraper.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         answering.set()
         threads[0].join(SECONDS)

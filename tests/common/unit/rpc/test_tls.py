@@ -1,6 +1,4 @@
-"""Servers and channels over TLS. Tests which clients are served, and the replacement of
-certificates.
-"""
+"""gRPC over TLS: the clients that a server accepts, and the replacement of certificates."""
 
 import asyncio
 import tempfile
@@ -40,9 +38,7 @@ AT_ONCE = (
 
 
 class Numbers(kvpool_pb2_grpc.KVPoolServicer):
-    """A pool that answers one method at once, and another method with numbers until the client
-    disconnects.
-    """
+    """A pool that answers GetStats at once, and WatchEvents with a stream of numbers."""
 
     async def GetStats(self, request: object, context: object) -> kvpool_pb2.GetStatsResponse:  # noqa: ARG002, N802
         return kvpool_pb2.GetStatsResponse(pools=[kvpool_pb2.PoolStats(pool_id="numbers")])
@@ -55,7 +51,7 @@ class Numbers(kvpool_pb2_grpc.KVPoolServicer):
 
 @asynccontextmanager
 async def serving(tls: Tls | None, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
-    """Serves until the block ends. Yields the address."""
+    """Serves `Numbers` until the `async with` block ends. Yields the address."""
     server = GrpcServer(tls=tls)
     name = kvpool_pb2.DESCRIPTOR.services_by_name["KVPool"].full_name
     server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, Numbers(), name)
@@ -66,7 +62,7 @@ async def serving(tls: Tls | None, address: str = "127.0.0.1:0") -> AsyncIterato
 
 
 async def ask(channel: grpc.aio.Channel) -> str:
-    """Returns the answer. Raises the same errors as a service that calls another service."""
+    """Calls GetStats. Raises the same errors as a service that calls another service."""
     stub = kvpool_pb2_grpc.KVPoolStub(channel)
     try:
         answer = await stub.GetStats(kvpool_pb2.GetStatsRequest(), timeout=SECONDS)
@@ -76,7 +72,7 @@ async def ask(channel: grpc.aio.Channel) -> str:
 
 
 async def refused(address: str, tls: Tls | None) -> str:
-    """The error text for a client that is refused."""
+    """The message of the error that a refused client raises."""
     async with open_channel(address, tls) as channel:
         with pytest.raises(errors.Unavailable) as caught:
             await ask(channel)
@@ -90,7 +86,7 @@ def authority() -> Authority:
 
 @pytest.fixture(scope="module")
 def own(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """The certificate files of a service on this machine, as server and as client."""
+    """The files of a certificate for this machine, valid for servers and clients."""
     issued = authority.issue(*LOOPBACK, SPIFFE_ID)
     return Files(tmp_path_factory.mktemp("own")).write(issued, authority)
 
@@ -229,7 +225,7 @@ async def test_probes_need_no_certificate_at_the_address_for_health(
 
 
 class Stream:
-    """Reads numbers until it is stopped."""
+    """A call of WatchEvents. Reads numbers until `stop` is called."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.num_read = 0
@@ -241,7 +237,7 @@ class Stream:
             self.num_read += 1
 
     async def goes_on(self) -> None:
-        """Waits until the stream has read more. Raises the error that ended the stream."""
+        """Waits until three more numbers are read. Raises the error of a stream that has ended."""
         target = self.num_read + 3
         async with asyncio.timeout(SECONDS):
             while self.num_read < target:
@@ -255,8 +251,8 @@ class Stream:
 
 
 async def test_certificates_and_authority_are_replaced_while_streams_run(tmp_path: Path) -> None:
-    """The steps are those of every such change. First both authorities are trusted, then the new
-    certificates are used, and then the old authority is removed.
+    """An operator first makes all services trust both authorities, then replaces the certificates,
+    and then removes the old authority.
     """
     old, new = Authority("old"), Authority("new")
     server_files = Files(tmp_path / "server").write(old.issue(*LOOPBACK), old)

@@ -1,4 +1,4 @@
-"""Requests are served elsewhere if a replica cannot run steps, hangs, or serves another model."""
+"""Requests move to other replicas if a replica cannot run steps, hangs, or serves another model."""
 
 import asyncio
 from pathlib import Path
@@ -61,7 +61,7 @@ async def test_a_scheduler_of_another_protocol_gets_no_requests_and_is_named(
             assert answer.status_code == 200
         health = (await served.http.get("/health")).json()
         assert health["not_ready"] == {first.address: "this scheduler has version 9.0 (protocol 9)"}
-        await asyncio.sleep(1)  # the gateway tries again meanwhile
+        await asyncio.sleep(1)  # the gateway opens sessions again, and logs no further refusal
         said = [line for line in caplog.messages if "protocol 9" in line]
         assert said == [
             f"scheduler {first.address} opens no session: this scheduler has version 9.0 "
@@ -158,7 +158,7 @@ async def test_a_session_without_requests_is_not_taken_for_hung(model: Path) -> 
 
 
 async def test_requests_that_wait_are_sent_in_order_of_arrival(model: Path) -> None:
-    """While there is no replica, new requests wait behind the requests that were lost with it."""
+    """While no replica serves, new requests wait behind those that ran on the lost replica."""
     scheduler = FakeScheduler(permits=0)
     async with serving(model, scheduler) as served:
         streams = []
@@ -179,7 +179,7 @@ async def test_requests_that_wait_are_sent_in_order_of_arrival(model: Path) -> N
 
 
 async def test_losses_far_apart_have_the_whole_time_each(model: Path) -> None:
-    """The time in a queue between two losses does not shorten the time after the second loss."""
+    """After a second loss, a request may again wait for the whole resubmit timeout."""
     scheduler = FakeScheduler(permits=0)
     async with serving(model, scheduler, resubmit_timeout_seconds=2.0) as served:
         loop = asyncio.get_running_loop()
@@ -295,7 +295,7 @@ async def test_a_stream_never_goes_on_under_another_model(model: Path) -> None:
         await until(lambda: "fingerprint" in served.gateway.membership.replicas[1].reason)
         stream = Stream(served)
         await until(lambda: len(stream.token_ids) == 3)
-        # The first one crashes and comes back. The other one is not used in between.
+        # The first replica crashes and restarts. The second one gets no request meanwhile.
         await first.die()
         await until(lambda: served.gateway.fleet.num_waiting == 1)
         first.run_freely()
@@ -306,7 +306,7 @@ async def test_a_stream_never_goes_on_under_another_model(model: Path) -> None:
 
 
 async def test_a_model_that_is_replaced_on_all_replicas_is_served(model: Path) -> None:
-    """Requests that ran on the old model end with an error. The others go to the new model."""
+    """Requests that have output of the old model end with an error. The new model serves others."""
     first, second = FakeScheduler(permits=3), FakeScheduler(permits=0)
     async with serving(model, first, second) as served:
         streams = [Stream(served) for _ in range(2)]

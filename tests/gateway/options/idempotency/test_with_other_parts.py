@@ -1,4 +1,4 @@
-"""Idempotency keys together with sessions, traces and limits of tenants."""
+"""Idempotency keys together with clients' sessions, traces, and limits of tenants."""
 
 import asyncio
 from pathlib import Path
@@ -54,7 +54,9 @@ async def test_keyed_requests_have_the_spans_of_the_one_that_made_the_answer(mod
 async def test_an_answer_with_a_key_gives_back_what_it_did_not_use_when_it_ends_without_its_client(
     model: Path, tmp_path: Path, permits: int
 ) -> None:
-    """A prompt of 3, of which 2 are cached in the end, and an answer of 2 in place of 40."""
+    """The limit is charged for a prompt of 3 tokens and an answer of 40. At the end 2 prompt tokens
+    were cached, and the answer has 2 tokens.
+    """
     scheduler = FakeScheduler(permits=permits, num_cached_tokens=2, answer=[9, 0])
     async with limited(model, tmp_path, scheduler, tokens_per_minute=60) as (served, key):
         body, headers = BODY | {"max_tokens": 40}, bearer(key) | {"Idempotency-Key": "once"}
@@ -64,7 +66,7 @@ async def test_an_answer_with_a_key_gives_back_what_it_did_not_use_when_it_ends_
         assert scheduler.num_running == 1
         assert (await post(served, key, max_tokens=40)).status_code == 429
         scheduler.run_freely()
-        async with asyncio.timeout(DEADLINE_SECONDS):  # the gateway hears of the end a little later
+        async with asyncio.timeout(DEADLINE_SECONDS):  # the end is reported with a delay
             while not (other := await post(served, key, max_tokens=40)).is_success:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert 14 <= int(other.headers["x-ratelimit-remaining-tokens"]) <= 16

@@ -1,6 +1,4 @@
-"""The incremental parser of answers gives recorded outputs the same meaning, however they are
-split.
-"""
+"""The incremental parser of models' answers. Its result does not depend on how a text is split."""
 
 import json
 import time
@@ -22,7 +20,7 @@ from tests.gateway.model_outputs import CALLS, RECORDED, SCHEMAS, Recorded
 EVERY = pytest.mark.parametrize("recorded", RECORDED, ids=lambda one: one.format)
 _THOUGHT = {"open": "<think>", "close": "</think>", "content": "text"}
 _CALL = {"type": "function", "function": "{content}"}
-# transformers' own parser, which reads the same formats from a description of them.
+# Descriptions of two formats for the response parser of transformers, with which ours is compared.
 TEMPLATES: dict[str, Any] = {
     "hermes": {
         "open": "<tool_call>",
@@ -45,7 +43,7 @@ TEMPLATES: dict[str, Any] = {
 
 
 def read(form: OutputForm, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, str]]]:
-    """The content, the reasoning and the calls of a text that arrives in these pieces."""
+    """Parses a text that arrives in pieces. Returns its content, reasoning, and tool calls."""
     parser, message = form.make_parser(), ParsedMessage()
     for piece in pieces:
         message.add(parser.feed(piece))
@@ -61,7 +59,7 @@ def test_a_recorded_answer_means_the_same_at_each_cut(recorded: Recorded) -> Non
     assert [(n, json.loads(a)) for n, a in calls] == (CALLS if recorded.calls else [])
     for at in range(1, len(text)):
         assert read(recorded.form, [text[:at], text[at:]]) == whole
-    assert read(recorded.form, text) == whole  # character by character
+    assert read(recorded.form, text) == whole  # each piece is one character
 
 
 @EVERY
@@ -192,7 +190,8 @@ def test_hostile_text_takes_time_in_proportion(name: str) -> None:
         text = (unit * 20_000)[:20_000]
         began = time.process_time()
         read(form, [text[at : at + 2] for at in range(0, len(text), 2)])
-        # A piece takes 3 to 10 microseconds. Rescanning would take a thousand times as long.
+        # A piece takes 3 to 10 microseconds. If each piece were followed by a scan of the whole
+        # text, it would take a thousand times as long.
         assert time.process_time() - began < 2, (name, unit)
 
 

@@ -1,4 +1,4 @@
-"""Detokenizing gives the same text, however the tokens are split."""
+"""The incremental detokenizer. The text does not depend on how the tokens are split."""
 
 import codecs
 import itertools
@@ -13,7 +13,7 @@ from services.gateway.adapters.tokenizer.hf_tokenizer import HfTokenizer, load_t
 from services.gateway.core.text.detokenizer import new_detokenizer
 from tests.gateway.tiny_tokenizer import write_marked_tokenizer, write_tokenizer
 
-# Every kind of character: characters of one to four bytes, combining ones, and any others.
+# Texts with characters of one to four bytes, combining characters, and any others.
 TEXT = st.text(
     st.one_of(
         st.sampled_from("the stop 世界 é🙂👩‍👩‍👧 ١ ￼"), st.characters(exclude_categories=["Cs"])
@@ -54,9 +54,7 @@ def test_any_text_in_any_cut_comes_out_whole(tokenizer: HfTokenizer, text: str, 
 @settings(max_examples=100, deadline=None)
 @given(text=TEXT, place=st.integers(0, 200))
 def test_the_output_goes_on_where_the_prompt_ends(tokenizer: HfTokenizer, text: str, place: int):
-    """This holds even inside a character: the output completes a character that a prompt of token
-    ids began.
-    """
+    """A prompt of token ids may end inside a character, which the output then completes."""
     ids = encode(tokenizer, text)
     split = place % (len(ids) + 1)
     detokenizer = new_detokenizer(tokenizer, ids[:split], skip_special_tokens=True)
@@ -69,7 +67,7 @@ def test_a_character_of_four_bytes_waits_for_its_last(tokenizer: HfTokenizer):
     detokenizer = new_detokenizer(tokenizer, [], skip_special_tokens=True)
     fed = [detokenizer.feed([token]) for token in ids]
     assert "".join(fed).strip() == "a🙂b"
-    # If single bytes are tokens, the character is delayed until the token after them.
+    # If the character consists of byte tokens, it is delayed until the token after them.
     assert [piece.strip() for piece in fed if piece.strip()] in (["a", "🙂", "b"], ["a", "🙂b"])
 
 
@@ -80,7 +78,7 @@ def test_a_cut_character_at_the_end_is_dropped(tokenizer: HfTokenizer):
 
 
 def test_bytes_that_are_no_text_are_replaced_and_never_block(tokenizer: HfTokenizer):
-    """A model may write anything. Ten thousand stray bytes take only ten thousand steps."""
+    """A model may generate any bytes. The time for stray bytes is proportional to their number."""
     (stray,) = (t for t in range(300) if tokenizer.token_bytes(t) == b"\xff")
     detokenizer = new_detokenizer(tokenizer, [], skip_special_tokens=True)
     text = "".join(detokenizer.feed([stray]) for _ in range(10_000))
@@ -90,7 +88,7 @@ def test_bytes_that_are_no_text_are_replaced_and_never_block(tokenizer: HfTokeni
 
 
 def whole(tokenizer: HfTokenizer, ids: list[int], *, skip_special_tokens: bool) -> str:
-    """Transformers' text for all tokens, without an incomplete character at the end."""
+    """The text of all tokens by transformers, without an incomplete character at the end."""
     raw = b"".join(
         tokenizer.token_bytes(token)
         for token in ids
@@ -103,7 +101,7 @@ def whole(tokenizer: HfTokenizer, ids: list[int], *, skip_special_tokens: bool) 
     if not num_cut or tokenizer.is_byte_level:
         text = decode(ids, skip_special_tokens=skip_special_tokens)
         return text[:-1] if num_cut else text
-    # Each of the last bytes is a token. Special tokens may be between and after them.
+    # Each byte of the incomplete character is a token. Special tokens may follow each of them.
     while num_cut:
         num_cut -= ids[-1] in tokenizer.byte_values
         ids = ids[:-1]
@@ -130,7 +128,7 @@ BYTES = st.lists(
 def test_any_tokens_in_any_cut_are_what_transformers_makes_of_them(
     tokenizer: HfTokenizer, drawn: list, cuts: list[int], skips: bool
 ):
-    """Most of the tokens are bytes, valid or not. A run of byte tokens is decoded as a whole."""
+    """Most tokens are single bytes, which need not be valid UTF-8. Runs of bytes are one text."""
     of_byte = {tokenizer.token_bytes(t): t for t in reversed(range(300)) if tokenizer.token_name(t)}
     special = {"end": 0, "unknown": 9999}
     ids: list[int] = []
@@ -151,8 +149,8 @@ def test_any_tokens_in_any_cut_are_what_transformers_makes_of_them(
 
 
 def test_a_run_of_bytes_is_decided_by_its_last(tmp_path: Path):
-    """`decode` also replaces valid characters before a stray byte, so they must not have been sent
-    before it.
+    """`decode` replaces all characters of a run of byte tokens if one byte is stray. Therefore none
+    of them may be sent before the run has ended.
     """
     tokenizer = load_tokenizer(write_marked_tokenizer(tmp_path))
     run = [token for token in encode(tokenizer, "世界") if token in tokenizer.byte_values]
@@ -165,7 +163,7 @@ def test_a_run_of_bytes_is_decided_by_its_last(tmp_path: Path):
 
 
 def test_bytes_are_told_from_text_that_looks_like_them(tmp_path: Path):
-    """A tokenizer without byte fallback in its decoder writes <0x41> unchanged."""
+    """A tokenizer whose decoder has no byte fallback decodes the token <0x41> as this text."""
     directory = write_marked_tokenizer(tmp_path)
     path = directory / "tokenizer.json"
     described = json.loads(path.read_text())
