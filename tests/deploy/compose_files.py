@@ -12,7 +12,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-?]([^}]*))?\}")
 
 
 def services_of(*names: str, **variables: str) -> dict[str, dict[str, Any]]:
-    """The services of one or more merged compose files, by name."""
+    """Maps the names of services to their entries in one or more merged compose files."""
     merged: dict[str, Any] = {}
     for name in names:
         merged = _merge(merged, _load(name, variables)["services"])

@@ -23,7 +23,7 @@ _JSON_TYPES = {bool: "boolean", int: "integer", float: "number"}
 
 
 def json_schemas(service: str) -> dict[str, Any]:
-    """The JSON schema of each setting of a service, by name."""
+    """Maps the settings of a service to their JSON schemas."""
     cls = SETTINGS[service]
     hints = typing.get_type_hints(cls)
     return {

@@ -119,7 +119,7 @@ class FakeScheduler(
         """The error that refuses every session. With None, sessions are accepted."""
 
     async def start(self, address: str = "") -> str:
-        """Serves at `address`, the previous address or a free port. Returns the address."""
+        """Serves at `address`, or at the previous address or a free port. Returns the address."""
         self._is_hung = False
         self._server = GrpcServer()
         register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server

@@ -1,4 +1,4 @@
-"""Which log lines of a simulated run count as failures."""
+"""The log lines of a simulated run that count as failures."""
 
 from services.simulation.explore.lines import unexpected_line
 

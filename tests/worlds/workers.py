@@ -85,7 +85,7 @@ class WorldWorkers:
         blocks had not been computed again after a failed load.
         """
         self._late_loads: dict[RequestKey, SentLoad] = {}
-        """Asynchronous loads that store their contents when they end, by request."""
+        """Maps requests to their asynchronous loads, which store the contents when they end."""
         self._items: dict[str, int] = {}
         """Maps the identifier of an item to the number of its stored embeddings."""
         self._is_lost = False

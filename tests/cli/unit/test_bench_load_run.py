@@ -125,8 +125,8 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
 
 
 def test_waiting_for_a_place_counts_from_the_intended_time() -> None:
-    """This avoids coordinated omission. A slow request delays the next requests, and the latencies
-    of the delayed requests include the delay.
+    """A slow request delays the next requests, and the latencies of the delayed requests include
+    the delay. Thus coordinated omission is avoided.
     """
     latencies = [3.0, 0.1, 0.1, 0.1]
     server = FakeServer(latencies.__getitem__)

@@ -133,7 +133,7 @@ def test_a_collector_that_hangs_does_not_delay_the_end(collector: Collector) -> 
     make_spans(tracing, 7)
     began = time.monotonic()
     tracing.shutdown()
-    assert time.monotonic() - began < 10  # half a second, on a machine that has time
+    assert time.monotonic() - began < 10  # half a second on an idle machine
     wait_for(lambda: sender_of(tracing).num_dropped[DropReason.SHUTDOWN] == 8)
 
 
@@ -217,7 +217,7 @@ def test_a_collector_that_is_stopped_costs_no_time(monkeypatch: pytest.MonkeyPat
         make_spans(tracing, 1000)
         began = time.monotonic()
         tracing.shutdown()
-        assert time.monotonic() - began < 10  # half a second, on a machine that has time
+        assert time.monotonic() - began < 10  # half a second on an idle machine
         wait_for(lambda: num_accounted(sender) == 1003)
 
 

@@ -1,4 +1,4 @@
-"""Which objects the chart renders, and which values it refuses."""
+"""The Helm chart's values: the objects that they render, and the values that are refused."""
 
 import json
 import re

@@ -64,7 +64,7 @@ def test_a_hit_can_shrink_to_nothing():
     assert pool.block_tables(9) == ((6,), (5,))
     admit(pool, 8, 8)  # allocates blocks 4, 7 and 2; block 2 stored "ab" of the window
     assert pool.block_tables(8) == ((4, 7), (0, 2))
-    assert lookup(pool, 3, 8, "ab") == 0  # the window hits 4 tokens, the state only 8
+    assert lookup(pool, 3, 8, "ab") == 0  # the window only hits 4 tokens, the state only 8
     pool.check()
 
 

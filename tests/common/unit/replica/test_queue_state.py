@@ -1,4 +1,4 @@
-"""Which requests the waiting queue of a replica accepts, and the protobuf message of its state."""
+"""The limits of a replica's waiting queue, and the protobuf message of the queue's state."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""At which token a sequence ends, and with which finish reason."""
+"""The token at which a sequence ends, and the finish reason."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which outputs repeat a pattern so often that their requests are ended."""
+"""Repetition detection: a request is ended when its output repeats a pattern too often."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Which releases are compatible, and whether the contracts changed without the protocol number."""
+"""The compatibility of releases. Contracts must not change without a new protocol number."""
 
 import hashlib
 from importlib.metadata import version

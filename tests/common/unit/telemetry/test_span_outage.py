@@ -1,4 +1,4 @@
-"""When the log reports that spans are dropped, and that no more spans are dropped."""
+"""The log messages that spans are dropped, and that no more spans are dropped."""
 
 from collections import Counter
 

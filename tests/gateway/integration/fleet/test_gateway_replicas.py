@@ -295,7 +295,7 @@ async def test_a_stream_never_goes_on_under_another_model(model: Path) -> None:
         await until(lambda: "fingerprint" in served.gateway.membership.replicas[1].reason)
         stream = Stream(served)
         await until(lambda: len(stream.token_ids) == 3)
-        # The first replica crashes and restarts. The second one gets no request meanwhile.
+        # The first replica crashes and restarts. The second replica gets no request.
         await first.die()
         await until(lambda: served.gateway.fleet.num_waiting == 1)
         first.run_freely()

@@ -205,7 +205,7 @@ def test_a_tenant_with_its_share_waits_for_one_of_its_own_to_end() -> None:
 
 
 def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
-    """The fair share of each tenant is 4 of 8 slots. It may start two sequences at once."""
+    """The fair share of each tenant is 4 of 8 slots. A tenant may start two sequences at once."""
     world = connected(num_places=8)
     world.start(caller=B).close()
     mailboxes = [world.start(caller=A) for _ in range(6)]

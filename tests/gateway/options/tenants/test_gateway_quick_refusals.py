@@ -85,7 +85,7 @@ def has_answer(client: socket.socket) -> bool:
 
 
 async def received(client: socket.socket) -> bytes:
-    """Waits for data and returns it. Meanwhile iterations of the event loop are short."""
+    """Waits for data and returns it. The event loop iterates all the time, and never sleeps."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not has_answer(client):  # noqa: ASYNC110 - each turn counts
             await asyncio.sleep(0)

@@ -1,6 +1,4 @@
-"""Which tenant may occupy a free slot, and which tenant must release one. A slot is called a place
-in names.
-"""
+"""The tenants that may occupy a free slot, or must release one. Names call a slot a place."""
 
 import pytest
 from hypothesis import given

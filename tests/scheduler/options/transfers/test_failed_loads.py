@@ -47,8 +47,8 @@ async def test_who_shares_a_block_that_was_not_loaded_computes_it_if_the_first_o
 
 
 async def test_tokens_computed_from_a_block_before_it_was_loaded_again_are_dropped() -> None:
-    """The second request computes the last token of its prompt. It repeats this until the first
-    request has computed the block that both share.
+    """The second request repeats the last token of its prompt until the first request has computed
+    the block that both share.
     """
     steps = await story(
         (0, request("a", 10, **elsewhere(8, fail_blocks=[1], times=1))),

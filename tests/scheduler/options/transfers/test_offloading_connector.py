@@ -305,7 +305,7 @@ async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
 
 
 async def test_a_block_that_a_window_gave_back_is_no_longer_its_request_s() -> None:
-    """A load fails whose target was one of the first blocks of a running request."""
+    """A load into a block fails. The block was freed before by a running request's window."""
     groups = (KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),)
     story = await Story(replace(CONFIG, groups=groups, num_blocks=6)).stored()
     running = story.add(list(range(300, 313)), max_tokens=20)

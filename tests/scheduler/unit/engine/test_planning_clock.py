@@ -90,7 +90,7 @@ def test_steps_that_are_done_before_the_next_was_planned_are_put_off_less() -> N
 
 def test_planning_that_began_late_for_another_reason_counts_as_messages_do() -> None:
     """Planning was due at once, but began after 4 ms. The step was ready 20 ms before the workers
-    could run it. These 4 ms count as part of the planning's time, as times of messages do.
+    could run it. The 4 ms do not count as room, like the times of planning and messages.
     """
     clock = PlanningClock()
     for step in range(MIN_STEPS):

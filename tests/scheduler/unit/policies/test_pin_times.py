@@ -1,4 +1,4 @@
-"""How long `continuum-fixed` and `continuum-ttl` pin a turn."""
+"""The times for which the policies `continuum-fixed` and `continuum-ttl` pin an ended turn."""
 
 import math
 from collections import deque
