@@ -44,8 +44,8 @@ def is_right(num_tokens: int, index: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that enters the batch. `root` is its salt and adapter, on which, like on tokens and
-    items (images), its block hashes depend.
+    """A request that enters the batch. `root` is its salt and adapter. Its block hashes depend on
+    `root`, tokens, and items (such as images).
     """
 
     row_index: int

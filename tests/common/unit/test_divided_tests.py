@@ -33,7 +33,7 @@ class Process:
 
 
 class Config:
-    """The part of pytest's configuration that the division reads."""
+    """The part of pytest's configuration that the division of tests among processes reads."""
 
     def __init__(self, num_processes: int, session: Any) -> None:
         self.stash = pytest.Stash()

@@ -69,12 +69,12 @@ async def test_metrics_tell_how_long_blocks_live_lie_idle_and_wait_for_their_reu
     async with pool_process("--metrics-address", "127.0.0.1:0") as (_, addresses):
         async with open_channel(addresses["serving"]) as channel:
             speaker = await opened_speaker(channel, num_blocks=4)
-            await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))  # 1
-            await speaker.transact(wire.release(1))  # 2
-            await speaker.transact(wire.lookup(2, 8, "ab"))  # 3
+            await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))  # transaction 1
+            await speaker.transact(wire.release(1))
+            await speaker.transact(wire.lookup(2, 8, "ab"))
             # Transaction 4 hits two blocks that were freed two transactions ago, and evicts the
             # block of "abc", which was cached for three transactions and free for two.
-            await speaker.transact(wire.admit(wire.admission(2, 9, hit=8)))  # 4
+            await speaker.transact(wire.admit(wire.admission(2, 9, hit=8)))
             await speaker.transact(wire.release(2), wire.reset())
             await speaker.end()
         lines = (await asyncio.to_thread(scrape, addresses["serving metrics"])).splitlines()

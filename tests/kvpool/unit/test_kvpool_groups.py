@@ -226,8 +226,8 @@ def test_a_state_needs_one_block_however_long_the_prompt():
 def test_ages_of_blocks_are_counted_in_transactions():
     pool = pool_of(FULL, num_blocks=4)
     admit(pool, 1, 12, path="abc")  # transaction 1
-    release(pool, 1)  # 2
-    assert lookup(pool, 2, 8, "ab") == 8  # 3
+    release(pool, 1)
+    assert lookup(pool, 2, 8, "ab") == 8
     # Transaction 4 hits two blocks that were freed two transactions ago, and evicts the block of
     # "abc", which was cached for three transactions and free for two.
     admit(pool, 2, 9, hit=8)
@@ -236,8 +236,8 @@ def test_ages_of_blocks_are_counted_in_transactions():
     assert stats.num_evictions == 1
     assert stats.evicted_lifetime_transactions == 3
     assert stats.evicted_idle_transactions == 2
-    release(pool, 2)  # 5
-    pool.transact([ResetPrefixCache()])  # 6
+    release(pool, 2)
+    pool.transact([ResetPrefixCache()])
     assert pool.stats().num_resets == 1
     assert pool.stats().num_evictions == 1
     pool.check()

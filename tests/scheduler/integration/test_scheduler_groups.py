@@ -51,7 +51,7 @@ async def test_a_hybrid_model_is_served_under_preemption_and_hits(async_scheduli
         for number in (8, 9):
             await gateway.add(number, prompt(13, 900))
             await gateway.finish(number)
-        # Token 12 is at a block boundary, where a state was stored. The last token is computed.
+        # A state was stored after 12 tokens, at a block boundary. The last token is computed again.
         assert gateway.heard[9].num_cached_tokens == 12
         assert any(unpack_token_ids(step.block_ids_to_zero) for step in worker.steps)
         await replica.until_idle()

@@ -238,7 +238,7 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(Base):
-    """Settings of one of these services."""
+    """Settings of one service, which extend those that all services share."""
 
     port: int = with_default(Base, "port", 7)
     special: str = setting(doc="what only this one has")

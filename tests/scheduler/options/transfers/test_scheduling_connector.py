@@ -162,9 +162,9 @@ async def test_with_nothing_valid_the_connector_is_asked_again():
 async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
     others: tuple[int, ...], loads: list[int]
 ):
-    """A load must leave free the blocks that prefills still need. A request whose load failed is a
-    prefill without blocks, which counts even for its own next load. When no request runs, it does
-    not count, because it would wait for itself.
+    """A load must leave free the blocks that prefills still need. A request whose load failed is
+    one of these prefills, even for its own next load. When no request runs, the request does not
+    count, because it would wait for itself.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
