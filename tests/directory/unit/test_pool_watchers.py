@@ -129,7 +129,7 @@ async def test_no_changed_field_of_an_event_ends_its_reader() -> None:
             messages = watched_messages()
             try:
                 messages[position] = kvpool_pb2.WatchEventsResponse.FromString(data)
-            except DecodeError:  # gRPC would end the call
+            except DecodeError:  # gRPC would end the call with an error
                 continue
             index = PrefixIndex()
             reader = PoolReader("node", index, itertools.count(1), ReaderCounts())

@@ -198,7 +198,7 @@ def test_a_state_is_of_use_when_it_is_stored_and_found_by_its_hash_alone():
     admit(pool, 1, 8, path="ab")
     assert lookup(pool, 2, 8, "abc") == 8
     outcome = pool.transact([Admit([admission(2, 10, hit=8)])])
-    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)  # the step that stores it has not run
+    assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)  # the state is not stored yet
     pool.transact([BeginStep()])
     grow(pool, 1, 9, computed=8)
     assert pool.num_cached_hashes == 1

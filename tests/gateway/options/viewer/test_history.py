@@ -56,7 +56,7 @@ def test_what_changes_at_a_replica_is_an_event() -> None:
     assert history.events()[3].text == "worker 0 is lost"
     assert history.bins(now)[-1].held_share == 0.25
     assert history.bins(now)[-1].num_waiting == 2
-    assert history.bins(now + 2 * BIN_SECONDS)[-1].num_waiting == 2  # kept until the next sample
+    assert history.bins(now + 2 * BIN_SECONDS)[-1].num_waiting == 2  # as in the last sample
 
 
 def test_equal_events_of_a_moment_are_one() -> None:

@@ -103,7 +103,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], object]] = {
         {"structured_outputs": {"regex": "a+"}},
         StructuredOutputs(StructuredOutputsKind.REGEX, "a+"),
     ),
-    "thinking_budget": ({}, None),  # only chats have it, where the reasoning's begin is known
+    "thinking_budget": ({}, None),  # only for chats, where the reasoning's begin is known
 }
 
 

@@ -126,7 +126,7 @@ def test_a_pause_is_unusual_after_twice_the_time_of_nearly_all_returns() -> None
     pauses = PauseStatistics()
     for seconds in range(1, 10):
         pauses.ended(b"", "sed", float(seconds))
-    assert not pauses.is_unusual(b"", "sed", 1e9)  # fewer than ten have returned
+    assert not pauses.is_unusual(b"", "sed", 1e9)  # fewer than ten programs returned
     for _ in range(20):
         pauses.ended(b"", "sed", NEVER)
     pauses.ended(b"", "sed", 10.0)
