@@ -1,4 +1,4 @@
-"""The `stepwell` command: runs the subcommand and reports its errors in one sentence."""
+"""The `stepwell` command: runs a subcommand and reports an error in one sentence."""
 
 import os
 import sys
@@ -45,7 +45,7 @@ HELP = "\n".join(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status, even if its errors cannot be written."""
+    """Runs one subcommand and returns the exit status, even if an error cannot be written."""
     try:
         return _main(argv)
     finally:
@@ -71,14 +71,14 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     try:
-        # In some locales Python reads bytes that are not valid text, and fails only when it writes
-        # them.
+        # In some locales Python decodes invalid bytes without an error, and fails only when it
+        # writes the text.
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="strict")
-        # grpc reads these variables at import. Without them it would log each connection that `up`
-        # loses when it restarts a service.
+        # grpc reads its variables at import. By default it would log each connection that
+        # `stepwell up` loses when it restarts a service.
         silence_grpc(os.environ)
-        # A command's libraries are loaded only when it runs, so that --help answers at once.
+        # A subcommand's libraries are loaded only when it runs, so that --help is fast.
         status: int = import_module(f"services.cli.{name}").main(arguments)
     except CommandError as error:
         complain(f"stepwell {name}: {error.sentence}")
@@ -89,7 +89,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader closed the pipe. Python would report this again when it flushes the output.
+        # The reader closed the pipe. Python would report this again when it flushes `sys.stdout`.
         sys.stdout = None
         return 0
     return status

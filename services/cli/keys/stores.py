@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Store(Protocol):
-    """A store of key records. Failed reads and writes raise CommandError."""
+    """A store of the records of keys and tenants. Failed reads and writes raise CommandError."""
 
     def __enter__(self) -> Self: ...
 
@@ -28,14 +28,14 @@ class Store(Protocol):
     def write(
         self, before: KeyRecord | None, after: KeyRecord, tenant: TenantRecord | None, version: str
     ) -> None:
-        """Replaces the record of a key. `before` is None for a new key. If given, replaces the
-        tenant's record too. `version` must be a text that was never used before.
+        """Replaces the record of a key, and of its tenant if `tenant` is given. `before` is None
+        for a new key. `version` must be a text that was never used before.
         """
         ...
 
 
 class FileStore:
-    """A store in a file. The first key creates the file."""
+    """A store in a file. The first write creates the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -76,7 +76,7 @@ class FileStore:
 
 
 class RedisStore:
-    """A store in Redis, one server or a cluster."""
+    """A store in a Redis server or cluster."""
 
     def __init__(self, url: str) -> None:
         if (complaint := is_redis_url(url)) is not None:

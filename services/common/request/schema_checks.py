@@ -1,4 +1,4 @@
-"""Prepares JSON Schemas for llguidance, and rejects schemas that it accepts but cannot enforce."""
+"""Prepares JSON Schemas for llguidance, and rejects those that it accepts but does not enforce."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,8 +16,8 @@ _ALTERNATIVES = ("anyOf", "oneOf")
 
 def held_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the schema with its references encoded as URIs. Raises InvalidArgument for a schema
-    that llguidance would not enforce correctly. This can happen because llguidance counts a
-    repeated name several times and follows endless references.
+    that llguidance would not enforce correctly, because llguidance counts a repeated property name
+    several times and follows endless references.
     """
     checks = _Checks(schema)
     try:
@@ -36,8 +36,8 @@ class _Checks:
         self._num_left = _MAX_PARTS
 
     def check_counts(self) -> None:
-        """Raises InvalidArgument if `minProperties` requires more than one unlisted name. An output
-        could satisfy such a schema by repeating one name.
+        """Raises InvalidArgument if `minProperties` requires more than one property besides those
+        in `required`. An output could satisfy such a schema by repeating one name.
         """
         seen: set[int] = set()
         left: list[object] = [self._root]
@@ -51,8 +51,8 @@ class _Checks:
             left += (inner for one in together for inner in _inside(one))
 
     def has_instance(self, schema: object, above: frozenset[int]) -> bool:
-        """Whether a finite instance exists. `above` has the `id()` of each enclosing schema. The
-        instance must not contain an instance of these schemas, since it could then be endless.
+        """Whether a finite instance of the schema exists. `above` has the `id()` of each enclosing
+        schema. An instance that requires an instance of an enclosing schema would be endless.
         """
         self._num_left -= 1
         if not isinstance(schema, Mapping) or self._num_left < 0:
@@ -144,9 +144,9 @@ _INSTANCES = frozenset({"const", "enum"})
 
 
 def find_ref(root: object, ref: str) -> tuple[object, list[str]] | None:
-    """Returns the part that a reference names, and the path to it. None if it does not exist. Names
-    may be percent-encoded. As in ajv and jsonschema, the decoded name is looked up first, then the
-    name as written.
+    """Returns the part of a schema that a reference names, and the part's path. None if the part
+    does not exist. Names may be percent-encoded. As in ajv and jsonschema, the decoded name is
+    looked up first, then the name as written.
     """
     if not ref.startswith("#"):
         return None

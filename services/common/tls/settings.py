@@ -1,4 +1,4 @@
-"""Creates a service's TLS from its settings. Without certificates no TLS module is imported."""
+"""Creates a service's `Tls` from its settings. Without certificates no TLS module is imported."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFields:
     """The names of the settings for one use of TLS. `purpose` names the certificate in logs and
-    metrics. Without `is_ca_needed`, `ca` is optional, and without it peers need no certificate.
+    metrics. If `is_ca_needed` is False, the setting of `ca` is optional, and if it is not set,
+    peers need no certificate.
     """
 
     purpose: str
@@ -36,14 +37,16 @@ INTERNAL = TlsFields(
     allowed_names="internal_tls_allowed_names",
     server_name="internal_tls_server_name",
 )
-"""TLS between the services. A service has the setting of `allowed_names` if it is called by other
-services, and the setting of `server_name` if it calls others.
+"""TLS between the services. A service has the setting of `allowed_names` if other services call it,
+and the setting of `server_name` if it calls other services.
 """
 
 
 @contextmanager
 def tls_of(settings: Any, fields: TlsFields = INTERNAL) -> "Iterator[Tls | None]":
-    """Yields the Tls of these settings, kept up to date, or None. Raises SettingError."""
+    """Yields a `Tls` that follows changes of its files, or None without certificates. Raises
+    SettingError.
+    """
     values = {
         name: getattr(settings, name, None) or None
         for name in (fields.cert, fields.key, fields.ca, fields.allowed_names, fields.server_name)

@@ -118,12 +118,12 @@ def _operation(
             status: _without_body(errors[int(status)].headers if int(status) in errors else ())
             for status in responses
         }
-    description = inspect.getdoc(route.handler) or ""
+    words = (inspect.getdoc(route.handler) or "").split()
     operation: dict[str, Any] = {
         "operationId": route.handler.__name__
         + ("" if method == route.methods[0] else f"_{method}"),
         "tags": [route.tag],
-        "summary": description.partition("\n")[0],
+        "summary": " ".join(words).partition(". ")[0].removesuffix("."),
         "responses": dict(sorted(responses.items())),
     }
     if parameters := [*_path_parameters(route), *_query(route), *map(_header, route.headers)]:
