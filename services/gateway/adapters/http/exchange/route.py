@@ -33,8 +33,8 @@ class RequestHeader:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route and its entry in the OpenAPI document. The first line of the handler's docstring is
-    the entry's summary, and the handler's name is the operation's id.
+    """A route and its entry in the OpenAPI document. The summary is the first sentence of the
+    handler's docstring, and the operation's id is the handler's name.
     """
 
     path: str
