@@ -1,19 +1,19 @@
-# The worker. Its targets are cpu and cuda:
+# Images of the worker. The build targets are cpu and cuda:
 #
 #     docker build --file deploy/docker/worker.Dockerfile --target cpu --tag stepwell/worker .
 #
-# BASE is Debian with Python 3.11 to 3.13, apt, its TLS authorities and libstdc++6; pip is needed
-# unless deploy/docker/wheelhouse has its wheel, and Python's headers for cuda. docs/deploying.md says
-# how to build without the package index.
+# BASE is Debian with Python 3.11 to 3.13, apt, TLS authorities and libstdc++6. It also needs pip,
+# unless deploy/docker/wheelhouse has pip's wheel, and Python's headers for the target cuda.
+# docs/deploying.md explains how to build without the package index.
 ARG BASE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 # hadolint ignore=DL3006
 FROM ${BASE} AS python
-# Debian's interpreter without its full package has no name of its own.
+# Debian's minimal Python package has no command python3.
 RUN command -v python3 || ln -s "$(ls /usr/bin/python3.[0-9]*)" /usr/bin/python3
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 
-# Kernels for each kind of processor, so that the image needs no compiler.
+# Compiles the kernels for each kind of processor, so that the image needs no compiler.
 FROM python AS kernels
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
@@ -32,7 +32,7 @@ WORKDIR /build
 COPY pyproject.toml requirements.lock deploy/docker/packages.py ./
 
 FROM packages AS cpu-site
-# Where torch's build without CUDA is. The package index has it with CUDA, 4 GB larger.
+# The index of torch's builds without CUDA. The builds with CUDA in PyPI are 4 GB larger.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=bind,source=deploy/docker/wheelhouse,target=/wheelhouse \
     --mount=type=cache,target=/root/.cache/pip \
@@ -46,7 +46,7 @@ RUN --mount=type=bind,source=deploy/docker/wheelhouse,target=/wheelhouse \
     python3 packages.py install /site services worker gpu tls \
     && python3 -m compileall -q -x /torch/testing/ --invalidation-mode unchecked-hash /site
 
-# The project's own wheel, with the code that is generated from protos/.
+# The wheel of Stepwell, with the code that is generated from protos/.
 FROM packages AS code
 RUN --mount=type=bind,source=deploy/docker/wheelhouse,target=/wheelhouse \
     --mount=type=cache,target=/root/.cache/pip \
@@ -72,19 +72,20 @@ ENV PYTHONPATH=/site HOME=/tmp STEPWELL_WORKER_ADDRESS=0.0.0.0:9003 \
 COPY deploy/docker/probe.sh /
 WORKDIR /
 EXPOSE 9003
-# Loading a large model takes minutes, during which a failing probe does not count.
+# Loading a large model takes minutes. Failed probes in this start period do not count.
 HEALTHCHECK --interval=5s --timeout=60s --start-period=600s --retries=3 CMD ["sh", "/probe.sh"]
 ENTRYPOINT ["python3", "-m", "services.worker"]
 
 FROM service AS cuda
-# Triton compiles what calls its kernels with a C compiler.
+# Triton uses a C compiler for the code that launches its kernels.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc=4:12.2.0-3 libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=cuda-site /site /site
 COPY --from=code /code /site
-# What the NVIDIA Container Toolkit gives the container. Compiled kernels stay in a volume there.
+# The GPUs and capabilities that the NVIDIA Container Toolkit adds to the container, and the volume
+# for compiled kernels.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     STEPWELL_WORKER_DEVICE=cuda TRITON_CACHE_DIR=/cache/triton
 RUN mkdir /cache && chown 10001:10001 /cache

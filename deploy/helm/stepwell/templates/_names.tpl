@@ -1,7 +1,7 @@
 {{- /* Names, labels, ports and images. */ -}}
 
-{{- /* The release's prefix of names: short enough for "-replica-12-3" and a revision behind it. A longer name
-is cut, and gets a hash of what it was, so that two releases never share objects. */ -}}
+{{- /* The prefix of all object names of the release. It is short enough that "-replica-12-3" and a revision
+can follow. A longer prefix is cut and gets its hash, so that two releases never have the same names. */ -}}
 {{- define "stepwell.fullname" -}}
 {{- $name := default .Chart.Name .Values.nameOverride -}}
 {{- $full := contains $name .Release.Name | ternary .Release.Name (printf "%s-%s" .Release.Name $name) -}}
@@ -13,7 +13,7 @@ is cut, and gets a hash of what it was, so that two releases never share objects
 {{- end -}}
 {{- end -}}
 
-{{- /* What a component's labels must be to be selected: list of the root and its name. */ -}}
+{{- /* The labels with which a component is selected. Argument: list of the root and the component. */ -}}
 {{- define "stepwell.selector" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ default $root.Chart.Name $root.Values.nameOverride | trunc 63 | trimSuffix "-" }}
@@ -30,7 +30,7 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{- end -}}
 
-{{- /* metadata of an object: list of the root, the component, and what follows the prefix. */ -}}
+{{- /* The metadata of an object. Argument: list of the root, the component and the suffix of the name. */ -}}
 {{- define "stepwell.metadata" -}}
 {{- $root := index . 0 -}}
 name: {{ include "stepwell.fullname" $root }}{{ index . 2 }}
@@ -39,7 +39,7 @@ labels:
   {{- include "stepwell.labels" (list $root (index . 1)) | nindent 2 }}
 {{- end -}}
 
-{{- /* Ports of containers. Those of a replica's pod differ, since it has one network. */ -}}
+{{- /* The ports of containers. All services of a replica have different ports, because they are in one pod. */ -}}
 {{- define "stepwell.ports" -}}
 http: 8000
 grpc: 9000
@@ -53,11 +53,12 @@ vllmGrpc: 9100
 schedulerMetrics: 9101
 gatewayMetrics: 9102
 redis: 6379
-# Where rank 0 of a model waits for the others.
+# The port at which rank 0 of a model waits for the other ranks.
 master: 29500
 {{- end -}}
 
-{{- /* A reference: list of the root and the image's values. A digest stands for itself. */ -}}
+{{- /* The reference of an image. Argument: list of the root and the image's values. A digest replaces the
+tag. */ -}}
 {{- define "stepwell.image" -}}
 {{- $root := index . 0 -}}
 {{- $image := index . 1 -}}
@@ -78,13 +79,15 @@ master: 29500
 {{- end -}}
 {{- end -}}
 
-{{- /* host:port where a service listens at every address of its pod: list of the root and the port. */ -}}
+{{- /* host:port with which a service listens at all addresses of its pod. Argument: list of the root and
+the port. */ -}}
 {{- define "stepwell.listen" -}}
 {{- $root := index . 0 -}}
 {{- printf "%s:%v" (eq $root.Values.ipFamily "IPv6" | ternary "[::]" "0.0.0.0") (index . 1) -}}
 {{- end -}}
 
-{{- /* host:port of the pod itself, for a variable that comes after POD_IP: list of the root and the port. */ -}}
+{{- /* host:port of the pod itself, for environment variables after POD_IP. Argument: list of the root and
+the port. */ -}}
 {{- define "stepwell.podAddress" -}}
 {{- $root := index . 0 -}}
 {{- printf (eq $root.Values.ipFamily "IPv6" | ternary "[$(POD_IP)]:%v" "$(POD_IP):%v") (index . 1) -}}
@@ -99,12 +102,12 @@ master: 29500
 {{- if or .Values.redis.existingSecret .Values.redis.internal.enabled -}}true{{- end -}}
 {{- end -}}
 
-{{- /* How many ranks, and so pods, a model is over. */ -}}
+{{- /* The number of ranks of a model, which is the number of pods of a replica. */ -}}
 {{- define "stepwell.numRanks" -}}
 {{- mul (int .Values.tensorParallel.size) (int .Values.pipelineParallel.size) -}}
 {{- end -}}
 
-{{- /* Whether groups of pods are a LeaderWorkerSet. */ -}}
+{{- /* Whether replicas of several pods are a LeaderWorkerSet. */ -}}
 {{- define "stepwell.hasLeaderWorkerSet" -}}
 {{- $wanted := .Values.tensorParallel.leaderWorkerSet -}}
 {{- if eq $wanted "always" -}}true
@@ -112,14 +115,14 @@ master: 29500
 {{- end -}}
 {{- end -}}
 
-{{- /* Names in the certificates between services: list of the root and gateway or replica. */ -}}
+{{- /* The name in an internal certificate. Argument: list of the root and gateway or replica. */ -}}
 {{- define "stepwell.tlsName" -}}
 {{- $root := index . 0 -}}
 {{- $of := index . 1 -}}
 {{- get $root.Values.tls.internal.names $of | default (printf "%s-%s.%s.svc" (include "stepwell.fullname" $root) $of $root.Release.Namespace) -}}
 {{- end -}}
 
-{{- /* The secret with the certificate between services: list of the root and gateway or replica. */ -}}
+{{- /* The secret with an internal certificate. Argument: list of the root and gateway or replica. */ -}}
 {{- define "stepwell.internalTlsSecret" -}}
 {{- $root := index . 0 -}}
 {{- $of := index . 1 -}}

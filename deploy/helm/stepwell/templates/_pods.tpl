@@ -1,6 +1,6 @@
-{{- /* Parts of pods that several components have. */ -}}
+{{- /* Parts of pods that several components use. */ -}}
 
-{{- /* A value as a service reads it from a variable. YAML's large numbers are floats to a template. */ -}}
+{{- /* A value as the text of an environment variable. Large numbers in YAML are floats in a template. */ -}}
 {{- define "stepwell.text" -}}
 {{- if kindIs "slice" . -}}
 {{- $texts := list -}}
@@ -13,7 +13,7 @@
 {{- end -}}
 {{- end -}}
 
-{{- /* Variables of the settings in the values: list of the service and the settings. */ -}}
+{{- /* Environment variables for `settings` in the values. Argument: list of the service and its settings. */ -}}
 {{- define "stepwell.settings" -}}
 {{- $service := index . 0 -}}
 {{- range $name, $value := index . 1 }}
@@ -22,7 +22,8 @@
 {{- end }}
 {{- end -}}
 
-{{- /* Variables that every service has: list of the root, the service, its health port and seconds. */ -}}
+{{- /* Environment variables of every service. Argument: list of the root, the service, its health port and
+its drain time in seconds. */ -}}
 {{- define "stepwell.commonEnv" -}}
 {{- $root := index . 0 -}}
 {{- $prefix := printf "STEPWELL_%s" (upper (index . 1)) -}}
@@ -45,7 +46,8 @@
 {{- end }}
 {{- end -}}
 
-{{- /* The URL of Redis: list of the root and the service. The password is no text of the manifest. */ -}}
+{{- /* Environment variables with the URL of Redis. Argument: list of the root and the service. The manifest
+does not contain the password. */ -}}
 {{- define "stepwell.redisEnv" -}}
 {{- $root := index . 0 -}}
 {{- $redis := $root.Values.redis -}}
@@ -67,7 +69,8 @@
 {{- end }}
 {{- end -}}
 
-{{- /* Files of the certificate between services: list of the root and the service. */ -}}
+{{- /* Environment variables with the files of the internal certificate. Argument: list of the root and the
+service. */ -}}
 {{- define "stepwell.internalTlsEnv" -}}
 {{- $root := index . 0 -}}
 {{- $prefix := printf "STEPWELL_%s_INTERNAL_TLS" (upper (index . 1)) -}}
@@ -88,9 +91,12 @@
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end -}}
 
-{{- /* Probes over grpc.health.v1, without TLS: dict of port; startFor, the name asked for at the start, and
-startSeconds; unreadySeconds, for which a pod may be unready before it is taken out; liveFailures in a row
-after which it is restarted. One that is not live drains nothing, so it gets little time. */ -}}
+{{- /* Probes over grpc.health.v1 without TLS. Argument: dict of
+port;
+startFor, the name of the service that the startup probe checks, and its time limit startSeconds;
+unreadySeconds, the time after which a pod that is not ready is removed from its Service;
+liveFailures, the number of failed liveness probes after which the container is restarted. A container that
+is not live cannot drain, so its termination grace period is short. */ -}}
 {{- define "stepwell.probes" -}}
 startupProbe:
   grpc: {port: {{ .port }}, service: {{ .startFor | quote }}}
@@ -110,13 +116,13 @@ livenessProbe:
   terminationGracePeriodSeconds: 5
 {{- end -}}
 
-{{- /* What every pod says of itself: list of the root and the values of its component. */ -}}
+{{- /* Fields of the spec of every pod. Argument: list of the root and the values of its component. */ -}}
 {{- define "stepwell.podSpec" -}}
 {{- $root := index . 0 -}}
 {{- $of := index . 1 -}}
 serviceAccountName: {{ include "stepwell.serviceAccountName" $root }}
 automountServiceAccountToken: false
-# Kubernetes would set STEPWELL_GATEWAY_PORT and the like for services, which are no settings.
+# Otherwise Kubernetes sets variables such as STEPWELL_GATEWAY_PORT, which are not settings.
 enableServiceLinks: false
 securityContext:
   {{- toYaml $root.Values.podSecurityContext | nindent 2 }}
@@ -146,7 +152,7 @@ affinity:
 {{- end }}
 {{- end -}}
 
-{{- /* Spreads a component's pods over nodes: list of the root, the component and its values. */ -}}
+{{- /* Spreads a component's pods over nodes. Argument: list of the root, the component and its values. */ -}}
 {{- define "stepwell.spread" -}}
 {{- $root := index . 0 -}}
 topologySpreadConstraints:
@@ -162,8 +168,8 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{- /* metadata of a pod template: list of the root, the component, its values, and for a replica whose pods
-are several StatefulSets its number. */ -}}
+{{- /* The metadata of a pod template. Argument: list of the root, the component and its values. If each replica
+has its own StatefulSets, the number of the replica follows. */ -}}
 {{- define "stepwell.podMetadata" -}}
 {{- $of := index . 2 -}}
 labels:
@@ -180,7 +186,7 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{- /* What every container has: list of the root and the values of its service. */ -}}
+{{- /* Fields of every container. Argument: list of the root and the values of its service. */ -}}
 {{- define "stepwell.container" -}}
 {{- $root := index . 0 -}}
 {{- $of := index . 1 -}}
@@ -192,7 +198,7 @@ resources:
   {{- toYaml $of.resources | nindent 2 }}
 {{- end -}}
 
-{{- /* Volumes that pods of services share: list of the root and gateway or replica. */ -}}
+{{- /* Volumes of all pods of services. Argument: list of the root and gateway or replica. */ -}}
 {{- define "stepwell.volumes" -}}
 {{- $root := index . 0 -}}
 - name: model

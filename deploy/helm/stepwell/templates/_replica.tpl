@@ -1,6 +1,7 @@
 {{- /* The pods of a replica. */ -}}
 
-{{- /* Who may call services of a replica: list of the root and the service. */ -}}
+{{- /* The certificate names of the clients that may call a service of a replica. Argument: list of the root and
+the service. */ -}}
 {{- define "stepwell.callersEnv" -}}
 {{- $root := index . 0 -}}
 {{- $service := index . 1 -}}
@@ -14,7 +15,7 @@
 {{- end }}
 {{- end -}}
 
-{{- /* The pool of a replica. Only its scheduler reaches it, by a socket. */ -}}
+{{- /* The container of a replica's pool. Only the replica's scheduler reaches it, through a Unix socket. */ -}}
 {{- define "stepwell.kvpoolContainer" -}}
 {{- $ports := include "stepwell.ports" . | fromYaml -}}
 {{- $kvpool := .Values.kvpool -}}
@@ -38,8 +39,8 @@ volumeMounts:
   {{- include "stepwell.redisTlsMount" . | nindent 2 }}
 {{- end -}}
 
-{{- /* A worker: dict of root; address, where it listens; rank, empty for the number at the end of the pod's
-name; master, the host of rank 0. */ -}}
+{{- /* The container of a worker. Argument: dict of root; address, at which it listens; rank, which is empty if
+it is the number at the end of the pod's name; and master, the host of rank 0. */ -}}
 {{- define "stepwell.workerContainer" -}}
 {{- $root := .root -}}
 {{- $ports := include "stepwell.ports" $root | fromYaml -}}
@@ -99,7 +100,8 @@ volumeMounts:
   {{- end }}
 {{- end -}}
 
-{{- /* The scheduler: dict of root and workers, the addresses of all ranks in their order. */ -}}
+{{- /* The container of the scheduler. Argument: dict of root and workers, the addresses of all ranks in rank
+order. */ -}}
 {{- define "stepwell.schedulerContainer" -}}
 {{- $root := .root -}}
 {{- $ports := include "stepwell.ports" $root | fromYaml -}}
@@ -128,7 +130,7 @@ env:
   - name: STEPWELL_SCHEDULER_METRICS_ADDRESS
     value: {{ include "stepwell.listen" (list $root $ports.schedulerMetrics) | quote }}
   {{- if include "stepwell.hasRedis" $root }}
-  # The address, and not a name: a name may lead to the pod's predecessor for as long as DNS is cached.
+  # An address instead of a name, because DNS caches may have the address of the pod's predecessor.
   - name: STEPWELL_SCHEDULER_ADVERTISE_ADDRESS
     value: {{ include "stepwell.podAddress" (list $root $ports.scheduler) | quote }}
   {{- include "stepwell.redisEnv" (list $root "scheduler") | nindent 2 }}
@@ -149,7 +151,7 @@ env:
   {{- with $scheduler.extraEnv }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- /* It listens once its workers are loaded, so a start of it may take as long as one of theirs. */}}
+{{- /* A scheduler listens only when its workers have loaded the model, so it may take as long to start. */}}
 {{ include "stepwell.probes" (dict "port" $ports.schedulerHealth "startFor" "" "startSeconds" $replicas.startupSeconds "unreadySeconds" 2 "liveFailures" 2) }}
 {{- if $replicas.preStopSeconds }}
 lifecycle:
@@ -172,8 +174,9 @@ volumes:
     emptyDir: {sizeLimit: {{ .Values.worker.cacheSize }}}
 {{- end -}}
 
-{{- /* The pod with the scheduler, its pool and rank 0: dict of root; others, the addresses of the further
-ranks; index, the replica's number where a label has to tell it. Pool and worker are started before the scheduler and stopped after it, so that it can drain. */ -}}
+{{- /* The pod with the scheduler, its pool and rank 0. Argument: dict of root; others, the addresses of the
+further ranks; and index, the number of the replica if a label must contain it. Pool and worker start
+before the scheduler and stop after it, so that the scheduler can drain. */ -}}
 {{- define "stepwell.replicaPod" -}}
 {{- $root := .root -}}
 {{- $replicas := $root.Values.replicas -}}
@@ -194,8 +197,9 @@ spec:
   {{- include "stepwell.replicaVolumes" $root | nindent 2 }}
 {{- end -}}
 
-{{- /* The pod of a further rank: dict of root, rank, master, and index as above; serveSeconds, for which it
-serves after its deletion, so that the scheduler can drain. */ -}}
+{{- /* The pod of a further rank. Argument: dict of root; rank and master as in workerContainer; index as in
+replicaPod; and serveSeconds, the time for which the rank serves after the pod's deletion, so that the
+scheduler can drain. */ -}}
 {{- define "stepwell.rankPod" -}}
 {{- $root := .root -}}
 {{- $ports := include "stepwell.ports" $root | fromYaml -}}

@@ -1,4 +1,5 @@
-{{- /* What the schema cannot say. Each failure is one sentence that names the value. */ -}}
+{{- /* Checks that the schema of the values cannot express. Each failure is one sentence that names the
+value. */ -}}
 {{- define "stepwell.validate" -}}
 {{- $values := .Values -}}
 {{- $redis := include "stepwell.hasRedis" . -}}
