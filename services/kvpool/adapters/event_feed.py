@@ -53,7 +53,6 @@ class EventFeed:
         raise Draining("the pool is draining")
 
     def close(self) -> None:
-        """Ends the streams of all watchers."""
         self._closed = True
         for watchers in self._watchers.values():
             for watcher in watchers:
@@ -103,7 +102,6 @@ class _Watcher:
 
 
 def _weight(batch: EventBatch) -> int:
-    """The number of hashes in a batch, at least 1."""
     return max(
         1,
         sum(len(event.hashes) for event in batch.events if not isinstance(event, AllBlocksCleared)),

@@ -2,9 +2,9 @@
 
 A node is the pool of one scheduler. A task appends the node's changes to the directory's log. When
 a call to Redis fails, the task does not know which of its entries are in the log. Therefore it
-begins a new epoch of the node with a snapshot, and retries with growing delays until that succeeds.
-Readers discard the previous epoch. `services.common.redis.directory_layout` defines the keys in
-Redis and the formats of their values.
+retries, with growing delays, to write a snapshot, which begins a new epoch of the node. Readers
+then discard the entries of earlier epochs. `services.common.redis.directory_layout` defines the
+keys in Redis and the formats of their values.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class WriterCounts:
 
 
 class _Superseded(Exception):
-    """Another process writes for this node."""
+    """Another process has begun to write the changes of this node."""
 
 
 class _LifeLost(Exception):
@@ -109,7 +109,7 @@ class NodeWriter:
         self._epoch = 0
         self._sequence = 0
         self._digest = Digest()
-        """The digest of all keys after entry `sequence`."""
+        """A checksum of the cached keys as of the last log entry, whose number is `sequence`."""
         self._log_id = "0-0"
         self._num_changes_since_snapshot = 0
         self._snapshot_at = 0.0
@@ -226,7 +226,9 @@ class NodeWriter:
         return len(self.changes) > 0
 
     def _is_snapshot_due(self, now: float) -> bool:
-        """Whether a snapshot is due. Snapshots of large pools are slow and need more changes."""
+        """Whether a snapshot is due, by time or by the number of changes. A large pool's snapshot
+        is slow, so it is due after more changes.
+        """
         bound = max(self._times.snapshot_changes, self._digest.count // 2)
         return now >= self._snapshot_at or self._num_changes_since_snapshot >= bound
 
@@ -331,7 +333,7 @@ T = TypeVar("T")
 
 
 async def in_turns(work: Generator[None, None, T]) -> T:
-    """Returns the result of a generator. Other tasks can run whenever it yields."""
+    """Runs a generator to its end and returns its result. Other tasks run whenever it yields."""
     while True:
         try:
             next(work)

@@ -36,7 +36,6 @@ class RedisDirectory:
 
     @property
     def num_unwritten(self) -> int:
-        """The number of changes not yet written to the directory's log."""
         return sum(len(writer.changes) for writer in self._writers.values())
 
     @property

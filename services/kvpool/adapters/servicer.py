@@ -140,7 +140,6 @@ class KVPoolServicer(kvpool_pb2_grpc.KVPoolServicer):
             while (request := await stream.read(request_iterator)) is not None:
                 hosted = self._host.get(PoolId(request.pool_id))
                 answer = hosted.ledger.find(request.generation, request.sequence)
-                # `find` has accepted the generation and the number.
                 self._streams.assign(hosted.pool_id, stream)
                 if hosted.generation not in leases:
                     lease, holder = leases[hosted.generation] = self._leases[hosted.pool_id]

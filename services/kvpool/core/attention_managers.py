@@ -64,9 +64,8 @@ class FullAttentionManager(GroupManager):
 
 class SlidingWindowManager(GroupManager):
     """Manages the tables of a group in which only the blocks of a request's last window stay
-    allocated. A block is published only if it is in the window before a possible end of a hit. If
-    groups have different block sizes, or `prefix_cache_retention_interval` is set, other blocks are
-    not published.
+    allocated. If hits can end only at some of the blocks, because groups have different block sizes
+    or `prefix_cache_retention_interval` is set, only the windows before these ends are published.
     """
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:

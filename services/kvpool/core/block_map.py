@@ -15,7 +15,7 @@ class BlockState(IntEnum):
     CACHED = 2
     """The block is free and has a hash: a prompt can hit it until the block is reused."""
     RETAINED = 3
-    """The block is free but belongs to a retained context. It is reused after cached blocks."""
+    """The block is free but kept for an expected request. It is reused after cached blocks."""
     HELD = 4
     """The block is in the block table of one request."""
     SHARED = 5
@@ -50,7 +50,7 @@ def block_map(
 ) -> BlockMap:
     """Returns the map of blocks 1 .. num_blocks-1. `tables` has the blocks of each request,
     `cached` the published blocks, `shared` the blocks that are in several tables, and `retained`
-    the free blocks of retained contexts.
+    the blocks in state RETAINED.
     """
     states = [BlockState.BLANK] * num_blocks
     owners: list[RequestKey] = [RequestKey(0)] * num_blocks
@@ -80,7 +80,6 @@ def block_map(
 
 
 def _busiest(states: Sequence[BlockState], first: int, length: int) -> int:
-    """Returns the index of the first greatest state among `length` states from `first` on."""
     if length == 1:
         return first
     return max(range(first, min(first + length, len(states))), key=states.__getitem__)

@@ -38,7 +38,7 @@ class BlockPool:
         self.ages = BlockAges(num_blocks)
         self._free = make_free_queue(_block_ids(num_blocks))
         self.contexts: RetainingFreeQueue | None = None
-        """The same queue as `_free`, once a context was retained. Until then None."""
+        """The queue `_free`, once it contains retained contexts. Until then None."""
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only this class changes them."""
         self._shared: dict[BlockId, int] = {}
@@ -54,12 +54,10 @@ class BlockPool:
 
     @property
     def num_cached_hashes(self) -> int:
-        """The number of hashes in the prefix indexes of all groups."""
         return sum(map(len, self.indexes))
 
     @property
     def num_index_changes(self) -> int:
-        """The number of additions and removals of hashes in the prefix indexes of all groups."""
         return sum(index.num_changes for index in self.indexes)
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
@@ -68,7 +66,6 @@ class BlockPool:
         return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
 
     def count_free(self, cached_blocks: Iterable[BlockId]) -> int:
-        """The number of these published blocks that are free."""
         return self._free.count_cached(cached_blocks)
 
     def get_new_blocks(self, num_blocks: int) -> list[BlockId]:
@@ -151,8 +148,9 @@ class BlockPool:
     def retain(
         self, context: ContextId, blocks: Iterable[BlockId], *, is_whole: bool = False
     ) -> None:
-        """Makes a context of blocks in use (see `retained_contexts`). If `is_whole`, a later hit
-        needs all these blocks. Does nothing in a simulation with its own free queue.
+        """Makes blocks in use a context, which is reused after all other free blocks. If
+        `is_whole`, a later hit needs all these blocks. Does nothing in a simulation with its own
+        free queue.
         """
         if self.contexts is None and type(self._free) is FreeQueue:
             self._free = self.contexts = RetainingFreeQueue(self._free)

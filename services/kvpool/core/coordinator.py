@@ -138,9 +138,9 @@ class Coordinator:
         """Creates tables with the hits, followed by new blocks for `need`.
 
         Enough blocks must be free. `num_computed_tokens` counts the tokens of the hits and the
-        tokens after them that are loaded from elsewhere. Blocks are assigned in three passes over
-        the groups. First all hit blocks leave the free queue, so that none of them is evicted. Then
-        the blocks of loaded tokens are allocated, and last the blocks of tokens to compute.
+        tokens after them that a KV connector loads. Blocks are assigned in three passes over the
+        groups. First all hit blocks leave the free queue, so that none of them is evicted. Then the
+        blocks of loaded tokens are allocated, and last the blocks of tokens to compute.
         """
         tables = tuple(group.admit(hit) for group, hit in zip(self.groups, hits, strict=True))
         for group, hit, table in zip(self.groups, hits, tables, strict=True):
@@ -152,7 +152,7 @@ class Coordinator:
         return tables
 
     def extend(self, tables: Tables, need: Need) -> None:
-        """Adds the blocks that each group's table lacks for `need`. Enough blocks must be free."""
+        """Adds the blocks that the tables lack for `need`. Enough blocks must be free."""
         for group, table in zip(self.groups, tables, strict=True):
             group.extend(table, need)
 

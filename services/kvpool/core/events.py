@@ -66,7 +66,6 @@ class EventLog:
             self._runs.append((kind, group, hashes))
 
     def cleared(self) -> None:
-        """Adds AllBlocksCleared, and drops the earlier events."""
         self._cleared = True
         self._runs.clear()
 

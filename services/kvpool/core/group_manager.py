@@ -37,8 +37,8 @@ class BlockTable:
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
-    """The number of leading entries that publishing has processed. Their blocks are published.
-    Exceptions are null entries, entries in `evicted`, and blocks that sparse retention leaves out.
+    """The number of leading entries that `publish` has processed. Their blocks are published,
+    except null entries, entries in `evicted`, and entries for which `_keeps` was False.
     """
     num_null: int = 0
     """The number of leading entries that are the null block."""
@@ -47,14 +47,14 @@ class BlockTable:
     requests can hit the block in its present state. None if there is no such block.
     """
     has_state: bool = False
-    """Whether this request computed the state in its last block. False if the state is a hit."""
+    """Whether this request computed the state-space state in its last block. False for a hit."""
     evicted: frozenset[int] = frozenset()
     """Positions of published blocks whose hash was removed."""
 
 
 @dataclass(slots=True)
 class Chain:
-    """The block hashes of a request, and token counts where later requests may hit its prefix."""
+    """The block hashes of a request, and token counts at which later requests may continue."""
 
     hashes: list[BlockHash] = field(default_factory=list)
     num_prompt_tokens: int = 0
@@ -67,7 +67,7 @@ class GroupHit:
     blocks: Sequence[BlockId]
     num_tokens: int
     num_computed_tokens: int
-    """Number of computed tokens after the admission: tokens of the hit and of loads."""
+    """Number of computed tokens after the admission: of the hit, and loaded by a KV connector."""
 
 
 Tables = tuple[BlockTable, ...]
@@ -168,14 +168,14 @@ class GroupManager:
         return table
 
     def end_of_load(self, hit: GroupHit, num_computed_tokens: int) -> int:  # noqa: ARG002
-        """Returns the number of tokens at which the blocks for a load end."""
+        """Returns how many tokens the blocks of the hit and of a KV connector's load cover."""
         return num_computed_tokens
 
     def extend_for_load(
         self, table: BlockTable, num_computed_tokens: int, *, is_async: bool
     ) -> None:
-        """Adds blocks for the tokens that are loaded from elsewhere. Blocks of an asynchronous load
-        are not zeroed, since zeroing could erase loaded data.
+        """Adds blocks for the tokens that a KV connector loads. Blocks of an asynchronous load are
+        not zeroed, since zeroing could erase loaded data.
         """
         num_blocks = -(-num_computed_tokens // self._block_size) - len(table.blocks)
         entries = self._pool.get_new_blocks(max(0, num_blocks))
@@ -242,7 +242,6 @@ class GroupManager:
         return None
 
     def _num_counted(self, num_slots: int) -> int:
-        """The number of blocks for `num_slots`, at most `_max_admission_blocks`."""
         num_blocks = -(-num_slots // self._block_size)
         most = self._max_admission_blocks
         return num_blocks if most is None else min(num_blocks, most)
@@ -256,7 +255,6 @@ class GroupManager:
         return bool(hit.blocks) and hit.num_tokens % self._block_size != 0
 
     def _copy_shared_tail(self, table: BlockTable) -> None:
-        """Replaces the shared tail block, to which the request writes next, by a copy."""
         position, table.shared_tail = table.shared_tail, None
         assert position is not None
         source, (target,) = table.blocks[position], self._pool.get_new_blocks(1)

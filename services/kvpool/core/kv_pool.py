@@ -1,4 +1,4 @@
-"""A pool of blocks. Transactions change the block tables of requests."""
+"""A pool of KV-cache blocks. Transactions allocate and free the blocks of requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,8 +40,9 @@ class PoolStats:
 
 
 class KVPool:
-    """One generation of a pool. Allocates blocks, but does not decide which requests get them. Only
-    `transact` changes the pool. The rules are those of vLLM V1's KV-cache manager. Not thread-safe.
+    """A pool from one opening to the next (a generation). It allocates blocks, but does not decide
+    which requests get them. Only `transact` changes it. The rules are those of vLLM V1's KV-cache
+    manager. Not thread-safe.
     """
 
     def __init__(self, config: PoolConfig, make_free_queue: MakeFreeQueue = FreeQueue) -> None:
@@ -61,9 +62,8 @@ class KVPool:
         self._tables = self._requests.tables
 
     def transact(self, operations: Sequence[ops.Operation]) -> ops.Outcome:
-        """Executes operations in order and stops at the first item for which blocks are missing.
-
-        All items before that item are applied. That item and all later items are not applied, with
+        """Executes operations in order and stops at the first item (a request of an operation) for
+        which blocks are missing. Earlier items are applied, this item and later items are not, with
         one exception: a Grow item for which blocks are missing still frees blocks outside the
         request's window. If MalformedTransaction, RequestNotAdmitted or RequestAlreadyAdmitted is
         raised, nothing was changed.
@@ -94,7 +94,9 @@ class KVPool:
 
     @property
     def num_retained_blocks(self) -> int:
-        """The number of free blocks in retained contexts (see `retained_contexts`)."""
+        """The number of free blocks in retained contexts: cached blocks of ended requests that are
+        reused last, because a later request is expected to hit them.
+        """
         contexts = self._blocks.contexts
         return 0 if contexts is None else contexts.num_retained
 

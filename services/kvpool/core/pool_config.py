@@ -25,15 +25,15 @@ class PoolConfig:
     """
     drop_last_hit_block: bool = False
     """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs
-    its hidden states. No worker has such a head, but recorded scenarios use this.
+    its hidden states. No worker has such a head, but scenarios recorded from vLLM set this field.
     """
     node: str = ""
     prefix_match_unit: int | None = None
     """Number of tokens in a block hash. None selects `kv_cache_groups.hash_block_size`."""
     prefix_cache_retention_interval: int | None = None
-    """The distance in tokens between two published windows or states. Additional ones are published
-    where later requests are likely to continue: where prompts end or diverge. With 0, only the
-    additional ones are published. With None, all windows and states are published.
+    """The distance in tokens between two published windows or states. Further windows and states
+    are published where later requests are likely to continue: where prompts end or diverge. With 0,
+    only these are published. With None, all windows and states are published.
     """
     max_model_len: int | None = None
     """Number of tokens of the longest sequence. Together with `max_in_flight_tokens` it limits the

@@ -1,4 +1,6 @@
-"""The pools of a process, each with its generation, transaction numbers and events."""
+"""The pools of a process. Each opening of a pool begins a new generation, with its own number,
+transaction numbers and events.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,14 +53,13 @@ class TransactionLedger(Generic[Answer]):
         )
 
     def record(self, sequence: int, answer: Answer) -> None:
-        """Stores the answer to the transaction just applied, replacing the previous answer."""
         self._sequence = sequence
         self._answer = answer
 
 
 @dataclass(slots=True)
 class HostedPool(Generic[Answer]):
-    """One generation of a pool, its stored answers, and the number of its last event batch."""
+    """A generation of a pool, the answer to its last transaction, and its number of batches."""
 
     pool_id: PoolId
     generation: int
@@ -136,7 +137,6 @@ class PoolHost(Generic[Answer]):
         return hosted
 
     def pools(self) -> list[HostedPool[Answer]]:
-        """Returns all pools, sorted by name."""
         return sorted(self._pools.values(), key=lambda hosted: hosted.pool_id)
 
     def publish_events(self, hosted: HostedPool[Answer]) -> tuple[Event, ...]:

@@ -1,6 +1,6 @@
-"""The ports to which pools publish their prefix indexes. There are three implementations. The
-directory in memory answers MatchPrefix. Streams of events serve WatchEvents. The directory in Redis
-is shared by replicas and read by gateways.
+"""The ports to which pools publish their prefix indexes. They have three implementations: the
+directory in memory for MatchPrefix, streams of events for WatchEvents, and the directory in Redis,
+which replicas share and gateways read.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,9 @@ class EventSink(Protocol):
     """Receives every change of the prefix indexes, in order. Never blocks, and raises no error."""
 
     def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
-        """Starts a new, empty generation of a pool and forgets the earlier generations."""
+        """Notes that a pool was opened, empty and with a new generation number. Forgets its earlier
+        generations.
+        """
 
     def publish(self, pool_id: PoolId, batch: EventBatch) -> None:
         """Applies a batch of a pool's events. Batches of older generations are ignored."""

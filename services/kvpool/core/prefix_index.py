@@ -117,16 +117,14 @@ class PrefixIndex:
         return self._hash_of.get(block)
 
     def hashes_of(self, block: BlockId) -> list[BlockHash]:
-        """All hashes of a block, the first hash first."""
         first = self._hash_of.get(block)
         return [] if first is None else [first, *self._further.get(block, ())]
 
     def end_of(self, block: BlockId) -> int | None:
-        """The number of tokens that a block's first hash covers, or None after `insert`."""
+        """The number of tokens that a block's first hash covers. None for a block from `insert`."""
         return self._end_of.get(block)
 
     def hashes(self) -> list[BlockHash]:
-        """All hashes of the index, in the order of insertion."""
         return list(self._block_of)
 
     def blocks(self) -> list[BlockId]:

@@ -16,7 +16,7 @@ from services.kvpool.core.pool_config import PoolConfig
 
 @dataclass(frozen=True, slots=True)
 class _KnownHit:
-    """The result of a look-up with `max_hit_tokens`. It is valid until the prefix index changes."""
+    """The prefix hit that a look-up found. It is valid until the prefix index changes."""
 
     hit: PrefixHit
     max_hit_tokens: int
@@ -24,7 +24,7 @@ class _KnownHit:
 
 
 class RequestBlocks:
-    """Block tables and hashes of a pool's requests. Executes validated operations."""
+    """Block tables and block hashes of a pool's requests. Executes validated operations."""
 
     def __init__(self, config: PoolConfig, blocks: BlockPool) -> None:
         self.coordinator = Coordinator(config, blocks)
@@ -66,9 +66,9 @@ class RequestBlocks:
                 group.free(table)
 
     def _retain(self, context: ContextId, tables: Tables) -> None:
-        """Makes a context of the published blocks of a request (see `retained_contexts`). If no
-        group frees blocks early, the context is ordered by token, so that its beginning can be hit
-        without its end. Otherwise a later hit needs all of its blocks.
+        """Retains the published blocks of an ended request as a context, which is reused after all
+        other free blocks. If no group frees blocks early, the context is reused from its end, so
+        that its beginning can still be hit. Otherwise a hit needs all blocks of the context.
         """
         if self.coordinator.is_simple:
             published = (table.blocks[: table.num_published] for table in tables)
@@ -84,7 +84,7 @@ class RequestBlocks:
             self._blocks.retain(context, left, is_whole=True)
 
     def arrange_contexts(self, operation: ops.RankContexts | ops.DropContexts) -> None:
-        """Puts retained contexts in the order of their reuse, or ends some contexts."""
+        """Sets the order in which the blocks of contexts are reused, or ends some contexts."""
         contexts = self._blocks.contexts
         if contexts is None:
             return
@@ -156,7 +156,6 @@ class RequestBlocks:
         return result, None
 
     def look_up(self, lookup: ops.Lookup) -> ops.LookupResult:
-        """Returns the length of each request's prefix hit."""
         result, num_changes = ops.LookupResult([], []), self._blocks.num_index_changes
         for request, max_hit_tokens, new_hashes in zip(
             lookup.requests, lookup.max_hit_tokens, lookup.new_hashes, strict=True
@@ -220,9 +219,9 @@ class RequestBlocks:
         return self._find_cache_hit(hashes, limit, diverges=admission.diverges)
 
     def _fits(self, admission: ops.Admission, hits: Sequence[GroupHit], num_kept_free: int) -> bool:
-        """Whether all hit blocks are stored, and enough blocks are free. `num_kept_free` blocks
-        must stay free. A free hit block does not count as free, because it must not be allocated.
-        To save time, free hit blocks are counted only if their number decides the result.
+        """Whether the request can read all hit blocks in this step, and enough blocks are free.
+        `num_kept_free` blocks must stay free. Free hit blocks do not count as free, because they
+        must not be allocated. To save time, they are counted only if their number decides.
         """
         need = _need(admission)
         now = reserved = admission.num_watermark_blocks
@@ -238,8 +237,8 @@ class RequestBlocks:
         )
 
     def _num_retained_needed(self, admission: ops.Admission, hits: Sequence[GroupHit]) -> int:
-        """The number of retained blocks that an admission must reuse for all slots that it
-        reserves, besides its hit. It is negative if other free blocks are left over.
+        """The number of blocks of retained contexts that an admission must reuse, because the other
+        free blocks do not suffice for its slots. Negative if other free blocks are left over.
         """
         contexts = self._blocks.contexts
         if contexts is None:
@@ -356,7 +355,7 @@ def _need(admission: ops.Admission) -> Need:
 
 
 def _num_stored(admission: ops.Admission) -> int:
-    """Blocks that no query after this number of tokens can see are freed."""
+    """A number of tokens. Blocks that no query after these tokens can see are freed."""
     num_stored = admission.num_stored_tokens
     return admission.num_computed_tokens if num_stored is None else num_stored
 

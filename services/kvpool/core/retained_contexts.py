@@ -1,8 +1,8 @@
 """Retains contexts: free blocks that are reused after all other free blocks.
 
-A context consists of the published blocks of a finished request, in order. The scheduler expects
-another request that begins with the same tokens. Contexts only determine an order of reuse: their
-blocks are free and can be hit like all cached blocks, so contexts never make an allocation fail.
+A context consists of the published blocks of a finished request, in order. The scheduler expects a
+later request to begin with the tokens of these blocks. Contexts only determine an order of reuse:
+their blocks are free and can be hit like all cached blocks, so no allocation fails for a context.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ class RetainingFreeQueue(FreeQueue):
     """A free queue with contexts. Blank blocks (without a hash) are reused first. Cached blocks in
     no context follow, the oldest first, then the contexts in order, each from its end. A block in
     several contexts is reused with the last of them. A block in use stays in its contexts. When a
-    block of a *whole* context is reused, the context ends, because it is then of no use.
+    block of a *whole* context is reused, the context ends, because a hit needs all its blocks.
     """
 
     __slots__ = ("_changed", "_contexts", "_free", "_num_contexts", "_num_own", "_sums", "_whole")
@@ -30,7 +30,8 @@ class RetainingFreeQueue(FreeQueue):
         self._num_contexts: dict[BlockId, int] = {}
         """For each block in a context, the number of its contexts."""
         self._sums: dict[BlockId, int] = {}
-        """For each block in a context, the sum of its contexts' ids, or the only id."""
+        """For each block in a context, the sum of its contexts' ids: the id if it has one context.
+        """
         self._free: dict[BlockId, int] = {}
         """Maps each free block in a context to the time at which it was freed."""
         self._num_own: Counter[ContextId] = Counter()
@@ -56,7 +57,7 @@ class RetainingFreeQueue(FreeQueue):
     def retain(
         self, context: ContextId, blocks: Iterable[BlockId], *, is_whole: bool = False
     ) -> None:
-        """Makes a context of blocks in use, to be reused last. Drops an older one of this id."""
+        """Makes blocks in use a context, which is reused last. Drops an older one of this id."""
         self.drop([context])
         if not (owned := list(blocks)):
             return
@@ -205,8 +206,8 @@ class RetainingFreeQueue(FreeQueue):
         return [block for block in blocks if block not in known]
 
     def _leave(self, context: ContextId, block: BlockId) -> int | None:
-        """Removes a block from a context. If the block is free and in no other context, it also
-        leaves the queue, and the time at which it was freed is returned.
+        """Removes a block from a context. If the block is free and in no other context, removes it
+        from the queue too, and returns the time at which it was freed.
         """
         self._num_contexts[block] -= 1
         self._sums[block] -= context
@@ -230,7 +231,6 @@ class RetainingFreeQueue(FreeQueue):
             self._changed[context] = None
 
     def _forget(self, context: ContextId) -> None:
-        """Ends a context that has no blocks any more."""
         self._changed[context] = None
         del self._num_own[context]
         self._whole.discard(context)

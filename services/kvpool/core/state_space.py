@@ -87,8 +87,8 @@ class AlignedStateManager(GroupManager):
         )
 
     def num_missing_behind(self, hit: GroupHit, need: Need) -> int:
-        """Also counts the block of a state that is loaded from elsewhere. vLLM counts this block
-        only if the step ends in the same block.
+        """Also counts the block of a state that a KV connector loads. vLLM counts this block only
+        if the step ends in the same block.
         """
         num_loaded, num_entries = 0, len(hit.blocks)
         if hit.num_computed_tokens > hit.num_tokens:

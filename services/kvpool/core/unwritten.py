@@ -9,9 +9,9 @@ from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksS
 
 class UnwrittenChanges:
     """Stores the keys (shortened hashes) that are cached now, and the keys added or removed since
-    the last `take`. A key that was both added and removed is not reported. If there are more than
-    `max_keys` changes, all changes are dropped and `must_restart` is set. The owner must then begin
-    a new epoch in the log with a snapshot. A reset of the pool also sets `must_restart`.
+    the last `take`. A key that was both added and removed is not reported. After more than
+    `max_keys` changes, or a reset of the pool, the changes are dropped and `must_restart` is set.
+    The owner must then write a snapshot, which begins a new epoch in the log.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -41,7 +41,6 @@ class UnwrittenChanges:
             self.must_restart = True
 
     def __len__(self) -> int:
-        """The number of changes since the last `take`."""
         return len(self._added) + len(self._removed)
 
     @property
@@ -56,7 +55,6 @@ class UnwrittenChanges:
         return changes
 
     def keys(self) -> list[int]:
-        """All keys that are cached now."""
         return list(self._cached)
 
     def restart(self) -> list[int]:
