@@ -34,7 +34,9 @@ class Issued:
 
 
 class Authority:
-    """Issues certificates that became valid an hour ago, with the extensions of Python 3.13."""
+    """Issues certificates that became valid an hour ago, with the X.509 extensions that Python 3.13
+    requires.
+    """
 
     def __init__(self, name: str = "an authority") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -68,7 +70,9 @@ class Authority:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a certificate in a directory. `write` creates the files."""
+    """The files of a certificate in a directory: certificate, key and trusted authorities. `write`
+    creates them.
+    """
 
     directory: Path
 
@@ -85,8 +89,8 @@ class Files:
         return self.directory / "ca.crt"
 
     def write(self, issued: Issued, *trusted: Authority) -> "Files":
-        """Replaces each file atomically. `trusted` are the authorities in the file `ca`. Without
-        authorities, this file is not changed.
+        """Replaces each file atomically. `trusted` are the authorities in the file `ca`, which is
+        not changed if there are none.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         contents = {self.cert: issued.chain, self.key: issued.key}
@@ -106,12 +110,13 @@ class Files:
         )
 
     def tls(self, *allowed: str, server_name: str | None = None, mutual: bool = True) -> Tls:
-        """A TLS configuration with these files. Only `watch.look()` reads the files again."""
+        """A TLS configuration with these files. Changed files are read again only when the test
+        calls `watch.look()`.
+        """
         watch = CertificateWatch("internal", self.files(mutual=mutual))
         return Tls(watch, frozenset(allowed), server_name)
 
     def settings(self, prefix: str = "internal_tls", ca: str = "ca") -> dict[str, Path]:
-        """The settings of a service, as a map from names of settings to these files."""
         return {
             f"{prefix}_cert_file": self.cert,
             f"{prefix}_key_file": self.key,
@@ -119,7 +124,6 @@ class Files:
         }
 
     def client_context(self) -> ssl.SSLContext:
-        """A client context of the ssl module with this certificate and these authorities."""
         context = ssl.create_default_context(cafile=self.ca)
         context.load_cert_chain(self.cert, self.key)
         return context
@@ -127,7 +131,8 @@ class Files:
 
 class SwappedDirectory:
     """A directory that is laid out like a Kubernetes secret mount: each file is a link into
-    `..data`, which is a link to a directory. All files are swapped at once.
+    `..data`, which is itself a link to a directory. Replacing the link `..data` swaps all files at
+    once.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -1,10 +1,11 @@
 """Divides the tests between four processes of pytest-xdist, for `make test`.
 
-Tests that start servers or measure time run in two processes, one test after another. They mostly
-wait. Tests that only compute run in the other two processes, file by file. These processes have one
-thread and low priority, so that they hardly delay the servers. Each process imports and collects
-only the tests that it may run, because collecting all tests takes 20 seconds of processor time.
-Without pytest-xdist all tests run in one process, in the order of collection.
+Tests that start servers or measure time mostly wait. They run in two of the processes, each with
+one test at a time. Tests that only compute run in the other two processes, file by file. The
+computing processes have one thread and low priority, so that they hardly delay the servers. Each
+process imports and collects only the tests that it may run, because collecting all tests takes 20
+seconds of processor time. Without pytest-xdist all tests run in one process, in the order of
+collection.
 """
 
 import asyncio
@@ -39,8 +40,8 @@ SERVERS = {
         "tests/scheduler/integration/",
     ),
 }
-"""The tests of each of the first two processes. Both processes end before the tests that only
-compute, so that two processors are busy to the end.
+"""The tests with servers that each of the first two processes runs. Both processes end before the
+tests that only compute, so that two processors are busy to the end.
 """
 LONG_FILES = (
     "tests/worker/unit/test_xformers_kernels.py",
@@ -60,7 +61,7 @@ LONG_FILES = (
 )
 """The slowest files that only compute. They run first, so that all processes end together."""
 NICENESS = 10
-# Hypothesis tries the same examples in every run. Examples have no time limit, so that results do
+# Hypothesis tries the same examples in every run, without a time limit for each, so that results do
 # not depend on the machine's speed. `make test ARGS=--hypothesis-profile=default` tries other
 # examples.
 settings.register_profile(
@@ -71,23 +72,27 @@ LIMITED = pytest.StashKey[bool]()
 """Whether this process has already limited its processor use."""
 SESSION = pytest.StashKey[pytest.Session]()
 
-# During collection there is no garbage. Garbage collections would take a third of the time.
+# Collecting tests creates no garbage, but garbage collections would take a third of its time.
 gc.disable()
 
 
 def servers_of(nodeid: str) -> str | None:
-    """The key in SERVERS of a test or a directory. It is None for tests that only compute."""
+    """The key in SERVERS of the process that runs a test or a directory. None for tests that only
+    compute.
+    """
     return next((name for name, paths in SERVERS.items() if nodeid.startswith(paths)), None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Stores the session, whose number of tests is needed for the printed progress."""
+    """Stores the session, because the xdist scheduler below sets its number of tests for the
+    progress display.
+    """
     session.config.stash[SESSION] = session
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Limits each of the four processes of pytest-xdist to its own tests. A process that replaces a
-    crashed process collects all tests. If there are not four processes, each collects all tests.
+    crashed one collects all tests. With any other number of processes, each collects all tests.
     """
     worker: dict[str, Any] = getattr(config, "workerinput", {"workercount": 1})
     if worker["workercount"] != NUM_PROCESSES:
@@ -110,14 +115,13 @@ def order(item: pytest.Item) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sorts the tests in the processes of pytest-xdist."""
     if hasattr(config, "workerinput"):
         items.sort(key=order)
 
 
 def pytest_collection_finish() -> None:
-    """Exempts imported modules and collected tests from garbage collection, which would take a
-    fifth of the processor time of tests with servers to scan them.
+    """Exempts imported modules and collected tests from garbage collections. Scanning them would
+    take a fifth of the processor time of tests with servers.
     """
     gc.freeze()
     gc.enable()
@@ -125,12 +129,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distributes the tests with servers in two units, and all other tests file by file."""
+    """Distributes the tests with servers as two units of work, and all other tests file by file."""
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - ARGS works without it
 
     class ServersAndFiles(LoadScopeScheduling):
-        """A unit of work has all tests of one process with servers, or the tests of one other file.
-        A process receives the first unit that it has collected.
+        """A scheduler of pytest-xdist. A unit of work is all tests with servers of one process, or
+        one file of other tests. A process receives the first unit that it has collected.
         """
 
         def _split_scope(self, nodeid: str) -> str:
@@ -145,7 +149,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     self.workqueue.setdefault(self._split_scope(nodeid), {})[nodeid] = False
                 self.collection = list(chain.from_iterable(self.workqueue.values()))
                 self.config.stash[SESSION].testscollected = len(self.collection)
-            # A process starts a test only when it knows the next test. Two units have at least two.
+            # pytest-xdist starts a test only when the process has the next test, too. So each
+            # process gets two units, which have at least two tests.
             for node in 2 * self.nodes:
                 self._reschedule(node)
 
@@ -181,8 +186,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def grpc_poller() -> None:
     """Keeps grpc.aio's poller thread alive until the process ends. Otherwise a garbage collection
-    in a later test may free the last channel or server. It then waits for the end of the thread,
-    for ever if a call is open (grpc 1.85).
+    in a later test may free the last channel or server, and then waits for the end of the poller
+    thread: for ever if a call is open (grpc 1.85).
     """
     import grpc.aio  # noqa: PLC0415 - after `services.worker`, as the services do
 

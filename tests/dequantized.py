@@ -1,4 +1,6 @@
-"""The float32 model in transformers that is equivalent to a quantized model."""
+"""Writes the float32 model that is equivalent to a quantized model, for comparison with
+transformers.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -29,8 +31,8 @@ def rounded_to_int8(weight: Floats) -> Floats:
 def save_dequantized(
     directory: Path, to: Path, dequantized: Callable[[Floats], Floats] = rounded_to_int8
 ) -> Path:
-    """Copies a model, and applies `dequantized` to the weights of its projections. An output head
-    that is tied to the embedding becomes a separate tensor.
+    """Copies a model directory, and applies `dequantized` to the weights of its projections. An
+    output head that is tied to the embedding becomes a separate tensor. Returns `to`.
     """
     shutil.copytree(directory, to)
     tensors = load_file(directory / "model.safetensors")

@@ -39,7 +39,7 @@ def random_blocks(of: Types, rows: int, columns: int, seed: int) -> npt.NDArray[
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (rows * columns // size, num_bytes), np.uint8)
     scale = random.uniform(1e-4, 2e-4, (len(blocks), 1)).astype(np.float16)
-    # Offsets are such that weights of both signs occur.
+    # The offsets give the weights both signs.
     halves = {Types.Q4_K: {0: scale, 2: 7.5 * scale}, Types.Q6_K: {208: scale}}[of]
     for place, half in halves.items():
         blocks[:, place : place + 2] = half.astype(np.float16).view(np.uint8)
@@ -80,7 +80,9 @@ def save_gguf(
 
 
 def in_pairs(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
-    """Reorders rotated halves of heads to rotated pairs, as llama.cpp does for Llama."""
+    """Reorders the rows of each head, in which rotary embedding pairs the two halves, so that the
+    pairs are adjacent, as llama.cpp does for Llama.
+    """
     halves = rows.reshape(num_heads, 2, len(rows) // num_heads // 2, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
 
@@ -107,8 +109,8 @@ def _name_of(module: str, kind: str) -> str:
 def save_alone(
     directory: Path, file: Path, architecture: str, *, pre: str = "qwen2", **metadata: Any
 ) -> None:
-    """Writes a GGUF file that needs no other files. It has the configuration, the byte-level BPE
-    tokenizer and the float32 weights of a model directory, with the keys of llama.cpp's converter.
+    """Writes a GGUF file that needs no other files: with the configuration, the byte-level BPE
+    tokenizer and the float32 weights of a model directory, by the keys of llama.cpp's converter.
     `metadata` has further values by key, with __ in place of a dot.
     """
     config = json.loads((directory / "config.json").read_text())
@@ -169,7 +171,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str, size: int
 
 
 def _llama3_divisors(rope: dict[str, Any], config: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """Transformers' divisors of rotary frequencies, a tensor in GGUF files."""
+    """The divisors of rotary frequencies as transformers computes them. GGUF files store them as a
+    tensor.
+    """
     plain = rope["rope_theta"] ** -(np.arange(0, config["head_dim"], 2) / config["head_dim"])
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
     return (plain / stretched.numpy()).astype(np.float32)

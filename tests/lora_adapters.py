@@ -44,7 +44,7 @@ def save_adapter(model_directory: Path, directory: Path, seed: int = 0, **config
 
 
 def adapted_model(model_directory: Path, adapter: Path | None) -> PreTrainedModel:
-    """peft's model with an adapter, or the model itself if `adapter` is None."""
+    """The peft model of an adapter, or the model without adapters if `adapter` is None."""
     from peft import PeftModel  # noqa: PLC0415 - most processes need none
 
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()

@@ -1,4 +1,5 @@
-"""Tiny pooling models in the usual directory formats, and transformers' results for these models.
+"""Tiny pooling models in the usual directory formats, and the results that transformers computes
+for them.
 
 A decoder is saved without an output head, as sentence-transformers does, or with a classification
 head.
@@ -63,7 +64,9 @@ def _randomized(model: PreTrainedModel) -> PreTrainedModel:
 def save_embedder(
     directory: Path, kind: str, mode: str | None = None, *, normalize: bool = True, **changes: Any
 ) -> PreTrainedModel:
-    """Saves a model without a head. A pooling `mode` adds the files of sentence-transformers."""
+    """Saves and returns a model without a head. A pooling `mode` adds the files of
+    sentence-transformers.
+    """
     torch.manual_seed(7)
     model = _randomized(AutoModel.from_config(_config(kind, **changes)))
     model.save_pretrained(directory)
@@ -111,7 +114,7 @@ def embedding(
     normalize: bool = True,
     dimensions: int | None = None,
 ) -> list[float]:
-    """A prompt's vector: an explicit pooling of transformers' hidden states."""
+    """A prompt's vector: transformers' hidden states, pooled here explicitly."""
     states = model(input_ids=torch.tensor([token_ids])).last_hidden_state[0]
     vector = {"last": states[-1], "cls": states[0], "mean": states.mean(0)}[mode][:dimensions]
     return (nn.functional.normalize(vector, dim=0) if normalize else vector).tolist()

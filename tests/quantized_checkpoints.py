@@ -20,7 +20,7 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Codes:
-    """A quantized weight [out, in] with unsigned codes and zero points, scales, and groups of
+    """A quantized weight [out, in] as unsigned codes, with scales and zero points for each group of
     columns.
     """
 
@@ -39,7 +39,9 @@ class Codes:
 
 
 def quantized(weight: Floats, bits: int, group: int, *, symmetric: bool, scale: Any) -> Codes:
-    """Quantizes a weight to `bits`, in groups of `group` columns. `scale` is a data type."""
+    """Quantizes a weight to `bits`, in groups of `group` columns. `scale` is the data type of the
+    scales.
+    """
     rows, columns = weight.shape
     grouped = weight.reshape(rows, columns // group, group)
     most = 2**bits - 1
@@ -66,7 +68,7 @@ def packed(codes: Ints, bits: int) -> Ints:
 
 
 def gptq(one: Codes) -> Tensors:
-    """The tensors of a weight in GPTQ's format, in which stored zero points are smaller by one."""
+    """The tensors of a weight in GPTQ's format, which stores each zero point minus one."""
     columns = one.codes.shape[1]
     group = columns // one.scales.shape[1]
     return {
@@ -79,7 +81,7 @@ def gptq(one: Codes) -> Tensors:
 
 def awq(one: Codes) -> Tensors:
     """The tensors of a weight in AWQ's format. A word has the codes of eight output features, with
-    the even features in the lower half.
+    the even features in its lower half.
     """
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -96,7 +98,9 @@ def awq(one: Codes) -> Tensors:
 
 
 def pack_quantized(one: Codes) -> Tensors:
-    """The tensors of compressed-tensors, with zero points packed along the output features."""
+    """The tensors of a weight in the format of compressed-tensors, with zero points packed along
+    the output features.
+    """
     tensors: Tensors = {
         "weight_packed": packed(one.codes, one.bits),
         "weight_scale": one.scales,
@@ -114,7 +118,7 @@ def int_quantized(one: Codes) -> Tensors:
 
 @dataclass(frozen=True)
 class Format:
-    """A checkpoint format: a function from codes to tensors, and the entry of config.json."""
+    """A checkpoint format: a function from codes to tensors, and its entry in config.json."""
 
     tensors: Callable[[Codes], Tensors]
     config: dict[str, Any]

@@ -1,4 +1,6 @@
-"""Redis servers for tests. Without the program redis-server these tests are skipped."""
+"""Redis servers for tests. Tests that use them are skipped if the program redis-server is not
+installed.
+"""
 
 import importlib.util
 

@@ -1,7 +1,7 @@
 """Measures how slow the machine is, for tests of durations.
 
-Tests wait for expected events for up to a minute on any machine. If a test is about a time limit,
-the limit is multiplied by one of these factors.
+A test that waits for an event waits up to a minute on any machine. A test of a time limit
+multiplies the limit by a factor of this module.
 """
 
 import time
@@ -13,19 +13,23 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 def slowness() -> float:
-    """The time of a fixed computation here, relative to a current server, but at least 1."""
+    """The time that a fixed computation takes here, divided by its time on a current server, but at
+    least 1.
+    """
     return max(1.0, min(_taken(time.thread_time)) / _REFERENCE_SECONDS)
 
 
 def busy_slowness() -> float:
-    """The mean elapsed time of the computation in `slowness`, relative to a current server. It is
-    longer if other processes use the processor.
+    """Like `slowness`, but the mean elapsed time, which is longer while other processes use the
+    processor.
     """
     return max(1.0, sum(taken := _taken(time.perf_counter)) / len(taken) / _REFERENCE_SECONDS)
 
 
 def seconds_without_processor() -> float:
-    """The time that this thread has waited for a processor, according to Linux. 0.0 elsewhere."""
+    """The time that this thread has waited for a processor, according to Linux. On other systems
+    0.0.
+    """
     try:
         return int(_SCHEDULED.read_text().split()[1]) / 1e9
     except (OSError, IndexError):

@@ -1,5 +1,5 @@
-"""Structured outputs, each with a check of complete texts that is independent of grammar masks: a
-JSON Schema validator, Python's regular expressions, a list, or a hand-written parser.
+"""Structured outputs, each with a check of complete texts that uses no grammar masks, but a JSON
+Schema validator, Python's regular expressions, a list, or a hand-written parser.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Tiny seeded models of every supported architecture, saved as Hugging Face directories.
 
-The weights are drawn with a large variance, so that greedy outputs vary. A kind names an entry of
-TINY_MODELS. Its model is the same on every machine with the same random number generator.
+The weights are drawn with a large variance, so that greedy outputs vary. A kind, such as "llama",
+names an entry of TINY_MODELS. Its weights are the same on all machines whose random number
+generators agree.
 """
 
 import json
@@ -141,7 +142,7 @@ TINY_MODELS: dict[str, TinyModel] = {
         },
     ),
     "qwen3": TinyModel(Qwen3Config, {"head_dim": 16}),
-    # The second layer is dense.
+    # The second layer has a dense MLP instead of experts.
     "qwen3_moe": TinyModel(
         Qwen3MoeConfig,
         {
@@ -211,8 +212,8 @@ TINY_MODELS: dict[str, TinyModel] = {
         },
     ),
     # Keys of layers without a window have another shape than keys of layers with a window. In the
-    # first model both shapes have the same number of bytes. In the second model, keys without a
-    # window have half of the bytes, so that a block of their group has more tokens.
+    # first model, keys of both shapes have the same number of bytes. In the second model, keys
+    # without a window have half the bytes, so that a block of their KV-cache group has more tokens.
     "gemma4": TinyModel(Gemma4TextConfig, _GEMMA4),
     "gemma4_moe": TinyModel(
         Gemma4TextConfig,
@@ -286,15 +287,13 @@ CACHES = [
     "qwen2_window",
     "qwen3_next",
 ]
-"""Kinds with different KV caches: block shapes, windows and recurrent states. Every other kind has
-the same cache as one of these kinds.
-"""
+"""Kinds that cover all KV caches of TINY_MODELS: block shapes, windows and recurrent states."""
 
 
 def build_tiny_model(
     kind: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
 ) -> PreTrainedModel:
-    """The model of a kind in inference mode. `changes` are changes to its configuration."""
+    """Creates the model of a kind in inference mode. `changes` are changes to its configuration."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(TINY_MODELS[kind].configured(**changes))
     with torch.no_grad():

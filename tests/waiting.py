@@ -17,8 +17,9 @@ async def until(condition: Callable[[], object], seconds: float = SECONDS) -> No
 def wait_for(
     condition: Callable[[], object], seconds: float = SECONDS, period: float = 0.02
 ) -> float:
-    """Polls a condition until it holds, first every `period` seconds and later less often, because
-    polls take processor time from the services. Returns the elapsed time. Fails after `seconds`.
+    """Polls a condition until it holds. The first polls are `period` seconds apart, later ones
+    farther, because polls take processor time from the services. Returns the elapsed time. Fails
+    after `seconds`.
     """
     began, pause = time.monotonic(), period
     while not condition():

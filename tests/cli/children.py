@@ -1,4 +1,4 @@
-"""Small real programs that a supervisor runs as child processes."""
+"""Small real programs that the supervisor of `stepwell serve` runs as child processes in tests."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from services.cli.processes.run_directory import ensure_directory
 from services.cli.processes.supervisor import Supervisor
 from tests.waiting import until
 
-# Runs until SIGTERM. Then writes its name to the file `journal` and waits before it ends.
+# Runs until SIGTERM, then writes its name to the file `journal` and waits before it ends.
 SERVE = """
 import signal, sys, time
 name, ready, journal, seconds = sys.argv[1:]
@@ -48,8 +48,8 @@ async def main():
 asyncio.run(main())
 """
 
-# Answers health checks. After SIGUSR1 the answer is that the program is not live. SIGUSR2 blocks
-# the program's event loop for a minute.
+# Answers health checks. After SIGUSR1 it answers that it is not live. SIGUSR2 blocks its event loop
+# for a minute.
 ANSWER_HEALTH = """
 import asyncio, signal, sys, time
 from services.common.rpc.server import GrpcServer
@@ -114,8 +114,8 @@ def lingering_server(name: str, directory: Path) -> ChildSpec:
 def health_server(
     name: str, directory: Path, *, silence_seconds: float, start_seconds: float = 0.0
 ) -> ChildSpec:
-    """A child that answers health checks at a socket in `directory`, `start_seconds` after its
-    start. If the directory was removed, it is created again before a restart.
+    """A child that answers health checks at a socket in `directory`, beginning `start_seconds`
+    after its start. If a test removes the directory, a restarted child creates it again.
     """
     address = f"unix:{directory / name}.sock"
     return ChildSpec(

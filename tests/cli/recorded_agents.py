@@ -1,4 +1,6 @@
-"""Recorded runs of agents' programs, by default with the scheduling policy `program`."""
+"""Recorded runs of agents' programs (sequences of requests with pauses for tool calls), by default
+with the scheduling policy `program`.
+"""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -22,8 +24,9 @@ TENANTS = b"", b"", bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request of an agent. With `continues` n, it continues the n + 1st last ended turn, if there
-    is one.
+    """A turn of an agent: one request. If `continues` is n, its prompt begins with the tokens of an
+    ended turn: the last one for n = 0, the one before for n = 1. If there is no such turn, it
+    begins a new sequence.
     """
 
     num_tokens: int
@@ -36,9 +39,9 @@ class Turn:
 
 
 class Agents:
-    """Runs turns on a recording scheduler, on a clock of its own. Steps of more tokens take longer,
-    and each reading of the clock takes `reading_seconds`. `losses` maps a step to the number of
-    transactions that the pool still answers in this step before it is lost.
+    """Runs turns on a recording scheduler with a simulated clock. Steps of more tokens take longer,
+    and each reading of the clock takes `reading_seconds`. `losses` maps the step in which the pool
+    is lost to the number of transactions that the pool still answers in this step.
     """
 
     def __init__(
@@ -153,8 +156,8 @@ def configuration(
 
 
 def crowd() -> list[Turn]:
-    """60 turns of programs that do not all fit in the pool together. Every second turn declares the
-    name of its program.
+    """Sixty turns, too many to fit in the pool together. Every second turn declares the name of its
+    program.
     """
     return [
         Turn(

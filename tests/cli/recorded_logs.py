@@ -1,4 +1,4 @@
-"""Complete step logs of small scenarios, which run in this process."""
+"""Complete step logs of small scenarios, recorded from a scheduler in this process."""
 
 import asyncio
 import json
@@ -51,23 +51,22 @@ def crowded(num_requests: int = 10, **config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class RecordedLog:
-    """The entries of a step log, one for each line of its file."""
+    """The entries of a step log, one for each line of the log file."""
 
     entries: list[Entry]
 
     def text(self) -> str:
-        """The text of the log's file."""
         return "".join(json.dumps(entry, separators=(",", ":")) + "\n" for entry in self.entries)
 
     def write(self, path: Path) -> Path:
-        """Writes the log's file and returns its path."""
+        """Writes the log file and returns its path."""
         path.write_text(self.text())
         return path
 
 
 def record(scenario: dict[str, Any], *more_groups: common_pb2.KVCacheGroup) -> RecordedLog:
-    """Runs a scenario. Returns the log that a scheduler service would write. The KV-cache groups
-    are one of full attention and `more_groups`.
+    """Runs a scenario with a KV-cache group of full attention, and `more_groups`. Returns the log
+    that a scheduler service would write.
     """
     story = read_scenario(scenario)
     description = FakeWorker(num_blocks=story.config.num_blocks).description

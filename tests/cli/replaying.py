@@ -1,4 +1,4 @@
-"""Functions that write the step log of a live replica, and that run `stepwell replay`."""
+"""Functions that write the step log of a live replica, and that run `stepwell replay` on it."""
 
 from collections.abc import Callable, Coroutine
 from pathlib import Path

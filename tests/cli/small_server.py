@@ -1,4 +1,6 @@
-"""A small HTTP server with the parts of the API that the client commands need."""
+"""A small HTTP server with the parts of the OpenAI API that the client commands of `stepwell`
+use.
+"""
 
 import json
 import ssl
@@ -14,7 +16,7 @@ class SmallServer(ThreadingHTTPServer):
 
     After the message "wait" the server sends half an answer, and sets `hung_up` once the client
     disconnects. The prompt "refuse" is refused, "break" breaks the connection, and "fail" sends an
-    error in the stream. `bodies` are all posted bodies. `keys` are the Authorization headers of all
+    error in the stream. `bodies` has all posted bodies, and `keys` the Authorization headers of all
     calls.
     """
 

@@ -1,4 +1,4 @@
-"""An asyncio event loop in virtual time. A sleep takes no real time."""
+"""An asyncio event loop in virtual time: sleeping takes no real time."""
 
 import asyncio
 import selectors

@@ -1,4 +1,4 @@
-"""A kvpool server, over gRPC or over stream sockets, whose answers to transactions a test sets."""
+"""A kvpool server, over gRPC or stream sockets, whose answers to transactions a test chooses."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +13,7 @@ from services.common.rpc.server import GrpcServer
 NAME = "stepwell.kvpool.v1.KVPool"
 SECONDS = 60.0
 FEW = 512
-"""The number of unread bytes at which the test's client makes the server wait."""
+"""The server waits to send while this many bytes are unread by the test's client."""
 
 Behavior = Callable[[AsyncIterator[Any], Any], AsyncIterator[kvpool_pb2.TransactResponse]]
 
@@ -27,7 +27,7 @@ def response(number: int) -> kvpool_pb2.TransactResponse:
 
 
 class Pool(kvpool_pb2_grpc.KVPoolServicer):
-    """A pool that answers transactions by the function `behavior`, and counts the answers."""
+    """A pool that computes its answers with the function `behavior`, and counts them."""
 
     def __init__(self, behavior: Behavior) -> None:
         self.num_answered = 0
@@ -52,7 +52,7 @@ async def echoed(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
 async def serving(
     behavior: Behavior, address: str, *, max_calls: int | None = None, lookahead: int = FEW
 ) -> AsyncIterator[tuple[GrpcServer, Pool, Any]]:
-    """A server, its pool, and the stub's method that begins a call of Transact."""
+    """A server, its pool, and the stub's method that begins a call of the RPC Transact."""
     pool = Pool(behavior)
     server = GrpcServer(has_local_streams=True, max_concurrent_rpcs=max_calls)
     server.add(kvpool_pb2_grpc.add_KVPoolServicer_to_server, pool, NAME)

@@ -1,4 +1,4 @@
-"""Compares the record of a run with a recording of vLLM's decisions."""
+"""Compares the record of a run of our scheduler with a recording of vLLM's decisions."""
 
 from typing import Any
 
@@ -6,7 +6,9 @@ from tests.conformance.recording import Record, Recording
 
 
 def assert_as_recorded(recording: Recording, ours: Record) -> None:
-    """Asserts that `ours`, a run's record of the recording's scenario, has vLLM's decisions."""
+    """Asserts that `ours`, the record of our run of the recording's scenario, has vLLM's
+    decisions.
+    """
     policy = recording.scenario["config"].get("policy", "fcfs")
     assert differences(recording.recorded, ours, FIELDS, policy=policy) == []
 
@@ -16,8 +18,8 @@ def differences(
 ) -> list[str]:
     """Returns all differing fields of steps and requests. An absent field equals an empty field.
 
-    With the policy `priority`, queues are compared without their order, because vLLM records its
-    heap, and the order within a heap is not a decision.
+    With the policy `priority`, queues are compared as sets, because vLLM records its heap, whose
+    inner order is not a decision.
     """
     found = []
     unordered = _QUEUES if policy == "priority" else ()

@@ -1,9 +1,9 @@
-"""Runs a scenario and records its KV events, which are the blocks that entered and left the prefix
-index in each step.
+"""Runs a scenario and records its KV events: the blocks that entered and left the prefix index in
+each step.
 
-As in the recordings of vLLM, the name of a block identifies the tokens that the block's hash
-covers. It is the first 12 hex digits of the SHA-256 of the JSON text `[tokens up to the end of the
-block, adapter, cache salt, [[item, offset], ...]]`.
+A block's name identifies the tokens that its hash covers, as in the recordings of vLLM. It is the
+first 12 hex digits of the SHA-256 of the JSON text `[tokens up to the end of the block, adapter,
+cache salt, [[item, offset], ...]]`.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ class PublishingPool(InProcessPool):
 
 
 class EventfulRun(ScenarioRun):
-    """A run that records the net changes of each step by its events, in addition to the decisions:
+    """A run that records the decisions and, from the events of each step, the step's net changes:
     `stored` (with the number of tokens and the extra keys of each block), `removed`, `cleared`.
     """
 

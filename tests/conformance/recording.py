@@ -30,8 +30,8 @@ _NAME = re.compile(rb'\{"name": ?"(\w+)"')
 
 @dataclass(frozen=True)
 class Recording:
-    """A scenario and vLLM's decisions in it. The JSON is parsed at first use, and not when pytest
-    collects the tests.
+    """A scenario and vLLM's decisions in it. The JSON is parsed at first use, so that collecting
+    the tests is fast.
     """
 
     name: str

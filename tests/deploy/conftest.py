@@ -1,4 +1,6 @@
-"""The Helm chart, rendered once for all tests with several sets of values."""
+"""Fixtures with the Helm chart, rendered with several sets of values. The chart is rendered once
+for all tests.
+"""
 
 import json
 import subprocess
@@ -66,7 +68,9 @@ def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
 
 @pytest.fixture(scope="session")
 def releases() -> dict[str, Rendered]:
-    """The chart with the values of each example, and with worker groups without LeaderWorkerSet."""
+    """The chart, rendered with the values of each example, and for worker groups without
+    LeaderWorkerSet.
+    """
     sets = {name: example(name) for name in NAMES}
     groups = {"groups": groups_without_leader_worker_set(), "stages": stages_of_ranks()}
     return render_chart(sets | groups)

@@ -45,7 +45,7 @@ def stages_of(path: Path) -> dict[str, Stage]:
 
 
 def instructions_of(image: str, word: str) -> list[str]:
-    """The texts of all instructions `word` of an image, those of base stages first."""
+    """The texts of all instructions `word` of an image. Instructions of base stages precede."""
     path, name = TARGETS[image]
     stages = stages_of(path)
     found: list[str] = []

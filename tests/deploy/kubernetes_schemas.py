@@ -1,9 +1,9 @@
 """JSON schemas of Kubernetes' own kinds, from the package kubernetes-validate, and of the custom
 kinds that the chart uses, from `crd_schemas`.
 
-The schemas in `crd_schemas` were written from the public references of the custom kinds. They have
-the fields that the chart uses and their siblings. They allow no other fields, so a misspelt field
-is an error.
+The schemas in `crd_schemas` were written from the public references of the custom kinds. Each
+object of a schema has the fields that the chart uses and their siblings, and allows no others, so a
+misspelt field is an error.
 """
 
 import json
@@ -28,7 +28,7 @@ class KubernetesSchemas:
         self._validator = cache(self._make_validator)
 
     def errors(self, one: dict[str, Any]) -> list[str]:
-        """The errors of an object. Each message begins with the path of the wrong value."""
+        """The schema errors of an object. Each message begins with the path of the wrong value."""
         validator = self._validator(one["apiVersion"], one["kind"].lower())
         return [f"{e.instance_path}: {e.message}" for e in validator.iter_errors(one)]
 

@@ -1,11 +1,11 @@
-"""Decides by the rules of Kubernetes which connections network policies allow between pods."""
+"""Decides by the rules of Kubernetes which connections between pods network policies allow."""
 
 from typing import Any
 
 from tests.deploy.rendered import Object, Rendered, selects
 
 STRANGER = {"app": "stranger"}
-"""Labels of a pod outside the release."""
+"""The labels of a pod that is not part of the chart's release."""
 
 
 class Policies:
@@ -38,7 +38,7 @@ def _has_port(rule: Object, port: int) -> bool:
 
 
 def _has_peer(peers: list[Object] | None, labels: dict[str, str]) -> bool:
-    """Whether a rule with these peers allows a pod of the same namespace with these labels."""
+    """Whether a rule that names these peers allows a pod with these labels in its own namespace."""
     if peers is None:
         return True
     own = (peer["podSelector"] for peer in peers if "podSelector" in peer)

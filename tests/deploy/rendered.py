@@ -83,7 +83,7 @@ class Pod:
         return {"metadata.name": name, "status.podIP": address}[path]
 
     def given_variables(self) -> dict[str, str]:
-        """Environment variables that Kubernetes sets in addition to the declared ones."""
+        """Environment variables that Kubernetes adds to the declared ones."""
         if self.owner["kind"] == "LeaderWorkerSet":
             rank = "1" if self.component == "rank" else "0"
             return {**_LEADER_WORKER_SET, "LWS_WORKER_INDEX": rank}
@@ -92,7 +92,7 @@ class Pod:
 
 
 class Rendered:
-    """A rendered chart: its objects, or the error that refused the values."""
+    """A rendered chart: its objects, or the error message for refused values."""
 
     def __init__(self, name: str, result: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         self.name = name
@@ -141,7 +141,9 @@ def _templated(owner: Object, template: Object) -> Pod:
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector of Kubernetes matches labels. An empty one matches everything."""
+    """Whether a label selector of Kubernetes matches labels. An empty selector matches
+    everything.
+    """
     if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
         return False
     for wanted in selector.get("matchExpressions", ()):

@@ -1,4 +1,6 @@
-"""Pools whose prefix caches change continuously, and the expected contents of these caches."""
+"""Pools whose prefix caches change continuously, and the contents that a gateway's index of these
+caches must have.
+"""
 
 import asyncio
 import random
@@ -31,7 +33,9 @@ NAMES = ("a", "b", "c")
 
 
 class BusyPools:
-    """Writes random events of three pools through one RedisDirectory, a hundred times a second."""
+    """Publishes random events of three pools through one RedisDirectory, a hundred times a
+    second.
+    """
 
     def __init__(
         self, url: str, times: WriterTimes = WRITER, names: tuple[str, ...] = NAMES
@@ -91,13 +95,13 @@ class BusyPools:
 
 
 def own_time() -> float:
-    """A clock in seconds without the time in which this thread waited for a processor."""
+    """A clock in seconds that stands still while this thread waits for a processor."""
     return time.perf_counter() - seconds_without_processor()
 
 
 async def right_again(pools: BusyPools, gateway: Gateway, seconds: float = 5.0) -> None:
-    """Waits until the gateway's index is in the state EXACT and has a view of each pool, while the
-    pools change. Stops the changes, waits until the index equals the pools, and resumes the
+    """Waits until the gateway's index is EXACT, with a view of each pool, while the pools change.
+    Then stops the changes, waits until the index equals the pools' contents, and resumes the
     changes. Each wait lasts up to `seconds`, or longer on a slow machine.
     """
     seconds *= busy_slowness()

@@ -1,4 +1,6 @@
-"""Fixtures of Redis servers for the tests of the directory of KV blocks."""
+"""Fixtures of Redis servers for tests of the directory, which tells gateways which KV blocks each
+pool has cached.
+"""
 
 from collections.abc import Iterator
 
@@ -15,7 +17,7 @@ def server(tmp_path) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def shared_server(tmp_path_factory) -> Iterator[RedisServer]:
-    """A Redis server that all tests of a module share. Each test empties it."""
+    """A Redis server that all tests of a module share. It is emptied for each test."""
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server
 

@@ -1,4 +1,6 @@
-"""A directory that pools write, and that a gateway's prefix index reads."""
+"""A directory of cached KV blocks to which pools write, and from which a gateway updates its prefix
+index.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -36,7 +38,7 @@ READER = ReaderTimes(
 
 
 class Gateway:
-    """A gateway's reader of the directory in Redis, with the prefix index that it updates."""
+    """The gateway's reader of a directory in Redis, with the prefix index that it updates."""
 
     def __init__(self, url: str, fingerprint: bytes, times: ReaderTimes = READER) -> None:
         self.index = PrefixIndex()
@@ -57,7 +59,9 @@ class Gateway:
 
 
 class FollowedDirectory:
-    """A Directory that matches in a PrefixIndex, which follows the published events."""
+    """A Directory whose published events a PrefixIndex follows. Matches are looked up in the
+    index.
+    """
 
     def __init__(self, writer: RedisDirectory | EventFeed, index: PrefixIndex) -> None:
         self._writer = writer

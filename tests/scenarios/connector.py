@@ -1,4 +1,6 @@
-"""The KV connector of a scenario: its settings, and which tokens it has stored of each request."""
+"""The KV connector of a scenario (a scripted run of the scheduler): its settings, and the tokens of
+each request that its external storage has.
+"""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,27 +36,33 @@ def connected(connector: "KVConnector | None") -> Connect | None:
 
 @dataclass(frozen=True, slots=True)
 class ExternalTokens:
-    """The tokens of one request in external storage, and the behaviour of their loads."""
+    """The tokens of one request in the connector's external storage, and how loads of them
+    behave.
+    """
 
     num_tokens: int
     is_async: bool = False
     num_steps: int = 1
     """The duration of an asynchronous load, in steps."""
     num_undecided: int = 0
-    """For the first `num_undecided` queries, the connector returns None: not known yet."""
+    """The number of first queries for the request's tokens to which the connector returns None (not
+    known yet).
+    """
     max_loads: int | None = None
-    """The number of loads after which no stored tokens are left. None means no limit."""
+    """The number of loads after which the storage has lost the tokens. None means no limit."""
     failing_blocks: tuple[int, ...] = ()
-    """The blocks that a failing load reports as not loaded, as indices into the load's blocks."""
+    """The blocks that a failing load reports as not loaded, as indices into the blocks of the
+    load.
+    """
     fails_whole: bool = False
-    """Whether a failing load is reported as a whole, without block IDs."""
+    """Whether a failing load reports no block IDs, so that all its blocks count as not loaded."""
     num_failing_loads: int = 1
-    """The number of loads that fail, from the first load on."""
+    """The number of loads that fail. They are the first ones."""
 
 
 @dataclass(slots=True)
 class ConnectorScript:
-    """The settings of a scenario from which the StandInConnector of a run is built."""
+    """The settings of a scenario from which each run builds its StandInConnector."""
 
     frees_are_awaited: bool
     sources: dict[RequestKey, ExternalTokens] = field(default_factory=dict)
@@ -69,8 +77,8 @@ class ConnectorScript:
         return StandInConnector(block_size, self.sources, self.send_steps, self.frees_are_awaited)
 
     def read_request(self, add: dict[str, Any], key: RequestKey) -> None:
-        """Reads the externally stored tokens of an added request, and the number of steps in which
-        its blocks are sent.
+        """Reads the externally stored tokens of an added request, and for how many steps its blocks
+        are sent after its end.
         """
         if "external" in add:
             self.sources[key] = _external(add["external"])
@@ -79,7 +87,7 @@ class ConnectorScript:
 
 
 def read_connector(connector: dict[str, Any]) -> tuple[dict[str, Any], ConnectorScript]:
-    """The scheduler settings that a connector implies, and the connector's script."""
+    """The scheduler settings that a scenario's connector implies, and the connector's script."""
     settings = {
         "kv_role": connector.get("role", KVRole.BOTH.value),
         "kv_load_failure_policy": connector.get("load_failure_policy", "recompute"),

@@ -21,7 +21,7 @@ class ObservedFreeQueue(FreeQueue):
     __slots__ = ("_observer",)
 
     def __init__(self, queue: FreeQueue, observer: Callable[[Sequence[BlockId]], None]) -> None:
-        """Shares the lists of blocks of `queue`, which must not be used any more."""
+        """Takes over the lists of blocks of `queue`, which must not be used afterwards."""
         self._blank, self._cached = queue._blank, queue._cached
         self._observer = observer
 
@@ -40,7 +40,9 @@ class ObservedFreeQueue(FreeQueue):
 
 
 class ObservedGroup:
-    """Wraps a GroupManager. Appends the group's index to `noted` for each block to zero."""
+    """Wraps a GroupManager. For each block that a step must fill with zeros, appends the group's
+    index to `noted`.
+    """
 
     def __init__(self, manager: GroupManager, group: int, noted: list[int]) -> None:
         self._manager, self._group, self._noted = manager, group, noted
@@ -55,8 +57,8 @@ class ObservedGroup:
 
 
 class GroupRecord:
-    """Records the changes of the block tables of running requests in each plan, by KV-cache group.
-    Used for scenarios that name their groups.
+    """Records how each plan changes the block tables of running requests, by KV-cache group. Used
+    for scenarios that name their groups.
     """
 
     def __init__(self, core: KVPool) -> None:
@@ -64,7 +66,7 @@ class GroupRecord:
         self._freed: list[BlockId] = []
         self._before: dict[Request, _Tables] = {}
         self._groups_to_zero: list[int] = []
-        """The group of each block in the next plan's `block_ids_to_zero`, in the same order."""
+        """For each block in `block_ids_to_zero` of the next plan, in order, its group."""
         blocks = core._blocks
         blocks._free = ObservedFreeQueue(blocks._free, self._freed.extend)
         core._groups = [
@@ -100,19 +102,19 @@ class GroupRecord:
         record["freed_sched"] = self._take_freed()
 
     def before_update(self) -> None:
-        """Must be called before the output of a step is processed."""
+        """Must be called before the scheduler processes the output of a step."""
         self._freed.clear()
 
     def record_update(self, record: dict[str, Any]) -> None:
-        """Adds the blocks that were freed while the output of a step was processed."""
+        """Adds the blocks that were freed while the scheduler processed the output of a step."""
         record["freed"] = self._take_freed()
 
     def _tables(self, requests: Iterable[Request]) -> dict[Request, _Tables]:
         return {request: self._core.block_tables(request.key) for request in requests}
 
     def _by_group(self, block_ids: Sequence[BlockId]) -> list[BlockId]:
-        """The blocks that a step zeroes, sorted by group as in vLLM. The plan has them in the order
-        of transactions.
+        """The blocks that a step fills with zeros, sorted by group as in vLLM. The plan has them in
+        the order of transactions.
         """
         pairs = zip(self._groups_to_zero, block_ids, strict=True)
         ordered = [block_id for _, block_id in sorted(pairs, key=lambda pair: pair[0])]
@@ -126,7 +128,7 @@ class GroupRecord:
 
 
 def _nulled(before: _Tables, after: _Tables) -> list[list[int]]:
-    """For each group, the positions whose block was replaced by the null block."""
+    """For each group, the positions of its block table at which the null block replaced a block."""
     return [
         [
             position

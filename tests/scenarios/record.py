@@ -1,6 +1,4 @@
-"""The format in which runs of scenarios are recorded. vLLM's recorded decisions have the same
-format.
-"""
+"""The format of records of scenario runs, which is also the format of vLLM's recorded decisions."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,5 +10,5 @@ Record = dict[str, Any]
 
 
 def request_ids(requests: Iterable[Request]) -> list[str]:
-    """The request ids, as records contain them."""
+    """The ids by which records name requests."""
     return [request.request_id for request in requests]

@@ -9,10 +9,11 @@ from tests.scenarios.record import Record
 
 @dataclass(slots=True)
 class RecordedRequest:
-    """A request, the step that first scheduled it, the step of its end, and its delivered tokens.
+    """A request, the steps that first scheduled and that ended it, and its delivered tokens.
 
-    `turn` is the end of the last completed turn of a session. `stop_token_id` is the last stop
-    token, which vLLM reports again in later turns of a session.
+    `turn` is the end of the last completed turn of a session (a request that receives its input in
+    turns). `stop_token_id` is the last stop token, which vLLM reports again in later turns of a
+    session.
     """
 
     request: Request
@@ -24,7 +25,7 @@ class RecordedRequest:
     stop_token_id: int | None = None
 
     def planned(self, step: int) -> None:
-        """Must be called when the plan of a step contains the request as a new one."""
+        """Must be called when a step's plan contains the request among its new requests."""
         if self.first_step is None:
             self.first_step, self.num_cached_tokens = step, self.request.num_cached_tokens
 
@@ -48,5 +49,5 @@ _ERRORS = {FinishReason.KV_LOAD_FAILED, *CLIENT_ERRORS}
 
 
 def recorded_reason(reason: FinishReason) -> str:
-    """The name of a finish reason in records. vLLM has the one name `error` for several reasons."""
+    """The name of a finish reason in records. Several of our reasons are `error` in vLLM."""
     return "error" if reason in _ERRORS else reason.value

@@ -1,6 +1,6 @@
 """Runs a scenario through the scheduler and the pool, and records their decisions.
 
-The record has the format of vLLM's recorded decisions. The conformance tests compare the two.
+The conformance tests compare the record with vLLM's recorded decisions, which have the same format.
 """
 
 from collections import deque
@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from tests.scenarios.stand_in_connector import StandInConnector
 
 _CHANGES = ("scheduled", "preempted", "outputs", "finished_recving", "finished_sending")
-"""Fields of a step's record. While all are empty, no waiting request becomes schedulable."""
+"""Fields of a step's record. While all of them are empty, no waiting request becomes
+schedulable.
+"""
 
 
 async def run_scenario(scenario: Scenario) -> Record:
@@ -53,8 +55,8 @@ async def run_scenario(scenario: Scenario) -> Record:
 
 
 class ScenarioRun:
-    """One run of a scenario. `core` is the scheduler's pool, from which the free blocks are
-    recorded. The scheduler may call the pool in this process or over gRPC.
+    """One run of a scenario. `core` is the KVPool behind the scheduler's pool client, in this
+    process or over gRPC. Its free blocks are recorded.
     """
 
     def __init__(
@@ -128,8 +130,8 @@ class ScenarioRun:
 
     @property
     def _has_transfers(self) -> bool:
-        """Whether further steps must run so that the ends of transfers are reported. Loads of
-        waiting requests need no further steps in a pause with mode KEEP.
+        """Whether further steps must run so that the scheduler reports the ends of transfers. In a
+        pause with mode KEEP, loads of waiting requests do not end and need no steps.
         """
         transfers = self.scheduler.transfers
         if transfers is not None and self.scheduler.pause_mode is PauseMode.KEEP:
@@ -137,8 +139,8 @@ class ScenarioRun:
         return self.scheduler.has_transfers
 
     def _is_stuck(self, record: Record) -> bool:
-        """Whether requests wait for ever: no step, transfer or end of a request is pending, and
-        none of `_CHANGES` occurred in as many steps as can be in flight.
+        """Whether requests wait for ever: no end of a step, transfer or request is pending, and the
+        fields `_CHANGES` were empty in as many steps as can be in flight.
         """
         runs = any(plan.requests for _, plan in self._in_flight)
         transfers = self._connector is not None and self._connector.has_transfers
@@ -150,7 +152,7 @@ class ScenarioRun:
         return self._num_quiet_steps >= self._depth
 
     def _compile(self, step: int, record: Record) -> None:
-        """Reports the grammars whose compilation has ended to the scheduler, before a step."""
+        """Before a step, reports to the scheduler the grammars that have been compiled."""
         grammars = self._scenario.grammars
         done = [
             request for request in self._compiling if grammars[request.request_id].ready <= step
@@ -211,8 +213,8 @@ class ScenarioRun:
             own.finish_step = step
 
     def _add_chunk(self, event: NextChunk, step: int, record: Record) -> None:
-        """Adds further input to a session. Input of an ended session is dropped, as in vLLM's front
-        end.
+        """Adds further input to a session. If the session has ended, the input is dropped, as in
+        vLLM's front end.
         """
         session = self._requests[event.request_id].request
         record.setdefault("added", []).append(event.request_id)
@@ -231,7 +233,9 @@ class ScenarioRun:
             self._note_end(own.request, step)
 
     async def _abort_mid_step(self, step: int, record: Record) -> None:
-        """Makes the scenario's aborts that occur between the plan and the output of a step."""
+        """Aborts the requests that the scenario aborts between the plan and the output of a
+        step.
+        """
         for event in self._scenario.events.get(step, ()):
             if isinstance(event, Abort) and event.is_mid_step:
                 self._abort(step, event.request_id, record)
@@ -257,8 +261,8 @@ class ScenarioRun:
             for request in plan.new:
                 self._requests[request.request_id].planned(step)
             self._in_flight.append((step, plan))
-            # vLLM plans further steps while its batch queue is not full, and only then waits for an
-            # output.
+            # Like vLLM, first plans further steps while fewer than the allowed number are in
+            # flight, and only then waits for an output.
             may_wait = bool(plan.requests) or self._has_requests
         await self._abort_mid_step(step, record)
         self._recorder.before_update()
@@ -275,8 +279,8 @@ class ScenarioRun:
             record |= transfers_after_step(scheduler, self._connector)
 
     def _sampling_by_grammar(self) -> set[Request]:
-        """Running requests with a grammar, for which a step in flight samples tokens. Their drafts
-        for the next step can be checked only when these tokens are known.
+        """Running requests with a grammar for which a step in flight samples tokens. Their drafts
+        for the next step can be checked only after this step.
         """
         return {
             request
@@ -318,7 +322,7 @@ class ScenarioRun:
         record["update_of"], record["outputs"] = planned_in, outputs
 
     def _reading(self, plan: SchedulerOutput, blocks: Collection[BlockId]) -> set[Request]:
-        """The running requests of a step whose block tables contain one of `blocks`."""
+        """The running requests of a step whose block tables contain any of `blocks`."""
         transfers = self.scheduler.transfers
         if transfers is None or not blocks:
             return set()

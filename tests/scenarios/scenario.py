@@ -1,4 +1,4 @@
-"""Scenarios. A scenario has a scheduler configuration with vLLM's names, and events by step."""
+"""Scenarios: a scheduler configuration with vLLM's names, and the events of each step."""
 
 import hashlib
 from collections import defaultdict
@@ -74,7 +74,7 @@ _GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Aborts a request before a step, or mid-step: between a step's plan and its output."""
+    """Aborts a request: before a step, or (`mid-step`) between a step's plan and its output."""
 
     request_id: str
     is_mid_step: bool
@@ -82,7 +82,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NextChunk:
-    """Further input of a session. The chunk None ends the session."""
+    """Further input of a session, which is a request that receives its input in turns. The input
+    None ends the session.
+    """
 
     request_id: str
     chunk: InputChunk | None
@@ -94,7 +96,9 @@ class ResetEncoderCache: ...
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Pauses the scheduler. With `clears`, the prefix cache is reset once the pause is complete."""
+    """Pauses the scheduler. With `clears`, the prefix cache is reset when the pause has
+    completed.
+    """
 
     mode: PauseMode
     clears: bool
@@ -112,20 +116,20 @@ class Signal(Enum):
 
     RESUME = "resume"
     THROTTLE = "throttle"
-    """The plan of this step throttles prefills."""
+    """During the planning of this step the scheduler limits prefills (`throttle`)."""
 
 
 Event = Request | NextChunk | Abort | ResetEncoderCache | Pause | ResetPrefixCache | Signal
-"""An event before a step or, for Abort and Signal.THROTTLE, within a step."""
+"""An event before a step. Signal.THROTTLE and mid-step aborts occur within the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The input of a run. The configuration's `num_blocks` includes the null block."""
+    """The input of a run. `num_blocks` of the configuration includes the null block."""
 
     name: str
     named_config: dict[str, Any]
-    """The whole configuration, with the names of the scenario's document."""
+    """The whole configuration, as in the scenario's document."""
     config: SchedulerConfig
     grammars: dict[str, StandInGrammar]
     """Maps request ids to grammars."""
@@ -135,7 +139,7 @@ class Scenario:
     connector: ConnectorScript | None = None
 
     def make_connector(self) -> "StandInConnector | None":
-        """A KV connector for one run. None if the scenario has no connector."""
+        """Creates the KV connector of one run. None if the scenario has no connector."""
         if self.connector is None:
             return None
         return self.connector.make(self.config.block_size)
@@ -220,7 +224,7 @@ def _request(
         cache_salt=add.get("cache_salt") or "",
         resumable=add.get("resumable", False),
         reads_prefix_cache=not add.get("skip_reading_prefix_cache"),
-        # A scenario has no adapter weights, so the digest is computed from the name.
+        # A scenario has no adapter weights, so the digest is computed from the adapter's name.
         adapter_digest=hashlib.sha256(adapter.encode()).digest() if adapter else b"",
         adapter_name=adapter,
         encoder_inputs=tuple(map(_item, add.get("mm", ()))),
@@ -245,7 +249,9 @@ def _set_grammar(request: Request, grammar: StandInGrammar, step: int) -> None:
 
 
 def _next_chunk(added: Request) -> NextChunk:
-    """Converts an added request with the id of an existing session to the session's next input."""
+    """Converts an added request that has the id of an existing session to further input of the
+    session.
+    """
     if not added.resumable:
         return NextChunk(added.request_id, None)
     chunk = InputChunk(tuple(added.token_ids), added.sampling, added.arrival_time)
@@ -253,7 +259,9 @@ def _next_chunk(added: Request) -> NextChunk:
 
 
 def _control(event: dict[str, Any]) -> Event:
-    """Reads an event without a request: a pause, the end of a pause, a reset, a throttled step."""
+    """Reads an event that concerns no request: a pause, the end of a pause, a reset, a throttled
+    step.
+    """
     if "pause" in event:
         return Pause(PauseMode(event["pause"]), event.get("clear_cache", True))
     if "reset_prefix_cache" in event:

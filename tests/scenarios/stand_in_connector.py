@@ -1,4 +1,4 @@
-"""A simulated KV connector with simulated external storage, for scenarios."""
+"""A KV connector for scenarios, with simulated external storage."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,9 @@ from tests.scenarios.connector import ExternalTokens
 
 @dataclass(slots=True)
 class _Source:
-    """The externally stored tokens of one request, and the number of queries and loads so far."""
+    """The externally stored tokens of one request, and the number of queries and loads of them so
+    far.
+    """
 
     tokens: ExternalTokens
     num_questions: int = 0
@@ -24,8 +26,8 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """A load that has not ended. An asynchronous load ends at `end_step`. A synchronous load ends
-    with the output of the step `end_step`.
+    """A load that has not ended. `end_step` is the step in which an asynchronous load ends, or with
+    whose output a synchronous load ends.
     """
 
     request: RequestKey
@@ -37,28 +39,29 @@ class _Load:
 
 @dataclass(slots=True)
 class StandInConnector(KVConnector):
-    """The scheduler's and the workers' side of a KV connector. The scenario defines which tokens
-    are stored, which loads fail, and how long transfers take. The run sets `step`.
+    """Simulates both sides of a KV connector, in the scheduler and in the workers. The scenario
+    defines which tokens are stored, which loads fail, and how long transfers take. The scenario's
+    run sets `step`, the current step.
     """
 
     block_size: int
     sources: Mapping[RequestKey, ExternalTokens]
     send_steps: Mapping[RequestKey, int]
-    """Maps a request to the number of steps in which its blocks are sent after its end. Blocks of
+    """Maps a request to the number of steps after its end in which its blocks are sent. Blocks of
     aborted requests are not sent.
     """
     frees_are_awaited: bool = False
-    """Whether requests that lack blocks wait while blocks are being sent."""
+    """Whether requests that lack blocks wait for blocks that are still being sent."""
     step: int = 0
     sent: list[tuple[Request, BlockTables]] = field(default_factory=list)
-    """Requests whose sending has begun since the last step. `transfers_after_step` empties it."""
+    """Requests whose sending began since the last step. `transfers_after_step` empties the list."""
     _sources: dict[RequestKey, _Source] = field(default_factory=dict)
     _loads: list[_Load] = field(default_factory=list)
     _sends: dict[RequestKey, int] = field(default_factory=dict)
 
     @property
     def has_transfers(self) -> bool:
-        """Whether the end of a load or a send has not been reported yet."""
+        """Whether a load or a send has not ended or its end has not been reported."""
         return bool(self._loads or self._sends)
 
     def get_num_new_matched_tokens(

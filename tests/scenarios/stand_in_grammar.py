@@ -1,5 +1,5 @@
-"""A simulated grammar for scenarios. As in the recordings of vLLM, a function of a token and its
-position determines whether the token is allowed.
+"""A simulated grammar for scenarios. As in the recordings of vLLM, a token is allowed or not by a
+function of its id and its position.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,21 @@ COMPILE_ERROR = "the grammar of the scenario is said not to compile"
 
 @dataclass(frozen=True, slots=True)
 class StandInGrammar:
-    """A grammar that allows two thirds of all tokens at each position of the output."""
+    """A grammar that allows two thirds of all tokens at each output position."""
 
     eos_token_id: int
     ready: int
-    """The step before which the compilation ends."""
+    """The step before which its compilation ends."""
     length: int | None = None
     """The number of output tokens after which only the end-of-sequence token is allowed. With None,
     this token is never allowed.
     """
     error: bool = False
-    """Whether the compilation fails."""
+    """Whether its compilation fails."""
     break_at: int | None = None
-    """An output position at which the sampler returns a token that the grammar refuses, or None."""
+    """The output position at which the sampler returns a token that the grammar refuses, or
+    None.
+    """
 
     def allows(self, token_id: int, position: int) -> bool:
         """Whether `token_id` is allowed at an output position, counted from 0."""
@@ -32,7 +34,7 @@ class StandInGrammar:
 
     def sample(self, token_id: int, position: int) -> int:
         """The token that is sampled if the model prefers `token_id`: the first allowed token from
-        `token_id` upwards, or the first refused token at `break_at`.
+        `token_id` upwards or, at the position `break_at`, the first refused token.
         """
         breaks = position == self.break_at
         if not breaks and self.length is not None and position >= self.length:
@@ -42,7 +44,9 @@ class StandInGrammar:
         return token_id
 
     def num_allowed(self, token_ids: Sequence[int], position: int) -> int:
-        """The number of leading `token_ids` that are allowed if the first is at `position`."""
+        """How many of `token_ids`, counted from the first, are allowed, if the first is at
+        `position`.
+        """
         for index, token_id in enumerate(token_ids):
             if not self.allows(token_id, position + index):
                 return index

@@ -1,5 +1,5 @@
-"""A simulated model for scenarios. As in the recordings of vLLM, tokens and drafts are functions of
-the previous tokens.
+"""A simulated model for scenarios. As in the recordings of vLLM, the sampled tokens and the drafts
+are functions of the previous tokens.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -30,12 +30,14 @@ class StandInModel:
         self._grammars = grammars or {}
         self._tokens: dict[Request, list[int]] = {}
         self._checked: dict[Request, list[int]] = {}
-        """The drafts of the next step, after the check by the grammars. Refused drafts are -1."""
+        """For each request, its drafts for the next step after the check by its grammar. Refused
+        drafts are -1.
+        """
 
     def execute(self, plan: SchedulerOutput, void: Collection[Request] = ()) -> ModelRunnerOutput:
-        """The output of a step, to be called in the order of steps. The sampled tokens of requests
-        in `void` will be dropped, so the next drafts of these requests continue the tokens before
-        this step.
+        """Returns the output of a step. To be called in the order of steps. The scheduler will drop
+        the tokens that this step samples for requests in `void`. So the next drafts of these
+        requests continue their tokens before this step.
         """
         if self._pooling:
             return pooled_output(plan)
@@ -60,9 +62,9 @@ class StandInModel:
         )
 
     def check_drafts(self, plan: SchedulerOutput) -> dict[Request, list[int]]:
-        """The drafts of the next step `plan`, which has only placeholders for them. The first draft
-        that a grammar refuses and all later drafts are -1. The drafts of a request that has ended,
-        or that `plan` admits, remain placeholders.
+        """Returns the drafts for `plan`, the next step, which has only placeholders for them. The
+        first draft that a grammar refuses and all later drafts are -1. Drafts of requests that have
+        ended, or that `plan` admits, remain placeholders.
         """
         self._checked = {
             request: self._checked_drafts(request, placeholders, plan)
@@ -85,14 +87,18 @@ class StandInModel:
         return drafts[: self._num_allowed(request, held, drafts)]
 
     def _num_allowed(self, request: Request, held: list[int], following: list[int]) -> int:
-        """The number of tokens in `following` that the request's grammar allows after `held`."""
+        """How many tokens of `following`, counted from the first, the request's grammar allows
+        after `held`.
+        """
         grammar = self._grammars.get(request.request_id)
         if grammar is None:
             return len(following)
         return grammar.num_allowed(following, len(held) - request.num_prompt_tokens)
 
     def take_back(self, requests: Iterable[Request]) -> None:
-        """Removes sampled tokens that the scheduler dropped from the stored tokens of requests."""
+        """Removes the sampled tokens that the scheduler dropped from the stored tokens of
+        requests.
+        """
         for request in requests:
             self._tokens[request] = list(request.token_ids)
 
@@ -127,8 +133,8 @@ class StandInModel:
         return longer[len(tokens) :]
 
     def _proposals(self, request: Request, tokens: list[int], count: int) -> list[int]:
-        """Proposes `count` drafts after `tokens`. About seven in ten are right. The others are too
-        large by one.
+        """Proposes `count` drafts after `tokens`. About seven in ten are correct. The others are
+        one too large.
         """
         return [
             token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1

@@ -15,7 +15,9 @@ from tests.scenarios.transfer_record import begun_loads
 
 
 class StepRecorder:
-    """Records the steps of one scheduler and the state of its pool `core`."""
+    """Records the steps of one scheduler, and the state of `core`, the pool behind the scheduler's
+    pool client.
+    """
 
     def __init__(self, scheduler: Scheduler, core: KVPool, config: SchedulerConfig) -> None:
         self._scheduler = scheduler
@@ -68,7 +70,7 @@ class StepRecorder:
         self._record_pool(record, "_sched")
 
     def before_update(self) -> None:
-        """Must be called before the output of a step is processed."""
+        """Must be called before the scheduler processes the output of a step."""
         if self._groups is not None:
             self._groups.before_update()
 

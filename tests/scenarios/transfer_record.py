@@ -26,7 +26,7 @@ def begun_loads(plan: SchedulerOutput, config: SchedulerConfig) -> list[Any]:
 
 
 def reported_transfers(results: KVTransferResults, requests: Iterable[Request]) -> Record:
-    """The transfer results that are reported with an output."""
+    """The transfer results that the workers report with the output of a step."""
     ids = {request.key: request.request_id for request in requests}
     return {
         "finished_recving": [ids[key] for key in results.finished_recving],
@@ -37,8 +37,8 @@ def reported_transfers(results: KVTransferResults, requests: Iterable[Request]) 
 
 
 def transfers_after_step(scheduler: Scheduler, connector: "StandInConnector") -> Record:
-    """The requests that load after a step, the requests whose sending began in the step, and the
-    blocks that are freed only after a step in flight.
+    """The state of transfers after a step: requests that load, requests whose sending began in the
+    step, and blocks that are freed once a step in flight has ended.
     """
     sends, connector.sent = connector.sent, []
     transfers = scheduler.transfers
@@ -55,5 +55,7 @@ def transfers_after_step(scheduler: Scheduler, connector: "StandInConnector") ->
 
 
 def _listed(blocks: BlockTables, config: SchedulerConfig) -> list[Any]:
-    """The block table of each group, or the only block table if the scenario names no groups."""
+    """The block table of each named KV-cache group. If the scenario names no groups, the only block
+    table.
+    """
     return [list(group) for group in blocks] if config.groups else list(blocks[0])

@@ -1,5 +1,6 @@
-"""`python -m tests.worlds 0 2000` runs the random worlds with these numbers. Prints the number and
-the error of each failed world, and how often each kind of event happened in all worlds.
+"""`python -m tests.worlds 0 2000` runs the random worlds with the numbers 0 to 1999. A world is a
+replica with random requests and failures, simulated in one process. Prints the number and the error
+of each failed world, and how often each kind of event happened in all worlds.
 """
 
 import logging

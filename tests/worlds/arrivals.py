@@ -1,4 +1,4 @@
-"""Generates the random requests of a world."""
+"""Generates the random requests that arrive in a world (a simulated replica)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +28,8 @@ def make_arrival(
     random: Random, config: SchedulerConfig, families: set[str], earlier: Sequence[Arrival]
 ) -> Arrival:
     """A random request for a replica with the features `families`. If the scheduling policy retains
-    contexts, the request may continue one of the earlier requests.
+    contexts (KV blocks of an ended request for the program's next one), the request may continue an
+    earlier one.
     """
     tick = random.randrange(LAST_ARRIVAL)
     prompt = _prompt(random)
@@ -82,7 +83,7 @@ def _program(random: Random) -> DeclaredProgram | None:
 
 
 def _prompt(random: Random) -> tuple[int, ...]:
-    """A random prompt. Prompts have few different beginnings, so that they often share prefixes."""
+    """A random prompt. Prompts often share prefixes, because they have few different beginnings."""
     stem = random.choice(_STEMS)[: random.choice((0, 4, 9, 16, 25))]
     tokens = [*stem, *[3 + random.randrange(3)] * random.randint(1, 4)]
     if random.random() < 0.3:  # like a later turn of a conversation
@@ -104,8 +105,8 @@ def _sampling(random: Random) -> SamplingParams:
 
 
 def _resubmitted(random: Random, arrival: Arrival) -> Arrival:
-    """Turns a request into one that a gateway sends again after the loss of its replica, with the
-    output tokens that were already delivered.
+    """Converts a request to one that a gateway sends again after the loss of its replica, with the
+    output tokens that the client already has.
     """
     most = (arrival.sampling.max_tokens or 1) - 1
     num_output = min(most, random.randrange(4))
@@ -136,7 +137,7 @@ def _with_items(random: Random, arrival: Arrival) -> Arrival:
 
 def _with_transfers(random: Random, config: SchedulerConfig, arrival: Arrival) -> Arrival:
     if random.random() < 0.6:
-        # Asynchronous loads of a connector with the role PRODUCER do not wait for steps in flight.
+        # With the role PRODUCER, a connector does not load tokens.
         is_async = config.kv_role is not KVRole.PRODUCER and random.random() < 0.6
         fails = random.random() < 0.3
         names_blocks = config.only_grows and len(config.all_groups) == 1

@@ -1,4 +1,4 @@
-"""The expected answers to requests. The tokens of an answer depend on its request alone, and not on
+"""The expected answers to requests. The tokens of an answer depend only on its own request, not on
 other requests or events.
 """
 
@@ -33,7 +33,8 @@ def expected_turns(arrival: Arrival, max_model_len: int) -> list[ExpectedTurn]:
     num_prompt, sampling = arrival.num_prompt_tokens, arrival.sampling
     turns = [_turn(known, num_prompt, sampling, arrival.grammar, max_model_len)]
     for turn in arrival.turns:
-        # The last output token of a turn is not computed and not part of the next turn's input.
+        # The last output token of a turn is not computed, and not part of the input of the next
+        # turn.
         known += [*turns[-1].token_ids[:-1], *turn.token_ids]
         turns.append(_turn(known, len(known), turn.sampling, None, max_model_len))
     return turns
@@ -110,7 +111,8 @@ def check_answer(
             assert arrival.grammar.error
             assert not delivered
         case FinishReason.ERROR if arrival.items and len(delivered) not in ends[1:]:
-            # A preempted request may end so: another request has the same item in another size.
+            # A preempted request may end in this way if another request has the same item (such as
+            # an image) in another size.
             assert "has another size" in request.error
         case _:
             assert len(delivered) in ends[1:], arrival.name

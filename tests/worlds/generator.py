@@ -1,4 +1,6 @@
-"""Generates random worlds from numbers. A number always yields the same world."""
+"""Generates random worlds (simulated replicas with their requests and failures) from numbers. A
+number always yields the same world.
+"""
 
 from dataclasses import replace
 from random import Random
@@ -38,7 +40,6 @@ _CONNECTORS = {"connector", "tier"}
 
 
 def make_world(number: int) -> World:
-    """Generates the world of a number."""
     random = Random(number)
     while True:
         families = {name for name, share in FAMILIES.items() if random.random() < share}
@@ -76,9 +77,9 @@ def make_world(number: int) -> World:
 
 
 def _conflicting(families: set[str]) -> set[str]:
-    """The features that other features of the world exclude. A pooled prompt has no output. Workers
-    of several pipeline stages do not feed sampled tokens to the next step, which drafts and
-    asynchronous scheduling require. There is only one KV connector.
+    """The features that other features of the world exclude. Prompts that are pooled have no
+    output. Workers of several pipeline stages do not feed sampled tokens to the next step, which
+    drafts and asynchronous scheduling require. There is only one KV connector.
     """
     conflicts: set[str] = set()
     if "pooling" in families:
@@ -94,7 +95,7 @@ def _conflicting(families: set[str]) -> set[str]:
 
 
 def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
-    """A configuration whose pool fits the longest sequence, but not many of them. None if the drawn
+    """A configuration whose pool fits the longest sequence, but few of these. None if the drawn
     configuration is invalid.
     """
     num_drafts = random.randint(1, 3) if "drafts" in families else 0
@@ -155,7 +156,7 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
             "kv_role": random.choice((KVRole.BOTH, KVRole.CONSUMER, KVRole.PRODUCER)),
             "kv_load_failure_policy": random.choice(tuple(KVLoadFailurePolicy)),
             "requires_kv_delivery": random.random() < 0.3,
-            # Loads contain the states of state-space layers, but not the blocks of a window.
+            # Loads restore the states of state-space layers, but not the blocks of a window.
             "supports_divergent_local_hybrid_hits": kinds
             <= {AttentionType.FULL, AttentionType.STATE_SPACE}
             and random.random() < 0.3,
@@ -171,8 +172,8 @@ def _config(random: Random, families: set[str]) -> SchedulerConfig | None:
 
 
 def _threshold(random: Random, families: set[str]) -> int:
-    """The threshold for long prefills. It is 0 (none) if requests have multimodal items, because it
-    could be smaller than an item that must not be chunked.
+    """The threshold for long prefills. It is 0 (none) if requests have multimodal items, because an
+    item must not be chunked and a threshold could be smaller than it.
     """
     if "encoder" in families:
         return 0
@@ -199,7 +200,7 @@ def _groups(
     if "groups" not in families:
         return (KVCacheGroup(AttentionType.FULL, size),)
     choices = list(AttentionType)
-    if "tier" in families and num_drafts:  # states after drafts are not offloaded
+    if "tier" in families and num_drafts:  # the tier does not store states after drafts
         choices.remove(AttentionType.STATE_SPACE)
     kinds = [random.choice(choices) for _ in range(random.randint(1, 3))]
     if random.random() < 0.6 or not kinds:

@@ -1,4 +1,6 @@
-"""Invariants of every step in any world, computed from block tables, tokens and limits."""
+"""Invariants of each step of a world (a simulated replica with random requests and failures),
+computed from block tables, tokens and limits.
+"""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
@@ -50,7 +52,9 @@ def check_plan(
     plan: SchedulerOutput,
     sent: Iterable[SchedulerOutput],
 ) -> None:
-    """Checks all invariants of a planned step. `sent` are the earlier steps that are in flight."""
+    """Checks all invariants of a planned step. `sent` are the earlier steps that are still in
+    flight.
+    """
     check_limits(scheduler, plan)
     check_states(scheduler)
     check_known_tokens(scheduler.config, plan, sent)
@@ -114,10 +118,10 @@ def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> N
     """A step writes each block for one request only, and no request outside the step has this block
     in its table.
 
-    There are two exceptions. A request that starts a load may have a prefix hit that this step
-    computes. The blocks of a failed load are computed again by the first request that shares them,
-    for all requests, as in vLLM. With drafts, the blocks of states are not checked, because only
-    the workers know which of them a step writes.
+    There are two exceptions. A request that starts a load may share a prefix that this step
+    computes. The blocks of a failed load are computed again for all requests by the first request
+    that shares them, as in vLLM. With drafts, blocks with recurrent states are not checked, because
+    only the workers know which of them a step writes.
     """
     written: Counter[int] = Counter()
     again: set[int] = set()
@@ -147,8 +151,8 @@ def check_tables(scheduler: Scheduler, pool: KVPool, plan: SchedulerOutput) -> N
 
 
 def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
-    """Requests are admitted in queue order. Only the requests in `plan.passed_over` may be
-    overtaken, which wait for a reason of their own. A step that preempts admits no request.
+    """Requests are admitted in queue order. Only the requests in `plan.passed_over`, which wait for
+    a reason of their own, may be overtaken. A step that preempts admits no request.
     """
     admitted = {*plan.new, *plan.resumed}
     assert len(admitted) == len(plan.new) + len(plan.resumed) == len(plan.block_tables)
@@ -161,7 +165,9 @@ def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
 
 
 def check_victims(scheduler: Scheduler, plan: SchedulerOutput) -> None:
-    """The victims of preemptions are the last running requests in the policy's order."""
+    """The victims of preemptions are the last running requests in the order of the scheduling
+    policy.
+    """
     rank = VICTIM_ORDERS.get(scheduler.config.policy)
     left = [] if rank is None else [rank(request) for request in scheduler.running]
     for preemption in plan.preemptions:
@@ -173,8 +179,8 @@ def check_victims(scheduler: Scheduler, plan: SchedulerOutput) -> None:
 
 
 def check_pause(scheduler: Scheduler, before: Before, plan: SchedulerOutput) -> None:
-    """In a pause nothing is computed. With mode WAIT, running requests continue to their ends, and
-    only requests that already have blocks are resumed.
+    """In a pause nothing is computed, with one exception: in mode WAIT running requests continue to
+    their ends, and preempted requests that still have blocks are resumed.
     """
     if before.pause_mode is None or scheduler.pause_mode is not before.pause_mode:
         return
@@ -187,24 +193,24 @@ def check_pause(scheduler: Scheduler, before: Before, plan: SchedulerOutput) -> 
 
 
 class PublishedContents:
-    """Checks that each cached block has the contents of which it has the hash."""
+    """Checks that the contents of each cached block are those that its hash names."""
 
     def __init__(self, config: SchedulerConfig, *, follows_states: bool) -> None:
         self._config = config
         self._follows_states = follows_states
         self._digests: dict[BlockHash, dict[int, list[int]]] = defaultdict(dict)
-        """Maps each hash to sequences with this hash: the digest at the end of the hash's block,
-        and the digests at all positions of the sequence. A hash has two sequences if one identifier
-        has items of two sizes.
+        """Maps each block hash to the sequences with this hash. A sequence is stored as the digest
+        at the end of the hash's block, and the digests at all its positions. A hash has two
+        sequences if one identifier has items of two sizes.
         """
         self._num_tokens: dict[BlockHash, int] = {}
-        """Maps each hash to the number of tokens from the start of the sequence to the end of the
-        hash's block.
+        """Maps each hash to the number of tokens from the start of its sequence to the end of its
+        block.
         """
         self._seen: dict[Request, tuple[int, int]] = {}
 
     def learn(self, requests: Iterable[Request]) -> None:
-        """Stores the hashes of requests, and the digests at the positions of their sequences."""
+        """Stores the hashes of requests, and the digests of their sequences."""
         size = self._config.hash_block_size
         for request in requests:
             seen = len(request.block_hashes), len(request.token_ids)
@@ -229,7 +235,7 @@ class PublishedContents:
         self, connector: "OffloadingConnector", tier: WorldTier, cache: PagedCache
     ) -> None:
         """Checks that each block in the tier of offloaded blocks has the contents of its key. Skips
-        blocks that are perhaps not stored yet.
+        blocks that may not have been stored yet.
         """
         connector.index.check()
         stores = chain(connector._stores.values(), *(sent.blocks for sent in connector._uncertain))

@@ -1,7 +1,9 @@
-"""Runs a simulated world to its end: an engine with its scheduler and pool, in virtual time.
+"""Runs a world to its end: a simulated replica (engine, scheduler, pool and workers) in virtual
+time.
 
-At each tick the world's external events occur, the engine runs until it must wait, and the workers
-answer one step. Nothing else influences the order of events, so all runs of a world are equal.
+In each tick, the external events of the world occur, the engine runs until it must wait, and the
+workers answer one step. Nothing else influences the order of events, so all runs of a world are
+equal.
 """
 
 import asyncio
@@ -47,15 +49,15 @@ if TYPE_CHECKING:
 TICK = 0.001
 """Length of a tick in seconds of virtual time."""
 TICKS_IN_SECONDS = 0.1
-"""Length of a tick in seconds by the clock of the policy, because programs pause for seconds, and
-of the queue estimate, which is updated ten times a second.
+"""Length of a tick in seconds by the clocks of the scheduling policy, whose programs pause for
+seconds, and of the queue estimate, which is updated ten times a second.
 """
 MAX_TICKS = 6000
-"""The maximum number of ticks after the last external event. No world needs that many."""
+"""The maximum number of ticks after the last external event. Worlds need fewer."""
 
 
 class Life:
-    """One run of a world. `happened` counts the events of this and other runs."""
+    """One run of a world. `happened` counts the events of all runs."""
 
     def __init__(self, world: World, happened: Counter[str]) -> None:
         config = world.config
@@ -91,15 +93,16 @@ class Life:
             self._observe_slow_steps()
         self._before: Before | None = None
         self.in_flight: list[SchedulerOutput] = []
-        """Planned steps whose output has not been processed."""
+        """Planned steps whose output the scheduler has not processed."""
         self._contents = PublishedContents(config, follows_states=not config.num_speculative_tokens)
         self._tasks: set[asyncio.Task[None]] = set()
         self._events = deque(world.events)
         self._compiling: list[tuple[int, Request, bool]] = []
 
     def _observe_slow_steps(self) -> None:
-        """Sets the estimated cost of prompt tokens, so high that in most worlds cached contexts are
-        worth more than most requests gain.
+        """Makes prompt tokens look expensive to compute. Then in most worlds the scheduling policy
+        values retained contexts (KV blocks of ended requests) higher than most requests that could
+        use the blocks.
         """
         seconds = 10.0 ** -(self.world.number % 3)
         for _ in range(RECENT_STEPS):
@@ -150,7 +153,7 @@ class Life:
         return f"requests starve: {states}, {num_free} blocks are free"
 
     def _estimate_queue(self, tick: int) -> None:
-        """Updates the queue estimate as the replica does, and checks that the estimate is
+        """Updates the queue estimate as a replica does, and checks that the estimate is
         plausible.
         """
         running, most = self.scheduler.running, self.world.config.max_running
@@ -288,8 +291,8 @@ class Life:
 
     @property
     def _leaves_stale_hashes(self) -> bool:
-        """Whether a load within a step may fail and its blocks are then computed again. As in vLLM,
-        the hashes of these blocks stay published until then.
+        """Whether a failed load within a step may leave blocks to compute again. As in vLLM, the
+        hashes of these blocks stay published until they are computed.
         """
         recomputes = self.world.config.kv_load_failure_policy is KVLoadFailurePolicy.RECOMPUTE
         return recomputes and any(
@@ -323,7 +326,7 @@ class Life:
     def updated(self, plan: SchedulerOutput, ended: Sequence[Request]) -> None:
         """Called after the output of a step is processed."""
         for request in ended:
-            if request.context is not None and request.key % 3:  # the other turns get no report
+            if request.context is not None and request.key % 3:  # otherwise no reported pause
                 tool = self.world.arrivals[0].name if request.key % 4 else ""
                 if request.key % 5:
                     self.engine.changes.end_turn(request.context, tool)
@@ -336,7 +339,7 @@ class Life:
         if self.offloading is not None and self.tier is not None:
             self._contents.check_tier(self.offloading, self.tier, self.workers.model.cache)
         is_settled = not any(later.requests for later in self.in_flight)
-        # Hashes of blocks that were not loaded are removed with the next transaction.
+        # The next transaction removes the hashes of blocks that were not loaded.
         is_evicted = not self.scheduler.kv_cache_manager.pending.evictions
         if is_settled and is_evicted and not self._leaves_stale_hashes:
             self._contents.check(self.pool.core, self.workers.model.cache)
@@ -364,7 +367,7 @@ class Life:
             self.happened["blocks replaced in tiers"] += index.num_evictions
 
     def _check_contexts(self) -> None:
-        """Asserts that the policy knows every context in the pool."""
+        """Asserts that the policy knows every retained context that the pool has."""
         retention, contexts = self.scheduler.retention, self.pool.core._blocks.contexts
         if isinstance(retention, ProgramRetention) and contexts is not None:
             self.happened["contexts at the end"] += len(contexts._contexts)
@@ -388,7 +391,7 @@ class Life:
 
 
 class _Replica:
-    """A `PoolAndWorkers` that restores pool and workers at once."""
+    """A `PoolAndWorkers` that restores the pool and the workers at once."""
 
     workers_were_ended = False
 
@@ -404,7 +407,7 @@ class _Replica:
 
 
 class _Observer(EngineObserver):
-    """The engine's observer, as in a replica, which also runs the world's checks."""
+    """The engine's observer, as in a replica. It also runs the checks of the world."""
 
     def __init__(self, life: Life) -> None:
         self.counts = StepCounts(life.scheduler.step_costs)

@@ -1,6 +1,6 @@
-"""The KV pool of a simulated world, with the parts of the pool service: generations, numbered
-transactions, KV events, and the log for the directory. In the middle of a step, the pool can be
-lost, and events of the world can occur.
+"""The KV pool of a world (a simulated replica), with what the pool service adds to it: generations
+(numbers of its successive openings), numbered transactions, KV events, and the log for the
+directory. The pool can be lost in the middle of a step, and events of the world can occur there.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class _Log:
         self.changes.apply(batch)
 
     def flush(self) -> None:
-        """Writes all changes since the last call to the log."""
+        """Appends all changes since the last call to the log."""
         if self.changes.must_restart:
             self.written = set(self.changes.restart())
         else:
@@ -79,7 +79,7 @@ class WorldPool:
 
     @property
     def core(self) -> KVPool:
-        """The core of the current generation's pool."""
+        """The pool of the current generation."""
         return self._hosted.pool
 
     @property
@@ -148,7 +148,7 @@ class WorldPool:
 
 
 def _wrong(number: int, held: RequestKey | None, num_blocks: int) -> list[Operation]:
-    """A transaction that a pool must refuse."""
+    """A transaction that the pool must refuse."""
     absent = RequestKey(10**9)
     wrong: list[Operation] = [
         Grow([absent], [0], [1]),

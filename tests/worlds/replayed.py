@@ -11,7 +11,9 @@ from services.scheduler.core.step_log.log_entry import Entry
 
 
 async def replay_differences(config: SchedulerConfig, entries: Iterable[Entry]) -> list[Difference]:
-    """The differing fields of the first log entry whose replay differs. Empty if none differs."""
+    """Replays the log entries up to the first whose replay differs. Returns the differing fields of
+    this entry.
+    """
     replay = LogReplay(Header("world", config))
     for entry in entries:
         if differences := await replay.replay_entry(Field(json.loads(json.dumps(entry)))):

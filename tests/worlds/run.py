@@ -1,4 +1,4 @@
-"""Runs one random world and replays its step log."""
+"""Runs one random world (a simulated replica) and replays its step log."""
 
 from collections import Counter
 

@@ -1,5 +1,5 @@
-"""The tier of host memory of a world's workers, to which KV blocks are offloaded. It follows the
-rules of `services.worker.options.tier.kv_tier.KVTier`.
+"""The tier of host memory to which the workers of a world offload KV blocks. It follows the rules
+of `services.worker.options.tier.kv_tier.KVTier`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,9 @@ class TierBlock:
 
 @dataclass(slots=True)
 class _Load:
-    """A load that has not ended. It ends with the output of the step after `num_steps` more."""
+    """A load that has not ended. It ends with the output of the step that is run after `num_steps`
+    more.
+    """
 
     load: ConnectorLoad
     num_steps: int
@@ -35,9 +37,9 @@ class _Load:
 
 
 class WorldTier:
-    """A tier that stores blocks before their step writes to the cache. A load begins with its step
-    and ends with the output of that step or a later one. Some loads copy their blocks when they
-    begin, others when they end. A block that is damaged or has another key is not copied.
+    """Stores blocks before their step writes to the cache. A load begins with its step, and ends
+    with the output of this step or of a later one. Some loads copy their blocks when they begin,
+    others when they end. Blocks that are damaged or have another key are not copied.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -45,7 +47,6 @@ class WorldTier:
         self._loads: list[_Load] = []
 
     def block(self, number: int) -> TierBlock | None:
-        """The last stored block with this number, or None."""
         return self._blocks[number]
 
     def store(self, stores: Sequence[BlockTransfer], cache: PagedCache) -> None:
@@ -62,7 +63,7 @@ class WorldTier:
                 self._copy(load, cache)
 
     def end_step(self, cache: PagedCache) -> KVTransferResults:
-        """Ends a step. Returns the results of the loads that end with it."""
+        """Ends a step. Returns the results of the loads that end in the step."""
         ended = [load for load in self._loads if not load.num_steps]
         self._loads = [load for load in self._loads if load.num_steps]
         for load in self._loads:
@@ -83,7 +84,7 @@ class WorldTier:
             block.is_damaged = True
 
     def reset(self) -> None:
-        """Drops all loads, as at the begin of a new generation of the workers."""
+        """Drops all loads, as when the pool and workers begin a new generation."""
         self._loads.clear()
 
     def clear(self) -> None:

@@ -1,4 +1,6 @@
-"""The workers of a world, with a PagedModel. The world decides when each step is answered."""
+"""The workers of a world (a simulated replica), which compute with a PagedModel. The world decides
+when they answer each step.
+"""
 
 import asyncio
 from collections import deque
@@ -23,15 +25,15 @@ if TYPE_CHECKING:
 _Answer = asyncio.Future[ModelRunnerOutput]
 _LEAST_SECONDS, _MOST_SECONDS = 0.01, 10.0
 _SLACK_SECONDS = 0.005
-"""In every second world, the workers report this slack for each step, so that the engine delays
-steps: at most until the next tick, in which the previous step ends.
+"""In every second world, the workers report these seconds of slack for each step. The engine then
+delays each step, at most until the next tick, in which the previous step ends.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class SentLoad:
-    """A load of the positions from `begin` up to `end` of a sequence, and of the state from which
-    the sequence continues. If all tokens are loaded, it is the state before the last token.
+    """A load of the positions from `begin` up to `end` of a sequence, and of the recurrent state at
+    `end`. If all tokens are loaded, it is the state before the last token.
     """
 
     request: RequestKey
@@ -50,18 +52,18 @@ class SentStep:
     work: StepWork
     loads: list[SentLoad]
     number: int
-    """The connector's number of the step."""
+    """The number of the step, as the connector counts."""
     answer: _Answer
     void: set[str] = field(default_factory=set)
     """Ids of requests that the step computes from data that was not loaded."""
 
 
 class WorldWorkers:
-    """An `Executor`. Steps run one after another. A step runs at the time when it is answered.
+    """An `Executor`. A step runs when it is answered, after all earlier steps.
 
-    Asynchronous loads are not ordered with steps. Some store their contents as soon as they are
-    sent, before the steps in flight run, and others when they end. Loads from the `tier` begin when
-    their step runs.
+    Asynchronous loads are not ordered with steps. Some write to the cache as soon as they are sent,
+    before the steps in flight run, and others when they end. Loads from the `tier` begin when their
+    step runs.
     """
 
     def __init__(
@@ -77,15 +79,16 @@ class WorldWorkers:
         self._sent: deque[SentStep] = deque()
         self._deadlines = Deadlines(_LEAST_SECONDS, _MOST_SECONDS)
         self._void: dict[int, set[str]] = {}
-        """Maps an answered step to the ids of requests with blocks that were not loaded. Until the
-        scheduler has processed the answer, it plans steps of these requests with wrong data.
+        """Maps an answered step to the ids of requests whose blocks were not loaded. Until the
+        scheduler has processed the answer, it plans further steps of these requests, which compute
+        from wrong data.
         """
         self._dropped: dict[int, set[str]] = {}
-        """Maps an answered step to the ids of requests whose tokens must be dropped, because their
-        blocks had not been computed again after a failed load.
+        """Maps an answered step to the ids of requests whose tokens the scheduler must drop,
+        because their blocks had not been computed again after a failed load.
         """
         self._late_loads: dict[RequestKey, SentLoad] = {}
-        """Maps requests to their asynchronous loads, which store the contents when they end."""
+        """Maps requests to their asynchronous loads, which write to the cache when they end."""
         self._items: dict[str, int] = {}
         """Maps the identifier of an item to the number of its stored embeddings."""
         self._is_lost = False
@@ -93,7 +96,7 @@ class WorldWorkers:
         """Whether the lost workers have ended, so that new processes replace them."""
         self._last_plan: SchedulerOutput | None = None
         self._stale: set[Request] = set()
-        """Requests for which the workers may store tokens that the scheduler has dropped."""
+        """Requests for which the workers may still store tokens that the scheduler has dropped."""
         self.model = self._new_model()
 
     @property
@@ -135,7 +138,7 @@ class WorldWorkers:
         step.answer.set_result(output)
 
     def taken_in(self, plan: SchedulerOutput) -> None:
-        """Called when the scheduler has processed the answer of a step."""
+        """Must be called when the scheduler has processed the answer of a step."""
         self._void.pop(plan.step, None)
         void = self._dropped.pop(plan.step, ())
         kept = set(plan.requests) - plan.dropped
@@ -149,8 +152,8 @@ class WorldWorkers:
                 step.answer.set_exception(WorkersLost("the workers are away"))
 
     def renew(self) -> None:
-        """Begins a new generation with an empty batch and an empty cache. The tier's blocks survive
-        unless the worker processes have ended.
+        """Begins a new generation (as after a loss) with an empty batch and an empty cache. The
+        tier's blocks survive unless the worker processes have ended.
         """
         self._give_up()
         if self._tier is not None:
@@ -228,7 +231,7 @@ class WorldWorkers:
         return replace(output, kv_transfers=results)
 
     def _take_back(self, plan: SchedulerOutput) -> None:
-        """Removes dropped tokens of requests before a step that continues without these tokens."""
+        """Removes the dropped tokens of requests, before a step continues without them."""
         if self._last_plan is not None:
             self._stale |= self._last_plan.dropped
         for request in self._stale.intersection(plan.requests) - plan.dropped:
@@ -237,7 +240,7 @@ class WorldWorkers:
         self._last_plan = plan
 
     def _begin_load(self, load: SentLoad) -> None:
-        """Begins an asynchronous load. Every second request's load stores its contents at once."""
+        """Begins an asynchronous load. Every second request's load writes to the cache at once."""
         if load.request % 2:
             self._store(load)
         else:

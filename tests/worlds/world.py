@@ -1,4 +1,4 @@
-"""The description of a random world: a replica, the requests that arrive, and other events."""
+"""The description of a world: a simulated replica, the requests that arrive, and other events."""
 
 import enum
 from dataclasses import dataclass, field
@@ -13,7 +13,9 @@ from tests.scenarios.stand_in_grammar import StandInGrammar
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A further turn of a session: the tick at which its input arrives, and the input."""
+    """A further turn of a session (a request that receives its input in turns): the tick at which
+    its input arrives, and the input.
+    """
 
     tick: int
     token_ids: tuple[int, ...]
@@ -44,7 +46,9 @@ class Arrival:
     send_steps: int | None = None
     abort_at: int | None = None
     must_start_within: int | None = None
-    """The number of ticks after which the request is aborted if it has not been scheduled."""
+    """The number of ticks after its arrival at which the request is aborted unless it has been
+    scheduled.
+    """
     program: DeclaredProgram | None = None
     tenant: bytes = b""
     nan_after: int | None = None
@@ -73,17 +77,17 @@ class Incident(enum.Enum):
     LOSE_POOL = "lose_pool"
     """The pool is lost after some more transactions."""
     REPORT_LOSS = "report_loss"
-    """The loss of the workers is reported to the engine, and not found by a step."""
+    """The loss of the workers is reported to the engine, instead of found by a step."""
     BAD_TRANSACTION = "bad_transaction"
     """The pool receives a transaction that it must refuse."""
     DAMAGE_TIER = "damage_tier"
-    """Blocks of the workers' tier are changed."""
+    """Blocks in the workers' tier of host memory are changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An incident at a tick. With `mid_plan` it occurs at the next transaction of the pool after
-    the tick. The incident determines the meaning of `count`.
+    """An incident at a tick or, with `mid_plan`, at the pool's next transaction after the tick. The
+    incident determines the meaning of `count`.
     """
 
     tick: int

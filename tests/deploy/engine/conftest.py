@@ -1,7 +1,8 @@
 """Fixtures for tests with a real Docker engine: the repository's images, and running compose files.
 
-Images of other projects that the engine neither has nor can pull are replaced by stand-ins, which
-the summary of the test run lists. `make images` uses the variables `BASE` and `DOCKER_ARGS`.
+If the engine has no image of another project (such as Jaeger) and cannot pull it, a stand-in
+replaces the image. The summary of the test run lists the stand-ins. `make images`, which builds the
+repository's images, uses the variables `BASE` and `DOCKER_ARGS`.
 """
 
 import os
@@ -38,7 +39,7 @@ _REPLACED = pytest.StashKey[list[str]]()
 
 @dataclass(frozen=True)
 class Up:
-    """Running compose files. `url` is the address of the gateway's HTTP API."""
+    """A set of running compose files. `url` is the address of the gateway's HTTP API."""
 
     project: ComposeProject
     name: str
@@ -85,7 +86,9 @@ def images(engine: None) -> None:  # noqa: ARG001
 
 @pytest.fixture(scope="session")
 def published(images: None, request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:  # noqa: ARG001
-    """Sets the variables of missing images to their stand-ins. Tests may set further variables."""
+    """Sets the variables that name images to the stand-ins of missing images. Tests may set further
+    variables.
+    """
     replaced = request.config.stash.setdefault(_REPLACED, [])
     services = services_of("compose.yaml", "two-gateways.yaml")
     with pytest.MonkeyPatch.context() as patch:
@@ -141,15 +144,15 @@ def _is_built(image: str) -> bool:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Lists the replaced images."""
+    """Lists the images that stand-ins replaced."""
     for line in config.stash.get(_REPLACED, []):
         terminalreporter.write_line(f"could not be had, and was replaced: {line}")
 
 
 @pytest.fixture(scope="session")
 def up(published: pytest.MonkeyPatch) -> Iterator[Callable[..., Up]]:
-    """A function that starts compose files under a project name. They are stopped at the end of the
-    test session, until which their environment variables stay set.
+    """A function that starts compose files under a project name. They run, and their environment
+    variables stay set, until the end of the test session.
     """
     with ExitStack() as scope:
 
@@ -168,5 +171,5 @@ def up(published: pytest.MonkeyPatch) -> Iterator[Callable[..., Up]]:
 
 @pytest.fixture(scope="session")
 def fleet(up: Callable[..., Up]) -> Up:
-    """The running compose.yaml."""
+    """The services of compose.yaml, running."""
     return up("stepwell-test", "compose.yaml")

@@ -22,8 +22,9 @@ def buckets(name: str, bounds: dict[str, int]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AlertStory:
-    """Series for one alert. With the series `broken`, and also with `also_broken` if an alert has
-    two causes, the alert fires at `minute` with the labels `fires`. With `calm` it does not fire.
+    """Series for one alert. With the series `broken`, the alert fires at `minute` with the labels
+    `fires`. With `calm` it does not fire. If the alert has a second cause, the series `also_broken`
+    make it fire, too.
     """
 
     broken: dict[str, str]
@@ -117,7 +118,7 @@ STORIES = {
             f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "1x10 2x30",
             f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "2x30",
         },
-        # No number of replicas is set, and the lost replica is no longer in the registry.
+        # No number of replicas is configured. The lost replica is no longer in the registry.
         also_broken={
             f'stepwell_gateway_replicas_ready{{instance="g",{MODEL}}}': "2x10 1x30",
             f'stepwell_gateway_replicas_expected{{instance="g",{MODEL}}}': "0x40",
@@ -186,7 +187,8 @@ STORIES = {
         {
             'stepwell_prefix_index_state{instance="g",state="exact"}': "1x5 0x30",
             'stepwell_prefix_index_state{instance="g",state="fallback"}': "0x35",
-            # With one replica the index is unused.
+            # A single replica leaves the gateway's prefix index unused, which is no reason for an
+            # alert.
             'stepwell_prefix_index_state{instance="g",state="unused"}': "0x5 1x30",
         },
         {"instance": "g"},

@@ -1,4 +1,4 @@
-"""Scheduling and routing policies outside of the package `services`, as a user writes them."""
+"""Scheduling and routing policies that are not part of `services`, as a user would write them."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,9 @@ class PreemptsNobodyThatRuns(ShortestPromptFirstPolicy):
 
 
 class Random(ShortestPromptFirstPolicy):
-    """A scheduling policy whose victims depend on the number of earlier calls of `victim`."""
+    """A scheduling policy whose victim of preemption depends on the number of earlier calls of
+    `victim`.
+    """
 
     def __init__(self, parts: PolicyParts) -> None:
         super().__init__(parts)

@@ -1,4 +1,6 @@
-"""Small setups and programs for tests of the laboratory."""
+"""Small setups and programs for tests of the laboratory, which simulates scheduling and routing
+policies.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,7 +27,9 @@ def setup(num_blocks: int = 1_001, times: StepTimes = UNIT, **config: object) ->
 
 
 def program(number: int, arrival: float, *turns: tuple[int, int, float], **of: object) -> Program:
-    """A program. A turn is its number of new tokens and of output tokens, and the pause before."""
+    """A program of an agent. A turn is its number of new tokens, its number of output tokens, and
+    the seconds of pause before it.
+    """
     return Program(number, arrival, tuple(Turn(*turn) for turn in turns), **of)  # type: ignore[arg-type]
 
 

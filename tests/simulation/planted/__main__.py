@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 from tests.simulation.planted.defects import ROOT, Defect, all_defects
 
 _ROUNDS = (20, 100)
-"""All defects are searched for up to the first of these numbers of seeds, then the defects that are
-not found up to the second, then up to `--seeds`.
+"""All defects are searched for with the first of these numbers of seeds. Defects that are not found
+are searched for with the second number, and then with `--seeds`.
 """
 _LONGEST_COMPLAINT = 160
 _MAX_PROCESSOR_SECONDS = (60, 12)
-"""Limit on the processor time of a search: a constant part and a part for each seed."""
+"""The processor time that a search may use: a constant part, and a part for each seed."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Finding:
     seed: int | None = None
     """The first seed that fails. None if no seed fails."""
     complaint: str = ""
-    """The first line that the search printed about this failure."""
+    """The first line that the search printed about the failure of `seed`."""
     processor_seconds: float = 0.0
 
 
@@ -47,7 +47,9 @@ def find(defect: Defect, finding: Finding, seeds: range) -> None:
 
 
 def _search(tree: Path, seeds: range) -> tuple[int | None, str]:
-    """Runs `seeds` in `tree` up to the first failure. Returns the failing seed and a complaint."""
+    """Runs `seeds` in `tree` up to the first failure. Returns the failing seed and the first line
+    printed about it.
+    """
     start, of_seed = _MAX_PROCESSOR_SECONDS
     limit = f"--cpu={start + of_seed * len(seeds)}"
     command = ["prlimit", limit, sys.executable, "-m", "services.cli", "explore"]

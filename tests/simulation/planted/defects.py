@@ -26,7 +26,7 @@ class Defect:
         if (count := text.count(self.before)) != 1:
             raise ValueError(f"{self.name}: {self.path} has its text {count} times")
         changed = text.replace(self.before, self.after)
-        file.unlink()  # a new file is written, because this one may be a hard link
+        file.unlink()  # writes a new file, because the old one may be a hard link
         file.write_text(changed)
 
 
