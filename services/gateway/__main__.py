@@ -4,7 +4,7 @@ import gc
 import signal
 
 if __name__ == "__main__":
-    gc.disable()  # until run_service has frozen the imported objects
+    gc.disable()  # until run_service has called gc.freeze on the imported objects
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the event loop handles SIGINT
 
 import asyncio
@@ -43,9 +43,9 @@ PUBLIC_TLS = TlsFields(
 )
 """The names of the settings for TLS with clients."""
 _NEW_OBJECTS_BEFORE_COLLECTION = 2_000
-"""Net new objects (allocated minus freed) that trigger a collection of the youngest generation."""
+"""Threshold 0 of gc.set_threshold: this number of new objects triggers a minor collection."""
 _LAST_ANSWERS_SECONDS = 1.0
-"""Seconds in which the last answers must be sent at the end of a drain."""
+"""Time limit in seconds for sending the last answers after `drain_seconds` have passed."""
 _SCRAPE_SECONDS = 10.0
 """Time limit in seconds for collecting the metrics of all replicas. It includes the wait for
 replicas that do not respond.
@@ -110,7 +110,7 @@ class Addresses:
 
 
 class Gateway:
-    """The servers, scheduler links and background tasks of a gateway process."""
+    """The servers, connections to schedulers, and background tasks of a gateway process."""
 
     def __init__(
         self,
@@ -195,12 +195,12 @@ class Gateway:
             await option.stop(second_stop)
 
     async def drain(self, stop: asyncio.Event | None = None) -> None:
-        """Waits at most `drain_seconds` until all requests have ended, then aborts the rest.
+        """Waits at most `drain_seconds` until all requests have ended, then aborts unfinished ones.
 
         When the drain begins, gRPC health reports that the gateway is not ready, new HTTP requests
         are refused as unavailable, and each connection closes when it has no request. The health
-        service ends after the last request. Optional parts, such as the viewer, may then serve
-        until `stop` is set.
+        service ends after the last request. Options, such as the viewer, may serve longer, until
+        `stop` is set.
         """
         self.gate.close()
         shutting_down = Unavailable("the server is shutting down", retry_after_seconds=1.0)

@@ -110,7 +110,7 @@ def http_server(parts: Parts, max_connections: int) -> HttpServer:
 
 
 def admin_server(parts: Parts) -> HttpServer | None:
-    """Makes the HTTP server of operators' calls, which is separate from the clients' server."""
+    """Makes the HTTP server for operators. Returns None if the settings have no address for it."""
     settings = parts.settings
     if settings.admin_address is None:
         return None

@@ -28,9 +28,9 @@ class PrefixDirectory(Protocol):
     """The prefixes that the KV-cache pools of all replicas have cached."""
 
     def match(self, keys: Sequence[int]) -> Mapping[str, int]:
-        """Returns how many leading blocks of a prompt each node has cached. A node is the pool of
-        one replica. Nodes without cached blocks are omitted. `keys` are the keys of the prompt's
-        blocks, as `services.common.pool.kv_directory` defines them.
+        """Returns how many leading blocks of a prompt each node has cached. A node is the KV-cache
+        pool of one replica. Nodes without cached blocks are omitted. `keys` are the keys of the
+        prompt's blocks (hashes, defined in `services.common.pool.kv_directory`).
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Operators' calls to some or all replicas. Each replica has its own result."""
+"""Operators' calls, such as pausing, to some or all replicas. Each replica has its own result."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,13 +11,13 @@ from services.common.request.adapter import Adapter
 
 
 class ReplicaAdmin(Protocol):
-    """Operators' calls to one scheduler. Every method may raise StepwellError."""
+    """Operators' calls to the scheduler of one replica. Every method may raise StepwellError."""
 
     address: str
 
     async def pause(self, mode: PauseMode, timeout_seconds: float) -> None:
-        """Pauses the scheduler, and returns when no step runs. The pause stays in effect even after
-        DeadlineExceeded.
+        """Makes the scheduler run no more steps, and returns when no step runs. Raises
+        DeadlineExceeded if a step still runs after `timeout_seconds`. The pause stays in effect.
         """
 
     async def resume(self) -> None: ...
@@ -65,7 +65,9 @@ class Administration:
         clear_cache: bool,
         timeout_seconds: float,
     ) -> list[Outcome]:
-        """Pauses the replicas and, if `clear_cache` is true, then resets their prefix caches."""
+        """Pauses the schedulers of the replicas. If `clear_cache` is true, then also resets the
+        replicas' prefix caches.
+        """
 
         async def pause(replica: ReplicaAdmin) -> Said:
             await replica.pause(mode, timeout_seconds)

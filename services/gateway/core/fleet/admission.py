@@ -1,4 +1,4 @@
-"""Decides when the gateway sends new sequences to a replica."""
+"""Decides when the gateway sends a new sequence (the prompt and one answer) to a replica."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Queued:
 
 
 class Admission:
-    """Lets every sequence be sent at once. An option (a folder of gateway/options) may use a
-    subclass that queues sequences. The fleet calls the methods after `queues` for all sequences,
-    whether they were queued or not.
+    """Lets every sequence be sent at once. The option `tenants` uses a subclass that queues
+    sequences. The fleet calls the methods that follow `queues` here for all sequences, whether or
+    not they were queued.
     """
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Combines all replicas of a model into one engine. No token is lost if a replica dies or hangs."""
+"""Makes all replicas of a model appear as one engine, which loses no token if a replica dies."""
 
 import itertools
 import logging
@@ -33,22 +33,23 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
 NO_REPLICA = "no_replica"
-"""The wait reason of a sequence that no replica accepts."""
+"""The reported reason of the wait of a sequence that no replica accepts."""
 
 
 class Fleet:
-    """Sends each sequence to the replica that the routing policy chooses. If the replica is lost,
-    hangs, refuses the sequence, or cannot run steps, the sequence is sent to another replica.
+    """Sends each sequence (the prompt and one answer of a request) to the replica that the routing
+    policy chooses. If the replica dies, hangs, refuses the sequence, or cannot run steps, the fleet
+    sends the sequence to another replica.
 
     1. `admission` may queue a sequence before it is first sent.
     2. A sequence that no replica accepts waits in order of arrival for at most
        `resubmit_timeout_seconds`. It is sent when a replica becomes ready.
-    3. When a replica's session ends, the fleet takes back the replica's sequences. The fleet also
-       takes back the sequences of a replica that has been unable to run steps for
-       `migrate_after_seconds`, if another replica is ready.
+    3. When the gRPC session with a replica's scheduler ends, the replica counts as lost, and the
+       fleet takes back its sequences. The fleet also takes back the sequences of a replica that has
+       been unable to run steps for `migrate_after_seconds`, if another replica is ready.
     4. A sequence that was taken back is sent to another replica together with all its generated
-       tokens. A sequence fails if several replicas in succession are lost while they have the
-       sequence and before it has a new token, since the sequence may be the cause of the losses.
+       tokens. A sequence fails if it has been at several lost replicas in succession without
+       getting a new token, since the sequence may be the cause of the losses.
 
     Migration by token replay is from NVIDIA Dynamo. The output of a sequence does not depend on
     migrations, since the draw of a token depends only on the seed, the position and the logits.
@@ -93,12 +94,11 @@ class Fleet:
         self.arrivals = Arrivals()
         self.admission = Admission()
         """Decides which sequences are queued before they are sent. By default no sequence is
-        queued. An option (a folder of gateway/options) may replace this object before the first
-        request.
+        queued. The option `tenants` replaces this object before the first request.
         """
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
-        """Stores all scheduler addresses that `source` currently lists (see Membership)."""
+        """Stores all addresses of schedulers that `source`, a setting or a registry, lists now."""
         if self.membership.set_addresses(source, addresses):
             self._update()
 
@@ -124,7 +124,6 @@ class Fleet:
         return sum(len(one.request.prompt_token_ids) for one in sequences if not one.has_output)
 
     def _check_queued_tokens(self) -> None:
-        """Raises ResourceExhausted if the number of queued prompt tokens has reached the limit."""
         most = self._max_num_queued_tokens
         if most is not None and (queued := self._num_queued_tokens()) >= most:
             raise ResourceExhausted(
@@ -206,9 +205,9 @@ class Fleet:
         self._update()
 
     def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
-        """Sends the sequence to another replica. If all replicas refuse a sequence that no replica
-        has accepted before, it fails if the queues are full, and waits if the schedulers drain. If
-        all replicas refuse any other sequence, it waits.
+        """Sends the sequence to another replica. If all replicas have refused it, the sequence
+        waits. It fails instead if the replicas' queues are full and no replica has accepted the
+        sequence before.
 
         A sequence that is refused as invalid is sent once more. It has passed the gateway's checks,
         so its message may have been damaged in transit.
@@ -256,8 +255,8 @@ class Fleet:
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
-        """Sends a session's turn to the replica that keeps the previous turn's sequence. Returns
-        whether there is such a replica.
+        """If the sequence is a turn of a client's session, sends it to the replica that keeps the
+        KV blocks of the previous turn. Returns whether there is such a replica.
         """
         turn = inflight.request.turn
         held = None if turn is None else turn.take_held(inflight.request)
@@ -316,14 +315,13 @@ class Fleet:
         inflight.failed(no_replica_ready(f"this request found no scheduler in time: {why}"))
 
     def _drop(self, inflight: Inflight) -> None:
-        """Ends a sequence at its replica or in its queue."""
         inflight.aborted()
         self._waiting.discard(inflight)
         self.admission.discard(inflight)
 
     def _update(self) -> None:
-        """Updates the membership, and sends waiting sequences to the ready replicas. If the model
-        was replaced, a waiting sequence fails if it has output or if the limits have changed.
+        """Updates the set of replicas, and sends waiting sequences to the ready replicas. If the
+        model was replaced, a waiting sequence fails if it has output or the limits have changed.
         """
         limits = self.membership.known_limits
         if self.membership.update():

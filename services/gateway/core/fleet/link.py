@@ -14,13 +14,15 @@ class Link(Protocol):
     """The connection to one scheduler, which passes received results to methods of the Replica."""
 
     def add(self, handle: int, inflight: Inflight) -> None:
-        """Sends a sequence with its generated tokens, soon and in the order of the calls, unless
-        the session ends before. `handle` identifies the sequence in later calls.
+        """Queues a sequence, with its generated tokens, to be sent in the order of the calls. It is
+        not sent if the session with the scheduler ends before. `handle` identifies the sequence in
+        later calls.
         """
 
     def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
-        """Sends the next turn of a client's session. `inflight` continues the sequence that the
-        scheduler keeps under `handle`. Only the tokens after the first `num_tokens` are sent.
+        """Sends the next turn of a client's session (a request that continues an earlier request).
+        The scheduler has kept the earlier request's sequence under `handle`. Only the tokens of
+        `inflight` after the first `num_tokens` are sent.
         """
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
@@ -29,17 +31,19 @@ class Link(Protocol):
         """
 
     def end_turn(self, handle: int, tool: str) -> None:
-        """Sends the name of the tool that the client runs after the ended sequence."""
+        """Tells the scheduler which tool the client runs after the ended sequence."""
 
 
 class ReplicaListener(Protocol):
     """The methods of the fleet that a replica calls for its events."""
 
     def replica_changed(self, replica: "Replica") -> None:
-        """A session opened, or the replica became able or unable to run steps."""
+        """A session with the scheduler was opened, or the replica became able or unable to run
+        steps.
+        """
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """The session with the scheduler ended for this cause. These sequences are lost."""
+        """The session with the scheduler ended for `cause`. The replica had these sequences."""
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"

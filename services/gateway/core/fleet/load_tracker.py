@@ -13,24 +13,24 @@ from services.gateway.core.request.inflight import Inflight
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
 """The assumed mean number of output tokens at a replica before any sequence has ended there."""
 OWN_TOKENS_COUNT = 2
-"""In the cost of a sequence, the number of the sequence's own uncomputed tokens is multiplied by
-this factor. The factor is 2, because both the sequence and the requests behind it wait until these
+"""Factor by which the number of a sequence's own uncomputed tokens is multiplied in the sequence's
+cost at a replica. It is 2, because both the sequence and the requests behind it wait until these
 tokens are computed.
 """
 EVICTED_TOKENS_COUNT = 4
-"""This number times a replica's eviction pressure is added to OWN_TOKENS_COUNT. In a full pool, the
-blocks of a sequence's own tokens evict as many cached blocks, which later requests might have hit.
-The eviction pressure grows with the number of tokens recently computed at the replica, and its mean
-over all replicas is 1 (Preble's eviction cost).
+"""This number times a replica's eviction pressure is added to OWN_TOKENS_COUNT. The reason: in a
+full KV-cache pool, each new block evicts a cached block, which a later request might have hit. The
+eviction pressure is the number of tokens recently computed at the replica, divided by the mean of
+this number over all replicas (after Preble's eviction cost).
 
-Without this number, small differences in measured speeds would send most new conversations to the
+Without this term, small differences in measured speeds would send most new conversations to the
 same replicas. In simulations (tests/gateway/simulated_fleet.py), the values of OWN_TOKENS_COUNT and
 EVICTED_TOKENS_COUNT had the best hit rates and times to first token.
 """
 RECENT_SECONDS = 30.0
 """Half-life of the number of recently computed tokens, in seconds."""
 _HALF_LIVES = 256
-"""Length of an era (see `Era`) in half-lives."""
+"""Length of an era, a period with common token weights (see `Era`), in half-lives."""
 _SHARE = 0.1
 """Weight of the newest value in moving means."""
 
@@ -48,17 +48,16 @@ class Speeds:
 
 
 DEFAULT_SPEEDS = Speeds(1e-4, 1e-4)
-"""The speeds that are assumed until a replica has reported speeds. Only their ratio matters."""
+"""The speeds assumed before any replica has reported speeds. Only the ratio of the two matters."""
 
 
 class Era(NamedTuple):
-    """A moment, given by the number of its era, and by the weight of a token that is computed at
-    this moment.
+    """A moment: the number of the era that contains it, and the weight of a token computed at it.
 
-    Recently computed tokens are counted with exponential decay: their number halves every
-    RECENT_SECONDS. Instead of updating all numbers as time passes, new tokens get weights that
-    double every RECENT_SECONDS (forward decay: Cormode et al., ICDE 2009). A new era starts before
-    weights become too large.
+    Recently computed tokens are counted with exponential decay: a token counts half after
+    RECENT_SECONDS. Instead of reducing all counts as time passes, new tokens get weights that
+    double every RECENT_SECONDS (forward decay: Cormode et al., ICDE 2009). Before weights become
+    too large, a new era starts, in which weights start at 1 again.
     """
 
     number: int
@@ -82,11 +81,11 @@ def mean_speeds(known: Sequence[Speeds]) -> Speeds:
 
 @dataclass(slots=True)
 class _Sent:
-    """A sequence at the replica that this gateway sent, with estimates of its tokens."""
+    """A sequence that this gateway has sent to the replica, with estimates of its tokens."""
 
     inflight: Inflight
     num_output_tokens: int
-    """Number of output tokens when the sequence was sent."""
+    """Number of output tokens that the sequence already had when it was sent."""
     num_uncomputed_tokens: int
     """Estimated number of tokens that are not computed yet."""
     num_cached_tokens: int
@@ -106,12 +105,14 @@ class LoadTracker:
 
     def __init__(self) -> None:
         self.trust = 1.0
-        """Moving mean of the fraction of expected cached tokens that were really cached."""
+        """Moving mean of the fraction of tokens that were really cached, among the tokens that were
+        expected to be cached when their sequences were sent.
+        """
         self.on_changed: Callable[[], object] = lambda: None
         """Called after each change, except a change by `refresh`."""
         self._sent: dict[int, _Sent] = {}
         self._uncomputed: dict[int, _Sent] = {}
-        """The sequences without new output, whose uncomputed tokens are counted."""
+        """The sequences without output from this replica. Their uncomputed tokens are counted."""
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
         self._num_sessions = 0
@@ -135,8 +136,8 @@ class LoadTracker:
 
     @property
     def num_sessions(self) -> int:
-        """Number of clients' sessions of this gateway that the replica keeps between two turns.
-        Each session occupies a slot of a running sequence.
+        """Number of clients' sessions (conversations in several requests) of this gateway whose KV
+        blocks the replica keeps between two requests. Each occupies a slot of a running sequence.
         """
         return self._num_sessions
 
@@ -156,14 +157,14 @@ class LoadTracker:
         return self._num_uncomputed + self._num_other_tokens
 
     def num_sharing(self, cached_key: int) -> int:
-        """Returns the number of this gateway's sequences at the replica that share a cached prefix,
-        given by the key of the prefix's last block.
+        """Returns the number of this gateway's sequences at the replica that share the cached
+        prefix whose last block has the key `cached_key`.
         """
         return self._num_sharing[cached_key]
 
     def recent_weight(self, era_number: int) -> float:
-        """Returns the sum of the weights, in an era (see `Era`), of the tokens of this gateway's
-        sequences that the replica has prefilled.
+        """Returns the number of tokens that the replica has recently prefilled for this gateway's
+        sequences, as a sum of weights in the given era (see `Era`).
         """
         if era_number != self._era:
             self._recent_weight *= 2.0 ** (_HALF_LIVES * (self._era - era_number))
@@ -171,7 +172,7 @@ class LoadTracker:
         return self._recent_weight
 
     def refresh(self) -> None:
-        """Stops counting the uncomputed tokens of sequences that have new output."""
+        """Stops counting the uncomputed tokens of sequences with new output."""
         if not self._uncomputed:
             return
         for handle, sent in list(self._uncomputed.items()):
@@ -183,19 +184,20 @@ class LoadTracker:
     def cost_seconds(
         self, num_tokens: int, max_output_tokens: int | None, fleet_speeds: Speeds, pressure: float
     ) -> float:
-        """Returns the cost in seconds of a sequence with `num_tokens` uncomputed tokens at this
-        replica. The cost is the sum of three times:
+        """Returns the cost in seconds if a sequence with `num_tokens` uncomputed tokens is sent to
+        this replica. The cost is the sum of three times:
 
         1. the time to compute the uncomputed tokens that already wait at the replica;
-        2. the time to compute the sequence's own tokens, multiplied by a factor;
+        2. the time to compute the sequence's own tokens, multiplied by OWN_TOKENS_COUNT +
+           `pressure` * EVICTED_TOKENS_COUNT (`pressure` is the replica's eviction pressure);
         3. the time by which the sequence and the other requests slow each other down while the
            sequence decodes. The sequence is assumed to generate the mean number of output tokens,
            but at most `max_output_tokens`. None means no limit.
 
-        `fleet_speeds` are the mean speeds of all replicas. The cost uses the average of these
-        speeds and the replica's own speeds. At low load, equal replicas measure different speeds by
-        chance. If only the replica's own speeds counted, most new conversations would be sent to
-        the same replicas. `pressure` is the replica's eviction pressure, whose mean is 1.
+        The cost is computed with the average of the replica's own speeds and `fleet_speeds`, the
+        mean speeds of all replicas. With the replica's own speeds alone, most new conversations
+        would be sent to the same replicas, because at low load equal replicas measure different
+        speeds by chance.
         """
         num_output_tokens = self.mean_output_tokens
         if max_output_tokens is not None:
@@ -226,8 +228,8 @@ class LoadTracker:
         self, handle: int, num_cached_tokens: int, block_size: int, now_seconds: float
     ) -> None:
         """Corrects the estimates for a sequence that was scheduled with `num_cached_tokens` cached
-        tokens. This number may be one block less than expected: if the whole prompt is cached, its
-        last block is computed again.
+        tokens. One block less than expected still counts as a correct expectation, because a fully
+        cached prompt's last block is computed again.
         """
         sent = self._sent.get(handle)
         if sent is None:
@@ -246,7 +248,6 @@ class LoadTracker:
         self.on_changed()
 
     def ended(self, handle: int) -> None:
-        """Removes a sequence that has ended, or was aborted or refused."""
         sent = self._sent.pop(handle, None)
         if sent is None:
             return
@@ -262,8 +263,8 @@ class LoadTracker:
         self.on_changed()
 
     def reported(self, load: ReplicaLoad) -> None:
-        """Applies a load report of the scheduler. Reported tokens in excess of this gateway's are
-        other gateways' tokens.
+        """Applies a load report of the scheduler. If it has more uncomputed tokens than this
+        gateway counts, the excess are tokens of other gateways' requests.
         """
         self.refresh()
         self._num_other_requests = load.num_other_requests
@@ -281,7 +282,9 @@ def cost_seconds(
     pressure: float,
     num_decoded_tokens: float,
 ) -> float:
-    """Returns the cost of `LoadTracker.cost_seconds`, which never falls if an argument grows."""
+    """Computes the cost that `LoadTracker.cost_seconds` describes. If an argument grows, the cost
+    does not fall, so lower bounds of the arguments give a lower bound of the cost.
+    """
     own_tokens_count = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT * pressure
     num_computed = num_waiting_tokens + own_tokens_count * num_own_tokens
     per_prompt_token = speeds.seconds_per_prompt_token + fleet_speeds.seconds_per_prompt_token

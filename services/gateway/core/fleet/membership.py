@@ -15,8 +15,8 @@ from services.gateway.core.request.model_limits import ModelLimits, tightest_lim
 logger = logging.getLogger(__name__)
 
 LEAVE_AFTER_SECONDS = 3.0
-"""Seconds without a session after which a replica is removed, if no source lists its address. A
-draining replica without a session is removed at once.
+"""A replica whose address no source lists any more is removed when this gateway has had no session
+with its scheduler for this number of seconds. A draining replica is removed without this delay.
 """
 
 
@@ -34,7 +34,7 @@ class Links(Protocol):
 
 
 class Membership:
-    """The replicas of one model. A replica whose model has a different fingerprint is not ready.
+    """The replicas of one model. A replica that serves another model never becomes ready.
 
     Sources, such as a setting or a registry, list addresses of schedulers. For a new address, a
     replica is added at once. A replica whose address is no longer listed is kept while it has an
@@ -54,8 +54,8 @@ class Membership:
         patience_seconds: float,
         on_model_absent: Callable[[], None],
     ) -> None:
-        """`on_model_absent` is called when no replica has served the model in use for
-        `patience_seconds`. The next `update` may replace the model.
+        """`on_model_absent` is called when no replica has served the current model for
+        `patience_seconds`. The next `update` may then choose the model of the connected replicas.
         """
         self.replicas: list[Replica] = []
         """The replicas in order of joining. A change replaces the list and does not modify it."""
@@ -64,7 +64,7 @@ class Membership:
         ready. It is None before the first replica was ready.
         """
         self.changed = asyncio.Event()
-        """Set whenever a replica joins, leaves or changes. The waiting task clears it."""
+        """Set whenever a replica joins, leaves or changes. The task that waits for it clears it."""
         self._ready: Sequence[Replica] | None = None
         self._by_address: dict[str, Replica] = {}
         self._links = links
@@ -86,13 +86,12 @@ class Membership:
         return self._remove_leaving()
 
     def ready(self) -> Sequence[Replica]:
-        """Returns the ready replicas, as the same object until `readiness_changed` is called."""
+        """Returns the ready replicas, as one list object until `readiness_changed` is called."""
         if self._ready is None:
             self._ready = [replica for replica in self.replicas if replica.is_ready]
         return self._ready
 
     def at(self, address: str) -> Replica:
-        """Returns the replica at an address."""
         return self._by_address[address]
 
     def readiness_changed(self) -> None:
@@ -101,7 +100,7 @@ class Membership:
 
     @property
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the model in use, or empty before a replica has connected."""
+        """The fingerprint of the current model, or empty before a replica has connected."""
         return self._model.fingerprint
 
     @property
@@ -131,8 +130,8 @@ class Membership:
         return self.limits().max_model_len if self.num_ready else None
 
     def update(self) -> bool:
-        """Compares the replicas' models, and updates `known_limits`. Returns whether the model in
-        use was replaced. The limits of a new model apply even before a replica is ready.
+        """Compares the replicas' models, and updates `known_limits`. Returns whether the current
+        model was replaced. The limits of a new model apply even before a replica is ready.
         """
         was_replaced = self._model.compare(self.replicas)
         self.readiness_changed()
@@ -156,9 +155,7 @@ class Membership:
         self.changed.set()
 
     def _remove_leaving(self) -> bool:
-        """Removes the ended replicas whose addresses no source lists. Returns whether any was
-        removed.
-        """
+        """Returns whether any replica was removed."""
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]
         for replica in leaving:
@@ -172,11 +169,10 @@ class Membership:
 
 
 def _has_ended(replica: Replica) -> bool:
-    """Whether the replica's last session is assumed to have been its last."""
+    """Whether the replica has no session, and is assumed not to open another one."""
     seconds = replica.seconds_disconnected()
     return seconds is not None and (replica.is_draining or seconds >= LEAVE_AFTER_SECONDS)
 
 
 def no_replica_ready(why: str) -> Unavailable:
-    """Returns the error of a request while no replica is ready."""
     return Unavailable(why, reason="NO_REPLICA_READY", retry_after_seconds=1.0)

@@ -1,4 +1,6 @@
-"""Chooses a ready replica for a sequence by the routing policy. Prefers queues with room."""
+"""Chooses a ready replica for a sequence (the prompt and one answer of a request), by the routing
+policy. Replicas whose queues have room are preferred.
+"""
 
 from collections.abc import Sequence
 from typing import cast
@@ -40,7 +42,7 @@ class Placement:
             try:
                 raise cast(ResourceExhausted, refusals[0])
             finally:
-                # The error's traceback refers to this frame, so clearing the list breaks a
+                # The traceback refers to this frame, and the frame to the error, which would form a
                 # reference cycle.
                 refusals.clear()
 

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 MIN_SECONDS = 2.0
-"""The blocks of a sent sequence are assumed to be cached for at least this number of seconds, and
-for at most twice this number.
+"""After a sequence is sent, its blocks are assumed to be cached for at least this number of seconds
+and at most twice this number.
 """
 
 
 class RecentPrefixes:
-    """The keys of the blocks of sequences that were recently sent to one replica. Keys are added to
-    a newer set. At each multiple of MIN_SECONDS, the older set is dropped, and the newer set
-    becomes the older set. So no key needs a timer. The idea of assuming that blocks are cached for
-    two seconds is from llm-d.
+    """The keys of the blocks of sequences that were recently sent to one replica. There are two
+    sets of keys, so that no key needs a timer. Keys are added to the newer set. At each multiple of
+    MIN_SECONDS, the older set is dropped, the newer set becomes the older set, and an empty set
+    becomes the newer set. Assuming for two seconds that blocks are cached is an idea of llm-d.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class RecentPrefixes:
 
     def depth(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> int:
         """Returns the number of leading blocks of a prompt that are cached or were sent recently.
-        The first `known_depth` blocks are known to be cached. If a block was sent, all blocks
-        before it were sent, too, so bisection finds the last one. Often a lookup of the block after
-        the known blocks suffices.
+        The first `known_depth` blocks are known to be cached. Bisection finds the last block that
+        was sent, because all blocks before a sent block were also sent. Often the first lookup,
+        which is the block after the known blocks, shows that no further block was sent.
         """
         if now_seconds >= self._turns_at:
             self._turn(now_seconds)
@@ -62,8 +62,8 @@ class RecentPrefixes:
 
 
 class RecentReplicas:
-    """Maps the keys of first blocks to the replicas to which sequences with this first block were
-    recently sent. Keys are dropped at the same times as in `RecentPrefixes`.
+    """Maps the key of a prompt's first block to the addresses of the replicas to which sequences
+    with this first block were recently sent. Keys are dropped at the times of `RecentPrefixes`.
     """
 
     def __init__(self) -> None:
@@ -76,9 +76,7 @@ class RecentReplicas:
         self._newer.setdefault(key, set()).add(address)
 
     def addresses(self, key: int, now_seconds: float) -> Iterable[str]:
-        """Returns the replicas to which sequences with this first block were recently sent. A
-        replica may occur twice.
-        """
+        """Returns the addresses for the first block `key`. An address may occur twice."""
         self._turn(now_seconds)
         return chain(self._newer.get(key, ()), self._older.get(key, ()))
 
@@ -90,5 +88,4 @@ class RecentReplicas:
 
 
 def next_turn(now_seconds: float) -> float:
-    """Returns the next multiple of MIN_SECONDS."""
     return (now_seconds // MIN_SECONDS + 1) * MIN_SECONDS

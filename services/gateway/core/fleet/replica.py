@@ -1,4 +1,6 @@
-"""One scheduler as this gateway knows it: the scheduler's description, state and sequences."""
+"""A replica as this gateway knows it: its scheduler's description and state, and the sequences (the
+prompt and one answer of a request) that this gateway has sent to it.
+"""
 
 import itertools
 import logging
@@ -35,18 +37,19 @@ _UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it
 
 
 class Replica:
-    """A scheduler, and the sequences that this gateway has sent to it. Sequences are sent over the
-    replica's link. When the scheduler's messages arrive, the link calls the methods from `opened`
-    to `closed`, and `turn_ended`.
+    """A replica's scheduler, and the sequences that this gateway has sent to it through a Link, the
+    connection to the scheduler. When the scheduler's messages arrive, the link calls `turn_ended`
+    and the methods from `opened` to `closed`.
 
-    An integer, called a handle, identifies a sequence. Handles are unique within one session
-    between gateway and scheduler.
+    An integer, called a handle, identifies a sequence. Handles are unique within one session, which
+    is a gRPC stream between this gateway and the scheduler. Clients' sessions are different: each
+    is a series of requests (turns), which continue one sequence.
     """
 
     def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
         self.address = address
         self.is_connected = False
-        """Whether a session is open."""
+        """Whether a session with the scheduler is open."""
         self.description: ReplicaDescription | None = None
         """The description that the scheduler sent at the start of the last session."""
         self.refusal = ""
@@ -70,13 +73,15 @@ class Replica:
         self._unadmitted: set[int] = set()
         """Handles of the sequences that the scheduler has not scheduled yet."""
         self._held: dict[int, Turn] = {}
-        """Maps handles to ended turns of clients' sessions whose sequences the replica keeps."""
+        """Maps handles to ended turns of clients' sessions whose KV blocks the replica keeps."""
         self.queue: QueueState | None = None
         """The last queue state that the scheduler announced, or None before the first."""
         self._num_others_waiting = 0
         """Number of other gateways' waiting requests when `queue` was announced."""
         self._is_blocked = False
-        """Whether the queue was blocked in the scheduler's last two announcements."""
+        """Whether, in both of the scheduler's last two announcements, requests waited because KV
+        blocks or token budget were lacking.
+        """
 
     @property
     def is_ready(self) -> bool:
@@ -115,9 +120,9 @@ class Replica:
         """Limit on the number of sequences at this replica, or None if the scheduler did not report
         `max_num_seqs`.
 
-        Normally the limit is `max_num_seqs`. If the queue is blocked, because KV blocks or token
-        budget are lacking, the limit is the number of running sequences plus half the number of
-        waiting sequences, so that fewer sequences wait at the replica.
+        Normally the limit is `max_num_seqs`. If requests wait because KV blocks or token budget are
+        lacking, the limit is the number of running sequences plus half the number of waiting
+        sequences, so that fewer sequences wait at the replica.
         """
         if self.description is None or not self.description.max_num_seqs:
             return None
@@ -159,9 +164,7 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_held(self, held: HeldSequence, inflight: Inflight) -> RoutingDecision:
-        """Sends a session's next turn, which continues the kept sequence `held`, to the ready
-        replica.
-        """
+        """Sends the next turn of a client's session, which continues the kept sequence `held`."""
         handle = held.handle
         del self._held[handle]
         self.load.num_sessions -= 1
@@ -235,9 +238,8 @@ class Replica:
         self._listener.replica_changed(self)
 
     def queue_changed(self, queue: QueueState) -> None:
-        """Called when the scheduler announces the state of its queue. The queue counts as blocked
-        only if it was blocked in two consecutive announcements, since the prompts of a burst may
-        use the whole token budget of one step.
+        """Called when the scheduler announces the state of its queue. One blocked announcement does
+        not count, because the prompts of a burst may use the whole token budget of one step.
         """
         before, self.queue = self.queue, queue
         self._is_blocked = before is not None and before.is_blocked and queue.is_blocked
@@ -278,7 +280,9 @@ class Replica:
             self._listener.request_rejected(inflight, error, self)
 
     def closed(self, reason: str) -> None:
-        """Called when the session has ended or could not be opened. All sequences are lost."""
+        """Called when the session with the scheduler has ended or could not be opened. The replica
+        then loses all its sequences.
+        """
         if self.is_connected:
             level = logging.INFO if reason is ENDED_HERE else logging.WARNING
             logger.log(

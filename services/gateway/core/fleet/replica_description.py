@@ -1,4 +1,4 @@
-"""The description and state that a scheduler sends in its session with a gateway."""
+"""The description and state that a scheduler sends to a gateway in their session, a gRPC stream."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class ReplicaDescription:
     first block hash.
     """
     tokenizer_fingerprint: bytes
-    """Fingerprint of the worker's tokenizer files, 32 bytes, or empty if it has no such files."""
+    """Fingerprint of the worker's tokenizer files, 32 bytes, or empty if the worker has none."""
     block_size: int
     cache_node: str = ""
     """The name of the scheduler's KV-cache pool in the directory of cached prefixes."""
@@ -27,7 +27,9 @@ class ReplicaDescription:
     max_num_seqs: int = 0
     """The limit on the number of running sequences, or 0 if it was not reported."""
     retains_contexts: bool = False
-    """Whether the scheduler retains contexts of agent programs. It then uses the names of tools."""
+    """Whether the scheduler retains the KV blocks of an agent program's ended request for the
+    program's next request. It then needs the name of the tool that the client runs in between.
+    """
     hash_block_size: int | None = None
     """Number of tokens that one block hash covers, if it is smaller than the block size."""
 

@@ -1,4 +1,4 @@
-"""The choice of a replica for a sequence, and the reason for the choice."""
+"""The choice of a replica for a sequence (the prompt and one answer), with the reason."""
 
 import enum
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ class RoutingReason(enum.Enum):
     SAME_PROMPT = "same_prompt"
     """Another sequence of the same request with the same prompt was sent to the replica."""
     SESSION = "session"
-    """The replica keeps the previous turn of the sequence's session."""
+    """The sequence is a request of a client's session, and the replica keeps the KV blocks of the
+    session's previous request.
+    """
     LEAST_LOADED = "least_loaded"
     TURN = "turn"
     HASH = "hash"
@@ -21,10 +23,12 @@ class RoutingReason(enum.Enum):
     CHEAPEST = "cheapest"
     """The replica has the lowest cost, and has no part of the prompt cached."""
     AFFINITY = "affinity"
-    """The replica served the session's previous request, and its cost is close to the lowest."""
+    """The replica served the previous request with the same session id, and the cost there is close
+    to the lowest.
+    """
     SPREAD = "spread"
-    """Another replica has the lowest cost, because it has cached a prefix of the prompt that many
-    requests share, but it has at least twice the load of the chosen replica.
+    """The replica is the least loaded. Another replica has the lowest cost, because it has cached a
+    prefix that many of its requests share, but it has at least twice the load.
     """
 
 

@@ -1,4 +1,6 @@
-"""Records the stays of a sequence at replicas. Sending the sequence to a replica begins a stay."""
+"""Records the stays of a sequence (a request's prompt and one answer) at replicas. A stay begins
+when the sequence is sent to a replica.
+"""
 
 import enum
 from collections.abc import Callable
@@ -11,12 +13,14 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.traces.timeline import Part, Timeline
 
 _SPANS = 64
-"""Number of stays of a sequence with their own span numbers. Later stays share the last number."""
+"""Number of a sequence's stays with span numbers of their own. Later stays share the last
+number.
+"""
 
 
 class ResubmitCause(enum.Enum):
-    """Why a sequence is sent again. If a replica refused the sequence, the trace has the reason of
-    the replica's error instead.
+    """Why a sequence is sent again. If a replica refused the sequence, the reason of the replica's
+    error is recorded instead.
     """
 
     SCHEDULER_LOST = "scheduler_lost"
@@ -41,7 +45,7 @@ class EngineTimes:
     queued_unix_nanos: int | None = None
     """Time when the sequence arrived at the replica, in Unix nanoseconds on the replica's clock."""
     parts: tuple[TimePart, ...] = ()
-    """The sequence's whole time at the replica, divided into parts with different causes."""
+    """The sequence's whole time at the replica, divided by what the time was spent on."""
 
     @property
     def inference(self) -> float:
@@ -92,11 +96,9 @@ class SequenceTrace:
         self._resubmitted(cause.value, cause.value)
 
     def refused(self, error: StepwellError) -> None:
-        """Records that a replica refused the sequence, which must be sent again."""
         self._resubmitted(error.error_reason.lower(), "refused")
 
     def found_no_replica(self) -> None:
-        """Records that the sequence waits for a replica."""
         if self.timeline.part is not Part.RESUBMIT:
             self.timeline.enter(Part.WAIT, {names.ATTR_WAIT_REASON: "no_replica"})
 

@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class ServedModel:
-    """The fingerprint of the model in use. Replicas with another fingerprint get no requests.
+    """The fingerprint of the current model. Replicas with another fingerprint get no requests.
 
     The first connected replica sets the fingerprint. It is replaced only when no connected replica
     has it, and either all replicas are connected or `patience_seconds` have passed. A replica that
-    left without draining counts as not connected. So if the last replica with the right model
-    crashes, no replica with a wrong model continues its streams. Still, the model can be replaced
-    on all replicas without a restart of the gateway.
+    left without draining counts as not connected. The wait ensures that after a crash of the last
+    replica with the current model, no replica with another model continues its streams. The
+    replacement allows operators to change the model of all replicas without restarting the gateway.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class ServedModel:
         on_absent: Callable[[], object],
     ) -> None:
         """`tokenizer_fingerprint` is the fingerprint of the gateway's tokenizer, or empty if it is
-        not known. `on_absent` is called `patience_seconds` after the last replica with the model in
-        use left, even if another such replica has connected since.
+        not known. `on_absent` is called `patience_seconds` after the last replica with the current
+        model left, even if a replica with this model has connected since.
         """
         self._tokenizer_fingerprint = tokenizer_fingerprint
         self._patience = patience_seconds
@@ -50,11 +50,13 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """The fingerprint of the model in use, or empty before a replica has connected."""
+        """The fingerprint of the current model, or empty before a replica has connected."""
         return self._fingerprint or b""
 
     def compare(self, replicas: Sequence[Replica]) -> bool:
-        """Sets the `refusal` of connected replicas. Returns whether another model is in use now."""
+        """Sets the attribute `refusal` of connected replicas. Returns whether the current model was
+        replaced.
+        """
         connected = {
             replica: replica.description
             for replica in replicas

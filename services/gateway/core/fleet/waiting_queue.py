@@ -11,9 +11,9 @@ class WaitingQueue:
     """Keeps sequences until they are sent to a replica, for at most `timeout_seconds`.
 
     The timeout of a sequence starts with the first `add`, and restarts with the first `add` after
-    the sequence was lost or taken back. A refusal by a replica does not restart the timeout. When a
-    sequence's retry time or timeout has passed, the sequence is removed from the queue, and
-    `on_retry` or `on_expired` is called.
+    the sequence lost its replica or was taken back from it. A refusal by a replica does not restart
+    the timeout. When a sequence's retry time (`retry_seconds` after `add`) or timeout has passed,
+    the sequence is removed from the queue, and `on_retry` or `on_expired` is called.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WaitingQueue:
         return iter(sorted(self._timers, key=lambda inflight: inflight.number))
 
     def add(self, inflight: Inflight, retry_seconds: float | None = None) -> None:
-        """Adds a sequence. If `retry_seconds` is given, `on_retry` is called after this time."""
+        """Adds a sequence. If `retry_seconds` is None, `on_retry` is not called for it."""
         self.discard(inflight)
         now = self._clock.time()
         if inflight.wait_until is None:

@@ -16,11 +16,11 @@ class DirectoryState(enum.Enum):
     """The state of the whole index, or of one node."""
 
     EXACT = "exact"
-    """The index equals the pool's cache as of the last log entry that was read."""
+    """The index equals the pool's cache as of the last entry that was read from the pool's log."""
     DEGRADED = "degraded"
     """Keys are missing or wrong, and are being loaded again. Matches may be wrong."""
     FALLBACK = "fallback"
-    """The cached blocks are not known. The index returns no matches, so load decides the route."""
+    """The cached blocks are not known. The index returns no matches, so routing uses only load."""
     UNUSED = "unused"
     """There are fewer than two pools. Routing needs no matches, so the index returns none."""
 
@@ -35,23 +35,28 @@ class Applied(enum.Enum):
 
     DONE = "done"
     KNOWN = "known"
-    """The view already contains the batch."""
+    """The view already contains the batch, which was not applied again."""
     GAP = "gap"
-    """The view lacks batches before this batch. The node is degraded."""
+    """The view lacks batches before this batch. The node becomes degraded: not exact until its keys
+    are loaded again.
+    """
     DRIFTED = "drifted"
-    """The batch was applied, but then the digest of the view's keys differed from the batch's
-    digest. The node is degraded.
+    """The batch was applied, but then the digest of the view's keys differed from the digest in the
+    batch. The node becomes degraded.
     """
     AWAITS_SNAPSHOT = "awaits_snapshot"
-    """The node was degraded before, and must be loaded from a snapshot first."""
+    """The batch was not applied, because the node was degraded before, and must first be loaded
+    from a snapshot.
+    """
     OTHER_EPOCH = "other_epoch"
     """The batch belongs to an epoch that the index does not know."""
 
 
 @dataclass(slots=True)
 class NodeView:
-    """The state of the index for one epoch of a node: the number `sequence` of the last applied log
-    entry, and the digest of the keys. An epoch is the time between two resets of the pool.
+    """The state of the index for one node: the number `sequence` of the last applied entry of the
+    pool's log, and the digest of the keys. A new view is made for each epoch, the time between two
+    resets of the pool.
     """
 
     node: str
@@ -78,9 +83,7 @@ class NodeView:
 
 
 class Loading:
-    """A snapshot of a node's keys that is loaded in parts. When the snapshot is complete, it
-    replaces the node's view.
-    """
+    """A snapshot of a node's keys that is loaded in parts, and then replaces the node's view."""
 
     def __init__(self, index: "PrefixIndex", view: NodeView) -> None:
         self._index = index
@@ -90,7 +93,6 @@ class Loading:
         self._index.add_keys(self._view, keys)
 
     def finish(self) -> None:
-        """Replaces the node's view by the loaded snapshot."""
         self._index.remove(self._view.node)
         self._index.show(self._view)
 

@@ -9,9 +9,9 @@ blocks but not the next one, bisection finds the node's last block. The jumps ar
 Dynamo's PositionalIndexer, which jumps over 32 blocks. Each read causes a cache miss of the
 processor, and longer jumps with bisection need fewer reads.
 
-A node gets a new bit when a new epoch starts (after a reset of the pool), or when the node is
-loaded again. The old bit is invalid at once. `sweep` removes it from the table in small steps, so
-that no call takes long even if the table is large.
+After a reset of its pool, or when its keys are loaded again, a node gets a new bit. The old bit is
+invalid at once. `sweep` removes the old bit from the table in small steps, so that no call takes
+long even if the table is large.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +25,8 @@ from services.gateway.core.prefix_index.node_view import Applied, DirectoryState
 
 JUMP = 128
 NUM_SHARDS = 1024
-"""The table is divided into this number of dictionaries (shards) by the low bits of the key. So a
-step of `sweep`, or the growth of a dictionary, processes only a small part of the table.
+"""The table is divided into this number of dictionaries (shards) by the low bits of the key. So one
+call of `sweep`, or the growth of one dictionary, processes only a small part of the table.
 """
 MAX_INTERNED_SETS = 65_536
 
@@ -44,7 +44,7 @@ class PrefixIndex:
         self._live = 0
         """The bits of all nodes that have a view."""
         self._jumping = 0
-        """The bits of the nodes that always have prefixes of chains, as with full attention."""
+        """The bits of the nodes whose cached blocks of a chain always form a prefix."""
         self._retired = 0
         """Invalid bits that are still in the table."""
         self._being_swept = 0
@@ -60,8 +60,8 @@ class PrefixIndex:
     # Queries.
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """Returns how many leading blocks of a chain each node need not compute, omitting nodes
-        that must compute all. `keys` are the keys of the chain's blocks in KV-cache group 0, from
+        """Returns how many leading blocks of a chain each node need not compute. Nodes that must
+        compute all blocks are omitted. `keys` are the chain's block keys in KV-cache group 0, from
         `block_keys`. The result is empty while the state is FALLBACK or UNUSED.
         """
         if not self.contact.has_matches or not keys:
@@ -75,8 +75,8 @@ class PrefixIndex:
 
     @property
     def state(self) -> DirectoryState:
-        """The state of the whole index: DEGRADED if the connection is EXACT and any node is
-        degraded, and otherwise the state of the connection.
+        """The state of the whole index: DEGRADED if `contact` is EXACT and any node is degraded,
+        and otherwise `contact`.
         """
         if self.contact is DirectoryState.EXACT and not all(view.is_exact for view in self.views):
             return DirectoryState.DEGRADED
@@ -93,8 +93,8 @@ class PrefixIndex:
 
     @property
     def views(self) -> Sequence[NodeView]:
-        """A copy of the views of all nodes. A thread that scrapes the metrics reads the copy, while
-        the event loop may add and remove nodes.
+        """A copy of the views of all nodes. It is a copy because the thread that scrapes metrics
+        reads it while the event loop may add and remove nodes.
         """
         return tuple(self._views.values())
 
@@ -109,8 +109,8 @@ class PrefixIndex:
     # Changes that the source of the views reports.
 
     def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
-        """Makes an empty, exact view for a new epoch of a node, as of log entry 0. The node's
-        earlier keys become invalid.
+        """Makes an empty, exact view for a new epoch of a node (the time after a reset of its
+        pool), as of log entry 0. The node's earlier keys become invalid.
         """
         self.remove(node)
         view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)
@@ -118,14 +118,16 @@ class PrefixIndex:
         return view
 
     def remove(self, node: str) -> None:
-        """Removes a node. Does nothing if the node is not known."""
+        """Does nothing if the node is not known."""
         view = self._views.pop(node, None)
         if view is not None:
             del self._by_epoch[view.epoch]
             self.retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """Applies the next batch of an epoch. DONE or DRIFTED means that the batch was applied."""
+        """Applies a batch of added and removed keys, and returns the outcome. The batch was applied
+        if the outcome is DONE or DRIFTED.
+        """
         view = self._by_epoch.get(batch.epoch)
         if view is None:
             return Applied.OTHER_EPOCH
@@ -151,8 +153,9 @@ class PrefixIndex:
             view.is_exact = False
 
     def compare(self, node: str, lease: NodeLease) -> bool:
-        """Degrades a node if the digest in its lease differs from the view's digest as of the same
-        log entry. The lease must be of the view's epoch. Returns whether the view is exact.
+        """Marks a node's view as not exact if the node's lease, the pool's entry in the directory,
+        has the view's log entry but another digest of the keys. Returns whether the view is exact.
+        The lease must be of the view's epoch.
         """
         view = self._views[node]
         if lease.sequence == view.sequence and lease.digest != view.digest:
@@ -301,8 +304,8 @@ class PrefixIndex:
                 view.xor ^= key
 
     def _intern(self, held: int) -> int:
-        """Returns the only integer object that is stored for a set of nodes. A million separate
-        objects would take 32 MB.
+        """Returns an integer object equal to `held`, always the same one, because a million
+        separate objects would take 32 MB.
         """
         return self._interned.setdefault(held, held)
 

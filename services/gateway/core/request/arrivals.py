@@ -1,5 +1,5 @@
-"""Counts arriving requests. A request is arriving while the gateway reads, tokenizes and checks it,
-until its sequences are queued for a replica.
+"""Counts arriving requests. A request is called arriving while the gateway reads, tokenizes and
+checks it, until its sequences (the prompt and one answer each) are queued for a replica.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from services.gateway.core.caller import Caller
 
 
 class Arrival:
-    """One arriving request. It is counted until `end` is called or its `with` block ends."""
+    """One arriving request. It is counted until `end` is called or the `with` block ends."""
 
     def __init__(self, counts: Counter[str], caller: Caller) -> None:
         self._counts = counts
@@ -17,8 +17,8 @@ class Arrival:
         counts[caller.caller_id] += 1
 
     def end(self) -> None:
-        """Stops counting the request. Call this when the request's sequences are queued or the
-        request is refused. Idempotent.
+        """Stops counting the request. Must be called when its sequences are queued or the request
+        is refused. Idempotent.
         """
         if self._caller_id is None:
             return

@@ -24,7 +24,7 @@ class Piece:
     """One row for each token. It is None if log-probabilities were not requested."""
     offsets: list[int] | None = None
     """For each token, the number of characters before it in the answer. It is None if the tokens
-    were converted together.
+    were converted to text together, so that the tokens' positions are not known.
     """
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
@@ -34,7 +34,7 @@ class Piece:
     """The vector of the prompt as little-endian float32 numbers."""
     events: list[OutputEvent] | None = None
     """The events (content, reasoning and tool calls) that were parsed from the text. It is None if
-    the request has no output form.
+    the whole text is content, because the request has no `output_form`.
     """
 
     @property
@@ -54,8 +54,8 @@ class Piece:
 
 
 class Choice:
-    """Converts the deltas of one sequence to pieces of an answer, and ends the answer at a stop
-    string.
+    """Converts the deltas (new output) of one sequence to pieces of an answer, and ends the answer
+    at a stop string.
 
     The answer does not depend on how tokens were grouped into deltas. The text of an
     end-of-sequence or stop token that ended the sequence is omitted, unless the request has
@@ -179,7 +179,6 @@ class Choice:
         return "".join(shown), len(token_ids), offsets, None
 
     def _parse(self, text: str, events: list[OutputEvent] | None) -> None:
-        """Appends the events that are parsed from one token's text to `events`."""
         if self._parser is None or events is None:
             return
         if text:
@@ -205,6 +204,5 @@ class Choice:
         return self.finish_reason, delta.finish.stop_token_id
 
     def _rest(self) -> str:
-        """Returns the text that the detokenizer and stop strings hold back at the answer's end."""
         tail = self._detokenizer.flush()
         return tail if self._stops is None else self._stops.flush() + tail

@@ -1,4 +1,6 @@
-"""Delivers the output of a generation to its reader, such as an HTTP response."""
+"""Delivers the output of a generation (a client's request while it runs) to its reader, such as an
+HTTP response.
+"""
 
 import asyncio
 from collections import deque
@@ -24,7 +26,9 @@ class Sink(Protocol):
         """Whether `put` may be called. If it is false, `drain` must be awaited first."""
 
     def put(self, added: list[Piece]) -> None:
-        """Accepts new pieces. The list is empty if a sequence was scheduled but has no output."""
+        """Accepts new pieces. The list is empty if the only news is that a replica has scheduled a
+        sequence.
+        """
 
     async def drain(self) -> None:
         """Sends all pieces that were put. Returns when the sink is ready again."""
@@ -33,13 +37,13 @@ class Sink(Protocol):
 class Delivery:
     """Runs a generation's sequences at an engine, and puts their output into a sink.
 
-    Callbacks of the event loop make the pieces and put them into the sink. Waking a task for each
-    piece would cost several times as much. At the start and after each drain, the task of `run`
-    puts the next output itself, so that it can drain the sink in the same iteration of the event
-    loop. Output that arrives during a drain is put into the sink together after the drain.
+    Normally callbacks of the event loop make the pieces and put them into the sink, because waking
+    a task for each piece would cost several times as much. At the start and after each drain, the
+    task of `run` puts the next output itself, so that it can drain the sink in the same iteration
+    of the event loop. Output that arrives during a drain is put into the sink after the drain.
 
-    Many tokens, for example after a long drain, are put in several parts. The event loop can do
-    other work between two parts.
+    If there are many tokens, for example after a long drain, they are put in several parts, so that
+    the event loop can do other work between two parts.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Delivery:
         self._parts: deque[Sequence[tuple[int, Delta]]] = deque()
         self._is_due = False
         self._is_for_task = True
-        """Whether the task of `run` puts the next output. Otherwise a callback puts it."""
+        """Whether the task of `run`, and not a callback, puts the next output."""
         self._wanted: asyncio.Future[None] | None = None
         """The future that the task of `run` awaits. It is None while the task is busy."""
         self._error: Exception | None = None
@@ -114,8 +118,8 @@ class Delivery:
             self._loop.call_soon(self._deliver, context=self._context)
 
     def _deliver(self) -> None:
-        """If the task of `run` waits, puts the next part of the output into the sink. Wakes the
-        task if it must drain the sink or end.
+        """The callback: if the task of `run` waits, puts the next part of the output into the sink.
+        Wakes the task if it must drain the sink or end.
         """
         self._is_due = False
         if self._wanted is None or self._wanted.done():

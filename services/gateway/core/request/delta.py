@@ -1,4 +1,6 @@
-"""The output of one sequence: the whole output so far, and the output since the last read."""
+"""The output of one sequence (the prompt and one answer of a request): the whole output so far, and
+the output since the last read.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +29,7 @@ class Delta:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
-    """Number of cached prompt tokens. It is set only if a replica scheduled the sequence since the
+    """Number of cached prompt tokens. It is None if no replica has scheduled the sequence since the
     previous delta.
     """
     finish: Finish | None = None

@@ -1,4 +1,6 @@
-"""The interfaces through which a generation uses the replicas, or another source of output."""
+"""The interfaces through which a generation (a client's request while it runs) uses the replicas or
+another source of output. A request has one sequence for each of its answers.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ class DeltaSource(Protocol):
     routes: list[RoutingDecision]
     """The routing decision for each time that a sequence was sent to a replica, in this order."""
     waits: list[Wait]
-    """The ended waits of sequences that were not sent to a replica at once, or were preempted."""
+    """The waits, which have ended, of sequences that were not sent at once or were preempted."""
     traces: list[SequenceTrace]
     """The trace of each sequence. The list is empty if another gateway runs the sequences."""
 
@@ -30,16 +32,17 @@ class DeltaSource(Protocol):
         """
 
     def listen(self, on_news: Callable[[], None], min_tokens: int = 1) -> None:
-        """Calls `on_news` when there is new output. Replaces an earlier callback. After a
-        sequence's first tokens, the source may delay calls until there are `min_tokens` new tokens.
+        """Makes the source call `on_news` when there is new output. Replaces an earlier callback.
+        For tokens after a sequence's first tokens, the source may delay the call until there are
+        `min_tokens` new tokens.
         """
 
     def abort(self, index: int) -> None:
         """Ends a sequence because its text contains a stop string. Idempotent."""
 
     def end_turn(self, index: int, tool: str) -> None:
-        """Reports the tool that the client runs after the answer of an ended sequence. A source may
-        ignore the report.
+        """Reports which tool the client runs after an ended sequence, whose answer calls the tool.
+        A source may ignore the report.
         """
 
     def close(self) -> None:
@@ -47,10 +50,10 @@ class DeltaSource(Protocol):
 
 
 class Source(Protocol):
-    """A source of deltas: an engine that generates tokens, or a recorded answer."""
+    """A source of deltas (new output): an engine that generates tokens, or a recorded answer."""
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """Starts sequences. Returns the source of their whole output."""
+        """Starts sequences. The returned source yields their output from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,8 @@ class KeptSource(Source, Protocol):
     """A source that may continue to generate an answer after the answer's reader has left."""
 
     def when_making_ends(self, call: Callable[[Made], None]) -> None:
-        """Calls `call` once when the generation of the answer has ended or was aborted, or at once
-        if the answer is not being generated.
+        """Calls `call` once: when the engine has stopped generating the answer, or immediately if
+        the answer is not being generated.
         """
 
 

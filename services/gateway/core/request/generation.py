@@ -27,7 +27,7 @@ class Usage:
     num_reasoning_tokens: int | None = None
     """Number of generated tokens that are reasoning. It is None if reasoning is not parsed."""
     is_wish_clipped: bool = False
-    """Whether the client asked to keep the context's KV blocks for longer than MAX_KEEP_SECONDS."""
+    """Whether the client asked to keep the request's KV blocks for longer than MAX_KEEP_SECONDS."""
 
 
 class Generation:
@@ -52,8 +52,8 @@ class Generation:
         self.mailbox: DeltaSource | None = None
         """The output of the sequences at the engine. It is None before `start` is called."""
         self.source: KeptSource | None = None
-        """The source of the answer, if several requests with the same idempotency key share it. It
-        is None if this request alone uses the engine.
+        """The source of an answer that all requests with the same idempotency key share. It is None
+        if this request shares no answer, and uses the engine directly.
         """
         self.is_replay = False
         """Whether another request started the shared answer."""
@@ -66,7 +66,9 @@ class Generation:
         self.num_open = len(self.choices)
 
     def start(self, engine: Source) -> DeltaSource:
-        """Starts the sequences at an engine, or reads a shared answer."""
+        """Starts the sequences at an engine, or starts to read an answer that another request with
+        the same idempotency key has started.
+        """
         if self.request.turn is not None:
             self.request.turn.begin()
         self.mailbox = engine.start(self.sequences)
@@ -88,8 +90,8 @@ class Generation:
         return added
 
     def close(self) -> None:
-        """Aborts unfinished sequences. Tokens that were generated but not read are added to the
-        usage, except in a shared answer. Idempotent.
+        """Aborts unfinished sequences. If the answer is not shared, generated tokens that were not
+        read are added to the usage. Idempotent.
         """
         if self.mailbox is not None:
             if self.source is None:
@@ -154,7 +156,7 @@ class Answer:
     """The vector of the prompt as little-endian float32 numbers."""
     message: ParsedMessage = field(default_factory=ParsedMessage)
     """The content, reasoning and tool calls that were parsed from the text. It is empty if the
-    request has no output form.
+    whole text is content, because the request has no `output_form`.
     """
     _text: list[str] = field(default_factory=list)
 

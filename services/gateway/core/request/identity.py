@@ -1,4 +1,6 @@
-"""The identity of a request. With the same identity, two gateways generate the same answer."""
+"""The identity of a request: two gateways generate the same answer to requests that have the same
+content and the same identity.
+"""
 
 from dataclasses import dataclass
 
@@ -13,5 +15,5 @@ class Identity:
 
     @property
     def created(self) -> int:
-        """Arrival time in whole seconds since 1970, as answers contain it."""
+        """Arrival time in whole seconds since 1970, which answers contain as `created`."""
         return self.arrival_unix_nanos // 10**9

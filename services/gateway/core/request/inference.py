@@ -1,4 +1,6 @@
-"""Prepares the requests of all protocols: checks them, and makes the generations that run them."""
+"""Prepares the requests of all protocols: checks a request, and makes its Generation, the object
+that represents the request while it runs.
+"""
 
 import asyncio
 from collections import Counter
@@ -35,14 +37,14 @@ _TOKENS_CHECKED_AT_A_TIME = 65_536
 _MAX_NAMES = 8
 """Limit on the number of model names that an error message lists."""
 _ANSWERS_AT_A_TIME = 32
-"""Between the stages of the preparation of a request with more answers than this number, the event
-loop can do other work.
+"""If a request has more answers than this number, the event loop can do other work between the
+stages of the request's preparation.
 """
 
 
 class Inference:
-    """Checks clients' requests, tokenizes prompts, and makes generations, which run requests at the
-    engine. The handlers of both HTTP and gRPC use this class.
+    """Checks clients' requests, tokenizes prompts, and makes Generations. The handlers of both HTTP
+    and gRPC use this class.
     """
 
     def __init__(
@@ -63,9 +65,9 @@ class Inference:
         unix_nanos: Callable[[], int],
     ) -> None:
         """A request may have at most `max_choices` answers and at most `max_items` values in a
-        list. Its answers may have at most `max_logprobs` log-probabilities in total if they are not
-        streamed. In a stream, `stream_interval` tokens are sent together. `draw_seed` returns
-        random seeds below 2**64.
+        list. Answers that are not streamed may have at most `max_logprobs` log-probabilities in
+        total. In a stream, `stream_interval` tokens are sent together. `draw_seed` returns random
+        seeds below 2**64.
         """
         self.model_name = model_name
         self.adapters = adapters or LoraModules(model_name)
@@ -108,8 +110,8 @@ class Inference:
     def limits(self) -> ModelLimits:
         """Returns the limits of a request. Raises Unavailable before the first replica is ready.
 
-        The end-of-sequence tokens are those of the model's configuration and, as in vLLM, the
-        tokenizer's end-of-sequence token. Fine-tuned chat models often change only the tokenizer.
+        The tokenizer's end-of-sequence token is added to the end-of-sequence tokens of the model's
+        configuration, as in vLLM, because fine-tuned chat models often change only the tokenizer.
         """
         limits = self._engine.limits()
         eos_token_id = self.tokenizer.eos_token_id
@@ -152,8 +154,8 @@ class Inference:
         self, caller: Caller, deadline: float | None, *, needs_room: bool = True
     ) -> Arrival:
         """Raises the errors of `check_room`, and otherwise counts the request as arriving until
-        `end` of the returned Arrival is called. If `needs_room` is false, the request's answer
-        already exists, and the request is neither checked nor counted.
+        `end` of the returned Arrival is called. If `needs_room` is false, because the request's
+        answer already exists, the request is neither checked nor counted.
         """
         if not needs_room:
             return Arrival(Counter(), caller)
@@ -208,8 +210,8 @@ class Inference:
             await asyncio.sleep(0)
 
     def delivery(self, generation: Generation, sink: Sink, *, stream: bool) -> Delivery:
-        """Makes the delivery of a generation to a sink. If `stream` is false, many tokens are put
-        into the sink together.
+        """Makes the Delivery that puts a generation's output into a sink. If `stream` is false, it
+        puts many tokens together.
         """
         source = generation.source or self._engine
         min_tokens = self._stream_interval if stream else TOKENS_AT_A_TIME
@@ -228,7 +230,9 @@ class Inference:
             )
 
     def check_num_logprobs(self, generation: Generation) -> None:
-        """Raises OutOfRange if answers without streaming may have too many log-probabilities."""
+        """Raises OutOfRange if the answers, which are not streamed, could have too many
+        log-probabilities.
+        """
         count = sum(
             (sequence.sampling.max_tokens or 0) * _width(sequence.sampling.logprobs)
             + len(sequence.prompt_token_ids) * _width(sequence.sampling.prompt_logprobs)

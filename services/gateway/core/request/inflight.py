@@ -1,5 +1,5 @@
-"""Unfinished sequences with their generated tokens, and the mailbox of a request, from which a
-reader takes the output of the request's sequences.
+"""Unfinished sequences (the prompt and one answer of a request) with their generated tokens, and
+the mailbox of a request, from which the request's reader takes the output of its sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +16,18 @@ from services.gateway.core.request.request import EngineRequest
 from services.gateway.core.request.wait import Wait
 
 MAX_LOSSES_COMPUTED = 5
-"""Limit on the number of replicas that may be lost in succession while they compute one sequence. A
-new token of the sequence resets the count.
+"""A sequence fails if more replicas than this number are lost in succession while they compute it.
+A new token of the sequence resets the count.
 """
 MAX_LOSSES_WAITED = 50
-"""Limit on the number of replicas that may be lost in succession while one sequence waits in their
+"""A sequence fails if more replicas than this number are lost in succession while it waits in their
 queues. The limit is high, since a waiting sequence is unlikely to cause a loss.
 """
 
 
 @dataclass(slots=True)
 class Losses:
-    """Counts the replicas lost while they had one sequence, since the sequence's last new token."""
+    """Counts the replicas that were lost while one sequence was there, since its last new token."""
 
     computing: bool = False
     """Whether the current replica has scheduled the sequence and has not generated a token yet."""
@@ -117,7 +117,7 @@ class Inflight:
         return self.request.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def resume(self, progress: Progress) -> None:
-        """Sets the output with which the sequence is resumed."""
+        """Sets the output that the sequence already had at another gateway."""
         self.output_token_ids = list(progress.token_ids)
         self.was_accepted = bool(progress.token_ids)
         self._num_prompt_rows = progress.num_prompt_rows
@@ -139,7 +139,7 @@ class Inflight:
 
     def admitted(self, num_cached_tokens: int) -> None:
         """Records that the replica has scheduled the sequence. `num_cached_tokens` is ignored if
-        the sequence already has tokens, since another replica has then generated them.
+        another replica has already generated tokens of the sequence.
         """
         self.was_accepted = True
         self.losses.computing = True
@@ -159,7 +159,7 @@ class Inflight:
         self.mailbox.add_tokens(self.index, token_ids)
 
     def lost(self, cause: ResubmitCause) -> None:
-        """Records that the session with the sequence's replica has ended. The next wait for a
+        """Records that the gateway has lost the sequence's replica. The sequence's next wait for a
         replica has the full time limit again.
         """
         self.was_accepted = True
@@ -186,7 +186,7 @@ class Inflight:
         delta.logprobs = joined(delta.logprobs, rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
-        """Adds log-probabilities of the prompt, except rows that an earlier replica has sent."""
+        """Adds log-probabilities of the prompt, without rows that an earlier replica has sent."""
         num_repeated = min(self._num_repeated_rows, len(rows))
         self._num_repeated_rows -= num_repeated
         rows = rows.part(num_repeated)
@@ -197,7 +197,7 @@ class Inflight:
         delta.prompt_logprobs = joined(delta.prompt_logprobs, rows)
 
     def pooled(self, values: bytes) -> None:
-        """Adds the prompt's vector (little-endian float32). The caller calls `finished` next."""
+        """Adds the prompt's vector (little-endian float32). `finished` must be called next."""
         self.was_accepted = True
         self._delta().pooled = values
 
@@ -220,8 +220,8 @@ class Inflight:
 
 
 def ended(inflight: Inflight) -> Finish | None:
-    """Determines from a sequence's tokens whether and how the sequence has ended. Returns None if
-    it has not ended. Needed if a replica was lost before it reported the end.
+    """Determines from a sequence's tokens whether and how the sequence has ended, because its
+    replica may be lost before it reports the end. Returns None if the sequence has not ended.
     """
     tokens, sampling = inflight.output_token_ids, inflight.request.sampling
     if not tokens:
@@ -255,8 +255,8 @@ class Mailbox:
         self.routes: list[RoutingDecision] = []
         """The routing decisions in order of time, one for each time that a sequence was sent."""
         self.waits: list[Wait] = []
-        """The ended waits of sequences that were not sent to a replica at once or were preempted,
-        in the order of the waits' ends.
+        """The waits, which have ended, of sequences that were not sent at once or were preempted,
+        in order of the waits' ends.
         """
         self.traces = [inflight.trace for inflight in self.inflights]
         self._unfinished = set(range(len(requests)))
@@ -274,8 +274,8 @@ class Mailbox:
         return delta
 
     def open_delta(self, index: int) -> Delta:
-        """Like `delta`, but does not notify the reader. Used for output that accompanies tokens,
-        whose addition notifies the reader.
+        """Like `delta`, but does not notify the reader. The caller then adds tokens by
+        `add_tokens`, which notifies the reader.
         """
         delta = self._deltas.get(index)
         if delta is None:
@@ -312,7 +312,9 @@ class Mailbox:
         return list(deltas.items())
 
     def resume(self, progress: Sequence[Progress]) -> list[Inflight]:
-        """Sets the output with which each sequence is resumed. Returns the unfinished sequences."""
+        """Sets the output that each sequence already had at another gateway. Returns the unfinished
+        sequences.
+        """
         going_on = []
         for inflight, one in zip(self.inflights, progress, strict=True):
             inflight.resume(one)

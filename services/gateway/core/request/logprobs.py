@@ -13,8 +13,9 @@ class LogprobRows:
     """Log-probabilities as a row-major matrix with one row for each position. Column 0 has the
     position's token. The other columns have the most probable tokens in descending order.
 
-    `token_ids` and `logprobs` have `width` values per row. `ranks` has one, the rank of the
-    position's token. All are arrays of 4-byte numbers. Lists would take nine times the memory.
+    `token_ids` and `logprobs` have `width` values per row. `ranks` has one value per row, the rank
+    of the position's token. All are arrays of 4-byte numbers, because lists would take nine times
+    the memory.
     """
 
     width: int

@@ -1,4 +1,6 @@
-"""A client's request, and the sequences that are sent to the replicas for it."""
+"""A client's request, and its sequences (the prompt and one answer each), which are sent to the
+replicas.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +29,7 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
-    """The text of the prompt. It is set only if the client requested that it is returned (echo)."""
+    """The text of the prompt, if the client requested that the prompt is returned (echo)."""
     offsets: list[int] | None = None
     """For each token, the number of characters in `text` before it."""
     embeds: PromptEmbeds | None = None
@@ -55,22 +57,24 @@ class ClientRequest:
     skip_reading_prefix_cache: bool = False
     """Whether the whole prompt is computed, even if the prefix cache contains a part of it."""
     default_max_tokens: int | None = None
-    """Maximum number of tokens of an answer if `sampling.max_tokens` is None. None means as many
-    tokens as fit into the context.
+    """Maximum number of tokens of an answer if `sampling.max_tokens` is None. If both are None, an
+    answer may have as many tokens as fit into the context.
     """
     prompt_only: bool = False
     """Whether only the prompt is returned (echo with max_tokens 0)."""
     session_id: str = ""
     """Requests with the same id are expected to share prompt prefixes."""
     program: DeclaredProgram | None = None
-    """The client's data about the agent program to which the request belongs."""
+    """The client's data about the agent program to which the request belongs. An agent program is a
+    series of requests with tool calls between them.
+    """
     caller: Caller = ANYONE
     best_of: int | None = None
     """Number of answers generated for each prompt. The best `n` are returned. None means `n`."""
     pooling: PoolingParams | None = None
-    """How the vector of each prompt is computed. It is None if text is generated."""
+    """How each prompt is converted to a vector. It is None if text is generated."""
     turn: "Turn | None" = None
-    """Set if the request is a turn of a client's session, whose prompt grows with each turn."""
+    """The request as a turn of a client's session, or None if it belongs to no session."""
     output_form: OutputForm | None = None
     """How answers are parsed into content, reasoning and tool calls. None means only content."""
     adapter: Adapter | None = None
@@ -88,15 +92,15 @@ class ClientRequest:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more answers are generated than returned, so that answers are ranked."""
+        """Whether more answers are generated than returned, so that the best must be found."""
         return self.num_candidates > self.n
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence of a client's request with all defaults filled in: `sampling` has a seed,
-    max_tokens and end-of-sequence tokens. The caller's rules were applied to priority and
-    cache_salt.
+    max_tokens and end-of-sequence tokens. The client's priority and cache_salt were replaced by the
+    effective values for the caller.
     """
 
     request_id: str
@@ -113,8 +117,8 @@ class EngineRequest:
     program: DeclaredProgram | None = None
     caller: Caller = ANYONE
     num_choices: int = 0
-    """For metrics: the number of answers that the client requested for the prompt. It is set in the
-    prompt's first sequence, and 0 in the others.
+    """For metrics: the number of answers that the client requested for the prompt. It is set only
+    in the prompt's first sequence, and 0 in the prompt's other sequences.
     """
     pooling: PoolingParams | None = None
     skip_reading_prefix_cache: bool = False
@@ -129,15 +133,15 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class HeldSequence:
-    """A sequence whose KV blocks a replica keeps after the sequence's end. A sequence that
-    continues it must have the same priority, cache_salt and adapter_digest.
+    """An ended sequence whose KV blocks a replica keeps for the next turn of a client's session.
+    The next turn's sequence must have the same priority, cache_salt and adapter_digest.
     """
 
     replica: object
     handle: int
-    """The handle of the sequence at the replica."""
+    """The number that identifies the sequence at the replica."""
     release: Callable[[], None]
-    """Makes the replica free the sequence. Does nothing if the replica has freed it."""
+    """Makes the replica free the KV blocks. Does nothing if the replica has freed them already."""
     num_tokens: int
     """Number of leading tokens whose KV blocks the replica keeps."""
     priority: int
@@ -167,10 +171,10 @@ class Turn(Protocol):
         """Returns and forgets the kept sequence that `request` continues, if there is one."""
 
     def hold(self, held: HeldSequence) -> None:
-        """Called when the sequence has ended, and the replica keeps it."""
+        """Called when the turn's sequence has ended, and the replica keeps its KV blocks."""
 
     def drop_held(self) -> None:
-        """Called when the replica no longer keeps the sequence."""
+        """Called when the replica no longer keeps the KV blocks."""
 
 
 def to_engine_requests(
@@ -185,7 +189,8 @@ def to_engine_requests(
     """Makes the sequences of a checked request, in order of the prompts.
 
     If the request has no seed, the sequences' seeds are derived from `seed`. If more answers are
-    generated than returned, the sequences request log-probabilities, by which answers are ranked.
+    generated than returned, the sequences request log-probabilities, which are needed to find the
+    best answers.
     """
     eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
     sampling, num_candidates = request.sampling, request.num_candidates

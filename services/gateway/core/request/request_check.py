@@ -97,8 +97,8 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
 
 
 def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellError:
-    """Returns the error with the prompt's index added to its field and message, if the error is
-    about a prompt and the request has several.
+    """Returns the error. If it is about a prompt and the request has several prompts, the prompt's
+    index is added to the error's field and message.
     """
     if error.field != "prompt" or num_prompts == 1:
         return error
@@ -118,9 +118,8 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
 
 
 def _context_length(limits: ModelLimits) -> str:
-    """Returns the first words of the message of an error about a length.
-
-    OpenAI and vLLM use these words. Some clients, such as LiteLLM, recognize the error by them.
+    """Returns the first words of the message of an error about a length. They are the words of
+    OpenAI and vLLM, by which some clients, such as LiteLLM, recognize the error.
     """
     sentence = f"This model's maximum context length is {limits.capacity} tokens"
     if limits.max_request_tokens < limits.max_model_len:

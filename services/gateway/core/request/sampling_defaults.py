@@ -13,8 +13,8 @@ class SamplingDefaults:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     """The default of each sampling parameter."""
     max_tokens: int | None = None
-    """Maximum number of tokens of an answer if neither the client nor the API sets one. None means
-    as many tokens as fit into the context.
+    """Maximum number of tokens of an answer if neither the client nor the API's definition sets a
+    maximum. None means as many tokens as fit into the context.
     """
     most_tokens: int | None = None
     """Upper bound on the number of tokens of every answer, even if the client requests more. None
@@ -22,7 +22,9 @@ class SamplingDefaults:
     """
 
     def bounded(self, request: ClientRequest) -> ClientRequest:
-        """Returns the request with `max_tokens` and `most_tokens` applied to its limits."""
+        """Returns the request with its limits on tokens set or reduced by `max_tokens` and
+        `most_tokens`.
+        """
         default = request.default_max_tokens
         if default is None:
             default = self.max_tokens

@@ -72,8 +72,8 @@ class Tokenization:
     ) -> Truncation | None:
         """Returns the truncation of prompts to `num_tokens`, or None if `num_tokens` is None.
         `max_tokens` is the maximum length of the answer. `side` ("left" or "right") is the side
-        from which tokens are removed. If `side` is None, the end of a prompt is kept if the model
-        generates text, and the beginning if the model computes a vector.
+        from which tokens are removed. If `side` is None, it is "left" if the model generates text,
+        and "right" if the model computes a vector.
         """
         if num_tokens is None:
             return None

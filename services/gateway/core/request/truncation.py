@@ -11,7 +11,7 @@ _AS_MANY_AS_FIT = -1
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keeps either the last or the first `num_tokens` tokens of a prompt with special tokens."""
+    """Keeps either the last or the first `num_tokens` tokens of a prompt. Special tokens count."""
 
     num_tokens: int
     keeps_end: bool
@@ -37,9 +37,9 @@ def truncation(num_tokens: int, most: int, *, keeps_end: bool) -> Truncation:
 
 
 def lengths_kept(lengths: Sequence[int], most: int) -> tuple[int, int]:
-    """Returns how many tokens of each of two texts are kept, at most `most` tokens in total.
-    `lengths` are the texts' numbers of tokens. The longer text is shortened until both are equally
-    long, and then both texts are shortened ("longest_first" of the tokenizers package).
+    """Returns how many tokens of each of two texts are kept, so that at most `most` tokens are kept
+    in total. `lengths` are the texts' numbers of tokens. First the longer text is shortened to the
+    length of the other, and then both are shortened ("longest_first" of the tokenizers package).
     """
     shorter, longer = sorted(lengths)
     if shorter + longer > most:

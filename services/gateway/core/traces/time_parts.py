@@ -1,8 +1,9 @@
 """Divides the time of a request at the gateway, from its arrival to its end, into parts.
 
-The request's timeline already has parts. The timeline's part GENERATE, in which replicas process
-the request's sequences, is replaced by the parts of the sequence that ended last: the sequence's
-waits at the gateway, and the times that its last replica reported.
+These are the parts of the request's timeline, except for the part GENERATE, in which replicas
+process the request's sequences (the prompt and one answer each). GENERATE is replaced by the parts
+of the sequence that ended last: the sequence's waits at the gateway, and the times that its last
+replica reported.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +28,8 @@ EngineParts = Mapping[str, Sequence[TimePart]]
 """Maps the id of each sequence to the time parts that its current replica has reported so far."""
 
 _NAMES = {Part.READ: CLIENT, Part.WRITE: CLIENT, Part.RESUBMIT: "resubmit"}
-"""The names of parts in which the gateway itself does no work. A part WAIT is named after the
-reason of the wait.
+"""The names of parts in which the gateway itself does no work. The name of the part WAIT depends on
+the reason of the wait.
 """
 
 
@@ -52,8 +53,8 @@ def request_parts(
 def _sequence_parts(
     trace: SequenceTrace, began: int, ended: int, so_far: EngineParts
 ) -> list[TimePart]:
-    """Returns the parts of a sequence's time from `began` to `ended`. Time that no part of the
-    sequence's timeline covers is counted as GATEWAY.
+    """Returns the parts of a sequence's time from `began` to `ended`. The part GATEWAY has all time
+    that the sequence's timeline does not cover.
     """
     parts: list[TimePart] = []
     num_sent = 0

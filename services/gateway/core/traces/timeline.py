@@ -1,5 +1,6 @@
-"""Timelines: when each part of a request's processing began at the gateway. If a request is traced,
-OpenTelemetry spans are made from its timeline when the request has ended.
+"""Timelines: when each part of a request's processing began at the gateway. Each sequence of a
+request (the prompt and one answer) has a timeline, too. When a traced request has ended, its
+OpenTelemetry spans are made from the timelines.
 """
 
 import enum
@@ -35,8 +36,8 @@ class Part(enum.Enum):
     ENGINE = names.SPAN_GATEWAY_ENGINE
     """A sequence is at a replica."""
     RESUBMIT = names.SPAN_GATEWAY_RESUBMIT
-    """A sequence has left a replica before the sequence's end, and waits for the next replica. The
-    part's details have the cause.
+    """A sequence that left a replica before the sequence's end waits to be sent to a replica again.
+    The part's details have the cause.
     """
     WRITE = names.SPAN_GATEWAY_WRITE
     """The gateway sends the last output to the client."""
@@ -82,8 +83,9 @@ class Timeline:
     def enter(
         self, part: Part, details: Details | None = None, outcome: str = "", at: int | None = None
     ) -> None:
-        """Ends the current part with an outcome, and starts `part` now or at the earlier time `at`.
-        Does nothing if the timeline has ended, or if part and details are unchanged.
+        """Ends the current part with an outcome, and starts `part` now, or at the earlier time `at`
+        if it is given. Does nothing if the timeline has ended, or if part and details are
+        unchanged.
         """
         last = self.stretches[-1]
         if self.ended is not None or (last.part is part and last.details == details):

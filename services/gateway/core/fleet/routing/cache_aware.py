@@ -16,8 +16,8 @@ _MAX_SESSIONS = 65_536
 NEARLY_EQUAL = 1.05
 """The policy chooses at random among replicas with at most this factor times the lowest cost."""
 AFFINITY = 0.9
-"""The cost of the replica that served the session's previous request is multiplied by this factor,
-which favors this replica.
+"""The cost at the replica that served the session's previous request is multiplied by this factor,
+so that the session's next request is likely to be sent to this replica, too.
 """
 SPREAD_LOAD_RATIO = 2
 SPREAD_MIN_SHARING = 8
@@ -44,8 +44,8 @@ class CacheAware:
     3. A block is expected to be cached if the prefix directory reports it, or if it belongs to a
        sequence that was recently sent to the replica. So a burst of requests with the same new
        prefix is sent to one replica, which computes the prefix once.
-    4. If most of these expectations about a replica were wrong, the cost at the replica is computed
-       as if nothing were cached.
+    4. If at a replica most tokens that were expected to be cached turned out not to be cached, the
+       cost at this replica is computed as if nothing were cached.
     """
 
     def __init__(self, parts: RoutingParts) -> None:
@@ -88,8 +88,8 @@ class CacheAware:
         )
 
     def _order(self, candidates: Sequence[Replica], now: float) -> LoadOrder:
-        """Returns the candidates in order of load. The order is kept for later calls if the same
-        list of candidates is passed twice in succession.
+        """Returns the candidates in order of load. If two successive calls pass the same list
+        object, the order is kept and only updated in later calls.
         """
         order, number = self._kept_order, era_of(now).number
         if order is not None and order.replicas is candidates and order.era_number == number:
@@ -103,8 +103,9 @@ class CacheAware:
         return order
 
     def _choose(self, offers: Offers, address_before: str | None) -> tuple[Offer, RoutingReason]:
-        """Returns the offer of the chosen replica, and the reason for the choice. `address_before`
-        is the address of the replica that served the session's previous request.
+        """Returns the offer (a replica and the sequence's cost there) of the chosen replica, and
+        the reason for the choice. `address_before` is the address of the replica that served the
+        session's previous request.
         """
         least = offers.order.least
         near = offers.near(least + self._max_load_delta, NEARLY_EQUAL)
@@ -133,8 +134,8 @@ def _cached_key(offer: Offer, keys: Sequence[int]) -> int | None:
 
 
 def _is_hot(offer: Offer, keys: Sequence[int], least: int) -> bool:
-    """Whether the cached prefix is hot (see SPREAD_MIN_SHARING) at the offer's replica. `least` is
-    the number of requests of the least loaded replica.
+    """Whether the sequence's cached prefix is hot (see SPREAD_MIN_SHARING) at the offer's replica.
+    `least` is the number of requests of the least loaded replica.
     """
     load, key = offer.replica.load, _cached_key(offer, keys)
     return (

@@ -52,9 +52,9 @@ class ChainKeys:
         hash_block_size: int | None = None,
         adapter_digest: bytes = b"",
     ) -> list[int]:
-        """Returns the keys of a prompt's full blocks in order. `root` is the model's fingerprint.
-        If `hash_block_size` is smaller than `block_size`, a block has several hashes, and its key
-        is made from its last hash.
+        """Returns the keys of a prompt's full blocks in order. `root` is the model's fingerprint,
+        which is the parent of the first block's hash. If `hash_block_size` is smaller than
+        `block_size`, a block has several hashes, and its key is made from its last hash.
         """
         unit = hash_block_size or block_size
         last = block_size // unit - 1

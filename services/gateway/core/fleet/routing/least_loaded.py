@@ -9,7 +9,7 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class LeastLoaded:
-    """Chooses the replica with the fewest requests, or one of several at random."""
+    """Chooses the replica with the fewest requests. Draws among replicas with equal numbers."""
 
     def __init__(self, parts: RoutingParts) -> None:
         self._rng = parts.rng
@@ -21,8 +21,8 @@ class LeastLoaded:
 
 class PowerOfTwo:
     """Chooses the less loaded of two random replicas (Mitzenmacher, 2001). This balances the load
-    nearly as well as LeastLoaded. In addition, several gateways with outdated loads do not all
-    choose the same replica.
+    nearly as well as LeastLoaded. Its advantage is that several gateways with outdated loads do not
+    all choose the same replica.
     """
 
     def __init__(self, parts: RoutingParts) -> None:

@@ -13,12 +13,15 @@ from services.gateway.core.fleet.load_tracker import (
 from services.gateway.core.fleet.replica import Replica
 
 Entry = tuple[float, int]
-"""A replica's `LoadTracker.recent_weight`, and the replica's index in the list of replicas."""
+"""A replica's number of recently computed tokens (`LoadTracker.recent_weight`), and the replica's
+index in the list of replicas.
+"""
 
 
 class LoadOrder:
     """Replicas in order of their numbers of requests. Replicas with equal numbers are in order of
-    their numbers of recently computed tokens. The order is valid in one era of `LoadTracker`.
+    their numbers of recently computed tokens. The object is valid for one era (a period in which
+    the weights of tokens are comparable, see `load_tracker.Era`).
     """
 
     def __init__(self, replicas: Sequence[Replica], era_number: int) -> None:
@@ -39,7 +42,7 @@ class LoadOrder:
         self._num_requests = [0] * len(replicas)
         self._weights = [0.0] * len(replicas)
         self._sum_of_weights = Fraction(0)
-        """The exact sum of `_weights`. Rounding errors do not accumulate as replicas change."""
+        """The sum of `_weights`, as an exact fraction so that rounding errors do not accumulate."""
         self._with_tokens_only: set[int] = set()
         """Indices of the replicas without requests whose last report has uncomputed tokens."""
         self._levels: dict[int, list[Entry]] = {0: [(0.0, i) for i in range(len(replicas))]}
@@ -48,8 +51,8 @@ class LoadOrder:
         self.update()
 
     def follow(self) -> None:
-        """From now on, collects the replicas that change, for `update`. A replica can be followed
-        by only one LoadOrder.
+        """From now on, records which replicas change, so that `update` moves only those. Only one
+        LoadOrder can follow a replica.
         """
         for index, replica in enumerate(self.replicas):
             replica.load.on_changed = partial(self._changed.add, index)
@@ -83,14 +86,14 @@ class LoadOrder:
 
     @property
     def mean_weight(self) -> float:
-        """The replicas' mean `LoadTracker.recent_weight`."""
+        """The mean number of recently computed tokens (`recent_weight`) of the replicas."""
         return float(self._sum_of_weights) / len(self._weights)
 
     @property
     def idle_speeds(self) -> Speeds | None:
-        """The speeds of every replica, if all replicas have the same speeds, and no replica without
-        requests has uncomputed tokens. Otherwise None. If there are idle speeds, the cost of a
-        sequence at an idle replica that has cached nothing depends only on the replica's weight.
+        """The speeds of every replica, if all replicas have equal speeds and no replica without
+        requests has uncomputed tokens. Otherwise None. If it is not None, replicas without requests
+        that have cached nothing differ in cost only by their numbers of recently computed tokens.
         """
         if self._has_equal_speeds and not self._with_tokens_only:
             return self._speeds[0] or self.fleet_speeds

@@ -1,4 +1,6 @@
-"""Computes a sequence's costs at the replicas, and finds the cheapest without examining all."""
+"""Computes the costs of a sequence at the replicas, and finds the cheapest replica without
+examining all of them.
+"""
 
 import math
 from bisect import bisect_right
@@ -15,9 +17,9 @@ MIN_TRUST = 0.5
 tokens was really cached.
 """
 FEW_TOKENS = 2048
-"""This number is added to each replica's number of recently computed tokens before the replicas'
-eviction pressures are compared. Few tokens evict few blocks, so replicas that computed few tokens
-should hardly differ.
+"""This number is added to each replica's number of recently computed tokens when the replica's
+eviction pressure (its number divided by the mean number) is computed. So replicas that computed few
+tokens, which evict few blocks, have nearly equal pressures.
 """
 
 
@@ -36,7 +38,7 @@ class Offer:
     """
     num_cached_tokens: int
     is_cached: bool
-    """Whether tokens are expected to be cached, and the expectation is trusted (MIN_TRUST)."""
+    """Whether the replica is expected to have cached tokens, and is trusted (see MIN_TRUST)."""
     cost_seconds: float
 
 
@@ -45,7 +47,7 @@ class Near:
     """The replicas at which a sequence costs little more than at the cheapest one."""
 
     best: Offer
-    """The offer with the lowest cost. Among equal offers, the offer of the first replica."""
+    """The offer with the lowest cost, or the first of several in order of the replicas."""
     indexes: list[int]
     """Indices of the replicas whose costs are near the lowest cost, in ascending order."""
     examined: list[Offer]
@@ -53,8 +55,8 @@ class Near:
 
 
 class Offers:
-    """The replicas' offers for one sequence. Most replicas need not be examined: for replicas that
-    have cached nothing, a lower bound of the cost shows that they will not be chosen.
+    """The replicas' offers for one sequence. Most replicas need not be examined, because for a
+    replica that has cached nothing a lower bound of the cost shows that it will not be chosen.
     """
 
     def __init__(
@@ -86,9 +88,9 @@ class Offers:
                 self._examined[index] = self._offer(self.order.replicas[index])
 
     def near(self, max_num_requests: int, factor: float = 1.0) -> Near:
-        """Returns, among the replicas with at most `max_num_requests` requests, those whose cost is
-        at most `factor` times the lowest cost. Idle replicas are found by bisection if they differ
-        only in their weights of recently computed tokens.
+        """Finds, among the replicas with at most `max_num_requests` requests, the replicas whose
+        cost is at most `factor` times the lowest cost. If replicas without requests differ only in
+        their numbers of recently computed tokens, these replicas are found by bisection.
         """
         order = self.order
         offers = {
@@ -127,7 +129,6 @@ class Offers:
         return Near(offers[best], sorted(near), examined)
 
     def at(self, index: int) -> Offer:
-        """Returns the offer of the replica with this index."""
         return self._examined.get(index) or self._offer(self.order.replicas[index])
 
     def _idle_up_to(self, most: float, idle: Sequence[Entry], others: Container[int]) -> list[int]:

@@ -18,8 +18,8 @@ class RoutingPolicy(Protocol):
 
     def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         """Chooses one of at least two `candidates`. All candidates are ready, and either all or
-        none of them have room in their queues. For several sequences of a request with the same
-        prompt, `choose` is called only once.
+        none of them have room in their queues. If a request has several sequences with the same
+        prompt, `choose` is called only for the first.
         """
         ...
 
@@ -28,7 +28,9 @@ class SequenceKeys(Protocol):
     """Computes the keys by which the prefix directory identifies a sequence's KV blocks."""
 
     def of_sequence(self, inflight: Inflight, served: ReplicaDescription) -> Sequence[int]:
-        """Returns the keys of the sequence's full blocks in order, for replicas of this layout."""
+        """Returns the keys of the sequence's full blocks in order, for replicas with the model and
+        block sizes of `served`.
+        """
         ...
 
 
@@ -45,6 +47,6 @@ class RoutingParts:
 
 
 def least_loaded(candidates: Sequence[Replica], rng: random.Random) -> Replica:
-    """Returns the replica with the fewest requests, or one of several at random."""
+    """Returns the replica with the fewest requests. Draws among replicas with equal numbers."""
     least = min(replica.load.num_requests for replica in candidates)
     return rng.choice([one for one in candidates if one.load.num_requests == least])
