@@ -1,4 +1,4 @@
-"""The composition root of the worker, which `python -m services.worker` starts.
+"""The entry point of the worker, started by `python -m services.worker`.
 
 Settings and model are checked before torch is imported, because the import takes seconds.
 """
@@ -33,8 +33,9 @@ def main() -> None:
 
 
 def prepare(settings: WorkerSettings) -> None:
-    """Checks the model, then imports torch and the worker's other modules. Raises ModelError, or
-    SettingError if settings of the worker's group contradict each other.
+    """Checks the model, then imports torch and the worker's other modules. Raises ModelError if the
+    model cannot be served, and SettingError if the settings of the worker's ranks contradict each
+    other.
     """
     own = find_membership(settings, os.environ)
     check_model(
@@ -46,11 +47,11 @@ def prepare(settings: WorkerSettings) -> None:
 
 
 async def serve(settings: WorkerSettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains. Raises SettingError if settings of the worker's
-    group contradict each other.
+    """Serves until `stop` is set, then drains. Raises SettingError if the settings of the worker's
+    ranks contradict each other.
 
-    If the group of ranks breaks, the process ends at once, because the compute thread may be
-    waiting for a rank that has ended.
+    If one of the ranks ends or fails, the process ends at once, because the compute thread may be
+    waiting for that rank.
     """
     from services.worker.service import WorkerService  # noqa: PLC0415 - imports torch
 

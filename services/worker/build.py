@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 def load_worker(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Worker:
-    """Sets the process's number of threads, and builds a worker as `build_worker` does. If threads
-    are bound to processors, binds the calling thread, whose new threads inherit this. Raises
-    SettingError for processors that cannot be used.
+    """Sets torch's number of threads, then builds a worker as `build_worker` does. If threads are
+    to be bound to processors, binds the calling thread, from which new threads inherit the binding.
+    Raises SettingError if the settings name processors that this process may not use.
     """
     threads = place_threads(
         usable_processors(),
@@ -69,9 +69,10 @@ def build_worker(
     `group` is the worker's group of ranks, or None for a single worker.
 
     `checkpoint_reached` is called many times during startup, and may raise to abort it. Raises
-    ModelError if the directory cannot be served, KVCacheTooSmall or NotEnoughMemory if memory is
-    too small, and GroupBroken if the ranks of the group do not match. Also raises NoSpeculation,
-    NoTier, UnsuitableDevice, KernelsUnavailable and SettingError.
+    ModelError if the model directory cannot be served, KVCacheTooSmall or NotEnoughMemory if memory
+    is too small, and GroupBroken if the ranks have different models or settings. Settings that this
+    model, machine or device does not support raise NoSpeculation, NoTier, UnsuitableDevice,
+    KernelsUnavailable or SettingError.
     """
     setup = set_up_rank(settings, checkpoint_reached, group, PLATFORM)
     checkpoint = setup.platform.open(settings.model)
@@ -79,7 +80,8 @@ def build_worker(
     if pooling is None or not takes_whole_prompts(settings.model):
         return _build_cached(setup, checkpoint, pooling, incarnation)
     refuse_for_whole_prompts(setup)
-    # Imported only if needed, because importing transformers takes seconds and a hundred megabytes.
+    # Imported only for models that need it, because it imports transformers, which takes seconds
+    # and a hundred megabytes.
     from services.worker.parts.whole import build_whole  # noqa: PLC0415
 
     return build_whole(setup, checkpoint, pooling, incarnation)
@@ -112,7 +114,9 @@ def _build_cached(
 
 
 def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
-    """Returns a rank's grammars, or None if it does not sample. `model` has the tokenizer."""
+    """Returns the compiler of the grammars that constrain outputs, or None if this rank samples no
+    tokens. `model` is the directory with the tokenizer.
+    """
     if parts.pooler is not None or not (parts.stage is None or parts.stage.is_last):
         return None
     loaded = parts.loaded
@@ -120,7 +124,7 @@ def make_grammars(model: Path, parts: RunnerParts) -> Grammars | None:
 
 
 def warm_runner(setup: RankSetup, parts: RunnerParts) -> StepRunner:
-    """Creates a runner with its KV cache, and runs its warm-up steps. Raises NotEnoughMemory."""
+    """Creates the runner with its KV cache, and runs warm-up steps. Raises NotEnoughMemory."""
     with memory_for("the KV cache", "lower num_blocks, kv_cache_memory_bytes or max_num_seqs"):
         runner = setup.platform.runner(parts)
     with memory_for("a step", "lower max_num_batched_tokens, max_num_seqs or the KV cache"):

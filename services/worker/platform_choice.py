@@ -33,7 +33,9 @@ def select_platform(
 
     By default CUDA is selected if the machine and the settings meet all its requirements. If torch
     finds a GPU that is not used, the reason is logged. Raises UnsuitableDevice if the setting is
-    CUDA and something is missing, or if it is SIMULATED. Raises KernelsUnavailable.
+    CUDA and a requirement is not met, and if the setting is SIMULATED, because this function knows
+    no simulated device. Raises KernelsUnavailable if the CPU is selected without the compiled
+    kernels that the settings require.
     """
     if settings.device is DeviceSetting.SIMULATED:
         raise UnsuitableDevice("device: this worker has no simulated device")
@@ -79,8 +81,9 @@ def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
 
 
 def local_worker(settings: WorkerSettings, group: Group | None) -> LocalWorker:
-    """Returns this worker's number among the workers of this machine. The ranks of a replica have
-    successive numbers. Raises SettingError if the replica's number is too large.
+    """Returns this worker's number among the workers of this machine, from its replica's number on
+    the machine and its rank. The ranks of a replica have successive numbers. Raises SettingError if
+    the replica's number is not below the number of replicas.
     """
     if settings.local_replica >= settings.num_local_replicas:
         raise SettingError(
@@ -94,14 +97,18 @@ def local_worker(settings: WorkerSettings, group: Group | None) -> LocalWorker:
 
 
 def threads_bind(settings: WorkerSettings) -> str:
-    """Returns how threads are bound. By default they are not bound if the worker may use CUDA."""
+    """Returns the rule by which threads are bound to processors (see `placement`). By default
+    threads of a worker that may use CUDA are not bound.
+    """
     bind = settings.cpu_omp_threads_bind
     may_be_cuda = settings.device is not DeviceSetting.CPU and torch.cuda.is_available()
     return BIND_NONE if bind == BIND_AUTO and may_be_cuda else bind
 
 
 def is_batch_invariant(settings: WorkerSettings, device: torch.device) -> bool:
-    """Whether results must not depend on the batch: by default on the CPU, and not on CUDA."""
+    """Whether a request's results must not depend on the other requests of its steps. By default
+    this is true on the CPU and false on CUDA.
+    """
     if settings.batch_invariant is None:
         return device.type == CPU.type
     return settings.batch_invariant

@@ -1,4 +1,4 @@
-"""A worker as a gRPC service, which listens, loads its model, and serves it."""
+"""The worker's gRPC service, which binds its port, loads the model, and runs steps."""
 
 import asyncio
 import logging
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 
 
 class GroupMember:
-    """This process as a rank of a group, or as a single worker. Must be constructed in a running
-    loop.
+    """This process as a rank of its group (the ranks that compute one model together), or as a
+    single worker without a group. Must be constructed in a running event loop.
 
-    `broken` resolves with the reason if the group breaks.
+    The future `broken` resolves with the reason if the group breaks, because a rank has failed or
+    stopped.
     """
 
     def __init__(self, membership: Membership, timeouts: Timeouts) -> None:
@@ -47,7 +48,7 @@ class GroupMember:
         self._group: Group | None = None
 
     def join(self, checkpoint_reached: Callable[[], None]) -> Group | None:
-        """Waits for the other ranks, and forms the group. Returns None if there are no other ranks.
+        """Waits for the other ranks, and forms the group. Returns None for a single worker.
         Callable from any thread. Raises GroupBroken.
 
         `checkpoint_reached` is called repeatedly while this method waits, and may raise to abort
@@ -66,8 +67,8 @@ class GroupMember:
             self._group.watch.report(GroupBroken(f"rank {rank} cannot start: {error}"))
 
     def leave(self, *, is_stopped: bool) -> None:
-        """Closes the connections to the other ranks, which notice at once. If this rank
-        `is_stopped` by a signal, the other ranks are notified of it.
+        """Closes the connections to the other ranks, which notice at once. `is_stopped` tells them
+        that this rank has received a stop signal.
         """
         if self._group is not None:
             self._group.close(is_stopped=is_stopped)
@@ -84,17 +85,19 @@ SERVICE = "worker"
 GRPC_SERVICE = "stepwell.worker.v1.Worker"
 
 _CLOSE_SECONDS = 0.2
-"""Limit in seconds on two waits after a worker's group broke: until the stream of steps has ended
-with the reason, and until a step that waits for another rank has ended.
+"""Limit in seconds on two waits after a worker's group broke: for the stream of steps to end with
+the reason, and for a step that waits for another rank to end.
 """
 _TOLD_SECONDS = 1.0
-"""Limit in seconds on the wait for this rank's stop signal after another rank's signal."""
+"""After another rank has reported that it received a stop signal, this rank waits up to this many
+seconds for its own stop signal.
+"""
 
 logger = logging.getLogger("services.worker")
 
 
 class WorkerService:
-    """The parts of a worker service, composed. Must be constructed in a running loop."""
+    """Server, compute thread and group membership of a worker. Created in a running event loop."""
 
     def __init__(
         self,
@@ -104,7 +107,7 @@ class WorkerService:
         compute: ComputeThread | None = None,
         load: Callable[..., Worker] = load_worker,
     ) -> None:
-        """`compute` runs `load` and the steps. `load` has the arguments of `load_worker`."""
+        """`compute` runs `load` and the steps. `load` gets the arguments of `load_worker`."""
         self._settings = settings
         self._load_worker = load
         timeouts = Timeouts(settings.join_timeout_seconds, settings.collective_timeout_seconds)
@@ -134,10 +137,11 @@ class WorkerService:
         await _first_of(stop.wait(), self._member.broken)
 
     async def close(self, stop: asyncio.Event) -> None:
-        """Ends streams, drains, and leaves the group.
+        """Ends the stream of steps, waits for other calls to end, and leaves the group.
 
-        If the group has broken, the process ends at once. It ends normally, however, if the group
-        broke because another rank received a stop signal, and this rank receives one too.
+        If the group has broken, the process ends at once. The exception is a group that broke
+        because another rank received a stop signal: if this rank receives one too, it ends
+        normally.
         """
         has_broken = self._member.broken.done() and not stop.is_set()
         reason = self._member.broken.result() if has_broken else None
@@ -153,7 +157,9 @@ class WorkerService:
         self._compute.close(_CLOSE_SECONDS if self._member.membership.size > 1 else None)
 
     async def _load(self, stop: asyncio.Event) -> Worker | None:
-        """Loads the worker in the compute thread. None if `stop` or a broken group prevents it."""
+        """Loads the worker in the compute thread. Returns None if it must stop or its group
+        breaks.
+        """
         cancelled = threading.Event()
 
         def checkpoint_reached() -> None:

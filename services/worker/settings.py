@@ -192,7 +192,7 @@ class WorkerSettings(ServiceSettings):
     @property
     def num_lora_places(self) -> int:
         """The maximum number of LoRA adapters in memory, 0 if LoRA is not enabled. Raises
-        SettingError if it is below the maximum number of adapters in one step.
+        SettingError if this maximum is below the maximum number of adapters in one step.
         """
         most = self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
         if most < self.max_loras:

@@ -1,9 +1,9 @@
 """Runs steps in a compute thread, waits for device outputs in a download thread, and detects steps
 that hang.
 
-The event loop is not blocked while a step runs, so the next step's message is decoded before the
-step ends. Only one thread computes, because each would have its own team of OpenMP threads. A
-second thread waits for downloads, so that the compute thread can queue the next step.
+The event loop is not blocked while a step runs, so it decodes the next step's message before the
+step ends. A single thread computes, because each computing thread would start its own OpenMP
+threads. The download thread waits for outputs, so that the compute thread can queue the next step.
 """
 
 import asyncio
@@ -33,15 +33,15 @@ class FunctionQueue(Protocol):
 
     @property
     def put(self) -> Callable[[Callable[[], None] | None], None]:
-        """Queues a function. None ends the queue after the functions before it."""
+        """Queues a function. None ends the queue after all earlier functions."""
 
     def join(self, patience_seconds: float | None) -> None:
         """Waits until the queue has ended, at most for `patience_seconds`."""
 
 
 class _ThreadQueue:
-    """Runs queued functions in a thread. It needs 40 µs between two functions while all services
-    are busy. An executor needs 65 µs.
+    """Runs queued functions in a thread. Between two functions it needs 40 µs while all services
+    are busy, where an executor needs 65 µs.
     """
 
     def __init__(self, name: str) -> None:
@@ -60,10 +60,10 @@ class _ThreadQueue:
 
 
 class ComputeThread:
-    """Runs functions one after the other, in the order in which they were submitted."""
+    """Runs functions in a compute thread and a download thread, each in the order of submission."""
 
     def __init__(self, queues: Callable[[str], FunctionQueue] = _ThreadQueue) -> None:
-        """`queues` creates a queue with a thread name. By default each queue has a thread."""
+        """`queues` creates a queue with a thread name. By default each queue runs a thread."""
         self._computing = _Lane(queues("compute"))
         self._waiting = _Lane(queues("download"))
 
@@ -91,9 +91,9 @@ class ComputeThread:
         return self._computing.submit(function, allowed_seconds, ended)
 
     def post(self, function: Callable[[], None], allowed_seconds: float) -> None:
-        """Queues a function that must not raise an error. Its result is dropped. The function is
-        dropped if the thread is closed before it starts. A function that exceeds `allowed_seconds`
-        continues, and is reported by `overdue`.
+        """Queues a function that must not raise an error, and returns no future. If the thread is
+        closed before the function starts, the function is not run. A function that exceeds
+        `allowed_seconds` continues, and is reported by `overdue`.
         """
         self._computing.post(function, allowed_seconds)
 
@@ -103,7 +103,7 @@ class ComputeThread:
         allowed_seconds: float = inf,
         ended: Callable[[], object] | None = None,
     ) -> "asyncio.Future[T]":
-        """Like `submit`, for a function that only waits. It runs in the download thread."""
+        """Like `submit`, but in the download thread, for a function that only waits."""
         return self._waiting.submit(wait, allowed_seconds, ended)
 
     def close(self, patience_seconds: float | None = None) -> None:
@@ -114,14 +114,14 @@ class ComputeThread:
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """A function with a time limit. `began` is its start, by `time.monotonic`."""
+    """A running function and its time limit. `began` is its start, by `time.monotonic`."""
 
     began: float
     allowed_seconds: float
 
 
 class _Lane:
-    """Runs functions in a FunctionQueue, and measures how long they take."""
+    """One of the two threads. Runs functions, and records when the running one began."""
 
     def __init__(self, tasks: FunctionQueue) -> None:
         self._tasks = tasks
@@ -187,13 +187,13 @@ async def follow_liveness(
     period_seconds: float = _LIVENESS_PERIOD_SECONDS,
     read: Callable[[float], Reading] | None = None,
 ) -> None:
-    """Checks every `period_seconds` whether a step is overdue. Calls `set_live` with the new state
-    at each change. Never returns. `read` returns readings of the process that computes, by default
-    of this process.
+    """Checks every `period_seconds` whether a step hangs. Calls `set_live` with False when a step
+    begins to hang, and with True when it has ended. Never returns. `read` measures the time for
+    which the computing process was able to run. By default this is the current process.
 
-    A step counts as hung if two consecutive checks find it overdue, and if this process was able to
-    run for the allowed time. Therefore a step has one more period to end after the process was
-    suspended, and may use as much processor time on a busy machine as on an idle one.
+    A step counts as hung if two consecutive checks find it over its time limit, and if the process
+    was able to run for at least this time limit. Therefore a step is not reported because its
+    process was suspended or because other processes kept the processors busy.
     """
     before, live = None, True
     read = read or watch_self()
@@ -226,7 +226,6 @@ def _end_in_loop(
     finish: Callable[[], object],
     ended: Callable[[], object] | None,
 ) -> None:
-    """Schedules `_end` in the loop, unless the loop is closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(_end, future, finish, ended)
 
@@ -234,7 +233,6 @@ def _end_in_loop(
 def _end(
     future: "asyncio.Future[T]", finish: Callable[[], object], ended: Callable[[], object] | None
 ) -> None:
-    """Sets the result of a future, unless it was cancelled, and calls `ended`."""
     if not future.done():
         finish()
     if ended is not None:

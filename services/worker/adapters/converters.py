@@ -1,4 +1,4 @@
-"""Converts between protobuf messages and the core's types. Arrays use the messages' memory."""
+"""Converts between protobuf messages and the core's types. Arrays share the messages' memory."""
 
 import sys
 from dataclasses import fields
@@ -23,7 +23,7 @@ from services.worker.core.worker import WorkerDescription
 from services.worker.sampling.logprobs import LogprobRows
 
 KEY_BYTES = HASH_BYTES + 4
-"""The number of bytes of a tier key, which consists of a block hash and a KV-cache group."""
+"""The number of bytes of a key in the tier of host memory: a block hash and a KV-cache group."""
 
 _INT32_BYTES = 4
 _INT32 = np.dtype("<i4")
@@ -104,7 +104,7 @@ def step_output_to_proto(
 
 
 def description_to_proto(description: WorkerDescription) -> worker_pb2.DescribeResponse:
-    """Encodes the response of Describe, whose fields have the names of the description's fields."""
+    """Encodes the response of the RPC Describe, whose fields are named like the description's."""
     values = {field.name: getattr(description, field.name) for field in fields(description)}
     block_size, pooler = values.pop("block_size"), values.pop("pooler")
     longest = description.max_model_len

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a worker, read from its counters at each scrape."""
+"""Prometheus metrics of a worker. Each scrape reads the counters."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,9 @@ class WorkerMetrics(Collector):
         self._num_streams += 1
 
     def stepped(self, num_tokens: int, queue_nanos: int, execute_nanos: int) -> None:
-        """Counts a step of `num_tokens` tokens, its wait in the queue, and its execution."""
+        """Counts a completed step of `num_tokens` tokens, its wait in the queue and its
+        execution.
+        """
         self._num_tokens += num_tokens
         self._num_waits += 1
         self._wait_nanos += queue_nanos

@@ -1,4 +1,4 @@
-"""Implements the worker's gRPC contract with a StepRunner."""
+"""Implements the worker's gRPC service, with a StepRunner that runs the steps."""
 
 import asyncio
 import logging
@@ -29,13 +29,14 @@ from services.worker.core.worker import Worker
 logger = logging.getLogger(__name__)
 
 LEASE_GRACE_SECONDS = 2.0
-"""The time after a stream's end in which only the same scheduler may open the next stream."""
+"""For this time after a stream has ended, only the scheduler that opened it may open the next one.
+"""
 
 _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Refuses calls with UNAVAILABLE until `open` is called. Then runs one stream of steps."""
+    """Refuses calls with UNAVAILABLE until `open` is called. Then runs one stream at a time."""
 
     def __init__(
         self,
@@ -111,11 +112,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._lease.release(holder)
 
     def _begin_generation(self, generation: int) -> None:
-        """Begins a generation, and ends the previous stream. Raises InvalidStep for an invalid
-        generation.
+        """Begins a generation (the KV pool's number, which increases when a scheduler opens the
+        pool again), and ends the stream of the previous generation. Raises InvalidStep for a number
+        out of range.
 
-        Raises Aborted if a newer generation has begun. For example, this happens if two streams
-        were opened while this process was suspended.
+        Raises Aborted if a newer generation has already begun, as when two streams were opened
+        while this process was suspended.
         """
         if not 0 < generation < MAX_GENERATION:
             raise InvalidStep(f"generation: {generation} is none", field="generation")
@@ -143,7 +145,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             tracer,
             self._metrics,
             context.write,
-            getattr(context, "write_at_once", None),  # only local streams have it
+            getattr(context, "write_at_once", None),
             has_other_ranks=description.world_size > 1,
         )
         try:

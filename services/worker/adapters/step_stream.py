@@ -1,4 +1,4 @@
-"""A stream of steps: reads steps, lets the compute thread run them, and answers them in order."""
+"""A gRPC stream of steps: reads steps, has the compute thread run them, and sends their outputs."""
 
 import asyncio
 import time
@@ -22,42 +22,42 @@ from services.worker.core.step import StepInput, StepOutput
 from services.worker.core.worker import StepRunner
 
 MAX_STEPS_IN_FLIGHT = 4
-"""Maximum number of a stream's steps that are read before the oldest step is answered."""
+"""Maximum number of a stream's steps that have been read and whose outputs were not sent yet."""
 
 
 @dataclass(slots=True)
 class _PendingStep:
-    """A step that is not answered yet. Times are readings of `time.perf_counter_ns`."""
+    """A step whose output was not sent yet. Times are readings of `time.perf_counter_ns`."""
 
     message: worker_pb2.ExecuteRequest
     step: StepInput
     arrived_nanos: int
     ready_nanos: int
-    """When the step arrived. If a device computes it, when the step was queued on the device."""
+    """When the step arrived, or, if a device computes it, when it was queued on the device."""
     started_nanos: int = 0
     ended_nanos: int = 0
     output: StepOutput | PendingOutput | None = None
-    """The output. It is None until the step was run, or was queued on a device."""
+    """The output. It is None until the step has run, or has been queued on a device."""
     error: BaseException | None = None
-    """The reason why the step was not run, or failed."""
+    """The error that prevented the step or made it fail."""
     answer: worker_pb2.ExecuteResponse | None = None
-    """The answer, if the compute thread has created it but could not send it at once."""
+    """The response, if the compute thread has created it but could not send it at once."""
     downloaded: "asyncio.Future[StepOutput] | None" = None
-    """The output of a step that is computed by a device, while the download thread waits for it."""
+    """The output of a step that a device computes. The download thread waits for it."""
 
 
 @dataclass(eq=False)
 class StepStream:
-    """The steps of one stream, over a batch that is initially empty.
+    """Runs the steps of one stream, over a batch that is initially empty.
 
-    One task reads steps. If there is a `write_at_once`, the compute thread answers the oldest step
-    itself, before it runs the next step. Then no other thread is woken for the answer. A woken
-    thread would have to wait for the interpreter's lock until the compute thread has prepared the
-    next step.
+    A task of the event loop reads steps. On a local stream, which has `write_at_once`, the compute
+    thread itself sends the output of the oldest step before it runs the next step. Otherwise
+    another thread would be woken, and would wait for the interpreter's lock until the compute
+    thread has prepared the next step.
 
-    All other answers are written by the task that runs the stream: answers without `write_at_once`,
-    answers that must wait because the scheduler has not read earlier ones, and outputs that a
-    device still computes. The compute thread then wakes the task, which checks the oldest step.
+    In three cases the compute thread wakes the task that executes `run`, and this task sends the
+    output: without `write_at_once`, if the scheduler has not read earlier outputs, and if a device
+    still computes the output.
     """
 
     runner: StepRunner
@@ -66,7 +66,8 @@ class StepStream:
     metrics: WorkerMetrics
     write: Callable[[worker_pb2.ExecuteResponse], Awaitable[None]]
     write_at_once: Callable[[worker_pb2.ExecuteResponse], bool] | None
-    """Sends an answer from any thread, unless it must wait. Returns whether it was sent."""
+    """Sends a response from any thread. Returns False if the response was not sent and must wait.
+    """
     has_other_ranks: bool
 
     def __post_init__(self) -> None:
@@ -74,16 +75,14 @@ class StepStream:
         self._error: StepwellError | None = None
         self._order = StepOrder()
         self._pending: deque[_PendingStep] = deque()
-        """The steps without an answer. The thread that sends the oldest step's answer then removes
-        the step.
-        """
+        """Steps whose outputs were not sent yet. Whoever sends an output removes its step."""
         self._last_ended_nanos: int | None = None
-        """When the last answered step ended. It is None before the first answer."""
+        """When the last step whose output was sent ended. It is None before the first output."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()
         self._awaits_answers = False
-        """Whether the compute thread must wake the loop after each answer that it sends."""
+        """Whether the compute thread must wake the event loop after each output that it sends."""
         self._reset = self.compute.submit(self.runner.reset)
 
     def end(self, error: StepwellError) -> None:
@@ -102,7 +101,7 @@ class StepStream:
         first: worker_pb2.ExecuteRequest,
         others: AsyncIterator[worker_pb2.ExecuteRequest],
     ) -> None:
-        """Runs the steps in order, and answers them while later steps are read."""
+        """Runs the steps in order, and sends their outputs while later steps are read."""
         await self._reset
         taking_in = asyncio.ensure_future(self._take_in(first, others))
         taking_in.add_done_callback(self._all_taken_in)
@@ -154,9 +153,9 @@ class StepStream:
         self.compute.post(partial(self._run_step, pending), _allowed_seconds(message))
 
     def _oldest_answer(self) -> worker_pb2.ExecuteResponse | None:
-        """Returns the oldest step's answer, or None if there is none yet. If a device still
-        computes the step, the download thread starts to wait for the output. Raises the step's
-        error.
+        """Returns the oldest step's response, or None if its output is not known yet. If a device
+        still computes the output, makes the download thread wait for it. Raises the error of a
+        failed step.
         """
         pending = self._oldest()
         if pending is None:
@@ -184,7 +183,7 @@ class StepStream:
             return None
 
     def _run_step(self, pending: _PendingStep) -> None:
-        """Runs a step in the compute thread. Sends its answer if that is possible at once."""
+        """Runs a step in the compute thread. Sends its output at once if possible."""
         try:
             output = self._begin(pending)
             if isinstance(output, StepOutput) and self._can_answer_at_once(pending):
@@ -205,7 +204,7 @@ class StepStream:
         return self.write_at_once is not None and not self._closed and self._pending[0] is pending
 
     def _begin(self, pending: _PendingStep) -> StepOutput | PendingOutput:
-        """Runs a step, or queues it on a device. A failure drops the stream's other steps."""
+        """Runs a step, or queues it on a device. If it fails, drops the stream's later steps."""
         if self._closed:
             raise Aborted("the stream ended before this step began")
         pending.started_nanos = time.perf_counter_ns()
@@ -220,7 +219,7 @@ class StepStream:
         return output
 
     def _wake(self) -> None:
-        """Makes the loop check the oldest step and the number of steps. For any thread."""
+        """Wakes the tasks that read steps and send outputs. Callable from any thread."""
         with suppress(RuntimeError):  # the loop may be closed
             self._loop.call_soon_threadsafe(self._woken)
 
@@ -235,7 +234,7 @@ class StepStream:
         times = epoch + arrived, epoch + started, epoch + ended
         self.tracer.record(pending.message.traceparent, pending.step, times)
         num_tokens = sum(pending.step.num_scheduled_tokens.tolist())
-        if len(pending.step.num_draft_tokens):  # fewer may have been proposed
+        if len(pending.step.num_draft_tokens):  # the worker may have proposed fewer drafts
             num_tokens -= int(pending.step.num_draft_tokens.sum() - output.num_draft_tokens.sum())
         self.metrics.stepped(num_tokens, started - arrived, ended - started)
         last_ended, self._last_ended_nanos = self._last_ended_nanos, ended

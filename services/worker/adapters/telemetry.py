@@ -1,4 +1,4 @@
-"""Records spans of steps. For a step that is not sampled, this costs one or two comparisons."""
+"""Records tracing spans of steps. Without sampling, a step costs one or two comparisons."""
 
 from opentelemetry.sdk.trace import Event
 from opentelemetry.trace import SpanKind
@@ -10,8 +10,8 @@ from services.worker.core.step import StepInput
 
 
 class StepTracer:
-    """Records a span `worker.execute` for each sampled step of a stream. `stage` is the worker's
-    pipeline stage, or None if there is only one stage.
+    """Records a span `worker.execute` for each step that is sampled for tracing. `stage` is the
+    worker's pipeline stage, or None if there is only one stage.
     """
 
     def __init__(self, tracing: Tracing, rank: int, stage: int | None = None) -> None:
@@ -21,9 +21,9 @@ class StepTracer:
             self._place[names.ATTR_PIPELINE_STAGE] = stage
 
     def record(self, traceparent: str, step: StepInput, times: tuple[int, int, int]) -> None:
-        """Records a step that was run. `times` are its arrival, start and end in nanoseconds since
-        the epoch. Before its start, a step waits for the previous step and for the previous
-        pipeline stage.
+        """Records the span of a completed step. `times` are its arrival, start and end in
+        nanoseconds since the epoch. Between arrival and start, a step waits for the previous step
+        and for the previous pipeline stage.
         """
         if not traceparent or not self._tracing.enabled:
             return

@@ -1,8 +1,8 @@
-"""Runs decode-only steps as programs over fixed memory.
+"""Runs decode-only steps as recorded programs, which work on fixed memory.
 
-A step of n decodes runs the program for the next power of two. Only the step's inputs are copied
-into the program's memory. Therefore a device can record a program once and replay it without calls
-from Python, as with CUDA graphs.
+A step of n decodes runs the program for the next power of two. Each of the program's rows, used or
+not, is called a lane. Only the step's inputs are copied into the program's memory, so a device can
+record the program once and replay it without calls from Python, as with CUDA graphs.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from services.worker.models.model import Model
 
 
 class DecodeStep(LayerAttention, Protocol):
-    """Attention of a decode-only step, whose inputs are replaced in place."""
+    """Attention for decode-only steps. Each step's inputs overwrite those of the previous step."""
 
     @property
     def num_lanes(self) -> int:
@@ -25,12 +25,13 @@ class DecodeStep(LayerAttention, Protocol):
 
     def set(self, layouts: Sequence[StepLayout]) -> None:
         """Copies in the inputs of a step of at most `num_lanes` decodes. `layouts` has one layout
-        for each KV-cache group. Unused lanes write to no request's blocks.
+        for each KV-cache group. Unused lanes write to the null block, and not to blocks of
+        requests.
         """
 
 
 class StaticAttention(Protocol):
-    """An attention implementation whose decode-only steps can be replayed."""
+    """An attention implementation for decode-only steps that can be recorded and replayed."""
 
     def decode_step(self, num_decodes: int) -> DecodeStep:
         """Returns attention for `num_decodes`, rounded up to a power of two."""
@@ -77,7 +78,7 @@ class _Program:
         count = layouts[0].num_decodes
         self._step.set(layouts)
         self._token_ids[:count].copy_(token_ids)
-        self._token_ids[count:].zero_()  # so that unused lanes route to the same experts
+        self._token_ids[count:].zero_()  # so that all unused lanes use the same experts
         self._positions[:count].copy_(self._device.upload(positions), non_blocking=True)
         self._positions[count:].zero_()
         return self._run()[:count]

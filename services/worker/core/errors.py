@@ -18,7 +18,7 @@ class InvalidStep(InvalidArgument):
 
     @classmethod
     def in_field(cls, step: int, field: str, problem: str) -> "InvalidStep":
-        """The error for a problem in one field of the step with number `step`."""
+        """The error for a problem in one field of the message of step number `step`."""
         return cls(f"step {step}: {field}: {problem}", field=field)
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of models, which are the roots of block hashes. Workers with equal fingerprints have
+"""Fingerprints of models, from which block hashes are derived. Workers with equal fingerprints have
 interchangeable KV blocks.
 
 A fingerprint does not depend on the model's path, so a copy of a model has the same fingerprint.
@@ -20,7 +20,7 @@ from services.worker.models.pooling_config import PoolingConfig
 from services.worker.models.quantization_config import QuantizationSetting
 
 WHOLE_FILE_BYTES = 64 * 2**20
-"""Weight files with more bytes in total are hashed only by samples of each tensor."""
+"""If a model's weight files have more bytes in total, only samples of each tensor are hashed."""
 
 _SAMPLE_BYTES = 4096
 _IGNORED_CONFIG_KEYS = {"_name_or_path", "transformers_version"}
@@ -42,13 +42,13 @@ def model_fingerprint(
     """Returns a fingerprint of 32 bytes. Two are equal if and only if cached keys and values are
     interchangeable.
 
-    `kv_dtype` is the data type of keys and values before they are cached. `rope_length` is the
-    sequence length from which rotary frequencies are computed, or 0 if they do not depend on a
-    length. `groups` are the KV-cache groups. `quantization` determines how weights that are stored
-    unquantized are quantized. `draft_model` is the fingerprint of the draft model whose keys and
-    values are in the same blocks, or empty. `kv_cache_dtype` is the data type of keys and values in
-    the cache. `bfloat16_order` is the order in which products of bfloat16 are added. It matters
-    only for models in bfloat16.
+    `kv_dtype` is the data type of keys and values before they are cached, and `kv_cache_dtype`
+    their data type in the cache. `rope_length` is the sequence length from which rotary frequencies
+    are computed, or 0 if they do not depend on a length. `groups` are the KV-cache groups.
+    `quantization` determines how weights that are stored unquantized are quantized. `draft_model`
+    is the fingerprint of the draft model whose keys and values are in the same blocks, or empty.
+    `bfloat16_order` is the order in which products of bfloat16 are added. It matters only for
+    models in bfloat16.
     """
     parts = [
         *_model_parts(checkpoint),

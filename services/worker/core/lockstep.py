@@ -1,19 +1,20 @@
-"""Keeps the ranks of a group at the same step, and compares their results.
+"""Runs each step on all ranks of a group together, and compares the ranks' results.
 
-The ranks receive the same bytes, each one over its own stream. When streams end, one rank may have
-received a step that another rank has not received. Therefore the ranks exchange their step numbers
-before each step. A rank with an older generation drops its step. The other ranks wait until this
-rank has a step of the newest generation. A newer generation always has a greater number, even if a
-clock was set back, because workers report the last generation that they received, and a pool does
-not begin a generation with a lower number.
+The ranks receive the same steps, each rank over its own stream. When streams end, one rank may have
+received a step that another rank has not received. Therefore the ranks exchange generation and
+number of their steps before each step. The generation is a number that increases when the scheduler
+opens the KV pool again, and with it new streams. A rank with a step of an older generation drops
+the step, while the other ranks wait for its step of the newest generation. A newer generation
+always has a greater number, even if a clock was set back, because workers report the last
+generation that they received, and the pool's next generation is greater.
 
-With the step numbers, the ranks exchange digests of the messages. If the digests differ, all ranks
-refuse the step.
+Together with the numbers, the ranks exchange digests of their steps' messages. If the digests
+differ, all ranks refuse the step.
 
-At regular intervals the ranks also exchange a digest of a step's input and output. This digest is
-exchanged some steps later, when no device computes that step any more. Sums over ranks have the
-same bits on each rank, so everything computed from them must be equal. If the digests differ,
-memory or a kernel is faulty, and no later token can be trusted.
+At regular intervals the ranks also exchange a digest of a step's input and output, some steps
+later, when no device computes this step any more. Sums over ranks have the same bits on each rank,
+so everything computed from them must be equal. If these digests differ, memory or a kernel is
+faulty, and no later token can be trusted.
 """
 
 from collections import deque
@@ -31,7 +32,7 @@ from services.worker.core.step import StepInput, StepOutput
 from services.worker.parallel.errors import GroupBroken
 
 _LAG = 2
-"""Results are compared after this many steps, because up to two steps are in flight."""
+"""A step's results are compared this many steps later, because up to two steps are in flight."""
 
 _Output = StepOutput | PendingOutput
 
@@ -39,8 +40,8 @@ _Output = StepOutput | PendingOutput
 class Lockstep:
     """Runs this rank's steps together with the steps of the other ranks.
 
-    `explain` maps a failure to the error to raise. This error gives the reason if the end of
-    another rank's process has caused the failure. The owner of the group then ends this process.
+    `explain` returns the error to raise for a failure of an exchange. If another rank's process has
+    ended, this error says why. The owner of the group then ends this process.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Lockstep:
         explain: Callable[[GroupBroken], GroupBroken],
         rank: int | None = None,
     ) -> None:
-        """`rank` is this rank's number in errors. The default is its index in `ranks`."""
+        """`rank` is this rank's number in error messages. The default is its index in `ranks`."""
         self._ranks = ranks
         self._rank = ranks.rank if rank is None else rank
         self._check_every_steps = check_every_steps
@@ -70,7 +71,7 @@ class Lockstep:
             checked = step.step % self._check_every_steps == 0
             self._current = _Checked(step) if checked else None
             output = begin(step)
-        except (InvalidArgument, Aborted):  # every rank raises them
+        except (InvalidArgument, Aborted):  # all ranks raise them
             raise
         except GroupBroken as error:
             raise self._explain(error) from error
@@ -84,7 +85,7 @@ class Lockstep:
         return output
 
     def add_hidden_states(self, hidden: torch.Tensor) -> None:
-        """Adds hidden states to the current step's digest, if its results are compared."""
+        """Adds hidden states to the digest of the current step, if this step is compared."""
         if self._current is not None:
             self._current.add(hidden.detach().view(torch.uint8).cpu().numpy())
 

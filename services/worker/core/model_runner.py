@@ -1,7 +1,9 @@
-"""The model runner: applies a step's changes to the batch, and computes the step's tokens.
+"""The model runner: applies the changes that a step brings to the batch, and computes its tokens.
 
-1. The changes that a step contains are applied to the batch, which is kept from step to step.
-2. Requests are put in the order that attention needs: single tokens by length, then chunks.
+1. The changes are applied to the batch, which is kept from step to step. A request's index in the
+   batch is its row.
+2. Requests are put in the order that attention needs: requests with a single token by length, then
+   chunks.
 3. The model runs once over all scheduled tokens.
 4. Logits are computed only for positions that are sampled or that need prompt log-probabilities.
 5. Sampled tokens are appended to the batch, so that the scheduler need not send them with the next
@@ -40,8 +42,8 @@ from services.worker.models.model import Model, wanted_rows
 from services.worker.sampling.grammar import Grammars
 
 _WITHOUT_ADAPTER = -1
-"""Replaces the digest of a step if this rank lacks an adapter of the step. Ranks that have the
-adapter have another digest, so no rank begins the step.
+"""Replaces a step's digest in the exchange between ranks if this rank lacks an adapter of the step.
+Ranks that have the adapter report another digest, so that no rank begins the step.
 """
 
 
@@ -54,17 +56,17 @@ class ModelRunner:
     limits: BatchLimits
     device: Device = field(default_factory=CpuDevice)
     device_tokens: DeviceTokens | None = None
-    """Stores sampled tokens on the device, so that `begin` does not wait for them."""
+    """Stores sampled tokens on the device, so that `begin` does not wait. None on the CPU."""
     buckets: DecodeBuckets | None = None
-    """Runs decode-only steps as programs."""
+    """Replays recorded decode-only steps. None if they are not recorded."""
     lockstep: Lockstep | None = None
-    """Runs each step together with the other ranks."""
+    """Runs each step together with the other ranks. None if there are none."""
     pooler: PromptPooler | None = None
     """Pools prompts. If it is set, no tokens are sampled."""
     states: HybridCache | None = None
-    """The attention of a model with recurrent layers, which copies states between blocks."""
+    """Copies the states of recurrent layers between blocks. None without such layers."""
     stage: PipelineStage | None = None
-    """Set if `model` is a StagedModel, one pipeline stage of a larger model."""
+    """This rank's pipeline stage, if any. Then `model` is a StagedModel with the stage's layers."""
     tier: Tier | None = None
     """The tier of host memory to which KV blocks are offloaded."""
     grammars: Grammars | None = None
@@ -72,7 +74,7 @@ class ModelRunner:
     adapters: LoraAdapters | None = None
     """The LoRA adapters that requests may use."""
     drafter: Drafter | None = None
-    """Proposes drafts. If it is None, only drafts that a step contains are verified."""
+    """Proposes drafts. If it is None, only drafts that the scheduler sends are verified."""
     row_sampler: RowSampler | None = None
     """Draws tokens. If it is None, NumPy draws them."""
 
@@ -81,14 +83,13 @@ class ModelRunner:
         self._samples = self.pooler is None and (stage is None or stage.is_last)
         self._embedded = EmbeddedPrompts(self.model if stage is None or stage.is_first else None)
         self._adapter_of: dict[int, PackedLora] = {}
-        """Maps rows to LoRA adapters. Rows of requests without an adapter are absent."""
+        """Maps rows of the batch to LoRA adapters. Requests without an adapter are absent."""
         self._sampler = StepSampler(
             self._batch, self.device, self.device_tokens, self.grammars, self.row_sampler
         )
         self._generation: int | None = None
 
     def reset(self) -> None:
-        """Empties the batch. Also possible after a step that failed."""
         self._batch.clear()
         self._adapter_of.clear()
         self._embedded.clear()
@@ -109,11 +110,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        """Runs a step. If the step's tokens stay on the device, queues the step there and returns
-        at once.
+        """Runs a step. If a device samples its tokens, queues the step there and returns at once.
 
-        Raises InvalidArgument for an invalid step, and leaves the batch unchanged. Also raises the
-        errors of Lockstep.
+        Raises InvalidArgument for an invalid step, which leaves the batch unchanged. Also raises
+        the errors of Lockstep.
         """
         begin = self._begin if self.stage is None else self._begin_stage
         if self.tier is not None:
@@ -127,7 +127,7 @@ class ModelRunner:
     def _begin_with(
         self, tier: Tier, begin: Callable[[StepInput], StepOutput | PendingOutput], step: StepInput
     ) -> StepOutput | PendingOutput:
-        """Runs a step, and reports which loads from the tier have ended."""
+        """Runs a step with `begin`, and adds to its output which loads from the tier have ended."""
         output = begin(step)
         ended = tier.take_ended(is_idle=not len(step.rows))
         if ended and isinstance(output, StepOutput):
@@ -150,8 +150,8 @@ class ModelRunner:
         return output
 
     def _wait_for_device(self) -> None:
-        """Waits until the device has done all earlier work, so that a hanging device is detected
-        before new requests are sent to it.
+        """Waits until the device has done all earlier work. Before the first step of a generation
+        (see StepInput), this detects a hanging device before new requests are sent to it.
         """
         self.device.download(self.device.upload(np.zeros(1, np.int32))).wait()
 
@@ -191,7 +191,7 @@ class ModelRunner:
         return output
 
     def _prepare_blocks(self, step: StepInput) -> None:
-        """Stores, clears and copies blocks, and begins loads, before the step computes anything."""
+        """Before the step computes: stores, clears and copies blocks, and begins loads."""
         if self.tier is not None and step.tier_stores is not None:
             self.tier.store(step.tier_stores)
         if len(step.block_ids_to_zero):
@@ -202,7 +202,9 @@ class ModelRunner:
             self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> Int32Array:
-        """Applies the step's changes to the batch. Returns what `apply_step` returns."""
+        """Applies the step's changes to the batch. Returns each request's number of computed
+        tokens, as `apply_step` does.
+        """
         if self.pooler is not None:
             self.pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
@@ -228,8 +230,8 @@ class ModelRunner:
         self, tokens: StepTokens, token_ids: torch.Tensor, logits_indices: Int64Array
     ) -> tuple[torch.Tensor | None, Callable[[torch.Tensor], torch.Tensor]]:
         """Runs the model over the step's tokens. Returns their logits at `logits_indices`, float32
-        [n, vocab_size], or None if there are no indices. Also returns a function that computes
-        logits at other indices.
+        [n, vocab_size], or None if there are no indices, and a function that computes logits at
+        other indices.
         """
         embedded = self._embedded.of_step(tokens, token_ids)
         is_all = len(logits_indices) == len(tokens.token_ids)

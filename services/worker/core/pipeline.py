@@ -1,16 +1,17 @@
-"""A pipeline stage, which is a range of the model's layers.
+"""Pipeline parallelism: a pipeline stage is a range of the model's layers.
 
-Every stage is sent the same steps, in order. A stage runs a step after it has received the hidden
+All stages are sent the same steps, in order. A stage runs a step after it has received the hidden
 states of the previous stage, which can then run the next step. As many steps are in flight as there
 are stages. Only the last stage samples. The scheduler plans a request's next step when it has the
-sampled token, and sends the token with this step. This is vLLM's pipeline parallelism. The term is
-from GPipe (Huang et al.).
+sampled token, and sends the token with this step. This is how vLLM works. The term is from GPipe
+(Huang et al.).
 
-Before hidden states, a stage sends a header with the generation, number, digest and token count of
-their step. When streams end, one stage may have received a step that another stage has not
-received. A stage drops hidden states of an older generation than its step. If hidden states are of
-a newer generation, the stage aborts its step, because the scheduler sends each new generation to
-all stages. A stage refuses a step that the previous stage was not sent.
+With hidden states, a stage sends a header: generation, number, digest and token count of their
+step. The generation is a number that increases when the scheduler opens the KV pool again, and with
+it new streams of steps. When streams end, a stage may have received a step that another stage has
+not received. Therefore a stage drops hidden states of an older generation. If hidden states are of
+a newer generation, it aborts its own step, because the scheduler sends every new generation to all
+stages. It refuses a step that the previous stage was not sent.
 """
 
 import time
@@ -41,8 +42,6 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """Generation, number and digest of a step, and the number of rows of its hidden states."""
-
     generation: int
     step: int
     digest: int
@@ -64,23 +63,23 @@ class PipelineStage:
         self._dtype = dtype
         self._step: StepInput | None = None
         self._received: _Header | None = None
-        """The header of a newer generation's hidden states, which were not received yet."""
+        """A received header of a newer generation, whose hidden states were not received yet."""
 
     def begin(self, step: StepInput) -> None:
         self._step = step
         self.waited_nanos = 0
 
     def skip(self) -> None:
-        """Runs a step without tokens. Only headers are exchanged."""
+        """Exchanges the header of a step without tokens, which has no hidden states."""
         if not self.is_first:
             self._receive(0)
         if not self.is_last:
             self._send_header(0)
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """Waits for the hidden states [num_tokens, hidden_size] that the previous stage computed in
-        this step. Raises Aborted if a newer generation has begun, and InvalidStep if the previous
-        stage was sent another step.
+        """Returns the hidden states [num_tokens, hidden_size] that the previous stage computed in
+        this step, when they arrive. Raises Aborted if a newer generation has begun, and InvalidStep
+        if the previous stage was sent another step.
         """
         began = time.perf_counter_ns()
         hidden = self._receive(num_tokens)

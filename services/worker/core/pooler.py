@@ -1,8 +1,8 @@
 """Computes the vectors of prompts from hidden states, chunk by chunk.
 
-For a mean, each row stores a sum in float64 between chunks. States are added one by one in the
-order of the tokens, so that the sum does not depend on chunk boundaries. When a preempted request
-is admitted again, its sum starts from zero.
+For a mean, a float64 sum for each request is kept between chunks. States are added one by one in
+the order of the tokens, so that the sum does not depend on chunk boundaries. When a preempted
+request is admitted again, its sum starts from zero.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _SMALLEST_NORM = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class VectorEnd:
-    """The last operations on a vector: truncation and the activation function."""
+    """The last operations on a vector: truncation, normalization and the activation function."""
 
     pooler: Pooler
     config: PoolingConfig
@@ -47,8 +47,8 @@ class VectorEnd:
 
 
 def vector_end(config: PoolingConfig, hidden_size: int, *, takes_whole_prompts: bool) -> VectorEnd:
-    """Returns the last operations on a model's vectors. The default pooling type is LAST, or CLS
-    for models that process whole prompts, as in vLLM.
+    """Returns the last operations on the vectors of a model. The default pooling type is LAST, or
+    CLS for models that process whole prompts, as in vLLM.
     """
     default = PoolingType.CLS if takes_whole_prompts else PoolingType.LAST
     pooler = Pooler(
@@ -89,14 +89,16 @@ class PromptPooler:
     class_scores: Callable[[torch.Tensor], torch.Tensor]
     _params: dict[int, PoolingParams] = field(default_factory=dict)
     _kept: dict[int, Float64Array] = field(default_factory=dict)
-    """Maps each row to the sum of its hidden states so far, or to its first hidden state."""
+    """For each row of the batch, the sum of its hidden states so far, or its first hidden state."""
 
     def clear(self) -> None:
         self._params.clear()
         self._kept.clear()
 
     def check(self, step: StepInput) -> None:
-        """Raises InvalidStep for a prefix hit if pooling needs the hidden states of all tokens."""
+        """Raises InvalidStep if a new request has computed tokens from the prefix cache, but
+        pooling needs the hidden states of all tokens.
+        """
         if self.end.pooler.reads_prefix_cache or not step.new_requests:
             return
         entering = [new.row for new in step.new_requests]
@@ -131,7 +133,6 @@ class PromptPooler:
         return pooled_output(step, vectors, len(step.rows))
 
     def _states(self, tokens: StepTokens, ended: Int64Array, hidden: torch.Tensor) -> Float64Array:
-        """Returns pooled states, or class scores, of the requests `ended`, [len(ended), size]."""
         kind, pooler = self.end.pooler.pooling_type, self.end.pooler
         if kind is not PoolingType.LAST:
             self._keep(tokens, hidden, kind)
@@ -147,7 +148,6 @@ class PromptPooler:
         return np.array(kept, np.float64).reshape(-1, width) / divisors[:, None]
 
     def _keep(self, tokens: StepTokens, hidden: torch.Tensor, kind: PoolingType) -> None:
-        """Adds the step's hidden states to their rows' sums, or stores each row's first one."""
         states = hidden.float().numpy(force=True).astype(np.float64)
         for index, row in enumerate(tokens.rows.tolist()):
             first, count = int(tokens.first_tokens[index]), int(tokens.num_scheduled_tokens[index])

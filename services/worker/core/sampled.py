@@ -1,4 +1,4 @@
-"""The tokens and log-probabilities that a step samples, collected by request."""
+"""Collects the tokens and log-probabilities that a step samples, by request."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from services.worker.sampling.sampler import SamplerOutput
 
 
 class Sampled:
-    """Collects sampled tokens and log-probabilities. `parts` has pairs of arguments for `add`."""
+    """The sampled tokens and log-probabilities of a step. `parts` are arguments for `add`."""
 
     def __init__(self, parts: Iterable[tuple[np.ndarray, SamplerOutput]] = ()) -> None:
         self.parts = list(parts)
 
     def add(self, indexes: np.ndarray, output: SamplerOutput) -> None:
-        """Adds one token for each request in `indexes`. Rows of `output` are in the same order."""
+        """Adds one token for each request in `indexes`, which are parallel to `output`'s rows."""
         self.parts.append((indexes, output))
 
     def output(self, step: StepInput, prompt: dict[int, LogprobRows]) -> StepOutput:
@@ -51,7 +51,6 @@ class Sampled:
         return np.sort(found).astype(np.int32)
 
     def _refused_tokens(self) -> dict[int, int]:
-        """Maps requests to the index of the first token that their grammar refuses."""
         found: dict[int, int] = {}
         for number, (indexes, output) in enumerate(self.parts):
             for index in indexes[output.refused_rows].tolist():
@@ -60,7 +59,6 @@ class Sampled:
         return dict(sorted(found.items()))
 
     def _grammar_errors(self) -> dict[int, str]:
-        """Maps requests to the reason why their grammar failed."""
         return {
             int(indexes[row]): error
             for indexes, output in self.parts
@@ -89,10 +87,10 @@ class PendingOutput(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampledOnDevice:
-    """The PendingOutput of a step for which the device may still sample tokens.
+    """The PendingOutput of a step for which a device may still sample tokens.
 
-    `known` has tokens that the host sampled. `sampling` has the indexes in the step of requests for
-    which the device samples. `pending` has one token for each of these requests. `prompt` maps
+    `known` has the tokens that the host sampled. `sampling` has the indexes, in the step, of the
+    requests for which the device samples, and `pending` one token for each of them. `prompt` maps
     requests to the log-probabilities of prompt tokens.
     """
 

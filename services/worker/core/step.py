@@ -1,4 +1,8 @@
-"""The input and the output of an engine step, as the runner uses them."""
+"""The input and the output of a step, as the runner uses them.
+
+A request's row is its index in the persistent batch. The tier is host memory to which KV blocks are
+offloaded.
+"""
 
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
@@ -22,27 +26,27 @@ def no_ints() -> Int32Array:
 class NewRequest:
     row: int
     token_ids: Int32Array
-    """Prompt tokens, followed by the output tokens known so far."""
+    """Prompt tokens, followed by the output tokens that the scheduler knows."""
     num_prompt_tokens: int
     sampling: SamplingParams
     block_tables: tuple[Int32Array, ...]
     """Block ids, one table for each KV-cache group."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings for the last placeholder tokens. Embeddings of computed tokens may be missing."""
+    """Embeddings of the last placeholder tokens. Those of computed tokens may be missing."""
     num_placeholders: int = 0
     """Number of tokens at the beginning of the prompt that are placeholders for embeddings."""
     pooling: PoolingParams | None = None
-    """How the request's prompt is pooled. It is None for models that generate."""
+    """How the request's prompt is pooled. None for models that generate text."""
     adapter_digest: bytes = b""
     """SHA-256 of the LoRA adapter's files, or empty without an adapter."""
     cache_key: bytes = b""
-    """The root of the request's block hashes. Only equal roots share cached blocks."""
+    """The root of the request's block hashes. Requests share cached blocks only if it is equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class AppendedBlocks:
-    """Blocks appended to the block tables of one KV-cache group. `block_ids` concatenates the ids
-    of all tables: `num_blocks[i]` ids are for the table of row `rows[i]`.
+    """Blocks appended to the block tables of one KV-cache group. Row `rows[i]` gets `num_blocks[i]`
+    blocks. `block_ids` concatenates the blocks of all rows.
     """
 
     rows: Int32Array
@@ -52,8 +56,8 @@ class AppendedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class TierBlocks:
-    """Pairs of blocks with the same contents, in the KV cache and in the tier of host memory. Their
-    key is a block hash, followed by the KV-cache group as a big-endian uint32.
+    """Pairs of a block in the KV cache and a block in the tier, whose contents are equal after the
+    copy. The key of a pair is a block hash, followed by the KV-cache group as a big-endian uint32.
     """
 
     block_ids: Int32Array
@@ -63,9 +67,7 @@ class TierBlocks:
 
 @dataclass(frozen=True, slots=True)
 class TierLoad:
-    """Blocks to load from the tier for one request. No step uses the cache's blocks before the load
-    has ended.
-    """
+    """Blocks to load from the tier for one request. Steps do not use them before the load ends."""
 
     request: int
     blocks: TierBlocks
@@ -73,15 +75,15 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class EndedTierLoad:
-    """A load that has ended, and the ids of the cache's blocks that were not loaded."""
+    """A load that has ended, and the ids of those target blocks that were not loaded."""
 
     request: int
     invalid_block_ids: Int32Array
 
 
-@dataclass(slots=True)  # not frozen, because construction would take three times as long
+@dataclass(slots=True)  # not frozen, because constructing it would take three times as long
 class StepInput:
-    """The changes to the batch and the tokens to compute in a step. Arrays with one entry for each
+    """A step's changes to the batch, and the tokens to compute. Arrays with one entry for each
     request are parallel to `rows`. Optional arrays may be empty.
 
     A step is executed in this order:
@@ -92,35 +94,35 @@ class StepInput:
     """
 
     generation: int
-    """A number that is increased when the pool is opened again. Before the first step of a
-    generation, the worker empties its batch.
+    """A number that increases when the scheduler opens the KV pool again. Before the first step of
+    a generation, the worker empties its batch.
     """
     step: int
     rows: Int32Array
     num_scheduled_tokens: Int32Array
-    """Number of tokens to compute for each request, including drafts."""
+    """Number of tokens to compute for each request, including its draft tokens."""
     num_computed_tokens: Int32Array
     removed_rows: Int32Array = field(default_factory=no_ints)
     new_requests: tuple[NewRequest, ...] = ()
     appended_blocks: tuple[AppendedBlocks, ...] = ()
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
-    """Number of drafts among the scheduled tokens of each request. Drafts are the last tokens."""
+    """Number of drafts of each request. They are the last of its scheduled tokens."""
     draft_token_ids: Int32Array = field(default_factory=no_ints)
-    """The drafts of all requests, concatenated. The worker proposes a draft where the id is -1."""
+    """The drafts of all requests, concatenated. The worker proposes each draft whose id is -1."""
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
     """Blocks to clear in all layers."""
     copy_sources: Int32Array = field(default_factory=no_ints)
     """Blocks to copy in all layers, in order: `copy_sources[i]` to `copy_targets[i]`."""
     copy_targets: Int32Array = field(default_factory=no_ints)
     last_token_ids: Int32Array = field(default_factory=no_ints)
-    """The last scheduled token of each request, for pipeline stages that do not sample."""
+    """The last scheduled token of each request. Only pipeline stages that do not sample need it."""
     tier_stores: TierBlocks | None = None
     tier_loads: tuple[TierLoad, ...] = ()
     digest: int = 0
-    """The digest of the step's message, below 2^32. It is 0 if ranks do not compare messages."""
+    """The digest of the step's message, below 2^32, or 0 if the worker is a single rank."""
 
     def copy(self) -> "StepInput":
-        """Returns a shallow copy. `dataclasses.replace` would take several times as long."""
+        """Returns a shallow copy, several times as fast as `dataclasses.replace`."""
         return StepInput(*_fields_of(self))
 
 
@@ -137,7 +139,7 @@ class RequestLogprobs:
 
 @dataclass(slots=True)  # not frozen, see StepInput
 class StepOutput:
-    """The output of a step. Requests are identified by their indexes in the step."""
+    """The output of a step. A request is identified by its index in `StepInput.rows`."""
 
     generation: int
     step: int
@@ -149,14 +151,14 @@ class StepOutput:
     nan_requests: Int32Array = field(default_factory=no_ints)
     """Requests whose logits contained NaN."""
     refused_tokens: dict[int, int] = field(default_factory=dict)
-    """Maps requests to the index of the first sampled token that was refused by the grammar."""
+    """Maps requests to the index of their first sampled token that the grammar refused."""
     grammar_errors: dict[int, str] = field(default_factory=dict)
     """Maps requests to the reason why the request's grammar failed."""
     pooled: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Maps requests whose prompts are complete after the step to their pooled vectors."""
+    """Maps requests whose prompts this step completes to their pooled vectors."""
     waited_nanos: int = 0
     """The time that the step waited for the previous pipeline stage, in nanoseconds."""
     ended_tier_loads: tuple[EndedTierLoad, ...] = ()
-    """Loads from the tier that have ended since the previous step."""
+    """Loads from the tier that have ended and were not reported with an earlier step."""
     num_draft_tokens: Int32Array = field(default_factory=no_ints)
     """For each request, the number of drafts that the step verified. Empty if it verified none."""

@@ -2,9 +2,9 @@
 
 A draft token is accepted if the sampler draws the same token at its position. The first draft that
 differs is replaced by the drawn token. A draw is a function of seed, position and logits, so the
-output has the same tokens as without drafts. The probability that a draft is accepted is the
-probability that the model assigns to it. Rejection sampling (Leviathan et al.) has the same rate
-for drafts that are proposed with certainty.
+output has the same tokens as without drafts. A draft is accepted with the probability that the
+model assigns to it. Rejection sampling (Leviathan et al.) accepts drafts at the same rate if they
+are proposed with certainty.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,8 +33,8 @@ _PROMPT_LOGPROB_ROWS = 128
 class StepSampler:
     """Samples tokens for the requests of a batch, and appends them to the batch.
 
-    `device_tokens` samples for requests whose tokens the host does not need before the step
-    returns. `row_sampler` draws tokens (see Sampler).
+    `device_tokens` samples on the device, for requests whose tokens the host does not need at once.
+    `row_sampler` draws tokens on the host (see Sampler).
     """
 
     batch: InputBatch
@@ -43,7 +43,9 @@ class StepSampler:
     grammars: Grammars | None
     row_sampler: RowSampler | None = None
     _num_prompt_logprobs: dict[int, int] = field(init=False, default_factory=dict)
-    """Maps rows to the number of most likely tokens that are reported at each prompt position."""
+    """For rows of the batch with prompt log-probabilities, the number of most likely tokens to
+    report at each prompt position.
+    """
 
     def __post_init__(self) -> None:
         self._sampler = self._new_sampler()
@@ -54,7 +56,7 @@ class StepSampler:
 
     @property
     def forced_tokens(self) -> Callable[[int], Sequence[int]]:
-        """Maps a row to the tokens that the row's grammar forces next."""
+        """A function that returns the tokens that the grammar of a row's request forces next."""
         return self._sampler.forced_tokens
 
     def update(self, step: StepInput) -> None:
@@ -80,7 +82,7 @@ class StepSampler:
         """Samples the next tokens, and verifies drafts.
 
         `logits` [n, vocab_size] are the logits at the positions in `sampling`, or None if there are
-        none. `logits_of` computes the logits at other indexes of the step's tokens.
+        no positions. `logits_of` computes the logits at other indexes of the step's tokens.
         """
         prompt = self._prompt_logprobs(tokens, logits_of)
         sampled = Sampled()
@@ -95,7 +97,7 @@ class StepSampler:
             here = self._sampler.constrained(rows)
             there = np.delete(np.arange(len(rows)), here)
             pending = None
-            if len(there):  # queued before the host waits for other logits
+            if len(there):  # queued first, because the host then waits for its logits
                 of_rows = self._of_rows(logits, there)
                 pending = self._sample_on_device(self.device_tokens, rows[there], of_rows)
             if len(here):
@@ -120,7 +122,6 @@ class StepSampler:
         )
 
     def _of_rows(self, logits: torch.Tensor, indexes: np.ndarray) -> torch.Tensor:
-        """Returns the logits' rows at `indexes`, without a copy if these are all rows."""
         if len(indexes) == len(logits):
             return logits
         return logits.index_select(0, self.device.upload(indexes))
@@ -138,8 +139,8 @@ class StepSampler:
         logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
-        """Samples tokens for each request, until a token differs from the draft at its position. If
-        draws do not depend on earlier tokens, they are made for all positions at once.
+        """Samples tokens for each request, until a token differs from the draft at its position.
+        Requests whose draws do not depend on earlier tokens are sampled at all positions at once.
         """
         logits = logits.cpu()
         known = tokens.seq_lens - num_draft_tokens
@@ -163,7 +164,7 @@ class StepSampler:
     def _prompt_logprobs(
         self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, LogprobRows]:
-        """Maps requests to log-probabilities of the prompt tokens after this step's tokens."""
+        """Maps requests to the log-probabilities of the prompt tokens after this step's tokens."""
         found: dict[int, LogprobRows] = {}
         if not self._num_prompt_logprobs:
             return found

@@ -1,9 +1,9 @@
-"""Predicts the time of a step from its tokens and their contexts.
+"""Predicts the time of a step from its tokens and their contexts, for simulated devices. A token's
+context consists of all tokens that it attends to, including itself.
 
-The terms are those of several serving simulators: the time grows linearly with requests and
-contexts. It may grow with tokens along a curve, because kernels compute tokens in tiles, and with
-more threads if there are many tokens. The coefficients are in profiles of the simulated device.
-`stepwell profile` fits them.
+As in other serving simulators, the time grows linearly with requests and contexts. It may grow with
+tokens along a curve, because kernels compute tokens in tiles, and use more threads for many tokens.
+The coefficients are in profiles of the simulated device. `stepwell profile` fits them.
 """
 
 from bisect import bisect_left
@@ -14,26 +14,24 @@ from services.worker.core.step import Int32Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCosts:
-    """The coefficients of a step's time. A token's context consists of all tokens that it attends
-    to, including itself.
-    """
+    """The coefficients of a step's time."""
 
     seconds: float = 0.0
-    """Time of any step with tokens."""
+    """Time that every step with tokens takes."""
     seconds_per_token: float = 0.0
     seconds_per_new_context: float = 0.0
     """Time for each pair of a token and a token of its context, if a request has several tokens."""
     seconds_per_decoded_context: float = 0.0
-    """Time for each token of the context of a request with a single token."""
+    """For requests with one token in a step: time for each token of its context."""
     seconds_per_request: float = 0.0
     seconds_by_tokens: tuple[tuple[int, float], ...] = ()
     """Points of a curve: pairs of a number of tokens, in increasing order, and the time of a step.
-    The curve is linear between two points, and constant before the first point. The line through
-    the last two points continues beyond them.
+    The curve is linear between two points, and constant before the first point. Behind the last
+    point it continues the line through the last two points.
     """
 
     def without_contexts(self, num_tokens: int, num_requests: int) -> float:
-        """The time of a step without the time for its contexts."""
+        """The time of a step without the part that its contexts cause."""
         linear = self.seconds_per_token * num_tokens + self.seconds_per_request * num_requests
         return self.seconds + linear + curve_value(self.seconds_by_tokens, num_tokens)
 
@@ -50,7 +48,7 @@ def curve_value(points: tuple[tuple[int, float], ...], place: int) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingCosts:
     """The time that gateway, scheduler, pool and clients add to a step if they run on the worker's
-    processors. Simulations without these services add it.
+    processors. A simulation that does not run them adds it.
     """
 
     seconds: float = 0.0
@@ -66,7 +64,7 @@ NO_SERVING = ServingCosts()
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The times of steps with one token per request (`decode`), and of other steps (`mixed`)."""
+    """Times of steps with one token for each request (`decode`), and of other steps (`mixed`)."""
 
     decode: StepCosts
     mixed: StepCosts
@@ -75,7 +73,7 @@ class StepTimes:
         return self.decode if num_tokens == num_requests else self.mixed
 
     def served(self, serving: ServingCosts) -> "StepTimes":
-        """Returns these times plus the serving costs, except the costs of new requests."""
+        """Returns these times plus the serving costs, without the costs of new requests."""
 
         def more(costs: StepCosts) -> StepCosts:
             return replace(
@@ -106,7 +104,7 @@ class StepTimes:
 def num_contexts(
     num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array
 ) -> tuple[int, int]:
-    """Returns sums of a step's context lengths: for tokens of chunks, and for single tokens."""
+    """Returns the sums of the context lengths of chunks' tokens, and of single tokens."""
     counts = num_scheduled_tokens.astype("int64")
     contexts = counts * num_computed_tokens + counts * (counts + 1) // 2
     single = int(contexts[counts == 1].sum())

@@ -14,8 +14,8 @@ from services.worker.sampling.arrays import Float32Array, Float64Array
 
 
 class WholeRunner:
-    """A StepRunner for a model that processes whole prompts. Block tables are checked, but their
-    blocks store nothing. Not thread-safe.
+    """A StepRunner for a model that processes whole prompts. Block tables are checked as for other
+    models, although nothing is stored in their blocks. Not thread-safe.
     """
 
     def __init__(self, model: WholeModel, end: VectorEnd, limits: BatchLimits) -> None:
@@ -34,8 +34,8 @@ class WholeRunner:
         return self.begin(step)
 
     def begin(self, step: StepInput) -> StepOutput:
-        """Runs a step. Raises InvalidStep for an invalid step, and leaves the batch unchanged. Also
-        raises InvalidStep if a prompt is divided over steps.
+        """Runs a step. Raises InvalidStep for an invalid step, which leaves the batch unchanged,
+        and for a step that computes only a part of a prompt.
         """
         if step.generation != self._generation:
             self.reset()

@@ -1,4 +1,4 @@
-"""A worker that is ready to run steps, and its description."""
+"""A worker that is ready to run steps, and the description that it sends to the scheduler."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +19,7 @@ class StepRunner(Protocol):
     def limits(self) -> BatchLimits: ...
 
     def reset(self) -> None:
-        """Empties the batch. Also possible after a step that failed."""
+        """Empties the batch, also after a step that failed."""
 
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
         """Runs a step, or queues it on a device. Raises InvalidArgument for an invalid step."""
@@ -33,10 +33,10 @@ class WorkerDescription:
     """The model, capacity and identity of a worker: the fields of DescribeResponse."""
 
     incarnation: str
-    """Identifies the process."""
+    """Identifies the worker's process."""
     model_name: str
     fingerprint: bytes
-    """Identifies the model, in 32 bytes (see core/fingerprint.py)."""
+    """Identifies the model and the layout of KV blocks, in 32 bytes (see core/fingerprint.py)."""
     tokenizer_fingerprint: bytes
     """Identifies the tokenizer files, in 32 bytes. Empty if the model has no tokenizer files."""
     max_model_len: int
@@ -59,19 +59,19 @@ class WorkerDescription:
     """A text that describes the kernels."""
     rank: int = 0
     world_size: int = 1
-    """Number of ranks in all pipeline stages."""
+    """Number of ranks, over all pipeline stages."""
     pipeline_parallel_size: int = 1
     pooler: Pooler | None = None
-    """How the model pools prompts. None if the model generates."""
+    """How the model pools prompts. None if it generates text."""
     num_tier_blocks: int = 0
     max_loras: int = 0
     """The maximum number of LoRA adapters in one step. 0 means LoRA is not enabled."""
     max_cpu_loras: int = 0
-    """Maximum number of LoRA adapters in memory."""
+    """Maximum number of LoRA adapters loaded in memory."""
     num_speculative_tokens: int = 0
-    """The maximum number of draft tokens of a request in a step. 0 means no speculation."""
+    """The maximum number of draft tokens for a request in one step. 0 means no speculation."""
     num_speculative_rows: int = 0
-    """Limit on the tokens of decoding requests in a step, including drafts. 0 means unlimited."""
+    """Limit on a step's tokens of decoding requests, including drafts. 0 means unlimited."""
 
     @property
     def pipeline_stage(self) -> int | None:

@@ -1,1 +1,1 @@
-"""Optional parts of the worker, which not every replica needs. `listed.py` has the list."""
+"""Optional features of the worker, which not every replica needs. `listed.py` lists them."""

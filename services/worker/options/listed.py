@@ -1,4 +1,4 @@
-"""The options of the worker. To remove an option, delete its folder and its lines here."""
+"""The worker's options (optional features). To remove one, delete its folder and its lines here."""
 
 from collections.abc import Callable
 

@@ -57,8 +57,8 @@ class Watch:
         return reported
 
     def explain(self, error: GroupBroken, patience_seconds: float = 0.5) -> GroupBroken:
-        """Reports a failure. First waits up to `patience_seconds`, because the end of another rank
-        may be the cause.
+        """Reports a failure. First waits up to `patience_seconds` for a message that another rank
+        has ended, which would be the cause.
         """
         self._is_broken.wait(patience_seconds)
         return self.report(error)

@@ -1,1 +1,1 @@
-"""The parts of a worker. Each is built from the settings and from earlier parts."""
+"""Builders of a worker's parts: the model, its KV cache, the drafter, and the description."""

@@ -1,4 +1,4 @@
-"""Describes a worker to the scheduler."""
+"""Creates the WorkerDescription, which tells the scheduler the model, limits and KV cache."""
 
 from services.common.request.tokenizer_files import tokenizer_fingerprint
 from services.worker.backends.device import dtype_name
@@ -17,7 +17,7 @@ def describe(
     fingerprint: bytes,
     incarnation: str,
 ) -> WorkerDescription:
-    """Describes a worker with a KV cache. `parts` must be sized already."""
+    """Describes a worker with a KV cache, whose final number of blocks is in `parts`."""
     settings, own = setup.settings, setup.membership
     loaded, shape, limits = parts.loaded, parts.shape, parts.limits
     dtype = dtype_name(loaded.dtype)

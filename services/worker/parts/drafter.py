@@ -1,4 +1,4 @@
-"""Builds the drafter, and loads a draft model if the settings name one."""
+"""Builds the drafter, which proposes draft tokens, and the draft model of the settings, if any."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,9 @@ from services.worker.speculation.ngram import NgramProposer
 
 
 def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
-    """Adds a drafter to `parts` if speculation is set. Raises NoSpeculation and ModelError."""
+    """Adds a drafter to `parts` if the settings enable speculation. Raises NoSpeculation if drafts
+    are not possible, and ModelError if a draft model cannot be loaded.
+    """
     if setup.settings.speculative_config is None:
         return parts
     refuse_speculation(setup, parts)
@@ -43,8 +45,9 @@ def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
 
 
 def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
-    """Creates suffix trees in the compiled library. They are on the CPU even if the model is on
-    CUDA. Raises NoSpeculation if the library cannot be compiled.
+    """Creates the source of drafts that finds earlier text with the same suffix. Its suffix trees
+    are in the compiled library, on the CPU even if the model is on CUDA. Raises NoSpeculation if
+    the library cannot be compiled.
     """
     try:
         library = compiled.load_compiled(
@@ -60,10 +63,10 @@ def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
 def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> DraftModelParts:
     """Loads a draft model, or this rank's part of it, and determines the shape of its KV cache.
 
-    The draft model is divided among the ranks like the target model, and the same setting
-    determines its data type. Its maximum sequence length is the smaller of both models' limits.
-    Raises NoSpeculation if the draft model cannot draft for the model of `parts`. Also raises
-    ModelError and NotEnoughMemory.
+    The draft model is divided among the ranks like the target model, and its data type follows from
+    the same setting. Its maximum sequence length is the smaller of the two models' limits. Raises
+    NoSpeculation if the draft model cannot draft for the target model in `parts`, ModelError if it
+    cannot be loaded, and NotEnoughMemory.
     """
     refuse_draft_model(setup, parts, directory)
     checkpoint = setup.platform.open(directory)

@@ -52,8 +52,9 @@ logger = logging.getLogger(__name__)
 def size_rank_kv_cache(
     setup: RankSetup, parts: RunnerParts, groups: tuple[LayerGroup, ...]
 ) -> kv_cache.KVCacheSizing:
-    """Determines the size of this rank's KV cache. The number of blocks is lowered to the minimum
-    of all ranks, because the ranks share block tables. Raises KVCacheTooSmall and NotEnoughMemory.
+    """Determines the size of this rank's KV cache. All ranks use the smallest number of blocks that
+    a rank has room for, because they share block tables. Raises KVCacheTooSmall and
+    NotEnoughMemory.
     """
     own = kv_cache.size_kv_cache(_demand(setup, parts, groups), _memory(setup, parts))
     num_blocks = setup.least_of_ranks("num_blocks", own.num_blocks)
@@ -81,7 +82,7 @@ def _demand(
 
 
 def _memory(setup: RankSetup, parts: RunnerParts) -> kv_cache.KVCacheMemory:
-    """The memory for the KV cache, without the memory for LoRA adapters that are loaded later."""
+    """The memory for the KV cache, which leaves room for LoRA adapters that are loaded later."""
     settings, free = setup.settings, setup.platform.free_memory(parts)
     if parts.adapters is not None:
         adapters = adapter_bytes(setup, parts.loaded)

@@ -18,8 +18,8 @@ from services.worker.platforms.interface import RunnerParts
 def load_parts(
     setup: RankSetup, checkpoint: Checkpoint, pooling: PoolingConfig | None
 ) -> tuple[RunnerParts, tuple[LayerGroup, ...]]:
-    """Loads the model, or this rank's part of it. Returns the parts, with a KV cache of 0 blocks,
-    and the KV-cache groups.
+    """Loads the model, or this rank's part of it. Returns the runner's parts, with a KV cache of 0
+    blocks, and the KV-cache groups.
     """
     settings, kernels = setup.settings, setup.platform.kernels()
     options = LoadOptions(
@@ -56,8 +56,8 @@ def load_parts(
 def _cache_shape(
     setup: RankSetup, loaded: LoadedModel, groups: tuple[LayerGroup, ...]
 ) -> AttentionShape:
-    """Returns the shape of a KV cache of 0 blocks. The block size is the setting's, or the size
-    that the states of recurrent layers need.
+    """Returns the shape of the KV cache, with 0 blocks for now. The block size is the setting's.
+    Without a setting it is large enough for the states of recurrent layers.
     """
     shape = AttentionShape(
         loaded.own_attention,

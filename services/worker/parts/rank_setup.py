@@ -1,4 +1,4 @@
-"""The setup of a rank, from which its parts are built."""
+"""The setup of a rank (settings, platform, group), from which the rank's parts are built."""
 
 import logging
 import time
@@ -25,8 +25,8 @@ _QUIET_SECONDS = 2.0
 class RankSetup:
     """The settings, platform and group of a rank. `group` is None for a single worker.
 
-    `checkpoint_reached` is called often during startup, and may raise to abort it. `ranks` are the
-    tensor-parallel ranks, whose collectives exchange tensors on the platform's device.
+    `checkpoint_reached` is called often during startup, and may raise to abort it. `ranks`
+    exchanges tensors on the platform's device with the other tensor-parallel ranks.
     """
 
     settings: WorkerSettings
@@ -45,9 +45,9 @@ class RankSetup:
             self.group.gather("loaded", "")
 
     def progress(self, what: str) -> Callable[[int, int], None]:
-        """Returns a function to call with the numbers of completed parts and of all parts. It calls
-        `checkpoint_reached`, and logs `what` and the percentage after each tenth of the parts, at
-        most once in _QUIET_SECONDS.
+        """Returns a function to call with two numbers: completed parts and all parts. The function
+        calls `checkpoint_reached`. After each tenth of the parts, it logs `what` and the
+        percentage, at most once in _QUIET_SECONDS.
         """
         logged = time.monotonic()
 
@@ -68,8 +68,8 @@ def set_up_rank(
     group: Group | None,
     select: SelectPlatform = select_platform,
 ) -> RankSetup:
-    """Selects the platform and the collectives of a rank. Raises UnsuitableDevice,
-    KernelsUnavailable and SettingError.
+    """Selects the platform of a rank, and how the rank exchanges tensors with other ranks. Raises
+    UnsuitableDevice, KernelsUnavailable and SettingError as `select_platform` does.
     """
     platform = select(settings, checkpoint_reached, group)
     return RankSetup(
@@ -83,8 +83,9 @@ def set_up_rank(
 
 
 def with_group(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> RunnerParts:
-    """Adds a Lockstep and a pipeline stage to `parts` if there are other ranks. Raises GroupBroken
-    if not all ranks have the same model and settings.
+    """If there are other ranks, adds a Lockstep (which runs each step together with them), and a
+    pipeline stage if the model is divided into stages. Raises GroupBroken if the ranks have
+    different models or settings.
     """
     group = setup.group
     if group is None:

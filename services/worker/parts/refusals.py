@@ -1,4 +1,4 @@
-"""Checks of settings and models that are incompatible. They need a rank's setup."""
+"""Refuses combinations of settings and model that are incompatible."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from services.worker.platforms.interface import RunnerParts
 
 
 def refuse_for_whole_prompts(setup: RankSetup) -> None:
-    """Raises UnsupportedModel, NoSpeculation or NoTier for settings that a model that processes
-    whole prompts does not support.
+    """Raises UnsupportedModel, NoSpeculation or NoTier for settings that are not supported with a
+    model that processes whole prompts.
     """
     settings = setup.settings
     config = settings.model / "config.json"
@@ -71,7 +71,9 @@ def refuse_draft_model(setup: RankSetup, parts: RunnerParts, draft: Path) -> Non
 
 
 def without_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
-    """Returns `parts`, which has no tier. Raises NoTier if the settings ask for one."""
+    """Takes the place of `with_tier` in a worker without the option `tier`. Returns `parts`
+    unchanged. Raises NoTier if the settings ask for a tier of host memory for KV blocks.
+    """
     if setup.settings.kv_offloading_size is not None:
         raise NoTier("kv_offloading_size: this worker keeps no offloaded blocks")
     return parts

@@ -26,7 +26,8 @@ def build_whole(
 ) -> Worker:
     """Loads the model and computes a warm-up prompt. Raises ModelError and NotEnoughMemory.
 
-    A step computes whole prompts, so its token budget is at least the model's maximum length.
+    A prompt is computed within one step, so a step's token budget is at least the model's maximum
+    length.
     """
     with memory_for("the weights", "use a machine with more, or a smaller dtype"):
         return _build(setup, checkpoint, pooling, incarnation)

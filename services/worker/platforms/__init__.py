@@ -1,1 +1,1 @@
-"""Platforms: the devices, memory and processors that a worker uses."""
+"""Platforms: the kinds of devices on which a worker computes, with their memory and processors."""

@@ -1,4 +1,4 @@
-"""The common part of platforms whose devices compute models."""
+"""The common base of the platforms that compute models with weights (CPU and CUDA)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from services.worker.platforms.interface import RunnerParts
 
 
 class ComputingPlatform(ABC):
-    """Implements methods of Platform for devices that compute models with weights."""
+    """Implements the methods of Platform that CPU and CUDA have in common."""
 
     torch_device: torch.device
 

@@ -31,7 +31,9 @@ class CpuPlatform(ComputingPlatform):
     has_draft_models = True
     scales_blocks = True
     num_speculative_rows = 12
-    """Rows that a step computes while it reads the weights, at 0.4 TFLOP/s and 35 GB/s."""
+    """The number of rows (tokens) that a step computes in the time in which it reads the weights,
+    on a processor with 0.4 TFLOP/s and 35 GB/s.
+    """
 
     def __init__(
         self, kernels: Kernels, memory_utilization: float | None, num_sharers: int = 1
@@ -50,13 +52,13 @@ class CpuPlatform(ComputingPlatform):
         """Accepts every model."""
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
-        """Returns the machine's available memory, and an upper estimate for the largest step.
+        """Returns the machine's available memory, and an upper estimate of the largest step's
+        activations.
 
-        The estimate is a sum. For each token it includes residual, normalized and attended states,
-        and the fused projections. For each sampled row it includes logits in float32 and the
-        sampler's copies. It also includes the memory of attention. A draft model computes the
-        step's tokens too, and up to a block of each request. Other drafters may need
-        `drafter_bytes`.
+        The estimate is a sum: for each token the residual, normalized and attended states and the
+        fused projections, for each sampled row logits in float32 and the sampler's copies, and
+        attention's memory. A draft model computes the step's tokens too, and at most one block more
+        for each request. Other drafters need at most `drafter_bytes`.
         """
         loaded, limits, draft = parts.loaded, parts.limits, parts.draft_model
         num_sampled = limits.max_sampled_rows if parts.stage is None or parts.stage.is_last else 0
@@ -111,13 +113,11 @@ class CpuPlatform(ComputingPlatform):
 
 
 def _bytes_per_token(loaded: LoadedModel) -> int:
-    """Bytes that a token needs during a step."""
     width = 6 * loaded.hidden_size + 4 * loaded.intermediate_size
     return width * loaded.dtype.itemsize
 
 
 def _tier(parts: RunnerParts, caches: Sequence[PagedAttention]) -> Tier | None:
-    """Creates the tier of host memory for the pages of all `caches`. None if there is no tier."""
     if parts.make_tier is None:
         return None
     pages = [page for cache in caches for page in cast(PagesOfKeys, cache).pages]

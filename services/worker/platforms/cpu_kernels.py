@@ -1,4 +1,4 @@
-"""Selects the kernels on the CPU, once when a worker starts."""
+"""Selects the kernels with which a worker on the CPU computes, once when it starts."""
 
 import logging
 from collections.abc import Callable
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class KernelsUnavailable(StepwellError):
-    """The setting requires compiled kernels, but there are none for this machine."""
+    """The settings require compiled kernels, but there are none for this machine."""
 
     reason = "KERNELS_UNAVAILABLE"
 
@@ -28,11 +28,11 @@ def select_kernels(
     batch_invariant: bool = True,
 ) -> Kernels:
     """Selects the kernels for the setting. AUTO selects compiled kernels if there are any,
-    otherwise kernels of torch.
+    otherwise torch's kernels.
 
-    `batch_invariant` affects only torch's kernels. Compiled kernels are always batch-invariant.
-    Logs the choice and its reason. Raises KernelsUnavailable if the setting is NATIVE and there are
-    no compiled kernels.
+    `batch_invariant` affects only torch's kernels, because compiled kernels are always
+    batch-invariant. Logs the choice and its reason. Raises KernelsUnavailable if the setting is
+    NATIVE and there are no compiled kernels.
     """
     torch_kernels = TorchKernels(batch_invariant=batch_invariant)
     if setting is KernelsSetting.TORCH:

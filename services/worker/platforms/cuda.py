@@ -31,14 +31,15 @@ from services.worker.platforms.prompt_shapes import (
 
 _HOPPER = 9
 _PROFILE_BLOCKS = 2
-"""Blocks for profiling: the null block, and one block shared by all tokens of a step."""
+"""KV-cache blocks for profiling: the null block, and one block that all tokens of a step share."""
 
 
 class CudaPlatform(ComputingPlatform):
-    """The Platform of CUDA. Raises UnsuitableDevice if the machine lacks something.
+    """The Platform of CUDA. The constructor raises UnsuitableDevice if the machine lacks a
+    requirement.
 
-    With `batch_invariant`, a request's results do not depend on other requests in its steps (see
-    docs/cuda.md). `num_sharers` is the number of replicas with a worker on this GPU.
+    With `batch_invariant`, a request's results do not depend on the other requests in its steps
+    (see docs/cuda.md). `num_sharers` is the number of replicas with a worker on this GPU.
     """
 
     default_block_size = 64
@@ -64,12 +65,12 @@ class CudaPlatform(ComputingPlatform):
         self._num_sharers = num_sharers
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
-        """Returns the setting, or bfloat16 for AUTO, in which every suitable GPU can compute."""
+        """Returns the setting, or bfloat16 for AUTO, which all supported GPUs have."""
         return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
 
     def kernels(self) -> Kernels:
-        """Returns the kernels for this GPU. Only on Hopper, torch can multiply grouped matrices
-        whose group sizes the host does not know.
+        """Returns the kernels for this GPU. They multiply grouped matrices whose group sizes only
+        the GPU knows if it is a Hopper, because torch supports this only there.
         """
         if self._batch_invariant:
             return BatchInvariantKernels()
@@ -83,17 +84,17 @@ class CudaPlatform(ComputingPlatform):
             cuda_setup.check_batch_invariant(shape.layers, is_native=loaded.is_native)
 
     def runner(self, parts: RunnerParts) -> ModelRunner:
-        """Creates a runner with its own CudaDevice, whose graphs are freed with the runner."""
+        """Creates a runner with its own CudaDevice. Its CUDA graphs are freed with the runner."""
         return runner_on(CudaDevice(), parts, batch_invariant=self._batch_invariant)
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
-        """Measures the GPU's memory, the memory in use, and the most memory that torch allocates
-        for a step. If several workers share the GPU, only this worker's fraction of the memory is
+        """Measures the GPU's memory, the memory in use, and the most memory that torch reserves for
+        a step. If several workers share the GPU, only this worker's fraction of the memory is
         counted, and only the memory that torch uses in this process.
 
-        The measurement runs the largest steps, with a single block that all tokens share. torch
-        reserves more memory than its tensors need, because the memory of recorded programs stays
-        reserved while none of them runs.
+        The measurement runs the largest steps, with a single block that all tokens share. It
+        measures what torch reserves, which is more than its tensors need: the memory of CUDA graphs
+        stays reserved while none of them runs.
         """
         _release()
         held = torch.cuda.memory_reserved()
@@ -104,7 +105,7 @@ class CudaPlatform(ComputingPlatform):
             run_prompts(runner, small.limits, shape)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_reserved() - held
-        if not suits_xformers(parts.shape.layers):  # torch's workspace grows with the context
+        if not suits_xformers(parts.shape.layers):  # grows with the sequence length
             peak += parts.kernels.attention_bytes(parts.shape, parts.limits.max_model_len)
         del runner
         _release()
@@ -128,14 +129,14 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """Creates a runner. It pools prompts if the model pools. Otherwise it samples on the device,
-    and replays recorded decodes if the model allows it. With speculation it samples on the host,
-    because the host must know the tokens.
+    """Creates a runner. If the model pools, the runner pools prompts. Otherwise it samples on the
+    device, and replays recorded decode steps if the model allows it. With speculation it samples on
+    the host, because the host must know the tokens to verify drafts.
 
     xFormers computes attention if its kernel supports every layer. Otherwise torch computes it, and
-    decodes are not recorded, because torch's operations depend on values. `split_k` is described in
-    XformersPagedAttention. With `batch_invariant`, which requires xFormers' attention, a request's
-    tokens do not depend on other requests in its steps.
+    decode steps are not recorded, because torch's operations depend on values that change from step
+    to step. `split_k` is described in XformersPagedAttention. With `batch_invariant`, which
+    requires xFormers' attention, a request's tokens do not depend on other requests in its steps.
     """
     shape, limits, model = parts.shape, parts.limits, parts.loaded.model
     pooler, lockstep, device_tokens = parts.pooler, parts.lockstep, None
@@ -162,7 +163,7 @@ def runner_on(
 
 
 def _release() -> None:
-    """Returns unused memory to the device, so that it counts as free."""
+    """Returns unused memory from torch to the device, so that it counts as free."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

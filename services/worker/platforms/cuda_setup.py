@@ -1,7 +1,7 @@
 """Checks, before weights are read, whether the machine has everything that a worker on CUDA needs.
 
-The error for a missing part is one sentence with a remedy. `load_xformers` finds problems that
-appear only when xFormers is imported.
+The error for a missing requirement is one sentence with a remedy. `load_xformers` finds problems
+that appear only when xFormers is imported.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ _INSTALL = "pip install 'stepwell[gpu]'"
 
 @dataclass(frozen=True, slots=True)
 class CudaSetup:
-    """The machine's CUDA setup: None or False for missing parts, versions for packages."""
+    """What this machine has for CUDA: versions of packages. None and False mark what is missing."""
 
     device_name: str | None
     capability: tuple[int, int]
@@ -61,7 +61,7 @@ def find_setup() -> CudaSetup:
 
 
 def check_setup(setup: CudaSetup) -> None:
-    """Raises UnsuitableDevice for the first missing part."""
+    """Raises UnsuitableDevice for the first missing requirement."""
     if setup.device_name is None:
         raise UnsuitableDevice(
             "device is cuda, but torch finds no CUDA device; check the driver and that torch is a "
@@ -95,7 +95,7 @@ def check_setup(setup: CudaSetup) -> None:
 
 
 def suits_xformers(layers: Sequence[AttentionLayer]) -> bool:
-    """Whether xFormers' kernel can compute these layers. It does not support softcap."""
+    """Whether xFormers' kernel supports these layers. It does not support softcap."""
     return all(layer.softcap is None for layer in layers)
 
 
@@ -143,10 +143,10 @@ def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool
 
 
 def load_xformers() -> None:
-    """Imports xFormers with its CUDA library. Raises UnsuitableDevice.
+    """Imports xFormers with its CUDA library. Raises UnsuitableDevice if this fails.
 
-    The published library needs the runtime of CUDA 12. It is loaded into the process first, because
-    a torch built for CUDA 13 does not contain it.
+    The published library needs the runtime of CUDA 12. A torch built for CUDA 13 does not contain
+    this runtime, so it is loaded into the process first.
     """
     # The file in the package nvidia-cuda-runtime-cu12, or the name with which the loader finds it
     paths = (Path(folder, "nvidia/cuda_runtime/lib", RUNTIME_LIBRARY) for folder in sys.path)
@@ -167,7 +167,7 @@ def load_xformers() -> None:
 
 
 def _scheme() -> str:
-    """The sysconfig scheme with which Triton finds headers. It differs from Debian's default."""
+    """The sysconfig scheme with which Triton finds headers. It is not the default on Debian."""
     scheme = sysconfig.get_default_scheme()
     return "posix_prefix" if scheme == "posix_local" else scheme
 

@@ -1,4 +1,4 @@
-"""The interface of platforms. A platform has the code for one kind of device."""
+"""The interface of platforms. A platform contains the code for one kind of device."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from services.worker.sampling.grammar import Grammars
 class DraftModelParts:
     loaded: LoadedModel
     shape: AttentionShape
-    """The shape of the draft model's cache, which has as many blocks as the target model's."""
+    """The shape of the draft model's KV cache, which has as many blocks as the target model's."""
     group: int
     """The target model's KV-cache group whose block tables the draft model uses."""
     fingerprint: bytes
@@ -40,27 +40,29 @@ class DraftModelParts:
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """The parts from which a platform builds a runner."""
+    """The parts (model, limits, adapters, ...) from which a platform builds a runner of steps."""
 
     loaded: LoadedModel
     kernels: Kernels
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
-    """Runs steps together with the other ranks. None if there are no other ranks."""
+    """Runs each step together with the other ranks. None if there are no other ranks."""
     pooler: PromptPooler | None = None
-    """Pools prompts. None if the model generates."""
+    """Pools prompts. None if the model generates text."""
     stage: PipelineStage | None = None
     """This rank's pipeline stage. None if the model is not divided into stages."""
     make_tier: Callable[[Sequence[torch.Tensor]], Tier] | None = None
-    """Creates the tier of host memory, given the pages of all KV caches. None without a tier."""
+    """Creates the tier of host memory for offloaded KV blocks, given the pages of all KV caches.
+    None if the worker has no tier.
+    """
     grammars: Grammars | None = None
-    """Compiles grammars. None if the rank does not sample."""
+    """Compiles the grammars that constrain outputs. None if the rank samples no tokens."""
     adapters: LoraAdapters | None = None
     """The loaded LoRA adapters. None if LoRA is not enabled."""
     drafter: Drafter | None = None
-    """Proposes drafts. None without speculation. Also None with a `draft_model`, for which the
-    platform builds the drafter.
+    """Proposes drafts. None without speculation, and also None if there is a `draft_model`, for
+    which the platform builds the drafter itself.
     """
     drafter_bytes: int = 0
     """Limit on the host memory that `drafter` may allocate later, in bytes."""
@@ -68,12 +70,12 @@ class RunnerParts:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of all pages of a block, including the draft model's pages."""
+        """Bytes of all pages of a KV-cache block, including the draft model's pages."""
         own, draft = self.shape.bytes_per_block, self.draft_model
         return own if draft is None else own + draft.shape.bytes_per_block
 
     def sized(self, num_blocks: int, max_model_len: int) -> "RunnerParts":
-        """Returns parts with a cache of `num_blocks`, for sequences of up to `max_model_len`."""
+        """Returns these parts with `num_blocks` blocks, for sequences of up to `max_model_len`."""
         draft = self.draft_model
         if draft is not None:
             draft = replace(draft, shape=replace(draft.shape, num_blocks=num_blocks))
@@ -90,15 +92,15 @@ class Platform(Protocol):
 
     torch_device: torch.device
     default_block_size: int
-    """The number of tokens per block if it is not configured."""
+    """The number of tokens per block if the settings do not have one."""
     has_tier: bool
     """Whether this platform's runners support a tier of host memory for offloaded blocks."""
     scales_blocks: bool
-    """Whether block sizes may differ between KV-cache groups (see `kv_groups`)."""
+    """Whether KV-cache groups may have blocks of different numbers of tokens (see `kv_groups`)."""
     has_draft_models: bool
     """Whether this platform's runners support a draft model."""
     num_speculative_rows: int
-    """Rows that a decode step computes in about the time of one row. 0 means unlimited."""
+    """Rows (tokens) that a decode step computes in about the time of one. 0 means unlimited."""
 
     def dtype(self, asked: DtypeSetting) -> DtypeSetting:
         """Returns the data type in which the model is loaded, given the setting."""
@@ -123,13 +125,13 @@ class Platform(Protocol):
         """Raises UnsuitableDevice for a model that this device cannot compute."""
 
     def free_memory(self, parts: RunnerParts) -> FreeMemory:
-        """Returns the memory that is available for the KV cache. `parts` must not be sized yet."""
+        """Returns the memory available for the KV cache. `parts` has no KV-cache blocks yet."""
 
     def stored_block_bytes(self, parts: RunnerParts) -> int:
-        """The bytes of all pages of a block, as the tier stores them."""
+        """The bytes that the tier needs to store a KV-cache block with all its pages."""
 
     def runner(self, parts: RunnerParts) -> StepRunner:
         """Builds a runner with its KV cache."""
 
     def warm_up_shapes(self, limits: BatchLimits) -> list[PromptShape]:
-        """Steps to run at startup, so that the first requests' steps are as fast as later ones."""
+        """Returns steps to run at startup, without which the first requests' steps are slow."""

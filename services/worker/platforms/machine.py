@@ -1,4 +1,4 @@
-"""Determines the memory that the machine or the container leaves to this process."""
+"""Determines how much memory the machine or the container still has for this process."""
 
 import os
 from pathlib import Path
@@ -12,8 +12,8 @@ _GROUP_FILES = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memo
 def available_memory_bytes(
     proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """The minimum of the machine's available memory and the memory left within the process's
-    control groups and their parents, in bytes.
+    """The machine's available memory, or what its control groups and their parents leave to this
+    process, whichever is smallest, in bytes.
     """
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     amounts = [_stat(proc / "meminfo", "MemAvailable:") * _KIB or pages]

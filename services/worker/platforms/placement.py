@@ -1,14 +1,15 @@
-"""Places a worker's threads on processors if the machine has several NUMA nodes.
+"""Binds a worker's threads to processors if the machine has several NUMA nodes.
 
-The memory of a node is read faster by the node's own cores, and a barrier between threads is faster
-inside a node. Linux allocates memory on the node of the thread that first writes to it. Therefore a
-worker's compute thread is bound to the cores of one node before it loads the model, and the threads
-of its team inherit the binding. Weights, KV cache and activations are then on this node if its
-memory suffices. By default the KV cache is sized by the node's part of the memory. Other threads of
-the process, such as the event loop's thread, are not bound.
+A node's own cores read its memory faster than other cores, and a barrier between threads is faster
+within a node. Linux allocates memory on the node of the thread that first writes to it. Therefore a
+worker's compute thread is bound to the cores of one node before it loads the model, and the OpenMP
+threads that it starts inherit the binding. Weights, KV cache and activations are then on this node
+if its memory suffices, and the default size of the KV cache follows from one node's share of the
+memory. Other threads of the process, such as the event loop's thread, are not bound.
 
-On a single node, threads are not bound, because the operating system also places other processes.
-Under a CPU quota they are not bound either, because other containers would choose the same cores.
+By default nothing is bound in two cases. On a machine with a single node all memory is equally
+near, and the operating system can move threads away from processors that other processes use. Under
+a CPU quota, containers that cannot see each other would bind their threads to the same cores.
 
 The values of the setting are those of vLLM's VLLM_CPU_OMP_THREADS_BIND.
 """
@@ -42,7 +43,8 @@ def place_threads(
     bind: str = BIND_AUTO,
 ) -> ThreadChoice:
     """Chooses a worker's threads, and the processors to which they are bound. Raises SettingError
-    if `bind` has no list for this worker, or a list with processors that it may not use.
+    if `bind` has lists of processors but none for this worker, or one that this process may not
+    use.
     """
     if bind == BIND_NONE or (bind == BIND_AUTO and not _suits(processors)):
         return choose_threads(processors, worker.count, asked)
@@ -58,9 +60,9 @@ def place_threads(
 
 
 def memory_sharers(processors: Processors, worker: LocalWorker, bind: str = BIND_AUTO) -> int:
-    """The number of equal parts of the machine's memory. Each local worker may use one part. A
-    worker that is bound to a node may use at most its node's memory, even if other nodes have no
-    worker.
+    """The number of equal parts into which the machine's memory is divided. Each worker may use one
+    part. If workers are bound to nodes, there are at least as many parts as nodes, so that a worker
+    uses at most its node's memory.
     """
     if bind != BIND_AUTO or not _suits(processors):
         return worker.count
@@ -68,9 +70,7 @@ def memory_sharers(processors: Processors, worker: LocalWorker, bind: str = BIND
 
 
 def bind_and_set(choice: ThreadChoice) -> None:
-    """Binds the calling thread, and the threads that it starts afterwards, and sets torch's number
-    of threads.
-    """
+    """Sets torch's number of threads. Binds the calling thread and the threads it starts later."""
     if choice.processors:
         os.sched_setaffinity(0, choice.processors)
     torch.set_num_threads(choice.num_threads)
@@ -87,7 +87,7 @@ def cores_first(processors: Sequence[Processor]) -> list[Processor]:
 
 
 def list_text(numbers: Sequence[int]) -> str:
-    """Formats ascending numbers as the kernel does, for example 0-3,8."""
+    """Formats ascending numbers as Linux does, for example 0-3,8."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -103,10 +103,11 @@ def _suits(processors: Processors) -> bool:
 
 
 def _own_cores(processors: Processors, worker: LocalWorker) -> tuple[list[Processor], str]:
-    """Returns the processors of the worker's cores, all on one node, and why they were chosen.
+    """Returns the processors of the cores that a worker gets, all on one node, and the reason as a
+    text.
 
     Workers are distributed over the nodes in order, so that the ranks of a replica are on as few
-    nodes as possible. The workers of a node divide its cores.
+    nodes as possible. The workers on one node divide its cores.
     """
     nodes = sorted({processor.node for processor in processors.allowed})
     node_of = [nodes[index * len(nodes) // worker.count] for index in range(worker.count)]

@@ -1,4 +1,7 @@
-"""Runs steps of given shapes before the first request, to measure memory and to compile kernels."""
+"""Runs steps of given shapes before the first request, to measure memory and to compile kernels.
+
+On a GPU, attention computes lanes: a lane is one decode, or a few tokens of a chunk.
+"""
 
 from dataclasses import dataclass
 
@@ -19,7 +22,7 @@ _FIRST_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptShape:
-    """A step of new requests. `num_computed` tokens of each request are computed already."""
+    """A step of new requests, each of which computes `num_tokens` after `num_computed` tokens."""
 
     num_requests: int
     num_tokens: int
@@ -38,7 +41,7 @@ def profiled_shapes(limits: BatchLimits) -> list[PromptShape]:
 
 
 def first_shapes(limits: BatchLimits) -> list[PromptShape]:
-    """Returns a prompt, a chunk after the prompt, and a decode after both, within the limits."""
+    """Returns three steps of one request: a prompt, a second chunk of it, and a decode."""
     prompt = min(_FIRST_TOKENS, limits.max_num_batched_tokens, limits.max_model_len - 1)
     first = max(prompt // 2, 1)
     shapes = PromptShape(1, first), PromptShape(1, prompt - first, first), PromptShape(1, 1, prompt)
@@ -46,11 +49,11 @@ def first_shapes(limits: BatchLimits) -> list[PromptShape]:
 
 
 def every_shape(limits: BatchLimits) -> list[PromptShape]:
-    """Returns steps that together use every kernel that is compiled for a number of lanes.
+    """Returns steps that together use every kernel. A kernel is compiled for a number of lanes.
 
-    The largest steps are first, so that the device can record later steps in the same memory. If
-    layers have windows, chunks follow as many computed tokens as the widest window, because this
-    case requires additional kernels.
+    The largest steps are first, so that smaller steps can be recorded in the memory of larger ones.
+    If layers have attention windows, chunks follow as many computed tokens as the widest window,
+    because this case requires additional kernels.
     """
     buckets = _powers_of_two(bucket(limits.max_num_batched_tokens))
     chunks = [_chunks(num_lanes, limits) for num_lanes in buckets]
@@ -58,7 +61,7 @@ def every_shape(limits: BatchLimits) -> list[PromptShape]:
 
 
 def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> None:
-    """Runs a step over an empty batch, then empties the batch. All tokens share block 1."""
+    """Runs a step over an empty batch, then empties the batch. All tokens are stored in block 1."""
     length = shape.num_computed + shape.num_tokens
     tables = tuple(np.ones(-(-length // size), np.int32) for size in limits.block_sizes)
     count = shape.num_requests
@@ -80,7 +83,7 @@ def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> 
 
 
 def _decodes(limits: BatchLimits) -> list[PromptShape]:
-    """Returns a decode step for every power of two, in descending order."""
+    """Returns decode steps of all powers of two up to the limits, in descending order."""
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     return [PromptShape(min(count, most), 1) for count in _powers_of_two(bucket(most))]
 
@@ -91,7 +94,8 @@ def _powers_of_two(most: int) -> list[int]:
 
 def _chunks(most_lanes: int, limits: BatchLimits) -> PromptShape | None:
     """Returns a step of chunks that needs more than half of `most_lanes` lanes and at most all of
-    them, or None if there is none. The chunks are short, so that few tokens need many lanes.
+    them, or None if the limits allow none. Each chunk has few tokens, so that the step needs many
+    lanes.
     """
     fewest_lanes = most_lanes // 2 + 1
     for lanes_each in range(1, fewest_lanes + 1):

@@ -3,16 +3,18 @@
 The rules follow from measurements on two processors that run all four services, with a model of 135
 million parameters and 8 and 32 requests at once:
 
-* One thread reaches 0.70 and 0.60 of the tokens per second of two threads, although it leaves a
-  processor to the other services. If another process keeps a processor busy, one thread and two
-  threads are equally fast.
-* A team waits for its last thread, so a process that occasionally uses a processor slows all n
-  threads. Using one thread less costs 1/n of the speed. With ENOUGH_TO_SPARE processors or more,
-  this is the smaller loss. If the cores in use have idle hyperthreads, the other services run on
-  these hyperthreads, and every core computes.
-* A team that needs all processors keeps a thread on each (native/cpp/threads.h). Otherwise, on a
-  virtual machine, a prompt of 512 tokens after half a second of idleness takes up to twice as long.
-* Two threads on one core share the core's arithmetic units and cache, so cores are counted.
+* One thread reaches 0.70 (8 requests) and 0.60 (32 requests) of the tokens per second of two
+  threads, although it leaves a processor to the other services. Therefore the worker uses both.
+  Only if another process keeps a processor busy are one thread and two threads equally fast.
+* A team of n threads waits for its last thread, so a process that occasionally uses a processor
+  slows all n. Leaving a processor to such processes costs 1/n of the speed. From ENOUGH_TO_SPARE
+  cores on, this loss is smaller, so one core is left free, unless idle hyperthreads of the cores in
+  use can run the other services.
+* If a team needs all processors, its idle threads keep their processors awake
+  (native/cpp/threads.h). Otherwise, on a virtual machine, a prompt of 512 tokens after half a
+  second of idleness takes up to twice as long.
+* Two threads on one core share the core's arithmetic units and cache, so the worker starts one
+  thread per core.
 """
 
 from dataclasses import dataclass
@@ -24,8 +26,8 @@ ENOUGH_TO_SPARE = 8
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """The number of threads, and the reason as a clause for the log. `processors` are those to
-    which the threads are bound. It is empty if the operating system places the threads.
+    """The number of threads, and the reason as a clause for the log. `processors` are the
+    processors to which the threads are bound, or empty if the operating system places the threads.
     """
 
     num_threads: int
@@ -54,7 +56,7 @@ def choose_threads(
 
 
 def _cores(processors: Processors) -> tuple[int, list[str]]:
-    """Returns the number of cores that can be used, and how it was determined."""
+    """Returns the number of cores that this process may use, and the reasons for this number."""
     cores, allowed = processors.num_cores, processors.num_allowed
     text = f"{cores} core{'s' if cores > 1 else ''}"
     reasons = [text if cores == allowed else f"{allowed} processors on {text}"]

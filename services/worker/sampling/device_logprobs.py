@@ -1,7 +1,7 @@
 """Log-probabilities computed on the device, and copied to the host in one piece.
 
 Tokens are ordered as on the host: best first, and the lowest id first among equals. Ranks follow
-this order. The host sums in another order, so the last bits may differ from the host's results.
+this order. The device adds in another order than the host, so the last bits may differ.
 """
 
 from dataclasses import dataclass
@@ -49,9 +49,9 @@ def logprobs_on_device(
     *,
     by_row: bool = False,
 ) -> PendingLogprobs:
-    """Log-probabilities for the rows in `num_top`, which must not be empty. `logits`: float32 [R,
-    V]. `token_ids`: the tokens sampled from the logits, int64 [R]. Results of a row without a
-    usable distribution are undefined.
+    """Returns log-probabilities for the rows in `num_top`, which must not be empty. `logits`:
+    float32 [R, V]. `token_ids`: the tokens sampled from the logits, int64 [R]. Results are
+    undefined for a row whose logits contain NaN, or no finite number.
 
     With `by_row`, rows are computed one at a time, so that the order of sums does not depend on the
     number of rows.
@@ -80,11 +80,11 @@ def _numbers(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> tor
 
 
 def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` best tokens of each row, best first, int64 [R, count].
+    """Returns the `count` best tokens of each row, best first, int64 [R, count].
 
     topk may return any of several equal numbers, so each logit is converted to a distinct 64-bit
     integer. The high word contains the logit's bits, changed so that integers are ordered like
-    logits. The low word is the distance of the token id from the vocabulary's end.
+    logits. The low word is larger for lower token ids.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # makes -0.0 equal 0.0

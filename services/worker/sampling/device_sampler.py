@@ -1,8 +1,8 @@
-"""Sampling on the device, for rows that need only a temperature and filters.
+"""Sampling on the device, for rows of logits that need only a temperature and filters.
 
 Stages, their order, and random numbers are the same as in the host's sampler (sampler.py). Only
-top-p sums weights in another order. So the two samplers may differ in whether they keep a token at
-the limit of top-p.
+top-p adds the probabilities in another order. Therefore the device and the host may differ in
+whether they keep a token at the limit of top-p.
 """
 
 import numpy as np
@@ -50,7 +50,7 @@ def _filtered(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    """The logits [R, V], with minus infinity for tokens that the filters remove.
+    """Returns the logits [R, V], with minus infinity for tokens that the filters remove.
 
     Each filter keeps a prefix of the tokens, sorted by descending logit and then by ascending id.
     """
@@ -70,9 +70,9 @@ def _filtered(
 def _race(
     logits: torch.Tensor, largest: torch.Tensor, temperatures: torch.Tensor, states: torch.Tensor
 ) -> torch.Tensor:
-    """Draws a token for each row of the logits, float32 [R, V], as sampling/race.py does. Returns
-    int64 [R, 1]. Computes the times of all tokens. The host would have to wait for the device if it
-    skipped blocks.
+    """Draws a token for each row of the logits, float32 [R, V]. Returns int64 [R, 1], the tokens
+    that Race draws (sampling/race.py). Unlike Race, it computes the time of every token, because
+    the host would have to wait for the device to decide which blocks of tokens to skip.
 
     `largest`, float32 [R, 1]: each row's largest logit. `temperatures`, float32 [R, 1], above 0.
     `states`, int64 [R, 2]: each row's random states. A logit of minus infinity bans a token.
@@ -98,8 +98,8 @@ def _race(
 
 
 def _words(states: torch.Tensor, indexes: torch.Tensor) -> torch.Tensor:
-    """The random words of race.py, in int64: products wrap around, and the sign bits that a right
-    shift copies are cleared.
+    """The random words that `race.words` computes in uint64. torch lacks uint64 arithmetic, so they
+    are computed in int64, whose products wrap around, and whose right shifts need a mask.
     """
     mixed = states + indexes * _signed(race.GAMMA)
     for shift, factor in race.MIX:

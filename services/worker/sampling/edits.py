@@ -1,7 +1,7 @@
 """Edits of a request's logits before the filters, in vLLM's order.
 
-An edit belongs to one request. It changes one row of logits [V] in place, and is updated with each
-token that the request samples.
+An edit belongs to one request. It changes the request's row of logits [V] in place, and is updated
+with each token that the request samples.
 """
 
 from collections import deque
@@ -32,11 +32,11 @@ def logit_edits(
     num_prompt_tokens: int,
     grammar: GrammarMask | None = None,
 ) -> tuple[LogitEdit, ...]:
-    """The edits for these parameters, in the order in which they are applied. The grammar's mask is
-    applied before them.
+    """Returns the edits for these parameters, in the order in which they are applied. They are
+    applied after the grammar's mask.
 
     `token_ids`: the prompt and the output so far. `grammar`: the grammar of a request with
-    `structured_outputs`.
+    `structured_outputs`, otherwise None.
     """
     output = token_ids[num_prompt_tokens:]
     edits: list[LogitEdit] = []
@@ -67,8 +67,9 @@ class AllowedTokens(LogitEdit):
 
 
 class BadWords(LogitEdit):
-    """Bans the last token of a bad word when the output ends with the word's other tokens. Only
-    output tokens are compared, as in vLLM, so a word that begins in the prompt may be completed.
+    """Bans the last token of a bad word when the output ends with all other tokens of the word.
+    Only output tokens are compared, as in vLLM, so a bad word that begins in the prompt is not
+    prevented.
     """
 
     def __init__(self, words: tuple[tuple[int, ...], ...], output: Int32Array) -> None:
@@ -87,7 +88,7 @@ class BadWords(LogitEdit):
 
 class MinTokens(LogitEdit):
     """Bans the tokens `ending`, which end the request, until `missing` more tokens are sampled.
-    Nothing is banned if the grammar allows only an end token.
+    Bans nothing if the grammar allows only an end token.
     """
 
     def __init__(
@@ -121,8 +122,8 @@ class Penalties(LogitEdit):
     presence penalties for tokens of the output.
 
     The repetition penalty divides positive logits and multiplies others (Keskar et al. 2019,
-    "CTRL"). Only the distinct tokens of the request are stored, so the cost of a row depends on
-    their number and not on the vocabulary.
+    "CTRL"). Only the distinct tokens of the request are stored, so the cost depends on their number
+    and not on the size of the vocabulary.
     """
 
     def __init__(
@@ -161,17 +162,16 @@ class Penalties(LogitEdit):
 
 
 def _doubled(array: np.ndarray) -> np.ndarray:
-    """A copy with len(array) + 16 zeros appended."""
     return np.concatenate((array, np.zeros(len(array) + 16, dtype=array.dtype)))
 
 
 class ThinkingLimit(LogitEdit):
-    """Ends reasoning after `num_tokens` tokens (`thinking_budget`): allows only the next token of
-    the end mark, which is the token sequence that ends reasoning.
+    """Ends reasoning after `num_tokens` tokens (`thinking_budget`): from then on only the next
+    token of the end mark, the token sequence that ends reasoning, is allowed.
 
-    A part of the end mark that the output already ends with is not repeated. The state depends only
-    on the output's tokens, so a request that is sent again with its output continues in the same
-    way.
+    If the output already ends with a part of the end mark, only the rest follows. The edit depends
+    only on the output's tokens, so a preempted request that is sent again with its output continues
+    in the same way.
     """
 
     def __init__(self, budget: ThinkingBudget, output: Int32Array) -> None:
@@ -197,7 +197,7 @@ class ThinkingLimit(LogitEdit):
 
 
 class _Mark:
-    """A sequence of tokens to find in a stream."""
+    """Searches for a sequence of tokens in a stream of tokens."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._token_ids = token_ids
@@ -209,7 +209,7 @@ class _Mark:
 
     @property
     def next_token_id(self) -> int:
-        """The token of the mark that follows the part with which the stream ends."""
+        """The token of the mark that comes next, after the part with which the stream ends."""
         return self._token_ids[self._num_matched]
 
     def completed_by(self, token_id: int) -> bool:

@@ -1,8 +1,8 @@
 """Exponentials and logarithms with the same bits on every processor.
 
 NumPy's own functions depend on the processor's instructions. The functions here use only operations
-that IEEE 754 rounds correctly, in a fixed order. So seeded outputs do not depend on the machine,
-and backends/native/cpp/exact_math.h returns the same results.
+that IEEE 754 rounds correctly, in a fixed order. Therefore seeded outputs do not depend on the
+machine, and backends/native/cpp/exact_math.h returns the same results.
 """
 
 import numpy as np
@@ -11,7 +11,9 @@ from services.worker.sampling.arrays import Float32Array, Float64Array
 
 _LOG2_OF_E = np.float32(1.44269504)
 _ROUNDER = np.float32(1.5 * 2**23)
-"""Adding it to a small number rounds that number to an integer, in the sum's lowest bits."""
+"""From 2**23 on, float32 has no fraction bits. Adding this constant to a small number rounds the
+number to an integer, which is then in the lowest bits of the sum.
+"""
 _LN2_HIGH32, _LN2_LOW32 = np.float32(0.693359375), np.float32(-2.12194440e-4)
 _LEAST = np.float32(-87)
 _INVERSE_FACTORIALS = tuple(np.float32(1) / np.float32(n) for n in (720, 120, 24, 6, 2, 1, 1))

@@ -1,12 +1,12 @@
 """Filters: min-p, top-k and top-p limit the tokens that may be drawn.
 
-Tokens are ordered by descending logit, then by ascending id. Each filter keeps a prefix of this
-order. So ties do not depend on a sorting algorithm, and top-k of 1 is greedy. No filter sorts the
-vocabulary: top-k selects the largest logits, and top-p sorts only the logits of tokens that are
-probable enough to be kept.
+Tokens are ordered by descending logit, then by ascending id, and each filter keeps a prefix of this
+order. Therefore ties do not depend on a sorting algorithm, and top-k of 1 is greedy. No filter
+sorts the vocabulary: top-k selects the largest logits, and top-p sorts only the logits of tokens
+that are probable enough to be kept.
 
 A token's weight is proportional to its probability, in float32. The largest weight is 1. A token's
-mass is its weight, rounded to a multiple of a power of two. This power is so large that the masses
+mass is its weight, rounded to a multiple of a power of two. The power is so large that the masses
 of the whole vocabulary add up without rounding. Therefore the result does not depend on the order
 in which masses are added, and backends/native/cpp/token_filters.h keeps the same tokens by another
 algorithm.
@@ -36,24 +36,25 @@ class Filters:
 
     @classmethod
     def from_values(cls, values: Sequence[float]) -> "Filters":
-        """The filters with these values, in the order of `filter_values`."""
+        """Creates filters from values in the order of `filter_values`."""
         top_k, *others = values
         return cls(int(top_k), *others)
 
 
 _NAMES = tuple(field.name for field in fields(Filters))
 NUM_ROW_VALUES = 1 + len(_NAMES)
-"""The number of parameters of a row: its temperature, then the fields of Filters."""
+"""The number of sampling parameters of a row of logits: its temperature, then the fields of
+Filters.
+"""
 
 
 def filter_values(params: SamplingParams) -> tuple[float, ...]:
-    """The values of Filters' fields, in order."""
     return tuple(getattr(params, name) for name in _NAMES)
 
 
 def best_token_ids(logits: Float32Array, count: int) -> Int64Array:
-    """The ids of the `count` tokens with the largest logits of a row [V], in ascending order. Of
-    equal logits, those with the smallest ids are chosen. NaN is above all numbers.
+    """The ids of the `count` largest logits of a row [V], in ascending order. Of equal logits,
+    those with the smallest ids are chosen. NaN is above all numbers.
     """
     surplus = len(logits) - count
     if surplus <= 0:
@@ -81,8 +82,8 @@ def kept_token_ids(
     """The ids, ascending, of the tokens that min-p, then top-k, then top-p keep. None means all.
 
     `largest`: the largest of the logits [V], finite. `temperature`: above 0. At least one token is
-    kept. Top-p is a fraction of the mass that min-p and top-k keep, and also keeps the token that
-    reaches this fraction.
+    kept. Top-p is a fraction of the mass of the tokens that min-p and top-k keep. Top-p also keeps
+    the token with which this fraction is reached.
     """
     if not (filters.top_k > 0 or filters.top_p < 1 or filters.min_p > 0):
         return None
@@ -105,7 +106,7 @@ def kept_token_ids(
 
 
 def _masses(weights: Float32Array, vocab_size: int) -> Float64Array:
-    """The masses of weights, which add up without rounding for this size of vocabulary."""
+    """Converts weights to masses, which add up without rounding for this size of vocabulary."""
     bits = min(_MOST_BITS_OF_MASS, _DOUBLE_BITS - (vocab_size - 1).bit_length())
     rounder = math.ldexp(1.5, _DOUBLE_BITS - 1 - bits)
     return weights.astype(np.float64) + rounder - rounder

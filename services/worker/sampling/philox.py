@@ -1,9 +1,9 @@
 """Random words as a function of a request's seed and a token's position, without state.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011):
-ten rounds of multiplications map a 128-bit counter and a 64-bit key to 128 random bits. Any word
-can be computed without the words before it. So ranks draw the same tokens without exchanging words,
-and a request draws the same tokens after a preemption.
+ten rounds of multiplications map a 128-bit counter and a 64-bit key to 128 random bits. Words are
+computed independently of each other. So ranks draw the same tokens without exchanging words, and a
+request draws the same tokens after a preemption.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 _WORD = np.uint64(32)
 
 SAMPLING_STREAM = 0
-"""The stream for draws of tokens."""
+"""The `stream` (see `random_states`) for drawing tokens."""
 
 
 def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
@@ -35,8 +35,8 @@ def philox4x32(counter: UInt32Array, key: UInt32Array) -> UInt32Array:
 def random_states(seeds: UInt64Array, positions: Int64Array, stream: int) -> UInt64Array:
     """Two random words for each (seed, position), [n, 2].
 
-    The position is the token's index in its whole sequence. Each use of random numbers at a
-    position has its own `stream`. Streams are independent.
+    The position is the token's index in its whole sequence. Each purpose for which random numbers
+    are needed at a position has its own `stream`. Streams are independent.
     """
     counter = np.zeros((len(seeds), 4), dtype=np.uint32)
     counter[:, :2] = _words(positions.astype(np.uint64))
@@ -46,5 +46,4 @@ def random_states(seeds: UInt64Array, positions: Int64Array, stream: int) -> UIn
 
 
 def _words(values: UInt64Array) -> UInt32Array:
-    """The low and high word of each value, [n, 2]."""
     return np.stack((values & _LOW, values >> _WORD), axis=1).astype(np.uint32)

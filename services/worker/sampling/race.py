@@ -1,26 +1,29 @@
-"""Draws a token by a race. Each token has a random time, and the token with the smallest time is
+"""Draws a token by a race: each token has a random time, and the token with the smallest time is
 drawn.
 
 A token's time is an exponential random number divided by the token's weight, so each token is drawn
-with its probability. The random number is a function of (seed, position, token id). (This is the
-Gumbel-max trick: the negative logarithm of a time is logit / temperature plus a Gumbel number.) A
-token's exponential does not depend on other tokens. Therefore a rounding error of a logit changes
-the draw only if the two smallest times differ by no more than the error. Two models with similar
-probabilities, such as a draft model and its target, mostly draw the same tokens.
+with its probability. (This is the Gumbel-max trick: the negative logarithm of a time is logit /
+temperature plus a Gumbel number.) The random number is a function of (seed, position, token id),
+and does not depend on other tokens. Therefore a rounding error of a logit changes the draw only if
+the two smallest times differ by no more than the error. Two models with similar probabilities, such
+as a draft model and its target, mostly draw the same tokens.
 
-The smallest of 32 exponentials is an exponential divided by 32, and each of the 32 is equally
-likely to be the smallest. Exponentials are memoryless, so the differences between the others and
-the smallest are exponentials again. So exponentials are generated in blocks of 32. One hash word
-gives the smallest exponential of a block and its token. Words for the other tokens are computed
-only if the block can contain the winner. (As in top-down sampling of Gumbels: Maddison, Tarlow,
-Minka, "A* Sampling", NIPS 2014.)
+Exponential numbers are generated in blocks of 32, for 32 tokens. The smallest of 32 exponentials is
+an exponential divided by 32, and each of the 32 is equally likely to be the smallest. The
+differences between the other 31 and the smallest are exponentials again, because exponentials are
+memoryless. Therefore one random word gives the smallest exponential of a block and the token that
+has it. Words for the other tokens are computed only if the block can contain the winner. (As in
+top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
 
-A token id is composed of superblock, offset and lane. A superblock has 128 blocks, one for each
-lane, so that the largest logit of each block is found in passes over 128 consecutive ids.
+The 32 tokens of a block have ids 128 apart. A superblock is 128 interleaved blocks, with 32 * 128
+consecutive ids. A token's lane is its block's number in the superblock, and its offset is its
+number in the block. Each pass over 128 consecutive logits updates the largest logits of all 128
+blocks.
 
 The random words are generated with SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014): word i of a state is a mix of state + i * GAMMA. The states are
-random words from Philox. Each (seed, position) has one state for blocks and one for tokens.
+random words from Philox (philox.py). Each (seed, position) has one state for blocks and one for
+tokens.
 """
 
 import numpy as np
@@ -38,9 +41,9 @@ MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 LAST_SHIFT = 31
 
 NUMBER_SHIFT = 12
-"""The number of low bits of a word that are shifted out. The 52 bits above them are an integer n,
-from which the number (n + 1/2) * NUMBER_UNIT between 0 and 1 is computed. The lowest five bits of a
-block's word are the offset of the token that has the block's smallest exponential.
+"""The number of low bits of a word that are dropped. The other 52 bits are an integer n, which
+gives a number between 0 and 1: (n + 1/2) * NUMBER_UNIT. The lowest five bits of a block's word are
+the offset of the token that has the block's smallest exponential.
 """
 NUMBER_UNIT = 2.0**-52
 
@@ -49,9 +52,9 @@ _NUM_FIRST_BLOCKS = 24
 _BOUND_ERROR = 1e-9
 """An upper limit of the rounding error of a block's bound."""
 _LEAST_WEIGHT = np.float32(-1e6)
-"""Lower limit of the logarithm of a weight. A token whose logarithm is below -46 cannot win, since
-exponentials are between 2**-58 and 38. The limit keeps the speeds of banned tokens finite and
-distinct, because selecting among many equal values is slow.
+"""Lower limit of the logarithm of a weight. It keeps the speeds of banned tokens finite and
+distinct, because selecting among many equal values is slow. It changes no draw, because
+exponentials are between 2**-58 and 38, so that a token whose logarithm is below -46 cannot win.
 """
 
 
@@ -78,11 +81,12 @@ class Race:
     The logits of a row are written to `next_row`, and `enter` adds the row. `run` draws a token for
     each row and removes all rows. A token's speed is the negative logarithm of its time.
 
-      1. The speed of a block is bounded by the speed of its largest logit with its smallest
-         exponential.
+      1. No token of a block is faster than the block's bound: the speed that its largest logit
+         would have with its smallest exponential.
       2. The exponentials of all tokens in the blocks with the highest bounds are computed, and the
          fastest of these tokens is found.
-      3. The same is done for each further block whose bound is not below that token's speed.
+      3. In each further block whose bound is not below the speed of this token, all exponentials
+         are computed too.
 
     For any distribution, at most 32 blocks on average reach the third step, and mostly no block
     does. The result is the same as in a race of all tokens. backends/native/cpp/token_race.h skips
@@ -122,8 +126,8 @@ class Race:
         self._num_rows += 1
 
     def run(self) -> Int64Array:
-        """A token for each row, in the order in which rows were added. There must be at least one
-        row. Among equally fast tokens, the lowest id wins.
+        """Returns a token for each row, in the order in which rows were added. There must be at
+        least one row. Among equally fast tokens, the lowest id wins.
         """
         count = self._num_rows
         self.clear()
@@ -147,8 +151,9 @@ class Race:
     def _fastest(
         self, rows: Int64Array, blocks: Int64Array, random: UInt64Array, smallest: Float64Array
     ) -> tuple[Float64Array, Int64Array]:
-        """For each row [r, 1], the speed and id of the fastest token in the row's blocks [r, b].
-        `random` and `smallest`: the words and smallest exponentials of all blocks.
+        """Returns, for each row [r, 1], the speed and id of the fastest token in the row's blocks
+        [r, b]. `random` and `smallest` are the random words and smallest exponentials of all
+        blocks.
         """
         token_ids = self._token_ids[blocks]
         offsets = (random[rows, blocks] & np.uint64(BLOCK_SIZE - 1)).astype(np.int64)
@@ -163,7 +168,6 @@ class Race:
     def _speeds(
         self, rows: Int64Array, logits: Float32Array, exponentials: Float64Array
     ) -> Float64Array:
-        """The negative logarithms of the times of tokens [r, b, n] in rows [r, 1]."""
         weights = logits - self._largest[rows]
         weights /= self._temperatures[rows]
         np.maximum(weights, _LEAST_WEIGHT, out=weights)

@@ -165,9 +165,7 @@ class Sampler:
         self._num_logprobs.pop(batch_row, None)
 
     def constrained(self, batch_rows: np.ndarray) -> Int64Array:
-        """Indexes of the requests with logit edits or a grammar, which cannot use
-        `sampling_metadata`.
-        """
+        """Indexes of the requests with logit edits or a grammar, which no device samples."""
         if not self._constrained:
             return _NO_INDEXES
         return np.flatnonzero(~self._is_plain[batch_rows])

@@ -61,9 +61,7 @@ class LoraAdapters:
 
 
 def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int, PackedLora]:
-    """Maps the rows of a step's new requests to their adapters. Raises InvalidStep if an adapter is
-    not in `loaded`.
-    """
+    """Maps rows of new requests to their adapters. Raises InvalidStep if one is not in `loaded`."""
     found = {}
     for request in step.new_requests:
         if request.adapter_digest:

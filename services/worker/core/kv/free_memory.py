@@ -3,9 +3,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class FreeMemory:
-    """The memory that the KV cache may use: `of_bytes` times `utilization`, minus `used_bytes` and
-    `activation_bytes`.
-    """
+    """Memory for the KV cache: `of_bytes` * `utilization` - `used_bytes` - `activation_bytes`."""
 
     of_bytes: int
     """This rank's fraction of the memory available after loading, or of the GPU's memory."""

@@ -41,9 +41,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVCacheDemand:
-    """The sequences for which the KV cache needs blocks. They determine its maximum number of
-    blocks.
-    """
+    """The sequences for which the KV cache needs blocks. They limit its number of blocks."""
 
     bytes_per_block: int
     """Bytes of a block in all its pages."""
@@ -62,15 +60,11 @@ class KVCacheDemand:
 
     @property
     def most_blocks(self) -> int:
-        """The number of blocks for a full batch of sequences of maximum length, plus the null
-        block.
-        """
+        """The number of blocks for a full batch of the longest sequences, with the null block."""
         return self.max_num_seqs * self.blocks_of(self.max_model_len) + _NULL_BLOCKS
 
     def blocks_of(self, num_tokens: int) -> int:
-        """The maximum number of blocks that a sequence of `num_tokens` tokens uses at once, summed
-        over all groups.
-        """
+        """The maximum number of blocks, over all groups, for `num_tokens` tokens of a sequence."""
         num_steps = self.num_steps_in_flight
         return sum(
             group.kv_cache_group(self.block_size, self.max_model_len).max_held_blocks(

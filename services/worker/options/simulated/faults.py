@@ -57,9 +57,7 @@ class Counter(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault. `kind` is its first word or words. `factor` is how many times slower the device is,
-    or the exit status.
-    """
+    """A fault. `kind` is its first word or words. `factor` is the slowdown or the exit status."""
 
     kind: str
     seconds: float = inf

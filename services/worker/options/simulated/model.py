@@ -196,8 +196,8 @@ def _unpack(hidden: torch.Tensor) -> tuple[UInt64Array, UInt64Array]:
 
 
 def _read_embedded(embedded: torch.Tensor) -> UInt64Array:
-    """Returns the keys of embeddings: the token ids of rows that `embed` returned, and 31 bits of a
-    hash for all other rows.
+    """Returns the keys of embeddings. Rows that `embed` returned contain their token id, which is
+    the key. For all other rows, the key is 31 bits of a hash.
     """
     bits = embedded.contiguous().numpy().view(np.uint32).astype(np.uint64)
     sums = np.add.reduce(mix(bits) * numbers_from(0, bits.shape[1]), axis=1)

@@ -1,17 +1,17 @@
-"""A tier of host memory for offloaded KV-cache blocks, which have keys and values or states.
+"""A tier of host memory to which KV-cache blocks are offloaded, with keys and values or recurrent
+states.
 
 The tier consists of blocks that are as large as blocks of the KV cache. The scheduler decides what
-they contain. A step names the blocks to store in the tier and the blocks to load back. The tier's
-contents remain valid in later generations, even if the pool is reset.
+they contain: each step names the blocks to store in the tier and the blocks to load back. The tier
+keeps its contents when the scheduler opens the KV pool again, which empties the batch.
 
-Stores run before a step writes anything, so that a block that is about to be reused still has the
-results of earlier steps. A LoadThread runs loads while steps run. No step uses the target blocks
-before the load has ended. If the target blocks must be cleared, the step that begins the load
-clears them.
+Blocks are stored before a step writes anything, because the step may overwrite these blocks of the
+KV cache. A LoadThread loads blocks while steps run. No step uses the target blocks before their
+load has ended. If the target blocks must be cleared, the step that begins the load clears them.
 
-Each block of the tier has a key that identifies its contents, and a checksum of its bytes. A load
-compares both. If one of them differs, the block is reported as not loaded, and its tokens are
-computed again.
+For each block, the tier records a key that identifies the contents, and a checksum of the bytes. A
+load compares both. If one of them differs, the block is reported as not loaded, and the scheduler
+has its tokens computed again.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The key of the contents of a tier block, and the checksum of its bytes."""
+    """The key and the checksum of one block in the tier."""
 
     key: bytes
     checksum: int
@@ -48,7 +48,8 @@ class _Held:
 class KVTier:
     """Copies blocks between the KV cache and the tier.
 
-    `memory` is uint8 [num_blocks, bytes_per_block]. `pages` are the pages of a PagesOfKeys.
+    `memory` is uint8 [num_blocks, bytes_per_block]. `pages` are the tensors in which the KV cache
+    stores the blocks (see PagesOfKeys).
     """
 
     def __init__(self, memory: Bytes, pages: Sequence[torch.Tensor]) -> None:
@@ -89,7 +90,9 @@ class KVTier:
         self._loads.reset()
 
     def _load(self, blocks: TierBlocks) -> Int32Array:
-        """Copies blocks whose key and checksum match. Returns the other blocks of the cache."""
+        """Copies blocks whose key and checksum match from the tier. Returns the target blocks in
+        the KV cache that were not loaded, because key or checksum differs.
+        """
         fits = np.array(
             [
                 self._fits(number, key)
@@ -115,8 +118,9 @@ class KVTier:
 
 
 def _runs(block_ids: Int32Array, tier_block_ids: Int32Array) -> list[tuple[int, int, int]]:
-    """Returns runs of blocks that are consecutive in both the KV cache and the tier. A run consists
-    of its first block in the cache, its first block in the tier, and its length.
+    """Divides pairs of blocks into runs that are consecutive in both the KV cache and the tier, so
+    that each run is one copy. A run is (first block in the KV cache, first block in the tier,
+    length).
     """
     if not len(block_ids):
         return []

@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 def with_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
     """Adds this rank's part of the tier to `parts`, if the settings enable a tier. All ranks have
-    the same number of blocks, because each rank stores its own part of every block.
+    the same number of tier blocks, because each rank stores its own part of every block.
 
-    Raises NoTier and NotEnoughMemory.
+    Raises NoTier if the device or the model does not support offloading, and NotEnoughMemory.
     """
     size = setup.settings.kv_offloading_size
     if size is None:
