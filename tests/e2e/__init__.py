@@ -1,1 +1,3 @@
-"""Tests of all services. They are a package, so that shared stacks end after the last test."""
+"""Tests of all services together. They form a package, whose shared stacks of services end after
+its last test.
+"""

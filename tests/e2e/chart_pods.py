@@ -1,4 +1,5 @@
-"""Runs the pods of a rendered Helm chart as processes of this machine, in the order of a kubelet.
+"""Runs the pods of a rendered Helm chart as processes of this machine, in the order in which a
+kubelet starts containers.
 
 Each pod has its own loopback address, so that its containers can use the ports of the manifests.
 Volumes are directories. Names of Kubernetes services are replaced by the addresses of their pods.
@@ -75,7 +76,7 @@ class RunningContainer:
 
 
 class RunningPods:
-    """One pod of each component that runs Stepwell services."""
+    """One pod of each component of the chart that runs Stepwell services."""
 
     def __init__(self, release: Rendered, directory: Path, names: Mapping[str, str]) -> None:
         self._directory = directory

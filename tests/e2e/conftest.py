@@ -1,5 +1,5 @@
-"""Stacks (running services) that several tests share. Each kind of stack starts at its first use,
-and all stacks end after the last test of this package.
+"""Stacks (running services) that several tests share. A stack starts when a test first uses it, and
+ends after the last test of this package.
 
 An idle stack takes a hundredth of a processor. Therefore files that share stacks run after all
 other files, and files with the same stacks run one after another.
@@ -21,8 +21,9 @@ from tests.e2e.tiny import MAX_MODEL_LEN, save_servable_model, save_tokenizer
 from tests.pooling_models import save_embedder
 from tests.tiny_models import edit_config
 
-# In "plain" the KV cache is small and soon fully written, so that constant memory can be observed.
-# In "small pool" it has room for about four of the sixteen sequences that the tests run.
+# The flags of each stack. The KV cache of "plain" is small and soon fully written, so that tests
+# can observe constant memory. The one of "small pool" fits about four of the sixteen sequences that
+# the tests run.
 FLAGS = {
     "plain": ("--num-blocks", "1000", "--vllm-grpc-port", "0"),
     "small pool": ("--num-blocks", "24", "--max-model-len", "256"),
@@ -38,9 +39,9 @@ FLAGS = {
 TEMPLATE = TemplateProcessing(
     single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 1), ("</s>", 2)]
 )
-"""Texts begin and end with special tokens, as with most embedding models."""
+"""Adds a special token at both ends of a text, as most embedding models require."""
 DEMO = ROOT / "models" / "demo"
-# Features that clients of other projects need: tool calls and vllm.grpc.engine.
+# Flags for features that clients of other projects need: tool calls and vllm.grpc.engine.
 DEMO_FLAGS = (
     *("--num-blocks", "2000", "--max-num-seqs", "16"),
     *("--tool-call-parser", "hermes", "--enable-auto-tool-choice"),
@@ -49,7 +50,7 @@ DEMO_FLAGS = (
 
 
 SHARED_FIXTURES = ("stack_of", "embedder", "demo_stack", "demo_replicas")
-"""The fixtures that start shared stacks, in the order in which files that use them run."""
+"""The fixtures that start shared stacks. Files run in the order of the stacks that they use."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,14 +68,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def shared_rank(item: pytest.Item) -> int:
-    """The position of a test's last fixture in SHARED_FIXTURES, from 1. It is 0 without any."""
+    """The position in SHARED_FIXTURES, counted from 1, of the last of these fixtures that a test
+    uses. 0 if it uses none.
+    """
     names = getattr(item, "fixturenames", ())
     return max((rank for rank, name in enumerate(SHARED_FIXTURES, 1) if name in names), default=0)
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model in a directory, and the same model in transformers."""
+    """A model in a directory, and the same model loaded by transformers."""
 
     directory: Path
     model: PreTrainedModel
@@ -95,7 +98,7 @@ def receiver() -> Iterator[OtlpReceiver]:
 
 @pytest.fixture(scope="package")
 def stack_of(tiny_model: TinyModel) -> Iterator[Callable[[str], Stack]]:
-    """Starts the stack of a kind, or returns it if it runs."""
+    """A function that starts the stack of a kind, or returns the stack if it already runs."""
     running: dict[str, Stack] = {}
 
     def stack_of(kind: str) -> Stack:
@@ -136,13 +139,11 @@ def embedder(embedding_model: TinyModel) -> Iterator[Stack]:
 
 @pytest.fixture(scope="package")
 def demo_stack() -> Iterator[Stack]:
-    """A stack that serves the demo model, whose output is readable text."""
     with closing(Stack(DEMO, *DEMO_FLAGS)) as stack:
         yield stack
 
 
 @pytest.fixture(scope="package")
 def demo_replicas() -> Iterator[Stack]:
-    """A stack that serves the demo model with two replicas."""
     with closing(Stack(DEMO, *DEMO_FLAGS, "--replicas", "2")) as stack:
         yield stack

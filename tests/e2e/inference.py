@@ -61,7 +61,7 @@ async def generate(
     on_tokens: Callable[[int], None] | None = None,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
-    """Sends a request. `on_tokens` is called with the number of tokens so far at each delta."""
+    """Sends a request. At each delta, `on_tokens` is called with the number of tokens so far."""
     answer = Answer()
     async for piece in stub.Generate(wanted, timeout=100, metadata=metadata):
         answer.token_ids += piece.token_ids
@@ -80,7 +80,7 @@ async def generate_all(
     hit: Callable[[], None] | None = None,
     hit_at: int = 0,
 ) -> list[Answer]:
-    """Sends all requests at once. `hit` is called when the first has `hit_at` tokens."""
+    """Sends all requests at once. `hit` is called when the first request has `hit_at` tokens."""
     is_hit = hit is None
     first, *others = requests
 
@@ -106,8 +106,8 @@ async def greedy_answers(
     victim: str | None = None,
     hit_at: int = 20,
 ) -> list[list[int]]:
-    """The tokens of greedy answers to prompts that are sent at once. The service `victim` is killed
-    when the first answer has `hit_at` tokens.
+    """The tokens of greedy answers to prompts that are sent at once. If a service `victim` is
+    given, it is killed when the first answer has `hit_at` tokens.
     """
     requests = [request(prompt, num_tokens) for prompt in prompts]
     hit = None if victim is None else partial(stack.hit, victim)

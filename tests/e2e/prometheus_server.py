@@ -1,4 +1,6 @@
-"""A real Prometheus that scrapes every 1.5 seconds, with the rules of deploy/ and shorter times."""
+"""A real Prometheus that scrapes every 1.5 seconds. It evaluates the rules of deploy/ with shorter
+durations.
+"""
 
 import json
 import math
@@ -23,18 +25,21 @@ needs_prometheus = pytest.mark.skipif(
     PROGRAM is None, reason="prometheus is not installed (Debian's package prometheus)"
 )
 _SCRAPE_INTERVAL = "1500ms"
-"""The scrape interval. Gateways and schedulers wait one second for a process that does not answer,
-and a scrape that takes longer than the interval is lost.
+"""The scrape interval. It must exceed one second, because gateways and schedulers wait that long
+for a process that does not answer, and Prometheus drops a scrape that takes longer than the
+interval.
 """
 _LOOK_AGAIN_SECONDS = 0.25
 """The time between two queries while a test waits. Rules are evaluated twice a second."""
 RULES = ROOT / "deploy" / "prometheus" / "rules"
 _WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m", "1h": "3m"}
-"""Maps time ranges of the rules to shorter ranges. Rules with the longest ranges count events, so
-these ranges still exceed the duration of a test.
+"""Maps time ranges of the rules to shorter ones. Rules with the longest ranges count events, so
+that their shortened ranges must still exceed the duration of a test.
 """
 QUICK_SECONDS = 0.3
-"""The replaced thresholds of the queue time and of the time to the first token."""
+"""The threshold in seconds that replaces those for the queue time and the time to the first
+token.
+"""
 _THRESHOLDS = {"> 10": f"> {QUICK_SECONDS}", "> 20": f"> {QUICK_SECONDS}"}
 
 
@@ -45,7 +50,7 @@ class Prometheus:
         self._url = url
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """The result of an instant query, without series whose value is NaN."""
+        """The result of an instant query. Series with the value NaN are dropped."""
         answer = http_get(f"{self._url}/api/v1/query?{urlencode({'query': expr})}").json()
         assert answer["status"] == "success", (expr, answer)
         series: list[dict[str, Any]] = answer["data"]["result"]

@@ -11,6 +11,6 @@ def random_tokens(seed: int, length: int) -> list[int]:
     return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
 
 
-# Sixteen prompts begin with a common prefix. Their endings and lengths differ.
+# Sixteen prompts with a common prefix, followed by different endings of different lengths.
 SHARED_PREFIX = random_tokens(1_000, 70)
 PROMPTS = [SHARED_PREFIX + random_tokens(i, 5 + 3 * i) for i in range(16)]

@@ -1,4 +1,6 @@
-"""Sends turns of agents to the real services with a simulated device."""
+"""Sends turns of agents (requests that continue earlier ones) to the real services, whose device is
+simulated.
+"""
 
 from pathlib import Path
 
@@ -29,8 +31,8 @@ def simulated_stack(
 def turn(
     url: str, context: list[int], headers: dict[str, str] | None = None, **fields: object
 ) -> tuple[list[int], int]:
-    """Sends a turn to a gateway, and checks the answer. Returns the context with the answer, and
-    the number of cached prompt tokens.
+    """Sends a turn to a gateway, and checks the answer. `context` are all tokens so far. Returns
+    `context` with the answer, and the number of cached prompt tokens.
     """
     body = {"prompt": context, "max_tokens": 12, "return_token_ids": True} | fields
     answer = http_post(f"{url}/v1/completions", json=body, headers=headers).json()
@@ -41,7 +43,7 @@ def turn(
 
 
 def values(stack: Stack, name: str, label: str) -> dict[str, float]:
-    """The values of a metric. Maps the values of a label to the metric's values."""
+    """Reads a metric. Maps the values of `label` to the metric's values."""
     text = http_get(f"{stack.url}/metrics").text
     return {
         sample.labels[label]: sample.value

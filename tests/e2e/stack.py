@@ -39,7 +39,7 @@ def stepwell(*arguments: str, directory: Path = ROOT) -> str:
 
 
 class Stack:
-    """A running `stepwell up`. Its output is stored for the report of a failed test."""
+    """A running `stepwell up`. Its output is collected for the report of a failed test."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Stack:
         return sizes
 
     def status(self) -> dict[str, Any]:
-        """The statistics of the only replica. They are requested repeatedly, because the gateway's
-        status lacks them if the replica does not reply within a second.
+        """The statistics of the only replica. They are requested until they arrive, because the
+        gateway's status lacks them if the replica does not reply within a second.
         """
         found: list[dict[str, Any]] = []
 
@@ -145,20 +145,21 @@ class Stack:
         return found[0]
 
     def wait_until_nothing_is_held(self, seconds: float = 60) -> None:
-        """Waits until no request runs or waits and no block is allocated. Blocks of the last
-        requests are freed some time after their last tokens.
+        """Waits until no request runs or waits and no block is allocated. The blocks of a request
+        may be freed only some time after its last token.
         """
 
         def nothing_is_held() -> bool:
             status = self.status()
-            # A restarted gateway reports 0 for both numbers until it has received the pool's state.
+            # Until a restarted gateway has received the pool's state, it reports 0 for both
+            # numbers.
             is_free = status["num_free_blocks"] == status["num_usable_blocks"] > 0
             return is_free and not (status["num_running"] or status["num_waiting"])
 
         wait_for(nothing_is_held, seconds)
 
     def hit(self, service: str, signum: signal.Signals = signal.SIGKILL) -> None:
-        """Sends a signal to a service. The default, SIGKILL, has the effect of a crash."""
+        """Sends a signal to a service, by default SIGKILL, which simulates a crash."""
         os.kill(self.pids()[service], signum)
 
     def wait_until_back(self, service: str, killed_pid: int, seconds: float = 60) -> None:
@@ -182,7 +183,7 @@ class Stack:
         return self._process.wait(seconds)
 
     def close(self) -> None:
-        """Ends `stepwell up`, whatever its state."""
+        """Ends `stepwell up`, even if it hangs or has failed."""
         if self._process.poll() is None:
             self._process.terminate()
             try:

@@ -24,7 +24,8 @@ def save_servable_model(directory: Path) -> PreTrainedModel:
     Each token is one byte. Some ids of the model have no token, as in many real models.
     """
     model = save_tiny_model(directory)
-    # Rotary positions are unlimited, so this changes only the maximum length of a sequence.
+    # The rotary embedding works for any position, so this changes only the maximum length of a
+    # sequence.
     edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
     save_tokenizer(directory)
     return model
@@ -58,13 +59,15 @@ def embed(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """Transformers' greedy continuation. End-of-text tokens are ignored."""
+    """The greedy continuation that transformers computes. It does not stop at end-of-text
+    tokens.
+    """
     return list(_greedy(model, tuple(prompt), max_tokens))
 
 
 @cache
 def _greedy(model: PreTrainedModel, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """The result of `greedy`, which is cached because tests share prompts."""
+    """Computes `greedy`. The results are cached, because tests share prompts."""
     token_ids, past = torch.tensor([prompt]), None
     output: list[int] = []
     with torch.inference_mode():

@@ -26,7 +26,9 @@ async def served(model: Path) -> AsyncIterator[Serving]:
 
 @pytest.fixture
 async def hermes(calling: Path) -> AsyncIterator[Serving]:
-    """A gateway that parses tool calls and reasoning, with the model `calling` of a test module."""
+    """A gateway that parses tool calls and reasoning. It serves the model of the test module's
+    fixture `calling`.
+    """
     async with serving_with(calling, "hermes", "qwen3") as served:
         yield served
 

@@ -10,7 +10,7 @@ STANDARD_HEADERS = {
     *("content-type", "content-length", "date", "transfer-encoding", "connection"),
     *("cache-control", "x-accel-buffering"),
 }
-"""General HTTP headers, which the OpenAPI document does not list."""
+"""General HTTP headers, which need not be documented."""
 
 
 class Documented:
@@ -22,7 +22,7 @@ class Documented:
         self._validators: dict[int, Draft202012Validator] = {}
 
     def check(self, path: str, response: httpx.Response) -> None:
-        """Asserts that the document describes this answer: status, headers and body."""
+        """Asserts that the document describes the response: its status, headers and body."""
         method = response.request.method.lower()
         operation = self.document["paths"][path][method]
         documented = operation["responses"].get(str(response.status_code))
@@ -62,7 +62,7 @@ class Documented:
 
 
 def _closed(node: Any) -> Any:
-    """The schema with all objects closed, so that they allow only the listed properties."""
+    """The schema, changed so that its objects allow no unlisted properties."""
     if isinstance(node, list):
         return [_closed(item) for item in node]
     if not isinstance(node, dict):

@@ -1,4 +1,6 @@
-"""The gateway's fleet of replicas over fake links, with a clock that the test advances."""
+"""The gateway's fleet of replicas with fake connections to schedulers, and a clock that the test
+advances.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -38,7 +40,7 @@ class FakeTimer:
 
 
 class ManualClock:
-    """The port Clock. The test advances its time."""
+    """The port Clock, whose time the test advances."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -53,14 +55,14 @@ class ManualClock:
         return timer
 
     def next_call(self) -> None:
-        """Advances the time to the next call, and makes the call."""
+        """Advances the time to the next scheduled call, and makes this call."""
         first = min(self._timers, key=lambda timer: timer.when)
         self._timers.remove(first)
         self._now = max(self._now, first.when)
         first.callback()
 
     def advance(self, seconds: float) -> None:
-        """Advances the time, and makes the due calls in time order."""
+        """Advances the time, and makes the calls that become due, in time order."""
         end = self._now + seconds
         while due := [timer for timer in self._timers if timer.when <= end]:
             first = min(due, key=lambda timer: timer.when)
@@ -72,7 +74,7 @@ class ManualClock:
 
 @dataclass
 class FakeLink:
-    """The port Link. It records the messages to the scheduler."""
+    """The port Link to a scheduler. It records the messages that the fleet sends."""
 
     added: dict[int, Inflight] = field(default_factory=dict)
     aborted: list[int] = field(default_factory=list)
@@ -105,7 +107,9 @@ class FakeFleet:
     ) -> None:
         self.clock = ManualClock()
         self.directory: dict[str, int] = {}
-        """Maps a node to the number of leading blocks that it has cached of every prompt."""
+        """Maps a replica's node to the number of leading blocks that it has cached, for every
+        prompt.
+        """
         parts = RoutingParts(random.Random(0), self.clock, self, max_load_delta)
         self.links: dict[str, FakeLink] = {}
         self.opened: list[str] = []
@@ -151,7 +155,7 @@ class FakeFleet:
         max_num_seqs: int = 0,
         retains_contexts: bool = False,
     ) -> None:
-        """Opens the sessions of replicas, which are ready."""
+        """Opens sessions with replicas, which report that they are ready."""
         for name in names:
             replica = self.replicas[name]
             description = ReplicaDescription(
@@ -179,7 +183,7 @@ class FakeFleet:
         caller: Caller = ANYONE,
         priority: int = 0,
     ) -> Mailbox:
-        """Starts a request for `n` answers to each prompt. The prompts share a prefix."""
+        """Starts a request for `n` answers to each prompt. The prompts have a common prefix."""
         sampling = SamplingParams(max_tokens=max_tokens)
         requests = [
             EngineRequest(
@@ -209,14 +213,14 @@ class FakeFleet:
 
 
 async def only_delta(mailbox: Mailbox) -> Delta:
-    """The delta that arrived for the only sequence."""
+    """The delta that arrived in a mailbox. The request must have a single sequence."""
     [(index, delta)] = await received(mailbox)
     assert index == 0
     return delta
 
 
 async def error_of(mailbox: Mailbox) -> StepwellError:
-    """The error that ended the only sequence."""
+    """The error that ended the request's only sequence."""
     error = (await only_delta(mailbox)).error
     assert error is not None
     return error

@@ -1,8 +1,8 @@
-"""A scheduler service without an engine. It has the real contract over gRPC.
+"""A gRPC scheduler service that computes tokens by a formula.
 
-As in the real scheduler, the token at a position is a pure function of prompt, seed and position.
-So a request that is sent again with its output so far continues with the same tokens. If `answer`
-is set, every request gets the tokens of `answer` instead.
+The token at a position is a pure function of prompt, seed and position. So, as with the real
+scheduler, a request that is sent again with its output so far continues with the same tokens. If
+`answer` is set, every request gets the tokens of `answer` instead.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ VOCAB_SIZE = 320
 FIRST_ORDINARY = 4
 # The number of tokens for printable ASCII characters in the tests' tokenizers.
 NUM_WHOLE_CHARACTERS = 94
-# Seeds that tests set are smaller. Seeds that a gateway draws have 64 bits.
+# Seeds that tests set are smaller. A gateway draws seeds of 64 bits.
 FIRST_DRAWN_SEED = 2**32
 
 FULL = scheduler_pb2.Rejection(
@@ -38,7 +38,7 @@ FULL = scheduler_pb2.Rejection(
 
 @dataclass
 class Sequence:
-    """A running request."""
+    """A sequence that runs for a request."""
 
     add: scheduler_pb2.AddRequest
     prompt: list[int]
@@ -63,31 +63,32 @@ class FakeScheduler(
     eos_token_ids: tuple[int, ...] = (0,)
     priority_scheduling: bool = True
     hidden_size: int = 4
-    # The tokens of every answer. With None, `formula` computes them.
+    # The tokens of every answer. If None, `formula` computes them.
     answer: list[int] | None = None
-    # The number of steps that may run. None means no limit.
+    # The number of further steps that may run. None means no limit.
     permits: int | None = None
     tokens_per_step: int = 1
     rejection: scheduler_pb2.Rejection | None = None
     engine_error: str = ""
     engine_reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_NAN_IN_LOGITS
-    # The maximum number of concurrent requests. Further requests are refused.
+    # The maximum number of concurrent requests. More requests are refused.
     max_requests: int | None = None
     num_cached_tokens: int = 0
-    # The reported maximum number of sequences that run at once. 0 means that none is reported.
+    # The maximum number of concurrently running sequences that is reported to gateways. 0 means
+    # that none is reported.
     max_num_seqs: int = 0
     fingerprint: bytes = b"f" * 32
     tokenizer_fingerprint: bytes = b""
     heartbeat_seconds: float = 0.2
     # The reported times of each request.
     times: scheduler_pb2.RequestTimes | None = None
-    # The log-probability of a token, at any position.
+    # Returns the log-probability of a token, at any position.
     logprob: Callable[[int], float] = same_logprob
     # Whether resets of the prefix cache are refused.
     blocks_in_use: bool = False
-    # The last reported state of the waiting queue.
+    # The state of the waiting queue that was reported last.
     queue: scheduler_pb2.QueueState | None = None
-    # The text of the metrics, in which "{labels}" is replaced. With None no metrics are served.
+    # The text of the metrics, in which "{labels}" is replaced. If None, metrics are not served.
     metrics: str | None = None
     # The steps that GetActivity reports.
     steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
@@ -100,9 +101,9 @@ class FakeScheduler(
     # The number of requests in each message that adds several requests.
     added_together: list[int] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
-    # Aborted requests whose text a stop string had ended.
+    # Requests that were aborted because a stop string ended their text.
     stopped: list[str] = field(default_factory=list)
-    # The number of further messages with aborts that are lost.
+    # The number of messages with aborts that will be lost.
     num_lost_aborts: int = 0
     keeps: list[scheduler_pb2.KeepTrace] = field(default_factory=list)
     num_sessions: int = 0
@@ -116,10 +117,12 @@ class FakeScheduler(
         self._state = scheduler_pb2.ReplicaState(ready=True)
         self._is_hung = False
         self.refusal: StepwellError | None = None
-        """The error that refuses every session. With None, sessions are accepted."""
+        """The error that refuses every session. If None, sessions are accepted."""
 
     async def start(self, address: str = "") -> str:
-        """Serves at `address`, or at the previous address or a free port. Returns the address."""
+        """Serves at `address`, by default at the previous address or a free port. Returns the
+        address.
+        """
         self._is_hung = False
         self._server = GrpcServer()
         register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
@@ -145,25 +148,25 @@ class FakeScheduler(
             await self.die()
 
     async def die(self) -> None:
-        """Ends everything at once, like a killed process."""
+        """Ends the server and its sessions at once, like a killed process."""
         assert self._server is not None
         await self._server.drain(0)
         self._sessions.clear()
 
     def allow(self, num_steps: int) -> None:
-        """Allows `num_steps` further steps."""
         self.permits = (self.permits or 0) + num_steps
         self.wake()
 
     def run_freely(self) -> None:
-        """Allows any number of steps."""
         self.permits = None
         self.wake()
 
     def set_state(
         self, *, ready: bool, reason: str = "", draining: bool = False, stalled: bool = False
     ) -> None:
-        """Reports to gateways whether steps can run. The fake itself runs all allowed steps."""
+        """Reports to gateways whether steps can run. This does not influence the fake's own
+        steps.
+        """
         self._state = scheduler_pb2.ReplicaState(
             ready=ready, reason=reason, draining=draining, stalled=stalled
         )
@@ -179,7 +182,7 @@ class FakeScheduler(
         self.wake()
 
     def hang(self) -> None:
-        """Stops sending until the next start."""
+        """Sends nothing more until the next `start`."""
         self._is_hung = True
 
     def end_sessions(self) -> None:
@@ -328,9 +331,9 @@ class FakeScheduler(
 
 
 def formula(prompt: list[int], seed: int, position: int) -> int:
-    """The token at an output position. With the seed of a test it may be any ordinary token. With a
-    seed that a gateway has drawn it is a whole character, because a gateway delays incomplete
-    characters, and the text so far would depend on the random seed.
+    """The token at an output position. With a seed that a test sets, it may be any ordinary token.
+    With a seed that a gateway drew, it is a whole character, because a gateway delays incomplete
+    characters, so that the text so far would depend on the random seed.
     """
     digest = sha256(f"{prompt}|{seed}|{position}".encode()).digest()
     drawn = seed >= FIRST_DRAWN_SEED
@@ -409,7 +412,9 @@ class _Session:
         )
 
     async def news(self) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """Yields the messages of a session: changed states, one message a step, and heartbeats."""
+        """Yields the messages of a session: changed states, one message for each step, and
+        heartbeats.
+        """
         scheduler = self._scheduler
         while not self.is_over:
             if scheduler.is_hung:
@@ -497,7 +502,9 @@ class _Session:
 def rows_of(
     token_ids: list[int], num_top: int, logprob: Callable[[int], float] = same_logprob
 ) -> common_pb2.Logprobs:
-    """Log-probabilities. The best tokens of a row are the sampled token and the next ids."""
+    """Log-probabilities of tokens. The top tokens of a row are the sampled token and the ids that
+    follow it.
+    """
     rows = common_pb2.Logprobs(width=1 + num_top)
     for token in token_ids:
         best = [(token + k) % VOCAB_SIZE for k in range(num_top)]

@@ -1,4 +1,4 @@
-"""Runs the gateway as a process, and reads the process's log."""
+"""Runs the gateway as a process, and reads its log."""
 
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""API keys in a file or in Redis, created by the functions of `stepwell keys`, and a gateway with
-the key of one tenant.
-"""
+"""API keys in a file or in Redis, as `stepwell keys` creates them, and a gateway with one key."""
 
 import time
 from collections.abc import AsyncIterator
@@ -23,7 +21,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 
 
 class Keyring(Protocol):
-    """A store of API keys that a test changes."""
+    """A store of API keys to which tests add keys."""
 
     async def add(self, tenant: TenantRecord, **fields: Any) -> str:
         """Creates a key of a tenant."""
@@ -33,8 +31,6 @@ class Keyring(Protocol):
 
 
 class FileKeyring:
-    """API keys in a file."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -50,8 +46,6 @@ class FileKeyring:
 
 
 class RedisKeyring:
-    """API keys in Redis."""
-
     def __init__(self, url: str) -> None:
         self.redis = RedisConnection(url)
         self._num_changes = 0
@@ -87,8 +81,8 @@ def bearer(key: str) -> dict[str, str]:
 async def limited(
     model: Path, tmp_path: Path, scheduler: FakeScheduler | None = None, **limits: Any
 ) -> AsyncIterator[tuple[Serving, str]]:
-    """Runs a gateway with one API key, which belongs to the tenant acme. `limits` are fields of the
-    tenant's record. Yields the gateway and the key.
+    """Runs a gateway with one API key, of the tenant acme. `limits` are fields of the tenant's
+    record. Yields the gateway and the key.
     """
     ring = FileKeyring(tmp_path / "keys.json")
     key = await ring.add(TenantRecord("acme", **limits))

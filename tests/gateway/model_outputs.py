@@ -26,7 +26,7 @@ _JSON = (
 
 @dataclass(frozen=True)
 class Recorded:
-    """The text of an answer in a format, and its content, reasoning and tool calls."""
+    """The text of an answer in some format, and its parsed content, reasoning and tool calls."""
 
     format: str
     text: str

@@ -1,4 +1,4 @@
-"""HTTP requests as bytes, for test clients that behave as no HTTP library does."""
+"""Builds HTTP requests from bytes, for clients that behave as no HTTP library does."""
 
 
 def post_head(path: str, num_bytes: int, *headers: str, version: str = "1.1") -> bytes:
@@ -19,7 +19,7 @@ def post(path: str, body: bytes, *headers: str, version: str = "1.1") -> bytes:
 
 
 def unchunked(response: bytes) -> bytes:
-    """The part of the body of a chunked response that has arrived."""
+    """The body of a chunked response, as far as it has arrived."""
     body, rest = b"", response.partition(b"\r\n\r\n")[2]
     while rest:
         size, _, rest = rest.partition(b"\r\n")

@@ -26,7 +26,7 @@ class Registered:
         self._task = asyncio.create_task(running)
 
     async def leave(self) -> None:
-        """Drains like a real scheduler: removes the registration, then refuses new requests."""
+        """Drains like a real scheduler: removes the registration, then refuses requests."""
         await self._cancel()
         await self.registration.leave()
         self.scheduler.set_state(ready=False, reason="the scheduler is draining", draining=True)

@@ -33,7 +33,7 @@ DEADLINE_SECONDS = 60.0
 
 @dataclass
 class Serving:
-    """A running gateway and clients of it."""
+    """A running gateway and its clients."""
 
     gateway: Gateway
     schedulers: list[FakeScheduler]
@@ -50,14 +50,15 @@ class Serving:
         return self.schedulers[0]
 
     async def metrics(self) -> str:
-        """The text of all metrics, with the series of tenants."""
+        """The text of all metrics, including the series of each tenant."""
         return (await self.gateway.parts.fleet_metrics.collect(exemplars=False)).decode()
 
     @property
     def stub(self) -> Any:
         return gateway_pb2_grpc.InferenceStub(self.channel)
 
-    # OpenAI's and Anthropic's packages take a second to import, and most tests do not use them.
+    # The packages of OpenAI and Anthropic are imported where they are used, because the import
+    # takes a second.
 
     def openai(self, **options: Any) -> "AsyncOpenAI":
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415
@@ -103,7 +104,7 @@ async def serving(
 ) -> AsyncIterator[Serving]:
     """Runs the fake schedulers, a gateway and its clients until the `with` block ends. The block
     begins when `num_ready` schedulers are ready, by default all. With `tls`, the HTTP client trusts
-    the authorities of `http_verify`. The gRPC channel does not use TLS.
+    the authorities of `http_verify`. The channel to the gateway's gRPC API uses no TLS.
     """
     fakes = list(schedulers) or [FakeScheduler()]
     addresses = tuple([await fake.start() for fake in fakes])

@@ -1,8 +1,8 @@
 """Measures a routing policy without noise, in simulated time and with replicas that compute
 nothing.
 
-The fleet and the policy are the gateway's. A simulated replica has a prefix cache with LRU
-eviction, and its steps take time for each prompt token and for each decoding request. A closed loop
+The fleet and the policy are the gateway's own. A simulated replica has a prefix cache with LRU
+eviction. Its steps take a time for each prompt token and for each decoding request. A closed loop
 sends the conversations of `benchmarks.routing`.
 """
 
@@ -52,8 +52,7 @@ class SimulatedClock:
         heapq.heappush(self._calls, (when, next(self._numbers), callback))
         return self
 
-    def cancel(self) -> None:
-        """Does nothing, since timers are never cancelled here."""
+    def cancel(self) -> None: ...
 
     def run(self, is_over: Callable[[], bool]) -> None:
         """Makes the scheduled calls in time order until `is_over` returns True."""
@@ -65,7 +64,7 @@ class SimulatedClock:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A sequence at a replica."""
+    """A sequence that a replica runs."""
 
     handle: int
     inflight: Inflight
@@ -76,13 +75,13 @@ class _Sequence:
 
 
 class SimulatedReplica:
-    """A scheduler with its pool and worker, as the Link of the gateway's fleet."""
+    """A scheduler with its pool and worker, behind the port Link of the gateway's fleet."""
 
     def __init__(self, clock: SimulatedClock, num_blocks: int, slowness: float = 1.0) -> None:
-        """`slowness` is the reported time of a token divided by its actual time."""
+        """`slowness` is the time of a token that the replica reports, divided by the real time."""
         self.replica: Replica
         self.published: set[int] = set()
-        """The keys of the replica's blocks in the directory."""
+        """The keys under which the directory has blocks of this replica."""
         self.on_finished: Callable[[Inflight], None] = lambda _: None
         self._clock = clock
         self._slowness = slowness
@@ -108,11 +107,9 @@ class SimulatedReplica:
     def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:  # noqa: ARG002
         raise AssertionError("no session is simulated")
 
-    def abort(self, handle: int, *, was_stopped: bool = False) -> None:
-        """Does nothing, since no request is aborted here."""
+    def abort(self, handle: int, *, was_stopped: bool = False) -> None: ...
 
-    def end_turn(self, handle: int, tool: str) -> None:
-        """Does nothing: the replicas retain no contexts."""
+    def end_turn(self, handle: int, tool: str) -> None: ...
 
     def cached_depth(self, keys: Sequence[int]) -> int:
         """The number of leading blocks of a chain of keys that the replica has cached."""
@@ -171,8 +168,8 @@ class SimulatedReplica:
         sequence.held.append(key)
 
     def _publish(self, keys: Sequence[int], sequence: _Sequence) -> None:
-        """Caches full blocks of a sequence by their keys. A block whose key is cached already is
-        freed.
+        """Caches the full blocks of a sequence under their keys. Frees a block whose key is already
+        cached.
         """
         for key in keys:
             if key in self._ref_counts or key in self._idle:
@@ -208,7 +205,7 @@ class SimulatedReplica:
     def _end(self, sequence: _Sequence) -> None:
         inflight, request = sequence.inflight, sequence.inflight.request
         num_tokens = len(request.prompt_token_ids) + len(inflight.output_token_ids)
-        # No step has computed the last token.
+        # The last token, which no step has computed.
         tokens = [*request.prompt_token_ids, *inflight.output_token_ids][:-1]
         self._publish(self._chain(request, tokens)[len(sequence.held) :], sequence)
         self._num_free += -(-num_tokens // BLOCK_SIZE) - len(sequence.held)
@@ -224,7 +221,7 @@ class SimulatedReplica:
 
 @dataclass(slots=True)
 class SimulatedFigures:
-    """The results of a policy. Times are in seconds."""
+    """The figures measured for a policy. Times are in seconds."""
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -232,7 +229,7 @@ class SimulatedFigures:
     reasons: dict[str, int] = field(default_factory=dict)
     num_sent_tokens: int = 0
     num_best_tokens: int = 0
-    """The sum over all requests of the longest prefix in tokens that any replica had cached."""
+    """The sum over all requests of the longest prefix, in tokens, that any replica had cached."""
     num_requests: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -241,7 +238,9 @@ class SimulatedFigures:
 
     @property
     def best_hit_rate(self) -> float:
-        """The hit rate if each request ran at the replica with its longest cached prefix."""
+        """The hit rate that would result if each request ran at the replica with its longest cached
+        prefix.
+        """
         return self.num_best_tokens / self.num_sent_tokens
 
     @property
@@ -250,7 +249,7 @@ class SimulatedFigures:
 
     @property
     def spread(self) -> float:
-        """The largest number of requests at a replica, divided by the mean number."""
+        """The largest number of requests that a replica got, divided by the mean number."""
         counts = self.num_requests.values()
         return max(counts) * len(counts) / sum(counts)
 
@@ -266,7 +265,7 @@ class SimulatedFleet:
         max_load_delta: int = 16,
         measured_slowness: Sequence[float] = (),
     ) -> None:
-        """`measured_slowness` are the replicas' values of `slowness`, by default all 1."""
+        """`measured_slowness` has the `slowness` of each replica, by default 1."""
         self.clock = SimulatedClock()
         self.links: dict[str, SimulatedReplica] = {}
         self._num_blocks = num_blocks
@@ -296,8 +295,7 @@ class SimulatedFleet:
         replica.opened(ReplicaDescription("m", _LIMITS, _ROOT, b"", BLOCK_SIZE, name))
         replica.state_changed(ReplicaState(ready=True))
 
-    def close(self, replica: Replica) -> None:
-        """Does nothing, since replicas never leave."""
+    def close(self, replica: Replica) -> None: ...
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
         """Maps each replica to the number of leading `keys` that it has cached."""
@@ -311,7 +309,9 @@ class SimulatedFleet:
         return found
 
     def run(self, workload: Workload, at_once: int) -> SimulatedFigures:
-        """Sends a workload with `at_once` open requests. Returns the results after its warm-up."""
+        """Sends a workload, with `at_once` requests open at any time. Returns the figures after its
+        warm-up.
+        """
         loop = _ClosedLoop(self, workload, at_once)
         self.clock.run(lambda: loop.num_done >= workload.num_warm_up + workload.num_requests)
         return loop.figures
@@ -328,7 +328,7 @@ class _Turn:
 
 
 class _ClosedLoop:
-    """Sends the next turn of some conversation when an answer has ended."""
+    """Sends the next turn of a conversation whenever an answer has ended."""
 
     def __init__(self, world: SimulatedFleet, workload: Workload, at_once: int) -> None:
         self.figures = SimulatedFigures()
@@ -345,7 +345,7 @@ class _ClosedLoop:
         self._watch()
 
     def _watch(self) -> None:
-        """Records the times of first tokens, exact to a millisecond."""
+        """Records the times of first tokens, to the millisecond."""
         now = self._world.clock.time()
         for inflight, turn in self._turns.items():
             if inflight.output_token_ids and not turn.has_token:

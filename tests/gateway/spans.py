@@ -65,9 +65,9 @@ def span_id(span: ReadableSpan) -> int:
 
 
 def assert_adds_up(trace: Trace, *, start_millis: int = 5) -> None:
-    """Asserts that the spans of a request and of each of its sequences follow one another without a
-    gap, and that the parts of the request's time add up. Each sequence must start within
-    `start_millis`.
+    """Asserts that the spans of a request follow one another without a gap, that the spans of each
+    of its sequences do so, too, and that the durations of the request's parts have the right sum.
+    Each sequence must start within `start_millis`.
     """
     assert_follow(trace.root, trace.below(trace.root))
     attributes, nanos = trace.root.attributes, trace.root.end_time - trace.root.start_time

@@ -1,4 +1,4 @@
-"""A client of a streamed completion, and the tokens that it should receive."""
+"""A client that streams a completion, and the tokens that it should receive."""
 
 import asyncio
 import json

@@ -21,9 +21,8 @@ _TICK_SECONDS = 0.001
 class Watchdog:
     """Measures the longest time in seconds between two iterations of the event loop.
 
-    `work` is the processor time of the loop's thread. `pause` is the elapsed time in which any
-    thread of the process was busy, which a client may notice. Other load on the machine increases
-    neither.
+    `work` counts only the processor time of the loop's thread. `pause` counts the time in which any
+    thread of the process was busy, which clients may notice. Other processes increase neither.
     """
 
     def __init__(self) -> None:
@@ -40,8 +39,8 @@ class Watchdog:
             self.pause = max(self.pause, min(busy, elapsed))
 
     def report(self) -> None:
-        """Runs in a thread. Prints the pauses after each line of standard input, and ends the
-        process at its end.
+        """Runs in a thread. Prints the longest pauses after each line of standard input. Ends the
+        process when standard input ends.
         """
         for _ in sys.stdin:
             self.work, self.pause, longest = 0.0, 0.0, {"work": self.work, "pause": self.pause}

@@ -1,8 +1,8 @@
 """The tests that every implementation of the port Directory must pass.
 
-The tests of an implementation subclass `DirectoryConformance` and create the directory in a
-fixture. A directory may lag behind the published events, so the tests wait for the expected answer
-until a deadline.
+A Directory finds the pools that have cached the beginning of a prompt. The tests of an
+implementation subclass `DirectoryConformance` and create the directory in a fixture. It may lag
+behind the published events, so the tests wait for the expected answer until a deadline.
 """
 
 import asyncio
@@ -38,7 +38,9 @@ def removed(*gone: BlockHash, group: int = 0) -> BlocksRemoved:
 
 
 async def says(directory: Directory, path: str, *expected: tuple[str, int, int]) -> None:
-    """Waits until the directory's matches are the expected ones: (pool, generation, blocks)."""
+    """Waits until the directory's matches for a prompt are the expected ones: (pool, generation,
+    blocks).
+    """
     answer: list[tuple[str, int, int]] = []
     try:
         async with asyncio.timeout(SECONDS):
@@ -123,8 +125,8 @@ class DirectoryConformance:
         directory.publish("p", EventBatch(1, 1, False, everything))
         await says(directory, "abcdef", ("p", 1, 6))
         directory.publish("p", EventBatch(1, 2, False, (removed(abcde, group=1),)))
-        # The window that ends at "abcd" is completely cached, but no state is cached at "abcd". The
-        # last state before "abcd" is at "a".
+        # All blocks of the window that ends at "abcd" are cached, but no recurrent state at "abcd".
+        # The last cached state is the one at "a".
         await says(directory, "abcdef", ("p", 1, 1))
         directory.publish("p", EventBatch(1, 3, False, (BlocksStored(0, (abcd,)),)))
         await says(directory, "abcdef", ("p", 1, 4))

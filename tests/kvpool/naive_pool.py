@@ -1,9 +1,9 @@
-"""A slow model of the KV pool for tests. It is too simple to be wrong.
+"""A slow model of the KV pool for tests, too simple to be wrong.
 
-The model executes the operations one item at a time and stores nothing twice. It reads the owners
-of a block from the block tables, and prefix hits from a list of (group, hash, block) in the order
-of publication. It computes the blocks that a request needs from the tokens that the request's next
-query sees.
+It executes the operations one item at a time and stores nothing twice. It finds the owners of a
+block in the block tables, and prefix hits in a list of (group, hash, block) in the order of
+publication. The blocks that a request needs follow from the tokens that the request's next query
+sees.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,10 @@ class NaivePool:
         self.tables: dict[int, list[list[int]]] = {}
         self.chains: dict[int, list[bytes]] = {}
         self.num_evictions = 0
-        # Blocks whose hash EvictBlocks removed. They get no hash until they are allocated again.
+        # Blocks whose hash the operation EvictBlocks removed. They get no hash before they are
+        # allocated again.
         self.barred: set[int] = set()
-        # The (group, hash) of each state that was published since the start of the last step.
+        # The (group, hash) of each recurrent state that was published since the last step began.
         self.fresh: set[tuple[int, bytes]] = set()
         self._specs = groups
         self._groups = range(len(groups))
@@ -119,8 +120,8 @@ class NaivePool:
         return self._depth(self.chains.get(request, []) + new, limit)
 
     def common(self) -> list[int]:
-        """The number of leading blocks that all requests share in each group of full attention. It
-        is 0 in each other group.
+        """For each group of full attention, the number of leading blocks that all requests share. 0
+        for other groups.
         """
         if not self._caching or not self.tables:
             return [0 for _ in self._groups]
@@ -137,7 +138,9 @@ class NaivePool:
         return number
 
     def needs(self, group: int, position: int, num_tokens: int) -> bool:
-        """Whether block `position` contains a token that the query at `num_tokens` sees."""
+        """Whether block `position` contains a token that the query at position `num_tokens`
+        sees.
+        """
         spec = self._specs[group]
         match spec.attention_type:
             case AttentionType.FULL:
@@ -153,7 +156,7 @@ class NaivePool:
         return any(token in seen for token in block)
 
     def _num_unseen(self, group: int, num_tokens: int) -> int:
-        """The number of leading blocks that the query at `num_tokens` does not see."""
+        """The number of leading blocks that the query at position `num_tokens` does not see."""
         positions = range(num_tokens // self._block_size)
         unseen = takewhile(lambda i: not self.needs(group, i, num_tokens), positions)
         return sum(1 for _ in unseen)
@@ -194,7 +197,7 @@ class NaivePool:
 
     def _settle(self, request: int, num_tokens: int) -> None:
         for group, table in enumerate(self.tables[request]):
-            # Positions of blocks that neither this query nor any later query sees.
+            # Positions of blocks that neither the query nor a later one sees.
             unseen = [
                 position
                 for position in range(min(len(table), num_tokens // self._block_size))
@@ -220,9 +223,9 @@ class NaivePool:
         return new
 
     def _counted(self, group: int, num_entries: int, num_slots: int) -> int:
-        """The number of free blocks that an admission requires for its whole sequence, in addition
-        to the `num_entries` blocks of its table. With a window or chunks, the table and these
-        blocks cover at most one window or chunk and the tokens of the steps in flight.
+        """The number of free blocks that an admission requires for its whole sequence, beyond the
+        `num_entries` blocks of its table. With a window or chunks, all these blocks together cover
+        at most one window or chunk and the tokens of the steps in flight.
         """
         spec = self._specs[group]
         match spec.attention_type:
@@ -300,8 +303,9 @@ class NaivePool:
                         self.fresh.add((group, self.chains[request][position]))
 
     def boundary(self, chain: list[bytes], limit: int) -> int:
-        """The hit length in tokens of the groups with full attention alone, or of the groups like
-        the first group if none has full attention. 0 if the hit of all groups is as long.
+        """The hit length in tokens that the groups with full attention alone have, or the groups
+        like the first one if none has full attention. It is 0 if all groups together have as long a
+        hit.
         """
         kinds = [spec for spec in self._specs if spec.attention_type is AttentionType.FULL]
         first = [*kinds, *self._specs][0]
@@ -313,7 +317,7 @@ class NaivePool:
         return self._longest_hit(chain, limit, list(self._groups))
 
     def _longest_hit(self, chain: list[bytes], limit: int, groups: list[int]) -> int:
-        """The longest hit in these groups in blocks. Tries every length."""
+        """The longest hit, in blocks, that all `groups` have. Tries every length."""
         longest = min(len(chain), limit // self._block_size)
         looked_at = chain[:longest] if len(self._groups) == 1 else chain[: longest + 1]
         return max(

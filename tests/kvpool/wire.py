@@ -1,4 +1,4 @@
-"""Short builders for the pool's messages."""
+"""Short builders for protobuf messages to the pool."""
 
 from collections.abc import Sequence
 

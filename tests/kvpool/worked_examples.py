@@ -23,7 +23,9 @@ BLOCK_SIZE = 4
 
 
 def hashes(path: str) -> list[BlockHash]:
-    """The hash chain of a prompt, one letter a block. "ab" and "ac" have the same first hash."""
+    """The hash chain of a prompt, with one letter for each block. "ab" and "ac" have the same first
+    hash.
+    """
     return [BlockHash(sha256(path[:end].encode()).digest()) for end in range(1, len(path) + 1)]
 
 
@@ -42,7 +44,7 @@ def admission(
     watermark: int = 0,
     resumed: bool = False,
 ) -> Admission:
-    """The admission of a request whose `num_tokens` tokens are all computed in this step."""
+    """The admission of a request all of whose `num_tokens` tokens are computed in this step."""
     return Admission(
         request=request,
         max_hit_tokens=num_tokens - 1,

@@ -1,4 +1,4 @@
-"""Draft models for tests, and a record of their drafts."""
+"""Draft models for tests, and recordings of the drafts that a worker proposes."""
 
 import shutil
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from services.worker.core.worker import Worker
 
 
 def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
-    """Saves a copy of a model with noise on its matrices, so that most of its greedy tokens are the
-    same. The noise has `amount` times the standard deviation of the tensor.
+    """Saves a copy of a model with noise on its matrices, small enough that most greedy tokens do
+    not change. The noise has `amount` times the standard deviation of each matrix.
     """
     shutil.copytree(model, directory)
     random = torch.Generator().manual_seed(5)
@@ -32,8 +32,8 @@ def save_perturbed(model: Path, directory: Path, amount: float = 0.01) -> Path:
 
 @dataclass(frozen=True)
 class Proposed:
-    """The drafts of one request in one step. `known` has the request's tokens before the drafts.
-    `num_forced` is the number of drafts that a grammar forced.
+    """The drafts of one request in one step. `known` has the tokens before the drafts. `num_forced`
+    is the number of drafts that a grammar forced.
     """
 
     known: list[int]
@@ -89,7 +89,7 @@ class Recorded:
 
 
 def record_drafts(worker: Worker) -> Recorded:
-    """Starts to record the drafts that a worker proposes."""
+    """Starts to record the drafts that a worker proposes. Returns the recording."""
     runner = worker.runner
     assert isinstance(runner, ModelRunner)
     assert runner.drafter is not None

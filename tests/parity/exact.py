@@ -1,8 +1,8 @@
 """Records the logits of every token that a runner computes, for bitwise comparisons.
 
-The reference of a sequence is computed without other sequences in one step with one thread. In
-every other situation each token must get the same logits: in batches, in chunks, after prefix hits,
-after preemptions, and in any blocks.
+The reference logits of a sequence are computed without other sequences, in one step and with one
+thread. In every other situation each token must get the same logits: in batches, in chunks, after
+prefix hits, after preemptions, and in any blocks.
 """
 
 from collections.abc import Sequence
@@ -41,29 +41,25 @@ class Recorder:
         self._layout: StepLayout | None = None
 
     def around(self, model: Model, attention: PagedAttention) -> tuple[Model, PagedAttention]:
-        """Wraps a model and its attention, for build_runner."""
+        """Wraps a model and its attention. This is the argument `around` of build_runner."""
         self._model, self._attention = model, attention
         return self, self
 
     def logits_of(self, row: int) -> torch.Tensor:
-        """Logits of a row's tokens in the last step, [n, vocab_size]."""
+        """The logits of a row's tokens in the last step, [n, vocab_size]."""
         return self._rows_of[row]
 
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
-        """See PagedAttention."""
         self._layout = layouts[0]
         return self._attention.begin_step(layouts)
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """See PagedAttention."""
         self._attention.zero_blocks(block_ids)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """See Model."""
         return self._model.embed(token_ids)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See Model."""
         return self._model.compute_logits(hidden)
 
     def forward(
@@ -75,7 +71,9 @@ class Recorder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the model. The recorder computes logits that the step did not request."""
+        """Runs the model. Computes the logits of all rows, even of rows whose logits the step does
+        not need.
+        """
         hidden, logits = self._model.forward(
             token_ids, positions, attention, embedded, wanted, lora
         )
@@ -141,8 +139,8 @@ class ExactModel:
         )
 
     def serving(self, *, seed: int = 0, keeps: bool = False) -> "ExactServing":
-        """An ExactServing with an empty cache. The order in which blocks are allocated depends on
-        the seed. `keeps` is passed to Driver.
+        """An ExactServing with an empty cache. The seed determines the order in which blocks are
+        allocated. `keeps` is passed to Driver.
         """
         self.runner.reset()
         return ExactServing(
@@ -172,7 +170,7 @@ class ExactModel:
 
 @dataclass
 class ExactServing:
-    """Computes requests step by step, and compares every row with its reference."""
+    """Runs requests step by step, and compares every row of logits with its reference."""
 
     model: ExactModel
     driver: Driver
@@ -183,8 +181,8 @@ class ExactServing:
         what: str,
         beside: Sequence[tuple[Request, int]] = (),
     ) -> None:
-        """Runs a step with the given number of tokens of each request. Requests in `beside` run in
-        the same step, but are not compared.
+        """Runs a step with the given number of tokens of each request. Requests in `beside` share
+        the step, but are not compared.
         """
         begins = [request.num_computed for request, _ in scheduled]
         self.driver.step([*scheduled, *beside])
@@ -195,7 +193,9 @@ class ExactServing:
             assert_same_bits(actual, expected, name)
 
     def run(self, requests: Sequence[Request], chunks: Sequence[int], what: str) -> None:
-        """Computes all prompts together. Request i has chunks of chunks[i % len(chunks)] tokens."""
+        """Computes the prompts of all requests together. Request i gets chunks of chunks[i %
+        len(chunks)] tokens.
+        """
         while running := [request for request in requests if not request.finished]:
             self.step(
                 [
@@ -208,7 +208,7 @@ class ExactServing:
             self.driver.remove_finished(running)
 
     def run_preempted(self, requests: Sequence[Request], random: np.random.Generator) -> None:
-        """Computes requests in chunks of random lengths, and preempts random requests."""
+        """Computes requests in chunks of random lengths, and preempts random ones of them."""
         while running := [request for request in requests if not request.finished]:
             self.step(
                 [

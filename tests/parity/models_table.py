@@ -8,7 +8,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table. `bfloat16` is the largest tolerated error in this data type."""
+    """A row of the table. `bfloat16` is the largest error that is tolerated with this data type."""
 
     architecture: str
     run_by: str

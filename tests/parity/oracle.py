@@ -1,8 +1,8 @@
 """Compares served tokens with transformers.
 
-If each output token is transformers' most probable token after the tokens before it, the output is
-transformers' greedy continuation. One forward pass over prompt and output therefore replaces a
-generation, and also yields every log-probability.
+If each output token is the one that transformers finds most probable after all tokens before it,
+then the output is transformers' greedy continuation. So one forward pass over prompt and output
+suffices in place of generation. It also yields every log-probability.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,9 @@ def embedded_prompt(rows: torch.Tensor) -> PromptEmbeds:
 
 
 def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> None:
-    """Asserts that a request equals transformers' greedy output, with log-probabilities."""
+    """Asserts that a request's output is transformers' greedy continuation, with its
+    log-probabilities.
+    """
     expected = logprobs(model, request)
     start = len(request.prompt) - 1
     assert request.output == expected[start:-1].argmax(-1).tolist(), name
@@ -36,7 +38,9 @@ def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> N
 
 @torch.inference_mode()
 def first_choices(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
-    """For each output position, transformers' most probable token after the previous tokens."""
+    """For each output position, the token that transformers finds most probable after all tokens
+    before it.
+    """
     logits = model(input_ids=torch.tensor([prompt + output])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
@@ -56,8 +60,8 @@ def logprobs(model: PreTrainedModel, request: Request) -> torch.Tensor:
 
 
 def _assert_rows(rows: Sequence[LogprobRows], expected: torch.Tensor, tokens: list[int]) -> None:
-    """Asserts that the rows contain the log-probabilities of `tokens`, in order, and also of the
-    most probable tokens at each position.
+    """Asserts that each row of log-probabilities has the expected values for the token in `tokens`
+    and for the most probable tokens.
     """
     if not tokens:
         assert not rows

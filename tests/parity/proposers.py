@@ -1,4 +1,4 @@
-"""Draft proposers that are always right, never right, or random."""
+"""Proposers whose drafts are always right, never right, or random."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,14 @@ from tests.tiny_models import VOCAB_SIZE
 
 
 class _WithoutState:
-    def forget(self, row: int) -> None:
-        """Does nothing, since there is no state."""
+    def forget(self, row: int) -> None: ...
 
-    def clear(self) -> None:
-        """Does nothing, since there is no state."""
+    def clear(self) -> None: ...
 
 
 class KnownProposer(_WithoutState):
-    """Proposes the continuations of the given sequences, each a prompt with its output. `shift` is
-    added to each draft token. With a shift other than 0 no draft is right.
+    """Proposes the continuations of the given sequences, each of which is a prompt with its output.
+    `shift` is added to each draft token, so that with a shift other than 0 no draft is right.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]], shift: int = 0) -> None:
@@ -38,8 +36,8 @@ class KnownProposer(_WithoutState):
 
 
 class RandomProposer(_WithoutState):
-    """Proposes a random number of random tokens, and sometimes the right tokens. A row with the
-    same tokens gets the same drafts.
+    """Proposes a random number of random tokens, and sometimes the right tokens. Equal tokens of a
+    row lead to equal drafts.
     """
 
     def __init__(self, known: KnownProposer) -> None:

@@ -1,5 +1,5 @@
-"""Serves checkpoints with quantized weights. Compares their tokens with a float32 model with the
-same weights, and the bits of their logits in different steps.
+"""Serves checkpoints with quantized weights. Compares their tokens with the tokens of a float32
+model that has the same weights, and the bits of their logits between different steps.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 800
 WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 Checkpoint = tuple[Path, PreTrainedModel]
-"""The directory of quantized weights, and transformers' float32 model of the same weights."""
+"""A checkpoint's directory, and a float32 model of transformers with the same weights."""
 
 
 def serve(directory: Path, **options: object) -> list[Request]:
@@ -41,7 +41,7 @@ def assert_is_what_transformers_computes(checkpoint: Checkpoint, **options: obje
 
 
 def assert_logits_are_exact(model: ExactModel) -> None:
-    """Asserts that the logits of a request do not depend on other requests in the same steps."""
+    """Asserts that a request's logits do not depend on the other requests in its steps."""
     sequences = [drawn(length, length, VOCAB_SIZE) for length in (1, 5, 33, 90)]
     for tokens in sequences:
         model.reference(tokens)

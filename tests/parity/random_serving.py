@@ -1,12 +1,13 @@
-"""Serves requests under random schedules, with more events in a few steps than a scheduler causes.
+"""Serves requests under random schedules, in which rare events are more frequent than with a
+scheduler.
 
 A step computes a random number of tokens of some running requests, with drafts after their last
-token. Requests are preempted, in groups or alone, and resume in another row. A new generation drops
-all requests and cached blocks of the worker. The pool finds every filled block until the block is
-allocated again, so requests share computed blocks, in each KV-cache group as far as the group's
-window requires. Blocks are allocated in random order with their old contents, and some of them are
-zeroed. If the runner proposes drafts itself, steps contain placeholders, and the drafts of the
-previous step are counted as accepted.
+token. Requests are preempted, in groups or alone, and resume in another row of the persistent
+batch. When a new generation begins, the worker drops all requests and cached blocks. The pool finds
+every filled block until the block is allocated again, so that requests share the computed blocks
+that each KV-cache group's window needs. Blocks are allocated in random order, with their old
+contents or zeroed. If the runner proposes drafts itself, steps contain placeholders for drafts, and
+count the drafts of the previous step as accepted.
 """
 
 import math
@@ -24,7 +25,7 @@ Key = tuple[object, ...]
 
 
 class RandomPool:
-    """Blocks of all KV-cache groups. Full blocks are found by the tokens up to the block's end."""
+    """The blocks of all KV-cache groups. A full block is found by all tokens up to its end."""
 
     def __init__(self, num_blocks: int, random: np.random.Generator) -> None:
         self._random = random
@@ -34,11 +35,13 @@ class RandomPool:
         self._num_blocks = num_blocks
 
     def find(self, key: Key) -> int | None:
-        """A block with the keys and values of these tokens."""
+        """A block that has the keys and values of these tokens."""
         return self._block_of.get(key)
 
     def remember(self, key: Key, block: int) -> None:
-        """Records that a block is full. The block gets the key unless another block has it."""
+        """Records that a block is full. It can be found by the key unless another block has the
+        key.
+        """
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -64,7 +67,7 @@ class RandomPool:
 
 @dataclass
 class Happened:
-    """Counts of the events that must not change a request's tokens."""
+    """Counts of events. None of these events may change a request's tokens."""
 
     preempted: int = 0
     hit_tokens: int = 0
@@ -81,14 +84,14 @@ class RandomServing:
         self._random = np.random.default_rng(seed)
         self._max_chunk = max_chunk
         self._loss_rate = min(1.0, max_chunk / 7)
-        """Factor on the probability of preemptions and new generations. It is below 1 for chunks of
-        less than 7 tokens, in which recomputing the lost tokens takes more steps.
+        """A factor on the probabilities of preemptions and new generations. It is below 1 for
+        chunks of less than 7 tokens, because recomputing lost tokens then takes more steps.
         """
         self._pool = RandomPool(runner.limits.num_blocks, self._random)
         self._rows = list(range(runner.limits.max_num_seqs))
         self._removed: list[int] = []
         self._rejected: dict[int, int] = {}
-        """For each row, the number of drafts of its last step that were not accepted."""
+        """For each row, how many drafts of its last step were rejected."""
         self._step = 0
         self.happened = Happened()
 
@@ -171,12 +174,12 @@ class RandomServing:
         self._take(chosen, counts, drafted, output)
 
     def _num_computed(self, request: Request) -> int:
-        """The number of computed tokens, as a scheduler that plans ahead counts it."""
+        """The number of computed tokens that a scheduler which plans ahead would count."""
         assert request.row is not None
         return request.num_computed + self._rejected.get(request.row, 0)
 
     def _enter(self, request: Request) -> None:
-        """Assigns a row to a request. The request uses all or a part of its prefix hit."""
+        """Assigns a row to a request, with all or a part of its prefix hit."""
         request.row = self._rows.pop(int(self._random.integers(len(self._rows))))
         request.prompt_rows.clear()
         unit = math.lcm(*self._runner.limits.block_sizes)
@@ -192,8 +195,8 @@ class RandomServing:
             self._pool.touch(table)
 
     def _tables(self, request: Request, num_tokens: int) -> list[list[int | None]]:
-        """For each KV-cache group, the cached blocks of the request's prefix. 0 is a block outside
-        the group's window, and None is a block that is not cached.
+        """For each KV-cache group, the cached blocks of the request's prefix: 0 for a block outside
+        the group's window, None for a block that is not cached.
         """
         sizes = self._runner.limits.block_sizes
         return [
@@ -217,7 +220,9 @@ class RandomServing:
         ]
 
     def _draft(self, request: Request, drafts: dict[tuple[int, ...], list[int]]) -> list[int]:
-        """Draft tokens, most of which are right. They do not exceed the request's last token."""
+        """Draft tokens, of which most are right. They end at the latest with the request's last
+        token.
+        """
         known = drafts.get(tuple(request.prompt), [])[len(request.output) :]
         count = int(self._random.integers(0, 4))
         if most := self._runner.limits.num_speculative_tokens:
@@ -273,7 +278,9 @@ class RandomServing:
             self._settle(request)
 
     def _settle(self, request: Request) -> None:
-        """Makes full blocks findable. Frees blocks that have left the window, at once or later."""
+        """Makes full blocks findable. Frees the blocks that have left the window, at once or in a
+        later step.
+        """
         begins = self._first_seen(request.num_computed)
         sizes = self._runner.limits.block_sizes
         for group, (table, begin) in enumerate(zip(request.tables, begins, strict=True)):

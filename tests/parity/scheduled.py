@@ -1,5 +1,5 @@
-"""Serves prompts with the real scheduler, pool and runner. Steps are converted to the worker's
-messages and back, without a connection.
+"""Serves prompts with the real scheduler, pool and model runner. Steps are converted to the
+worker's protobuf messages and back, but not sent.
 """
 
 from collections import deque
@@ -31,8 +31,8 @@ from tests.parity.situations import BLOCK_SIZE, MAX_MODEL_LEN, MAX_TOKENS, Situa
 
 @dataclass(frozen=True)
 class Run:
-    """The answers to the prompts, in order, and statistics. `num_cached_tokens` counts prefix hits
-    at the first admission of requests. `num_copies` counts blocks that were copied before steps.
+    """The answers to the prompts, in order, and statistics. `num_cached_tokens` counts the prefix
+    hits of first admissions. `num_copies` counts the blocks that were copied before steps.
     """
 
     outputs: list[list[int]]
@@ -50,7 +50,9 @@ async def generate(
     given: Sequence[Sequence[int]] | None = None,
     **changes: Any,
 ) -> Run:
-    """Serves a situation's prompts, or the prompts `given`. `changes` are passed to `serve`."""
+    """Serves the prompts of a situation, or the prompts `given`. `changes` are passed to
+    `serve`.
+    """
     runner.reset()
 
     def submit(plan: SchedulerOutput) -> Future[StepOutput]:
@@ -81,9 +83,9 @@ async def serve(
     disturb: Callable[[Scheduler, Sequence[Request]], None] | None = None,
     **changes: Any,
 ) -> Run:
-    """Serves prompts in order. `submit` begins to run a step. Prompts after the eighth arrive three
-    steps later. `disturb` is called with all requests before each step. `changes` are changes to
-    the scheduler's configuration.
+    """Serves prompts. `submit` starts a step. Prompts after the eighth arrive three steps later.
+    `disturb` is called with all requests before each step. `changes` are changes to the scheduler's
+    configuration.
     """
     groups = pool_groups(limits)
     num_blocks = min(situation.num_blocks * len(groups), limits.num_blocks)
@@ -140,7 +142,7 @@ async def serve(
 
 
 def pool_groups(limits: BatchLimits) -> list[KVCacheGroup]:
-    """The pool's configuration of a runner's KV-cache groups."""
+    """Converts a runner's KV-cache groups to the pool's configuration."""
     attending = [
         KVCacheGroup(AttentionType.FULL, size)
         if window is None
@@ -160,7 +162,7 @@ def pool_groups(limits: BatchLimits) -> list[KVCacheGroup]:
 
 
 def step_of(plan: SchedulerOutput, num_stages: int = 1) -> StepInput:
-    """A step after the conversion to and from the worker's message."""
+    """A planned step, converted to the worker's protobuf message and back."""
     message = scheduler_output_to_proto(plan, generation=1, traceparent="")
     if num_stages > 1:
         message.last_token_ids = last_token_ids(plan)
@@ -168,7 +170,7 @@ def step_of(plan: SchedulerOutput, num_stages: int = 1) -> StepInput:
 
 
 def output_of(output: StepOutput) -> ModelRunnerOutput:
-    """A worker's output after the conversion to and from its message."""
+    """A worker's output, converted to its protobuf message and back."""
     return model_runner_output_from_proto(
         step_output_to_proto(output, queue_nanos=0, execute_nanos=0)
     )

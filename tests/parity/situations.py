@@ -1,4 +1,6 @@
-"""Prompts, the situations in which they are served, and transformers' continuations."""
+"""Prompts, situations in which they are served (such as a small pool), and the continuations that
+transformers computes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +20,13 @@ T = TypeVar("T")
 
 BLOCK_SIZE = 4
 MAX_TOKENS = 12
-"""The number of output tokens of a request: three blocks. Most requests become longer than a window
-of 16 to 24 tokens.
+"""The number of output tokens of a request. It is three blocks, so that most sequences exceed a
+window of 16 to 24 tokens.
 """
 MAX_MODEL_LEN = 128
 LARGE_POOL = 2400
 SMALL_POOL = 36
-"""The number of blocks of each KV-cache group. It is enough for two or three of the sixteen
+"""A number of blocks of each KV-cache group that is enough for only two or three of the sixteen
 requests.
 """
 
@@ -41,15 +43,13 @@ SAMPLED: dict[str, Any] = {
 
 NUM_PROMPTS = 16
 SOME_PROMPTS = (1, 5, 12, 15)
-"""Numbers of the shortest prompt, a prompt without a common prefix, and two with a common
-prefix.
-"""
+"""Numbers of the shortest prompt, of a prompt without a common prefix, and of two with one."""
 
 
 @dataclass(frozen=True)
 class Situation:
     """How requests are served. `num_blocks` is the number of blocks of each KV-cache group.
-    `served` has the numbers of the served prompts.
+    `served` has the numbers of the prompts that are served.
     """
 
     max_num_batched_tokens: int = 512
@@ -58,12 +58,14 @@ class Situation:
     served: tuple[int, ...] = tuple(range(NUM_PROMPTS))
 
     def chosen(self, of_prompts: Sequence[T]) -> list[T]:
-        """Selects the items of the served prompts. `of_prompts` has one item for each prompt."""
+        """Selects the items of the served prompts from `of_prompts`, which has one item for each
+        prompt.
+        """
         return [of_prompts[number] for number in self.served]
 
 
 def settings_of(directory: Path, **others: Any) -> WorkerSettings:
-    """Settings of a worker that has room for each situation."""
+    """The settings of a worker that is large enough for each situation."""
     room = {"num_blocks": LARGE_POOL, "max_num_seqs": NUM_PROMPTS, "max_num_batched_tokens": 512}
     lengths = {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
     return WorkerSettings(model=directory, **room | lengths | others)  # type: ignore[arg-type]
@@ -96,8 +98,8 @@ def prompts() -> list[list[int]]:
 def reference_outputs(kind: str) -> list[list[int]]:
     """Transformers' greedy continuation of each prompt, computed once for each kind of model.
 
-    For each new token, all prompts are computed together from the start. Padding is on the right,
-    where it does not influence earlier tokens, so no mask is needed.
+    For each new token, all prompts are computed together from the start. They are padded on the
+    right. No mask is needed, because later positions do not influence earlier ones.
     """
     model, given = build_tiny_model(kind), prompts()
     ends = torch.tensor([len(prompt) for prompt in given])

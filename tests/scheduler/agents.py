@@ -1,4 +1,4 @@
-"""A driver for tests of the scheduling policy `program`. It runs turns of agents' programs."""
+"""Runs turns of agents' programs on a scheduler, for tests of the scheduling policy `program`."""
 
 from typing import Any
 
@@ -9,7 +9,9 @@ from tests.scheduler.story import Story
 
 
 class Agents:
-    """Runs turns of programs on a scheduler whose clock the test sets."""
+    """Runs turns of programs (successive requests of an agent) on a scheduler whose clock the test
+    sets.
+    """
 
     def __init__(self, *, policy: str = "program", **config: Any) -> None:
         self.story = Story(policy=policy, **config)
@@ -25,7 +27,9 @@ class Agents:
     async def turn(
         self, name: str, token_ids: list[int], max_tokens: int = 4, **fields: Any
     ) -> list[int]:
-        """Runs a request alone. Returns its prompt and answer, with which the next turn begins."""
+        """Runs one request to its end. Returns its prompt and answer, with which the next turn
+        begins.
+        """
         request = self.story.add(name, token_ids, max_tokens=max_tokens, **fields)
         while not request.is_finished:
             await self.step()
@@ -37,7 +41,7 @@ class Agents:
         self.now += 0.01
 
     def cached(self, token_ids: list[int]) -> int:
-        """The number of a context's tokens whose blocks are cached in the pool."""
+        """The number of leading tokens whose blocks are cached in the pool."""
         request = Request("probe", 0, token_ids, len(token_ids), SamplingParams())  # type: ignore[arg-type]
         request.hash_full_blocks(b"", self.story.config.block_size)
         indexes = self.story.pool.core._blocks.indexes

@@ -18,19 +18,20 @@ class CuttableProxy:
         self._lost_on: set[asyncio.StreamWriter] = set()
         self.num_connections = 0
         self.has_swallowed = asyncio.Event()
-        """Set when an answer is dropped."""
+        """Set when bytes of the target were dropped."""
 
     async def start(self) -> str:
-        """Starts to listen. Returns the address."""
+        """Starts to listen. Returns the proxy's address."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def swallow_answers(self) -> None:
-        """Drops all answers from now on. Requests are still forwarded."""
+        """Drops all bytes that the target sends from now on. Bytes of clients are still
+        forwarded.
+        """
         self._is_deaf_backwards = True
 
     def lose_all(self) -> None:
-        """Drops all bytes on the existing connections from now on. The connections stay open."""
         self._lost_on |= self._links
 
     def cut(self) -> None:
@@ -41,7 +42,6 @@ class CuttableProxy:
         self._links.clear()
 
     async def close(self) -> None:
-        """Breaks every connection and stops listening."""
         if self._server is not None:
             self._server.close()
         self.cut()

@@ -1,5 +1,6 @@
-"""A worker without a model in a separate process, which exits in each step with a fatal token, and
-is then restarted. The process runs `python -m tests.scheduler.dying_worker ADDRESS TOKEN`.
+"""A worker without a model in a separate process, which exits in any step that contains a fatal
+token, and is then restarted. The process runs `python -m tests.scheduler.dying_worker ADDRESS
+TOKEN`.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class DyingWorker:
         self._directory.cleanup()
 
     def kill(self) -> None:
-        """Ends the process once. It is restarted."""
+        """Kills the process, which is then restarted."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -65,8 +66,6 @@ class DyingWorker:
 
 
 class _Mortal(FakeWorker):
-    """A `FakeWorker` that ends its process in any step with the fatal token."""
-
     def __init__(self, address: str, poison: int) -> None:
         super().__init__(num_blocks=200)
         self._address = address

@@ -1,4 +1,6 @@
-"""A bench for tests of the scheduler's engine: fakes replace its ports, and requests have names."""
+"""A bench for tests of the scheduler's engine (the loop that plans and sends steps). Its ports are
+fakes, and tests name requests.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +32,7 @@ BLOCK_SIZE = 4
 
 
 class Bench:
-    """An engine with fakes for its ports (KV pool, workers, receiver of tokens, observers)."""
+    """An engine whose ports (KV pool, workers, receiver of tokens, observers) are fakes."""
 
     def __init__(
         self,
@@ -41,7 +43,9 @@ class Bench:
         linger_seconds: float = LINGER_SECONDS,
         **config: Any,
     ) -> None:
-        """Steps take `step_seconds` of the event loop. With 0 they end in its next iteration."""
+        """Steps take `step_seconds` of the event loop. If these are 0, a step ends in the loop's
+        next iteration.
+        """
         limits: dict[str, Any] = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
@@ -93,7 +97,9 @@ class Bench:
         await self.inbox.until(lambda: set(names) <= set(self.inbox.ended))
 
     async def until_idle(self) -> None:
-        """Waits until the engine is idle, and checks that no blocks or batch rows are in use."""
+        """Waits until the engine is idle, and checks that no blocks and no rows of the persistent
+        batch are in use.
+        """
         await eventually(lambda: self.engine.state is EngineState.IDLE)
         assert self.pool.num_free_blocks == self._num_usable_blocks
         assert self.executor.num_requests == 0
@@ -101,7 +107,7 @@ class Bench:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """Waits for a condition that becomes true within a few iterations of the event loop."""
+    """Waits for a condition that must become true within a few iterations of the event loop."""
     async with asyncio.timeout(SECONDS):
         while not condition():  # noqa: ASYNC110 - each turn of the loop may make it true
             await asyncio.sleep(0)

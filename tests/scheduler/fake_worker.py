@@ -32,7 +32,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """One rank that runs a `PagedModel`. Tests can block its steps or make them fail."""
+    """One rank that runs a `PagedModel` (a simulated model that checks the KV cache). Tests can
+    block its steps or make them fail.
+    """
 
     def __init__(
         self,
@@ -78,16 +80,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.prepared: list[str] = []
         """The grammars that the worker was asked to compile."""
         self.compiles = asyncio.Event()
-        """While this event is not set, compilations of grammars do not end."""
+        """Compilations of grammars do not end until this event is set."""
         self.compiles.set()
         self.nan_rows: frozenset[int] = frozenset()
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
-        """A token that ends the stream of steps when a new request contains it."""
+        """A token that ends the stream of steps when a new request contains it. None for no such
+        token.
+        """
         self.described: Callable[[], object] = lambda: None
-        """Called after an answer to Describe was built and before it is sent."""
+        """Called when an answer to Describe has been built but not sent."""
         self.spoil: Spoil = lambda _, answer: [answer]
-        """Replaces the answer to a step by any number of answers."""
+        """Replaces the answer to a step by a list of answers."""
         self.going = asyncio.Event()
         self.going.set()
         self._tracing = tracing
@@ -95,7 +99,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._address = "127.0.0.1:0"
 
     async def start(self) -> str:
-        """Starts to serve, at the previous address if there is one. Returns the address."""
+        """Starts to serve, at the address of the last start if there was one. Returns the
+        address.
+        """
         self._server = GrpcServer()
         self._server.add(
             worker_pb2_grpc.add_WorkerServicer_to_server, self, "stepwell.worker.v1.Worker"
@@ -105,7 +111,6 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return self._address
 
     async def stop(self) -> None:
-        """Ends every stream and closes the port, like a crash."""
         if self._server is not None:
             server, self._server = self._server, None
             await server.drain(0)
@@ -142,7 +147,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         request: worker_pb2.LoadAdapterRequest,  # noqa: ARG002
         context: _Context,  # noqa: ARG002
     ) -> worker_pb2.LoadAdapterResponse:
-        """Loads nothing, because the simulated model's next token does not depend on adapters."""
+        """Loads nothing, because the simulated model computes the same tokens for each adapter."""
         return worker_pb2.LoadAdapterResponse()
 
     async def Execute(  # noqa: N802

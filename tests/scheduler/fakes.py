@@ -1,5 +1,6 @@
 """Small working fakes of the ports of the scheduler's engine: workers that can be blocked or lost,
-a pool that can be lost, a replica that restores both, a receiver of tokens, an observer of steps.
+a pool that can be lost, a replica that restores the two, a receiver of tokens, an observer of
+steps.
 """
 
 import asyncio
@@ -24,15 +25,13 @@ _Answer = asyncio.Future[ModelRunnerOutput]
 
 
 class FragilePool(InProcessPool):
-    """A `KVPool` over the real core that a test can declare lost."""
+    """A `KVPool` over the pool service's real core. Tests can make it fail."""
 
     @property
     def num_free_blocks(self) -> int:
-        """The number of free blocks."""
         return self.core.num_free_blocks
 
     def lose(self) -> None:
-        """Makes every further transaction fail."""
         self.num_answers_left = 0
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
@@ -41,7 +40,9 @@ class FragilePool(InProcessPool):
 
 
 class FakeExecutor:
-    """An `Executor` over the paged model. Its answers can be blocked."""
+    """An `Executor` (the engine's port to the workers) over a PagedModel. Its answers can be
+    blocked.
+    """
 
     def __init__(self, block_size: int, num_slots: int) -> None:
         self._shape = block_size, num_slots
@@ -55,24 +56,21 @@ class FakeExecutor:
         self.poison: frozenset[int] = frozenset()
         """Tokens that make the workers fail in any step that computes them."""
         self.broken_by: list[set[str]] = []
-        """For each step that made the workers fail: the names of its requests."""
+        """For each step that made the workers fail, the names of its requests."""
 
     @property
     def num_requests(self) -> int:
-        """The number of requests in the batch."""
         return self._model.num_requests
 
     @property
     def num_in_flight(self) -> int:
-        """The number of submitted steps that have no answer yet."""
         return len(self._waiting)
 
     def hold(self) -> None:
-        """Blocks all further answers."""
         self._is_held = True
 
     def let_go(self) -> None:
-        """Sends the blocked answers, and no longer blocks."""
+        """Sends the blocked answers, and does not block further ones."""
         self._is_held = False
         while self._waiting:
             answer, output = self._waiting.popleft()
@@ -125,7 +123,9 @@ def _computed_tokens(plan: SchedulerOutput) -> set[int]:
 
 
 class FakeReplica:
-    """A `PoolAndWorkers` that restores pool and workers as soon as both are available again."""
+    """A `PoolAndWorkers` that restores the pool and the workers as soon as both are available
+    again.
+    """
 
     def __init__(self, pool: FragilePool, executor: FakeExecutor) -> None:
         self.there = asyncio.Event()
@@ -165,7 +165,7 @@ class Inbox:
         self._news.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition that deliveries can make true."""
+        """Waits for a condition that a delivery of tokens or of an end may make true."""
         async with asyncio.timeout(SECONDS):
             while not condition():
                 self._news.clear()
@@ -173,7 +173,9 @@ class Inbox:
 
 
 class ReadinessLog:
-    """A `Readiness` that records each state: "" if steps can run, otherwise the reason."""
+    """A `Readiness` that records each reported state: "" if steps can run, otherwise the reason why
+    not.
+    """
 
     def __init__(self) -> None:
         self.lacks: list[str] = []
@@ -186,7 +188,7 @@ class ReadinessLog:
 
 
 class Watcher:
-    """A `StepObserver` that counts events, and checks that each step that begins also ends."""
+    """A `StepObserver` that counts events, and checks that every step that begins also ends."""
 
     def __init__(self) -> None:
         self.num_planned = 0

@@ -1,6 +1,6 @@
-"""Invariants that every planned step of a scheduler satisfies.
-
-Each check is computed from block tables, tokens and limits, not from the scheduler's own reasons.
+"""Invariants of every planned step, computed from block tables, tokens and limits and not from the
+scheduler's own reasons. They check a Story, a scheduler with the real KV pool's core whose steps
+are recorded.
 """
 
 from collections import Counter
@@ -17,14 +17,13 @@ from tests.scheduler.story import Story
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The running and the waiting requests, each in order, before a step is planned."""
+    """The running and the waiting requests, each in their order, before a step is planned."""
 
     running: list[Request]
     waiting: list[Request]
 
     @classmethod
     def of(cls, story: Story) -> "Before":
-        """Returns the current requests of a story's scheduler."""
         story.scheduler.queues.put_in_order()
         return cls(list(story.scheduler.running), list(story.scheduler.queues.waiting))
 
@@ -42,14 +41,15 @@ def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
 
 
 def check_budget(story: Story, plan: SchedulerOutput) -> None:
-    """A step schedules at most its budget of tokens."""
     assert plan.num_tokens <= _budget(story)
     assert all(count > 0 for count in plan.num_scheduled_tokens)
     assert len(set(plan.requests)) == len(plan.requests)
 
 
 def check_rows(story: Story) -> None:
-    """The workers' batch consists of the running requests, and is no larger than the limit."""
+    """The persistent batch has one row for each running request, and no more rows than the
+    limit.
+    """
     running = story.scheduler.running
     assert len(running) <= _num_rows(story)
     assert story.model.num_requests == len(running)
@@ -57,8 +57,8 @@ def check_rows(story: Story) -> None:
 
 
 def check_nothing_leaks(story: Story) -> None:
-    """Only running requests, and ended ones whose blocks the policy keeps, have blocks. All other
-    blocks are free.
+    """Only running requests, and ended requests whose blocks the scheduling policy retains, have
+    blocks. All other blocks are free.
     """
     core, scheduler = story.pool.core, story.scheduler
     held = () if scheduler.retention is None else scheduler.retention.held
@@ -71,12 +71,12 @@ def check_nothing_leaks(story: Story) -> None:
 
 
 def check_one_owner_of_writable_blocks(story: Story) -> None:
-    """Blocks with positions that a request has still to write belong to no other request."""
+    """A block with positions that a request will write belongs to no other request."""
     running, size = story.scheduler.running, story.config.block_size
     holders = Counter(
         block for request in running for table in _tables(story, request) for block in table
     )
-    holders[NULL_BLOCK] = 1  # stands in block tables for blocks that a group does not need
+    holders[NULL_BLOCK] = 1  # is in tables for blocks that a group does not need
     for request in running:
         assert request.row is not None
         written_next = story.model.next_position(request.row, request.num_computed_tokens)
@@ -86,14 +86,15 @@ def check_one_owner_of_writable_blocks(story: Story) -> None:
 
 
 def check_queue_order(story: Story) -> None:
-    """The queue is in the policy's order."""
     if (rank := ADMISSION_ORDERS.get(story.config.policy)) is not None:
         ranks = [rank(request) for request in story.scheduler.queues.waiting]
         assert ranks == sorted(ranks)
 
 
 def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> None:
-    """Requests are admitted from the head of the queue. A step that preempts admits none."""
+    """Requests are admitted from the head of the queue, in order. A step that preempts admits
+    none.
+    """
     admitted = list(plan.block_tables)
     assert admitted == before.waiting[: len(admitted)]
     assert sorted(map(id, admitted)) == sorted(map(id, plan.new + plan.resumed))
@@ -102,8 +103,8 @@ def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> N
 
 def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> None:
     """The head of the queue is admitted if a batch row, budget and blocks for it are left. It may
-    also wait for a state that this step stores. While other requests run, it may also wait for the
-    headroom of the policy `program`, or for blocks of paused contexts.
+    wait for a recurrent state that this step stores. While other requests run, it may also wait for
+    the headroom of the policy `program`, or for blocks that the policy retains for paused programs.
     """
     config, running = story.config, story.scheduler.running
     head = next(iter(story.scheduler.queues.waiting), None)
@@ -129,9 +130,9 @@ def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> No
 
 
 def check_running_requests_are_served(story: Story, before: Before, plan: SchedulerOutput) -> None:
-    """Every step schedules tokens of the first running request, and of the other ones while budget
-    remains. The request that the policy would preempt last is never preempted. Therefore some
-    running request always ends, and in the end each waiting request runs.
+    """Every step schedules tokens of the first running request, and of the others while budget
+    remains. The request that the policy would preempt last is never preempted. So always some
+    running request reaches its end, and each waiting request runs at last.
     """
     if not before.running:
         return
@@ -157,7 +158,7 @@ def _num_rows(story: Story) -> int:
 
 
 def _only_waits_for_tokens(story: Story, request: Request) -> bool:
-    """Whether a step in flight may sample the request's last token."""
+    """Whether the request's last token may be sampled by a step in flight."""
     return request.num_output_placeholders > 0 and (
         request.num_tokens + 1 >= request.max_num_tokens
         or request.num_computed_tokens + 1 >= story.config.max_model_len
@@ -165,8 +166,8 @@ def _only_waits_for_tokens(story: Story, request: Request) -> bool:
 
 
 def _least_chunk(story: Story) -> int:
-    """The smallest number of tokens that a step can schedule for a request: a block if the model
-    has state-space layers, otherwise one token and its drafts.
+    """The smallest number of tokens that a step can schedule for a request: a block of tokens if
+    the model has state-space layers, otherwise a token and its drafts.
     """
     config = story.config
     return config.block_size if _keeps_states(story) else 1 + config.num_speculative_tokens

@@ -1,9 +1,9 @@
-"""The KV cache of the paged model (tests/scheduler/paged_model.py), whose blocks KV-cache groups
-write and read.
+"""The simulated KV cache of the paged model (tests/scheduler/paged_model.py).
 
-For each position of a block, the cache stores the last written value and the group that wrote it,
-so that a block with two owners is detected. A group reads the positions that its kind of attention
-sees: all, a window, or a chunk. A group of states reads the state after the previous step.
+For each position of a block, the cache stores the last written value and the KV-cache group that
+wrote it, so that a block with two owners is detected. A group reads the positions that its kind of
+attention sees: all, a window, or a chunk. A group of recurrent states reads the state after the
+previous step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,13 +25,16 @@ EMPTY = 0
 
 
 class PagedCache:
-    """Stores keys and values as one digest for each position, and a state as one for its block."""
+    """Stores one digest for each position in place of keys and values, and one for a block's
+    recurrent state.
+    """
 
     def __init__(
         self, block_size: int, groups: Sequence[KVCacheGroup] = (), *, follows_states: bool = True
     ) -> None:
-        """Without `follows_states`, states are neither stored nor checked. With drafts, workers
-        store the state after each draft in a separate block, which this cache does not simulate.
+        """Without `follows_states`, recurrent states are neither stored nor checked. Tests with
+        drafts need this, because workers then store the state after each draft in a block of its
+        own, which this cache does not simulate.
         """
         self._follows_states = follows_states
         self._groups = groups or [KVCacheGroup(AttentionType.FULL, block_size)]
@@ -43,31 +46,28 @@ class PagedCache:
             self._blocks.pop(block, None)
 
     def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Copies blocks, in order."""
         for copy in copies:
             self._blocks[copy.target] = dict(self._blocks.get(copy.source, {}))
 
     def is_held(self, contents: Contents, group: int, position: int, digest: int) -> bool:
-        """Whether a group's block with these contents has the value `digest` of a position. For a
-        state it is the last computed position of the block.
+        """Whether `contents` of a group's block contain `digest` as the value of a position. For
+        recurrent states, the position is the last computed one of the block.
         """
         spec = self._groups[group]
         is_state = spec.attention_type is AttentionType.STATE_SPACE
         return contents.get(_STATE if is_state else position % spec.block_size) == (group, digest)
 
     def contents(self, block: int) -> Contents:
-        """The current contents of a block."""
         return dict(self._blocks.get(block, {}))
 
     def fill(self, block: int, contents: Contents) -> None:
-        """Replaces the contents of a block."""
         self._blocks[block] = dict(contents)
 
     def load(
         self, tables: Tables, digests: Sequence[int], start: int, end: int, state_end: int
     ) -> None:
         """Stores the positions from `start` to `end` in every group, as if loaded from external
-        storage. A group of states stores the state after `state_end` tokens.
+        storage, and in groups of recurrent states the state after `state_end` tokens.
         """
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
             positions = range(start, end)
@@ -80,13 +80,17 @@ class PagedCache:
                     self._store(group, block, position, digests[position])
 
     def garble(self, blocks: Iterable[int]) -> None:
-        """Fills blocks with contents that belong to no sequence, as if a load into them failed."""
+        """Fills blocks with contents that belong to no sequence, as if a load into them had
+        failed.
+        """
         size = max(group.block_size for group in self._groups)
         for block in blocks:
             self._blocks[block] = dict.fromkeys(range(size), (-1, EMPTY))
 
     def is_void(self, tables: Tables, start: int, end: int) -> bool:
-        """Whether a query from `start` to `end` sees a position that belongs to no sequence."""
+        """Whether the queries from `start` to `end` see a position whose contents belong to no
+        sequence.
+        """
         return any(
             self._block(spec, table, position).get(position % spec.block_size, (0, None))[1]
             == EMPTY
@@ -95,8 +99,8 @@ class PagedCache:
         )
 
     def read_states(self, tables: Tables, digests: Sequence[int], start: int) -> None:
-        """Checks the state from which a step continues, in every group of states. Called for all
-        rows of a step before any state is written.
+        """Checks the recurrent state from which a step continues, in every group of states. Called
+        for all rows of a step before a state is written.
         """
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
             if spec.attention_type is AttentionType.STATE_SPACE and start and self._follows_states:
@@ -142,7 +146,7 @@ class PagedCache:
 
 
 def _first_seen(spec: KVCacheGroup, query: int) -> int:
-    """The first position that a query sees. For states it is beyond all positions."""
+    """The first position that a query sees. For recurrent states, a position after all others."""
     match spec.attention_type:
         case AttentionType.FULL:
             return 0

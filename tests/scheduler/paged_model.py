@@ -1,10 +1,10 @@
-"""A simulation of the workers: a deterministic model over a paged KV cache with real contents.
+"""A simulation of the workers: a deterministic model over a paged KV cache that stores contents.
 
-The value that the cache stores for a position is a digest of the whole sequence up to it. Before
+The value that the cache stores for a position is a digest of the sequence up to it. Before
 sampling, the model reads through the block tables every position that its layers see, and fails if
-a position does not contain the value of this sequence. A block that was wrongly shared, published
-too early, freed too early or not recomputed is thus detected at the first token that depends on it.
-With speculation the model proposes drafts. Values of rejected drafts remain stored until they are
+a position has not the value of this sequence. So a block that was wrongly shared, published too
+early, freed too early or not recomputed is detected at the first token that depends on it. With
+speculation the model proposes drafts. Values of rejected drafts remain stored until they are
 overwritten.
 """
 
@@ -28,7 +28,6 @@ def next_token(token_ids: Sequence[int]) -> int:
 
 
 def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The `num_tokens` tokens with which the model continues a prompt."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids))
@@ -36,16 +35,16 @@ def continuation(prompt: Sequence[int], num_tokens: int) -> list[int]:
 
 
 def is_right(num_tokens: int, index: int) -> bool:
-    """Whether draft `index` after `num_tokens` tokens is right, as about seven in ten drafts are.
-    The others are off by one.
+    """Whether draft `index` after `num_tokens` tokens is right. About seven in ten drafts are. The
+    others are off by one.
     """
     return (num_tokens * 7 + index * 13) % 10 < 7
 
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that enters the batch. `root` is its salt and adapter. Its block hashes depend on
-    `root`, tokens, and items (such as images).
+    """A request that enters the persistent batch. `root` is its salt and adapter. Its block hashes
+    depend on `root`, its tokens, and its multimodal items.
     """
 
     row_index: int
@@ -69,8 +68,9 @@ class Work:
 
 
 class StoredTokens:
-    """Tokens, and the value that the cache stores for each position: a digest of the root, of all
-    tokens up to the position, and of their items.
+    """A sequence: its tokens, and the value that the cache stores for each position, which is a
+    digest of the root (salt and adapter), of all tokens up to the position, and of their multimodal
+    items.
     """
 
     def __init__(
@@ -87,14 +87,13 @@ class StoredTokens:
         self.append(token_ids)
 
     def append(self, token_ids: Iterable[int]) -> None:
-        """Appends tokens and their values."""
         further = list(token_ids)
         digests = self.digests_of(further)
         self.token_ids += further
         self.digests += digests
 
     def digests_of(self, further: Iterable[int]) -> list[int]:
-        """The values of further tokens, which are not appended."""
+        """The values of `further` tokens after the sequence, without appending them."""
         digest, digests = self.digests[-1] if self.digests else self._root, []
         for position, token_id in enumerate(further, len(self.digests)):
             digest = hash((digest, token_id, self._items.get(position)))
@@ -103,7 +102,7 @@ class StoredTokens:
 
 
 class _Row(StoredTokens):
-    """A request in the batch."""
+    """The row of a request in the persistent batch."""
 
     def __init__(self, new: NewRow) -> None:
         super().__init__(new.token_ids, new.root, new.items)
@@ -117,7 +116,9 @@ class _Row(StoredTokens):
         del self.token_ids[num_tokens:], self.digests[num_tokens:]
 
     def continuation(self, num_tokens: int) -> list[int]:
-        """The tokens with which the model continues the row, as the row's grammar allows."""
+        """The tokens with which the model continues the sequence, restricted by the row's
+        grammar.
+        """
         if self._grammar is None:
             return continuation(self.token_ids, num_tokens)
         longer = list(self.token_ids)
@@ -127,7 +128,9 @@ class _Row(StoredTokens):
         return longer[len(self.token_ids) :]
 
     def proposals(self, num_tokens: int) -> list[int]:
-        """Drafts for the row. From the first draft that the grammar refuses on, they are -1."""
+        """Drafts for the row. The first draft that the grammar refuses and all later ones are
+        -1.
+        """
         drafts = [
             token_id if is_right(len(self.token_ids), index) else token_id + 1
             for index, token_id in enumerate(self.continuation(num_tokens))
@@ -153,7 +156,9 @@ class _Row(StoredTokens):
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The positions of one row that a step computes, from `start` to `end`. Drafts are the last."""
+    """The positions from `start` to `end` of one row, which a step computes. The last ones may be
+    drafts.
+    """
 
     row: _Row
     start: int
@@ -165,7 +170,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """A planned step as the message that workers would receive."""
+    """A planned step, as in the message that workers receive."""
 
     removed_rows: Sequence[int]
     entering: Sequence[NewRow]
@@ -212,7 +217,7 @@ def work_of(
 
 
 class PagedModel:
-    """A worker's persistent batch and its cache."""
+    """A worker's persistent batch and KV cache."""
 
     def __init__(
         self,
@@ -231,12 +236,11 @@ class PagedModel:
 
     @property
     def num_requests(self) -> int:
-        """The number of requests in the batch."""
         return len(self._rows)
 
     def next_position(self, row_index: int, num_computed: int) -> int:
-        """The next position that a row writes. A step that was planned while the previous step ran
-        counts all drafts of the previous step as computed, but the row has only the accepted ones.
+        """The next position that a row writes. If the step was planned while the previous step ran,
+        it counts all drafts of the previous step as computed, but the row has only those accepted.
         """
         if not self._num_speculative_tokens:
             return num_computed
@@ -249,8 +253,8 @@ class PagedModel:
     def run_work(
         self, step: "StepWork", names: Collection[str] = (), invalid: Collection[int] = ()
     ) -> ModelRunnerOutput:
-        """Runs a step. The requests in `names`, and those with `invalid` blocks, store values that
-        belong to no sequence.
+        """Runs a step. Requests in `names`, and requests with blocks in `invalid`, store values
+        that belong to no sequence.
         """
         self.cache.garble(invalid)
         self._void, self.void_names = (names, frozenset(invalid)), set()
@@ -283,7 +287,7 @@ class PagedModel:
         }
 
     def take_back(self, request: Request) -> None:
-        """Drops the last tokens of a request's row, which the scheduler has not accepted."""
+        """Drops the last tokens of a request's row, which the scheduler did not accept."""
         row = None if request.row is None else self._rows.get(request.row)
         if row is not None and row.name == request.request_id:
             row.take_back(request.num_tokens)
@@ -297,8 +301,8 @@ class PagedModel:
         zeroed: Iterable[int] = (),
         copies: Iterable[BlockCopy] = (),
     ) -> list[list[int]]:
-        """Runs a step. Returns the sampled tokens of each request: the accepted drafts and one more
-        token, or none if the step ends inside the prompt.
+        """Runs a step. Returns the sampled tokens of each request: its accepted drafts and one more
+        token, or none if the step ends inside its prompt.
         """
         for row_index in removed:
             assert self._rows.pop(row_index, None) is not None, f"row {row_index} was empty"
@@ -323,8 +327,8 @@ class PagedModel:
         return [self._sample(running) for running in passes]
 
     def _begin(self, work: Work, has_just_entered: bool) -> _Pass:
-        """Starts the work of a row. Drafts of -1 stand for the drafts that the model proposes. In a
-        row that has just entered they are padding.
+        """Starts the work of a row. Drafts of -1 stand for the drafts that the model proposed, or
+        are padding if the row has just entered.
         """
         row, drafts = self._rows[work.row_index], work.drafts
         if -1 in drafts and not has_just_entered:

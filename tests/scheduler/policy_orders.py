@@ -1,6 +1,6 @@
-"""For some policies, the orders in which requests are admitted and preempted.
+"""For some scheduling policies, the orders in which requests are admitted and preempted.
 
-tests/scheduler/invariants.py checks them. Without an entry for a policy, the order is not checked.
+The checks of tests/scheduler/invariants.py use them, and skip a policy without an entry.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ ADMISSION_ORDERS: dict[str, Callable[[Request], Any]] = {
     ),
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""Sort keys of the queue. With FCFS, preempted requests come before all others."""
+"""For each policy, the sort key of the queue. With FCFS, preempted requests precede all others."""
 VICTIM_ORDERS: dict[str, Callable[[Request], Any]] = {
     "fcfs": lambda request: request.admission_number,
     "priority": lambda request: (request.priority, request.arrival_time),
 }
-"""Sort keys of the running requests. The last request in this order is preempted first."""
+"""For each policy, the sort key of running requests. The last in this order is preempted first."""

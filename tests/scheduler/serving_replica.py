@@ -1,5 +1,5 @@
-"""A running replica: a real scheduler and pool, and workers that the test chooses. The default is a
-worker without a model.
+"""A running replica: a real scheduler and pool, and workers that the test chooses, by default one
+without a model.
 """
 
 import asyncio
@@ -39,7 +39,6 @@ def sampling(max_tokens: int = 8, **fields: Any) -> common_pb2.SamplingParams:
 
 
 def add_request(handle: int, prompt: Sequence[int], **fields: Any) -> scheduler_pb2.AddRequest:
-    """A request message as a gateway sends it."""
     defaults = {
         "request_id": f"request-{handle}",
         "prompt_token_ids": pack_token_ids(prompt),
@@ -50,7 +49,7 @@ def add_request(handle: int, prompt: Sequence[int], **fields: Any) -> scheduler_
 
 @dataclass(slots=True)
 class Heard:
-    """The data that a gateway's session received for one request."""
+    """The data that a gateway received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None
@@ -60,7 +59,7 @@ class Heard:
 
 
 class Gateway:
-    """The gateway's side of a session with a scheduler."""
+    """The gateway's side of the stream (session) that it has open with a scheduler."""
 
     def __init__(self, stub: scheduler_pb2_grpc.SchedulerStub) -> None:
         self.call = stub.Session()
@@ -70,7 +69,9 @@ class Gateway:
         self.loads: list[scheduler_pb2.ReplicaLoad] = []
         self.heard: dict[int, Heard] = {}
         self._admitted: set[int] = set()
-        """Handles of the requests that were admitted in their current turn."""
+        """Handles of the requests that were admitted. For a client's session, admitted in its
+        current turn.
+        """
         self.error: Exception | None = None
         self._num_sent = self._num_received = 0
         self.taken = 0, 0
@@ -79,7 +80,7 @@ class Gateway:
 
     @property
     def state(self) -> scheduler_pb2.ReplicaState | None:
-        """The last received state of the replica."""
+        """The last state of the replica that the scheduler reported."""
         return self.states[-1] if self.states else None
 
     async def open(
@@ -93,13 +94,11 @@ class Gateway:
         return self.opened
 
     async def say(self, **message: Any) -> None:
-        """Sends one message."""
         self._num_sent += 1
         numbered = {"number": self._num_sent} | message
         await self.call.write(scheduler_pb2.SessionRequest(**numbered))
 
     async def add(self, handle: int, prompt: Sequence[int], **fields: Any) -> None:
-        """Sends a request."""
         self.heard[handle] = Heard()
         self._admitted.discard(handle)
         await self.say(add=add_request(handle, prompt, **fields))
@@ -107,7 +106,9 @@ class Gateway:
     async def add_chunk(
         self, handle: int, num_tokens: int, chunk: Sequence[int], **fields: Any
     ) -> None:
-        """Sends further input to a client's session that has `num_tokens` tokens."""
+        """Sends further input to a client's session (a request with several turns) that has
+        `num_tokens` tokens.
+        """
         defaults = {
             "request_id": f"request-{handle}",
             "token_ids": pack_token_ids(chunk),
@@ -124,7 +125,6 @@ class Gateway:
         return heard.tokens
 
     async def abort(self, *handles: int) -> None:
-        """Aborts requests."""
         await self.say(abort=scheduler_pb2.AbortRequests(handles=handles))
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -145,12 +145,12 @@ class Gateway:
         )
 
     async def until_ended(self) -> None:
-        """Waits until the scheduler ends the stream."""
+        """Waits until the scheduler ends the stream of the gateway's session."""
         await asyncio.wait({self._reader}, timeout=SECONDS)
         assert self._reader.done()
 
     async def close(self) -> None:
-        """Disconnects without ending the session."""
+        """Disconnects without ending the gateway's session."""
         self.call.cancel()
         await asyncio.wait({self._reader})
 
@@ -205,17 +205,16 @@ class Gateway:
 
 
 class Worker(Protocol):
-    """One rank, served from the test's process."""
+    """A worker of one rank that the test's process serves."""
 
     async def start(self) -> str:
         """Starts to serve. Returns the address."""
 
-    async def stop(self) -> None:
-        """Ends every stream and closes the port."""
+    async def stop(self) -> None: ...
 
 
 class Pool:
-    """The pool service. It can be stopped, and restarted at the same address."""
+    """The pool service. Tests can stop it, and restart it at the same address."""
 
     def __init__(self, exporter: Any = None) -> None:
         self._exporter = exporter
@@ -223,7 +222,9 @@ class Pool:
         self._service: PoolService | None = None
 
     async def start(self) -> str:
-        """Starts to serve, after a stop at the previous address. Returns the address."""
+        """Starts to serve, at the address of the last start if there was one. Returns the
+        address.
+        """
         tracing = configure_tracing("kvpool", "", 1.0, exporter=self._exporter)
         settings = KVPoolSettings(address=self._address, drain_seconds=0.0)
         self._service = PoolService(settings, tracing)
@@ -231,13 +232,12 @@ class Pool:
         return self._address
 
     async def stop(self) -> None:
-        """Stops the service and drops its state, like a crash."""
+        """Stops the service, which loses its blocks, like a crash."""
         if self._service is not None:
             service, self._service = self._service, None
             await service.drain()
 
     async def stats(self) -> kvpool_pb2.PoolStats:
-        """The statistics of the service's only pool."""
         async with open_channel(self._address) as channel:
             answer = await kvpool_pb2_grpc.KVPoolStub(channel).GetStats(
                 kvpool_pb2.GetStatsRequest()
@@ -248,7 +248,7 @@ class Pool:
 
 @dataclass(slots=True)
 class Replica:
-    """A running scheduler, and the parts of its replica."""
+    """A running scheduler, with the pool and the workers of its replica."""
 
     address: str
     stub: scheduler_pb2_grpc.SchedulerStub
@@ -263,7 +263,7 @@ class Replica:
 
     @property
     def worker(self) -> FakeWorker:
-        """The first rank. It has no model."""
+        """The first rank, which must be a FakeWorker."""
         worker = self.workers[0]
         assert isinstance(worker, FakeWorker)
         return worker
@@ -287,8 +287,8 @@ class Replica:
     @asynccontextmanager
     async def planning_together(self, num_requests: int) -> AsyncIterator[None]:
         """Pauses the scheduler until the `num_requests` requests that the `async with` block sends
-        are all queued, so that the next step can admit them together. No request may run before.
-        The worker stays blocked.
+        are queued, so that one step can admit them together. No request may run before. Afterwards
+        the worker is still blocked.
         """
         self.worker.going.clear()
         await self.admin.Pause(
@@ -299,7 +299,9 @@ class Replica:
         await self.admin.Resume(scheduler_pb2.ResumeRequest())
 
     async def until_idle(self) -> None:
-        """Waits until no request runs or waits, and no block and no row of the batch is in use."""
+        """Waits until no request runs or waits, and no blocks and no rows of the persistent batch
+        are in use.
+        """
         await self.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_IDLE)
         stats = await self.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
@@ -312,7 +314,9 @@ class Replica:
 async def serving_replica(
     *workers: Worker, pool: Pool | None = None, cuttable: bool = False, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """Starts a replica. With `cuttable`, a proxy between scheduler and pool can be cut."""
+    """Starts a replica. With `cuttable`, a proxy lies between scheduler and pool, which a test can
+    cut.
+    """
     ranks = list(workers) or [FakeWorker()]
     pool = pool or Pool()
     async with AsyncExitStack() as stack:
@@ -368,7 +372,9 @@ async def gateway_of(replica: Replica) -> AsyncIterator[Gateway]:
 async def until_serving(
     channel: grpc.aio.Channel, serving: asyncio.Task[None] | None = None
 ) -> None:
-    """Waits until the health check reports SERVING. Raises the server's error if it has ended."""
+    """Waits until the health check reports SERVING. If the task `serving` has failed, raises its
+    error.
+    """
     health = health_pb2_grpc.HealthStub(channel)
     async with asyncio.timeout(SECONDS):
         while True:

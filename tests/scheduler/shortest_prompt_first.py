@@ -1,4 +1,6 @@
-"""An example of a scheduling policy. To add it takes one more line, in the table of policies."""
+"""An example of a scheduling policy. Only one more line, in the table of policies, is needed to add
+it.
+"""
 
 from bisect import insort
 
@@ -13,8 +15,7 @@ class ShortestPromptFirstPolicy:
     uses_priority = False
     retention = None
 
-    def __init__(self, _parts: PolicyParts) -> None:
-        """Uses none of the scheduler's parts."""
+    def __init__(self, _parts: PolicyParts) -> None: ...
 
     def create_request_queue(self) -> RequestQueue:
         return ShortestPromptFirstQueue()

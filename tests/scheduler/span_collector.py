@@ -1,4 +1,6 @@
-"""An OTLP collector that stores received spans, in the same form as `seen` those of an exporter."""
+"""An OTLP collector that stores received spans, and a function that converts the spans of an
+in-memory exporter to the same form.
+"""
 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +31,9 @@ class Seen:
 
 
 class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Serves from a thread of its own, because exporters may block the test's thread."""
+    """Collects spans. It serves from a thread of its own, because exporters may block the test's
+    thread.
+    """
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []
@@ -41,7 +45,6 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
         self._server.start()
 
     def close(self) -> None:
-        """Stops the server."""
         self._server.stop(0).wait()
 
     def Export(  # noqa: N802
@@ -58,7 +61,7 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def seen(spans: Iterable[ReadableSpan]) -> list[Seen]:
-    """The finished spans of an in-memory exporter."""
+    """Converts the finished spans of an in-memory exporter."""
     return [
         Seen(
             span.name,

@@ -1,4 +1,6 @@
-"""Helpers for worked examples of scheduling. Requests have names, and each step is recorded."""
+"""Helpers for worked examples of scheduling. Requests have names, and the results of each step are
+recorded.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +28,7 @@ def prompt(num_tokens: int, first: int = 100) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """The results of a step, by request name."""
+    """The results of a step. Requests are identified by name."""
 
     granted: dict[str, int]
     """Number of scheduled tokens of each request, in scheduling order."""
@@ -47,7 +49,9 @@ class StepRecord:
 
 
 class Story:
-    """A scheduler with the real core of the KV pool, which `through` may wrap."""
+    """A scheduler and the real core of the KV pool. `through` may wrap the pool. Each step is
+    recorded.
+    """
 
     def __init__(
         self,
@@ -84,7 +88,6 @@ class Story:
         min_tokens: int = 0,
         **fields: Any,
     ) -> Request:
-        """Adds a request to the queue. `fields` are further fields of `Request`."""
         self._num_requests += 1
         fields = {"num_prompt_tokens": len(token_ids), "arrival_time": self._num_requests} | fields
         request = Request(
@@ -106,8 +109,8 @@ class Story:
     async def step(
         self, meanwhile: Callable[[SchedulerOutput], None] = lambda _: None
     ) -> StepRecord:
-        """Plans a step, calls `meanwhile` with the plan, and processes the output of the step, or
-        with asynchronous scheduling of the previous step. Checks the pool's invariants.
+        """Plans a step and calls `meanwhile` with the plan. Then processes the output of the step
+        or, with asynchronous scheduling, of the step before. Checks the pool's invariants.
         """
         before = self.pool.num_transactions
         plan = await self.scheduler.schedule()
@@ -148,18 +151,17 @@ class Story:
             self.take_in(*self._in_flight.popleft())
 
     def lose(self) -> None:
-        """Replaces pool and workers by empty ones, and drops the steps in flight."""
+        """Replaces the pool and the workers by empty ones, and drops the steps in flight."""
         self._in_flight.clear()
         self.scheduler.forget_pool()
         self.pool.core = PoolCore(self.pool.core.config)
         self.model = self._new_model()
 
     async def steps(self, count: int) -> list[StepRecord]:
-        """Runs several steps."""
         return [await self.step() for _ in range(count)]
 
     async def run(self, max_steps: int = 1000) -> list[StepRecord]:
-        """Runs steps until nothing is left to compute, and to send to pool and workers."""
+        """Runs steps until nothing is left to compute or to send to the pool and the workers."""
         told = []
         while self.has_work:
             told.append(await self.step())
@@ -189,5 +191,4 @@ class Story:
 
 
 def names(requests: Iterable[Request]) -> list[str]:
-    """The names of requests."""
     return [request.request_id for request in requests]

@@ -1,4 +1,4 @@
-"""Workers whose steps take a given time of the event loop, one step after another."""
+"""Simulated workers whose steps take a given time of the event loop and run one after another."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -18,13 +18,12 @@ class TimedStep:
     ended: float
 
     def has(self, name: str) -> bool:
-        """Whether the step contains a request."""
         return any(request.request_id == name for request in self.plan.requests)
 
 
 class TimedExecutor(FakeExecutor):
-    """An `Executor` over the paged model whose steps take `step_seconds`. A step that arrives while
-    another step runs begins when the other step ends.
+    """An `Executor` (the engine's port to the workers) whose steps take `step_seconds`. A step that
+    arrives while another runs begins when the other ends.
     """
 
     def __init__(self, block_size: int, num_slots: int, step_seconds: float) -> None:
@@ -37,12 +36,11 @@ class TimedExecutor(FakeExecutor):
 
     @property
     def gaps(self) -> list[float]:
-        """The workers' idle time before each step except the first."""
+        """The time before each step, except the first, in which no step ran."""
         return [after.began - before.ended for before, after in pairwise(self.steps)]
 
     @property
     def num_begun(self) -> int:
-        """The number of steps that have begun."""
         now = asyncio.get_running_loop().time()
         return sum(step.began <= now for step in self.steps)
 

@@ -1,4 +1,6 @@
-"""A worker without a model whose steps take a given time, and which reports measured times."""
+"""A worker without a model, whose steps take a given time, and which reports the measured times of
+steps.
+"""
 
 import asyncio
 import time
@@ -27,7 +29,7 @@ class Ran:
 
 
 class TimedWorker(FakeWorker):
-    """One rank. A step that arrives while another step runs begins when the other step ends."""
+    """One rank. A step that arrives while another runs begins when the other ends."""
 
     def __init__(self, step_seconds: float) -> None:
         super().__init__()

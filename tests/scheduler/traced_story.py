@@ -1,4 +1,4 @@
-"""Worked examples of scheduling with traces, and a clock that the test advances."""
+"""Worked examples of scheduling that are traced, with a clock that the test advances."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SECOND = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A span as a bar of a waterfall: start and end in seconds, and child spans."""
+    """A span as a bar in a waterfall chart: its start and end in seconds, and its child spans."""
 
     name: str
     start: float
@@ -28,8 +28,9 @@ class Bar:
 
 
 class TracedStory(Story):
-    """A story whose steps a `StepTracer` observes. Planning takes no time. A step takes one second
-    by default, of which the workers compute for nine tenths.
+    """A Story (a scheduler and pool whose steps are recorded) whose steps a `StepTracer` observes.
+    Planning takes no time. A step takes one second by default, and the workers compute for nine
+    tenths of it.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class TracedStory(Story):
     def arrive(
         self, name: str, token_ids: list[int], *, sampled: bool = True, **fields: Any
     ) -> Request:
-        """Adds a request whose trace id is `trace_id_of` its name."""
+        """Adds a request. Its trace id is `trace_id_of(name)`."""
         traceparent = f"00-{trace_id_of(name):032x}-{1:016x}-01" if sampled else ""
         request = self.add(name, token_ids, traceparent=traceparent, **fields)
         request.queued_unix_nanos = self.now
@@ -61,7 +62,6 @@ class TracedStory(Story):
         return request
 
     def wait(self, seconds: float) -> None:
-        """Advances the clock."""
         self.now += round(seconds * SECOND)
 
     async def plan(self) -> SchedulerOutput:
@@ -81,24 +81,22 @@ class TracedStory(Story):
             self.tracer.done(plan, update)
 
     async def watched_step(self, seconds: float = 1.0) -> SchedulerOutput:
-        """Plans a step and completes it."""
         plan = await self.plan()
         self.complete(plan, seconds)
         return plan
 
     async def to_the_end(self) -> None:
-        """Runs steps until all requests have ended."""
         while self.scheduler.requests:
             await self.watched_step()
 
     def spans(self, request: str | None = None) -> list[Seen]:
-        """The spans recorded so far, of one request or of all."""
+        """The spans recorded so far, of one request or of all requests."""
         found = seen(self.exporter.get_finished_spans())
         wanted = None if request is None else trace_id_of(request)
         return [span for span in found if wanted is None or span.trace_id == wanted]
 
     def span(self, name: str, request: str) -> Seen:
-        """The only span with this name of a request."""
+        """The only span of a request with this name."""
         (span,) = [span for span in self.spans(request) if span.name == name]
         return span
 
@@ -110,7 +108,7 @@ class TracedStory(Story):
 
 
 def trace_id_of(name: str) -> int:
-    """A trace id that is different for each name."""
+    """A trace id, different for each name."""
     return int.from_bytes(b"trace" + name.encode()[:8], "big")
 
 

@@ -1,4 +1,4 @@
-"""A client of vllm.grpc.engine, with the published protobuf stubs."""
+"""A client of vLLM's gRPC service vllm.grpc.engine, with the published protobuf stubs."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ def generate_request(
     sampling: dict[str, Any] | None = None,
     **fields: Any,
 ) -> vllm_engine_pb2.GenerateRequest:
-    """A request for tokens, by default with greedy sampling."""
+    """A request for tokens. By default they are sampled greedily."""
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens, **(sampling or {})}
     return vllm_engine_pb2.GenerateRequest(
         request_id=request_id,
@@ -50,7 +50,7 @@ async def vllm_replica(
 async def complete(
     stub: vllm_engine_pb2_grpc.VllmEngineStub, request: vllm_engine_pb2.GenerateRequest
 ) -> list[vllm_engine_pb2.GenerateComplete]:
-    """Calls Generate without streaming. Returns the answers, ordered by their index."""
+    """Calls Generate without streaming. Returns the completions, ordered by their index."""
     responses = [response async for response in stub.Generate(request)]
     assert all(response.WhichOneof("response") == "complete" for response in responses)
     return sorted((response.complete for response in responses), key=lambda one: one.index)

@@ -1,7 +1,8 @@
-"""A consumer of KV events that was written for vLLM: its structs, and its view of the KV cache.
+"""A consumer of KV events as it would be written for vLLM: vLLM's structs, and a view of the cached
+blocks.
 
-The structs are copies of vLLM's (`vllm/distributed/kv_events.py`), field by field. No code of the
-services is used for decoding.
+The structs are copies of vLLM's (`vllm/distributed/kv_events.py`), field by field. Decoding uses no
+code of the services.
 """
 
 import asyncio
@@ -76,27 +77,26 @@ class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 
 @dataclass(slots=True)
 class CacheView:
-    """The cached blocks, as a router tracks them. Hashes are recomputed from the tokens, so that a
-    wrong token, parent or salt is detected. The parent of a block may be reported later, as a block
-    of another KV-cache group.
+    """The cached blocks, as a router tracks them from events. It recomputes the hashes from tokens,
+    so that a wrong token, parent or salt is detected. The event of a block's parent may arrive
+    later, as that of a block of another KV-cache group.
     """
 
     root: bytes
     hash_block_size: int | None = None
-    """The number of tokens of a hash, or None for the block size. Events have only the last hash of
-    each block.
+    """The number of tokens that a hash covers. None for the block size. If blocks have several
+    hashes, events contain only the last of each block.
     """
     stored: dict[int, set[int]] = field(default_factory=dict)
     """Maps each KV-cache group to the hashes of its cached blocks."""
     adapter_digests: Mapping[str, bytes] = field(default_factory=dict)
     """Maps adapters' names to the digests of their contents, on which block hashes depend."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
-    """Maps each 64-bit hash so far to its full digest, also for hashes that end inside blocks."""
+    """Maps each known 64-bit hash to its full digest, including hashes that end inside blocks."""
     orphans: list[BlockStored] = field(default_factory=list)
-    """Events whose parent is still unknown."""
+    """Events of blocks whose parent is still unknown."""
 
     def apply(self, events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        """Applies events."""
         for event in events:
             match event:
                 case BlockStored():
@@ -115,7 +115,7 @@ class CacheView:
 
     @property
     def hashes(self) -> dict[int, set[int]]:
-        """Maps each KV-cache group that has cached blocks to their hashes."""
+        """Maps each KV-cache group that has cached blocks to the hashes of these blocks."""
         return {group: hashes for group, hashes in self.stored.items() if hashes}
 
     def _knows_parent(self, event: BlockStored) -> bool:
@@ -161,11 +161,12 @@ class Subscriber:
         return topic, int.from_bytes(sequence, "big"), payload
 
     async def ask(self, frames: list[bytes]) -> None:
-        """Sends a replay request."""
         await self._replay.send_multipart(frames)
 
     async def replay(self, begin: int) -> list[tuple[bytes, int, bytes]]:
-        """Requests and returns the publisher's stored batches from sequence number `begin` on."""
+        """Requests the batches that the publisher has stored, from sequence number `begin` on.
+        Returns them.
+        """
         await self.ask([b"", begin.to_bytes(8, "big")])
         batches = []
         async with asyncio.timeout(SECONDS):
@@ -178,7 +179,6 @@ class Subscriber:
                 batches.append((topic, int.from_bytes(sequence, "big"), payload))
 
     def close(self) -> None:
-        """Closes the subscription."""
         self._context.destroy(linger=0)
 
 
@@ -190,7 +190,7 @@ def decode(payload: bytes) -> Sequence[BlockStored | BlockRemoved | AllBlocksCle
 
 
 async def pool_hashes(pool_address: str, pool_id: str = "replica-0") -> dict[int, set[int]]:
-    """Maps each KV-cache group to its cached hashes, as the pool service reports them."""
+    """Maps each KV-cache group to its cached hashes, according to the pool service."""
     async with open_channel(pool_address) as channel:
         stub = kvpool_pb2_grpc.KVPoolStub(channel)
         watching = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id=pool_id))

@@ -1,4 +1,6 @@
-"""Random worlds: the configuration of a replica, the arrivals of requests, and incidents."""
+"""Random worlds: the configuration of a replica, its arriving requests, and incidents such as
+losses.
+"""
 
 import enum
 from collections.abc import Sequence
@@ -21,11 +23,11 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Choices decoded from bytes, one byte each. When the bytes are used up, the first option is
-    chosen.
+    """Choices decoded from bytes, one byte each. After the last byte, every choice is its first
+    option.
 
-    Hypothesis draws a whole world as a few byte strings, which is much faster than a draw for each
-    choice, and shrinks the bytes towards zeros, which are the simplest world.
+    Hypothesis draws a whole world as a few byte strings, which is much faster than one draw for
+    each choice. It shrinks bytes towards zeros, which decode to the simplest world.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -46,14 +48,14 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request that arrives before a step. It may be aborted before step `abort_at` is planned, or
-    with `abort_mid_step` between the plan and the output of that step.
+    """A request that arrives before a step. It may be aborted at step `abort_at`: before the step
+    is planned or, with `abort_mid_step`, between the step's plan and its output.
     """
 
     step: int
     token_ids: list[int]
     num_output: int
-    """How many of the last tokens are output, which was already delivered."""
+    """How many of the last tokens are output that the client already has."""
     max_tokens: int
     ending_token_ids: frozenset[int]
     priority: int
@@ -64,7 +66,6 @@ class Arrival:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """The number of prompt tokens."""
         return len(self.token_ids) - self.num_output
 
 
@@ -80,9 +81,9 @@ class Incident(enum.Enum):
     PAUSE = enum.auto()
     """Nothing is planned for some steps."""
     PAUSE_AND_ABORT = enum.auto()
-    """Nothing is planned for some steps, and all requests are aborted."""
+    """All requests are aborted, and nothing is planned for some steps."""
     LOSS = enum.auto()
-    """Pool and workers are lost between two steps."""
+    """The pool and the workers are lost between two steps."""
     LOSS_MID_STEP = enum.auto()
     """The pool is lost after some transactions, possibly within a step."""
 
@@ -100,7 +101,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A replica, and the events that happen to it."""
+    """A replica, its requests and its incidents."""
 
     config: dict[str, Any]
     arrivals: list[Arrival]
@@ -113,7 +114,7 @@ class World:
 
 
 def worlds(**config: Any) -> st.SearchStrategy[World]:
-    """Random worlds. The configuration has the given values."""
+    """Random worlds. `config` sets values of their configurations."""
     return st.tuples(
         st.binary(min_size=40, max_size=40),
         st.lists(st.binary(min_size=16, max_size=16), min_size=1, max_size=MAX_ARRIVALS),
@@ -130,9 +131,9 @@ def _world(fixed: dict[str, Any], config: bytes, arrivals: Sequence[bytes], even
 
 
 def _config(choices: Choices) -> dict[str, Any]:
-    """A configuration. The pool can store the longest sequence, and not much more than two such
-    sequences. The budget of a step is at least one token with its drafts, without chunked prefill a
-    whole sequence, and with state-space layers a block.
+    """A configuration. The pool fits the longest sequence, and not much more than two such
+    sequences. The budget of a step fits a token with its drafts, without chunked prefill a whole
+    sequence, and with state-space layers a block.
     """
     num_drafts = choices.among(0, 0, 0, 1, 2, 3)
     max_model_len = MAX_PROMPT + 4 + choices.below(MAX_OUTPUT - 4)
@@ -174,8 +175,8 @@ def _config(choices: Choices) -> dict[str, Any]:
 
 
 def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """KV-cache groups: one group of full attention in half of the worlds, otherwise one to three
-    groups of any kind.
+    """KV-cache groups: in half of the worlds one group of full attention, otherwise one to three of
+    any kind.
     """
     if not choices.one_in(2):
         return (KVCacheGroup(AttentionType.FULL, block_size),)
@@ -194,8 +195,8 @@ def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
 
 
 def _arrival(choices: Choices) -> Arrival:
-    """A request. Prompts have few different beginnings, so that they share prefixes. Some prompts
-    contain the answer to a shorter prompt, like a second turn.
+    """A request. Prompts have few different beginnings, so that many share prefixes. Some contain a
+    shorter prompt and its answer, like a second turn of a conversation.
     """
     stem, own = choices.among(100, 500), 3 + choices.below(2)
     prompt = [*range(stem, stem + choices.among(0, 4, 9, 14)), *[own] * (1 + choices.below(2))]
@@ -222,7 +223,6 @@ def _arrival(choices: Choices) -> Arrival:
 
 
 def _events(choices: Choices) -> list[Event]:
-    """Random events, at most one for each step."""
     events: dict[int, Event] = {}
     for _ in range(MAX_EVENTS):
         incident = choices.among(None, None, *Incident)

@@ -1,4 +1,4 @@
-"""The native kernels for tests. They are compiled once, and reused in later sessions."""
+"""Fixtures of the native kernels, which are compiled once and reused in later test sessions."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from services.worker.backends.native.library import Functions, functions_by_dtyp
 
 @dataclass(frozen=True)
 class Native:
-    """The native kernels for a data type, and the tolerance of their results."""
+    """The native kernels for a data type, and the tolerated error of their results."""
 
     kernels: NativeKernels
     functions: Functions

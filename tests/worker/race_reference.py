@@ -1,4 +1,6 @@
-"""A reference of the sampling race in plain Python. It shares no code with the sampler."""
+"""A reference in plain Python for the race of exponential variates by which tokens are sampled. It
+shares no code with the sampler.
+"""
 
 import math
 
@@ -6,7 +8,9 @@ _MASK = 2**64 - 1
 
 
 def philox_states(seed: int, position: int) -> tuple[int, int]:
-    """The two random states of a seed and a position: one for blocks and one for tokens."""
+    """The two random states of a seed and a position: the first for blocks of tokens and the second
+    for tokens.
+    """
     c = [position & 0xFFFFFFFF, position >> 32, 0, 0]
     k = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
@@ -22,7 +26,7 @@ def philox_states(seed: int, position: int) -> tuple[int, int]:
 
 
 def split_mix_64(state: int, index: int) -> int:
-    """Word number `index` of the random generator SplitMix64."""
+    """Word `index` of the random generator SplitMix64."""
     z = (state + index * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK

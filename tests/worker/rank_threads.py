@@ -1,4 +1,4 @@
-"""Ranks of one group as threads of the test's process."""
+"""The ranks of a tensor-parallel group as threads of the test's process."""
 
 import threading
 from collections.abc import Callable
@@ -27,12 +27,14 @@ def free_port() -> int:
 
 @cache
 def native_kernels() -> Kernels:
-    """The compiled kernels. With these kernels, collectives use shared memory."""
+    """The compiled kernels, with which collectives use shared memory."""
     return select_kernels(KernelsSetting.NATIVE, default_cache_directory(), lambda: None)
 
 
 class RankThread:
-    """A rank. `broken` has the reason if its group broke. Torch's kernels use gloo."""
+    """A rank. `broken` is the reason if its group broke. With torch's kernels, collectives use
+    gloo.
+    """
 
     def __init__(
         self, rank: int, size: int, port: int, timeouts: Timeouts, kernels: Kernels
@@ -53,7 +55,7 @@ def on_ranks(
     timeouts: Timeouts = TIMEOUTS,
     kernels: Kernels | None = None,
 ) -> list[T]:
-    """Runs `work` on each rank, and returns the results in rank order. Every group is closed at the
+    """Runs `work` on each rank, and returns the results in rank order. Closes every group at the
     end. By default the ranks use the native kernels.
     """
     port, done = free_port(), threading.Barrier(size)

@@ -1,4 +1,4 @@
-"""Drives a model runner like a scheduler, with chunks, prefix hits and preemptions."""
+"""Drives a model runner as a scheduler does, with chunks, prefix hits and preemptions."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -81,8 +81,8 @@ def build_runner(
 ) -> ModelRunner:
     """A model runner for the model in a directory, or for one rank's part of the model. With
     `keeps_tokens_on_device`, sampled tokens stay on the logits' device, as on CUDA. `group` is the
-    rank's group within its pipeline stage. `around` wraps model and attention. `proposer`, `source`
-    or `draft_model` (a directory) proposes up to four drafts for each request and step.
+    rank's group within its pipeline stage. `around` wraps model and attention. Up to four drafts
+    for each request and step come from `proposer`, `source` or `draft_model` (a directory).
     """
     own = Membership() if group is None else group.membership
     kernels = select_kernels(
@@ -156,7 +156,9 @@ def _loaded_draft_model(
     kv_cache_dtype: KVCacheDtype,
     ranks: Ranks,
 ) -> DraftModel:
-    """A draft model, or this rank's part of it, with the first full-attention group's blocks."""
+    """A draft model, or this rank's part of it. It uses the blocks of the first full-attention
+    group.
+    """
     options = LoadOptions(MAX_MODEL_LEN, dtype)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
     group = limits.windows.index(None)
@@ -174,7 +176,7 @@ def _loaded_draft_model(
 
 
 def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAdapters:
-    """LoRA adapters of ranks up to 64. Requests name them by the digests of their files."""
+    """LoRA adapters of LoRA ranks up to 64. Requests name an adapter by the digest of its files."""
     assert loaded.lora is not None
     read = partial(loaded.lora.read, max_rank=64, device=CPU)
     adapters = LoraAdapters(read, len(directories))
@@ -185,7 +187,9 @@ def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAd
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
-    """The new blocks of block tables. `grown` has pairs of a row and its new blocks."""
+    """The new blocks of block tables. `grown` has pairs of a row of the persistent batch and the
+    row's new blocks.
+    """
     return AppendedBlocks(
         rows=ints(*(row for row, _ in grown)),
         num_blocks=ints(*(len(block_ids) for _, block_ids in grown)),
@@ -198,8 +202,8 @@ class Request:
     """A request of the driver. `tables` has its block table in each KV-cache group.
 
     `num_computed` includes the tokens of a prefix hit. `embeds` replace the first tokens of the
-    prompt. Log-probabilities are stored in order. A request that resumes after a preemption
-    replaces the prompt's log-probabilities.
+    prompt. Log-probabilities are stored in order of positions. When the request resumes after a
+    preemption, those of the prompt are replaced.
     """
 
     prompt: list[int]
@@ -226,7 +230,7 @@ class Request:
 class Driver:
     """Runs requests step by step. Blocks are allocated in a shuffled order, and block tables grow
     block by block. Freed blocks keep their old contents and are allocated last. Blocks that have
-    left a window are allocated first, unless `keeps` is true. Blocks in `shared` are never
+    left a window are allocated first, or last if `keeps` is true. Blocks in `shared` are never
     allocated again.
     """
 
@@ -306,9 +310,9 @@ class Driver:
                 self.remove(request)
 
     def share(self, first: Request, follower: Request, num_blocks: int) -> None:
-        """Simulates a prefix hit: the follower starts with the blocks of the first request that are
-        in its windows. With several block sizes, the hit must end where blocks of all KV-cache
-        groups end. With recurrent layers, a step of the first request must have ended there.
+        """Simulates a prefix hit: the request `follower` starts with the blocks of `first` that its
+        windows need. With several block sizes, the hit must end where blocks of all KV-cache groups
+        end. With recurrent layers, a step of `first` must have ended there.
         """
         unit = math.lcm(*self._block_sizes[: self._first_state_group])
         follower.num_computed = num_tokens = num_blocks * self.block_size // unit * unit
@@ -331,7 +335,9 @@ class Driver:
         request.num_computed = 0
 
     def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
-        """Grows the request's tables to `num_tokens`, and returns the new blocks of each table."""
+        """Grows the request's block tables to `num_tokens`, and returns the new blocks of each
+        table.
+        """
         if not request.tables:
             request.tables = [[] for _ in self._windows]
         added = [
@@ -350,7 +356,7 @@ class Driver:
 
     def _first_seen(self, request: Request) -> list[int]:
         """For each KV-cache group, the first block that the next token attends to. For recurrent
-        states, it is the block of the last token.
+        states, the block of the last token.
         """
         attending = self._windows[: self._first_state_group]
         return [

@@ -12,7 +12,7 @@ from services.worker.service import GRPC_SERVICE
 
 
 class ServingWorker:
-    """A worker of one rank with a loaded model. It may be started again after `stop`."""
+    """A worker of one rank with a loaded model. It can be started again after `stop`."""
 
     def __init__(self, loaded: Worker) -> None:
         self._loaded = loaded

@@ -1,4 +1,6 @@
-"""Steps for a model runner: a few requests that arrive, decode together and end."""
+"""A short sequence of steps for a model runner, in which a few requests arrive, decode together and
+end.
+"""
 
 from collections import deque
 
@@ -17,7 +19,9 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=1, prompt_logprobs=0)
 
 
 def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
-    """A new request with PROMPT and six blocks (at least 24 tokens) in each KV-cache group."""
+    """A new request with PROMPT, and with six blocks (at least 24 tokens) in each KV-cache
+    group.
+    """
     tables = (
         np.arange(1 + 6 * index, 7 + 6 * index, dtype=np.int32)
         for index in range(row * num_groups, (row + 1) * num_groups)
@@ -26,13 +30,17 @@ def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
 
 
 def step(number: int, *entries: tuple[int, int, int], **changes) -> StepInput:
-    """A step. Entries are (row, number of scheduled tokens, number of computed tokens)."""
+    """A step. Entries are (row in the persistent batch, number of scheduled tokens, number of
+    computed tokens).
+    """
     rows, scheduled, computed = zip(*entries, strict=True)
     return StepInput(1, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
 def story(kinds: tuple[SamplingParams, ...], num_groups: int = 1) -> list[StepInput]:
-    """Three requests decode. The second ends, and a fourth gets its row. One prompt is chunked."""
+    """Steps in which three requests decode. The second ends, and a fourth gets its row of the
+    batch. One prompt is computed in two chunks.
+    """
     first, second, third, fourth = (
         new(row, kind, num_groups) for row, kind in zip((0, 1, 2, 1), kinds, strict=True)
     )
@@ -50,7 +58,7 @@ def run_plainly(runner: ModelRunner, steps: list[StepInput]) -> list[StepOutput]
 
 
 def run_two_in_flight(runner: ModelRunner, steps: list[StepInput]) -> list[StepOutput]:
-    """Runs steps. Each step begins before the output of the previous step is awaited."""
+    """Runs steps. Each step begins before the output of the previous one is awaited."""
     outputs, flying = [], deque[StepOutput | PendingOutput]()
     for number in range(len(steps) + 1):
         if number < len(steps):

@@ -1,5 +1,5 @@
-"""Suffix decoding with the compiled trees, and a reference without trees, which counts the
-occurrences of strings in all tokens.
+"""Suffix decoding with the compiled trees, and a reference that counts the occurrences of strings
+in all tokens instead.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ RULES = SuffixRules(
 
 
 NUM_FORGOTTEN = 4
-"""The number of tokens of old responses that are dropped when one token is added to a full tree."""
+"""When trees are full, this number of old tokens is dropped for each token that is added."""
 
 
 def suffix_trees(
@@ -45,7 +45,7 @@ def _library() -> ctypes.CDLL:
 
 @dataclass
 class Response:
-    """The tokens after the tokens with which a request entered the batch."""
+    """The tokens that follow those with which a request entered the batch."""
 
     key: bytes
     tokens: Tokens = field(default_factory=list)
@@ -53,8 +53,8 @@ class Response:
 
 @dataclass
 class Row:
-    """A request. `response` is None before its first token. `num_taken_in` counts the tokens before
-    the response, and the tokens that were added to the response.
+    """A request in the batch. `response` is None before its first token. `num_taken_in` counts the
+    tokens before the response and those added to it.
     """
 
     key: bytes
@@ -63,7 +63,7 @@ class Row:
 
 
 class CountedSuffixes:
-    """A SuffixDecoding with unlimited memory, as the tests' reference."""
+    """The reference: a SuffixDecoding without trees, whose memory is unlimited."""
 
     def __init__(self, rules: SuffixRules) -> None:
         self._rules = rules
@@ -145,7 +145,6 @@ class CountedSuffixes:
 
 
 def _count(sequences: Sequence[Tokens], string: Tokens) -> int:
-    """The number of occurrences of a string. Overlapping occurrences count."""
     size = len(string)
     return sum(
         tokens[start : start + size] == string

@@ -1,5 +1,3 @@
-"""Helpers shared by the scheduler's integration tests."""
-
 from collections.abc import AsyncIterator
 
 import pytest
@@ -9,6 +7,8 @@ from tests.scheduler.serving_replica import Gateway, Replica, gateway_of
 
 @pytest.fixture
 async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
-    """A gateway whose session is open with the fixture `replica` of the test's module."""
+    """A gateway that has opened a session with the replica of the test module's fixture
+    `replica`.
+    """
     async with gateway_of(replica) as gateway:
         yield gateway

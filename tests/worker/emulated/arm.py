@@ -1,6 +1,6 @@
-"""Cross-compiles the library of kernels for ARM, and calls it in an emulated process.
+"""Cross-compiles the library of native kernels for ARM, and calls it in an emulated process.
 
-Debian's packages g++-aarch64-linux-gnu and qemu-user are required.
+This requires Debian's packages g++-aarch64-linux-gnu and qemu-user.
 """
 
 import ctypes
@@ -32,7 +32,9 @@ def require_tools() -> None:
 
 
 def compiled_for(kind: Kind) -> Path:
-    """The library for a kind of processor, with the program `calls`. Later sessions reuse both."""
+    """The library for a kind of processor, with the program `calls`. Later test sessions reuse
+    both.
+    """
     digest = sha256(repr((COMPILER, FLAGS, kind.flags)).encode())
     for source in (*sorted(SOURCES.iterdir()), CALLS):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -94,7 +96,9 @@ class EmulatedLibrary:
     def call(
         self, name: str, *arguments: np.ndarray | ctypes.Structure | int | None, real: float = 0
     ) -> int:
-        """Calls a function with addresses of arrays, structures and integers, and with a float."""
+        """Calls a function with `arguments` (arrays and structures as addresses, and integers) and
+        the float `real`.
+        """
         numbers = [str(self._number(argument)) for argument in arguments]
         assert self._process.stdin is not None
         self._process.stdin.write(" ".join((name, repr(real), *numbers)) + "\n")

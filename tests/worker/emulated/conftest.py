@@ -1,4 +1,4 @@
-"""The kernels for ARM in an emulated process."""
+"""Fixtures of the native kernels for ARM in an emulated process."""
 
 from collections.abc import Iterator
 

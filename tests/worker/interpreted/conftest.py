@@ -30,7 +30,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _hopper() -> Iterator[None]:
-    """Reports an H200 to xFormers, which queries the CUDA device for heads of size 128."""
+    """Reports an H200 as the CUDA device, which xFormers queries for heads of size 128."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         yield
@@ -39,7 +39,7 @@ def _hopper() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _language_replaced_once() -> Iterator[None]:
     """Replaces the functions of triton.language once for the session. Otherwise the interpreter
-    replaces them at every launch and every call, which takes most of its time.
+    would replace them at every launch and every call, which takes most of its time.
     """
     replace_functions = interpreter._patch_lang
     modules = (triton.language, triton.language.core)
@@ -60,8 +60,8 @@ def _language_replaced_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _offsets_unchecked() -> Iterator[None]:
-    """Switches off the interpreter's overflow checks of offsets, which take two fifths of the time.
-    Kernels that are compiled without debugging lack them. All offsets of these tests are small.
+    """Switches off the interpreter's checks of offsets for overflow, which take two fifths of the
+    time. Compiled kernels have no such checks, and all offsets of these tests are small.
     """
     options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     with pytest.MonkeyPatch.context() as patch:

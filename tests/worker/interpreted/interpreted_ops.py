@@ -1,4 +1,4 @@
-"""xFormers' split-K operator for tensors of the CPU."""
+"""xFormers' split-K attention operator for tensors on the CPU."""
 
 import torch
 from xformers.ops.fmha import triton_splitk
@@ -19,6 +19,6 @@ class AnywhereSplitK(triton_splitk.FwOp):
 
 
 class WideCpu(CpuDevice):
-    """A CPU on which attention is divided as on the multiprocessors of a small GPU."""
+    """Divides attention as on the multiprocessors of a small GPU."""
 
     num_processors = 8

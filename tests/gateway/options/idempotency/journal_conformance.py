@@ -1,7 +1,8 @@
 """The tests that every implementation of the port Journal must pass.
 
-A test class inherits from JournalConformance and defines the fixture `journals`: the journals of
-two gateways over the same logs, with leases of LEASE_SECONDS.
+A Journal stores the answers to requests with idempotency keys in logs, which all gateways share. A
+test class inherits from JournalConformance and defines the fixture `journals`: the journals of two
+gateways over the same logs, with leases of LEASE_SECONDS.
 """
 
 import asyncio
@@ -15,7 +16,9 @@ Journals = tuple[Journal, Journal]
 
 
 def entry(number: int, *, fence: int = 1, value: bytes = b"v", scope: str = "s") -> Append:
-    """The append of an entry, by default by the first owner of the lease (fence 1)."""
+    """An append of an entry to a log, by default by the first owner of the log's lease (fence
+    1).
+    """
     return Append(scope, Position(fence, number), value, begins=number == 0 and fence == 1)
 
 

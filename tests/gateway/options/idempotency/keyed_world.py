@@ -1,4 +1,6 @@
-"""Gateways in one process that share answers. Each is the gateway's core with a fake engine."""
+"""Gateways in one process that share the answers to requests with idempotency keys. Each is a
+gateway's core with a fake engine.
+"""
 
 import asyncio
 import itertools
@@ -44,8 +46,8 @@ WAIT_SECONDS = 60.0
 
 
 class StepEngine:
-    """An engine for the gateway's core, whose steps the test runs. In each step every sequence gets
-    the token of `token_at`.
+    """The engine port of a gateway's core. The test runs its steps. In each step every sequence
+    gets the token of `token_at`.
     """
 
     def __init__(self) -> None:
@@ -56,8 +58,7 @@ class StepEngine:
     def limits(self) -> ModelLimits:
         return ModelLimits(1000, 1000, VOCAB_SIZE, (), priority_scheduling=False, hidden_size=4)
 
-    def check_room(self, caller: Caller, deadline: float | None) -> None:
-        """Accepts every request."""
+    def check_room(self, caller: Caller, deadline: float | None) -> None: ...
 
     def model_fingerprint(self) -> bytes:
         return b"model"
@@ -123,7 +124,7 @@ class Client:
         return sum(map(len, self.token_ids))
 
     async def leave(self) -> None:
-        """Simulates a broken connection."""
+        """Simulates a broken connection to the gateway."""
         self.task.cancel()
         await asyncio.wait([self.task])
 
@@ -193,13 +194,15 @@ class KeyedGateway:
         await self.inference.delivery(generation, sink, stream=True).run()
 
     async def stop(self) -> None:
-        """Cancels the gateway's tasks at once, like a killed process. Its leases remain."""
+        """Cancels the gateway's tasks at once, as if its process were killed. Its leases are not
+        released.
+        """
         if self._run is not None:
             self._run.cancel()
             await asyncio.gather(self._run, return_exceptions=True)
 
 
 async def settle() -> None:
-    """Runs 30 iterations of the event loop, so that all tasks that can run have run."""
+    """Runs 30 iterations of the event loop, in which all tasks get as far as they can."""
     for _ in range(30):
         await asyncio.sleep(0)

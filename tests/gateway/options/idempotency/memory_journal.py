@@ -1,4 +1,6 @@
-"""The port Journal in memory, for several gateways in one process."""
+"""The port Journal (logs of the answers to requests with idempotency keys) in memory, for several
+gateways in one process.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +11,7 @@ from services.gateway.options.idempotency.core.journal import Append, Appended, 
 
 @dataclass
 class SharedLogs:
-    """The logs and leases that all journals of one test share."""
+    """The logs, with their leases, that all journals of a test share."""
 
     time: Callable[[], float]
     lease_seconds: float = 3.0
@@ -37,7 +39,7 @@ class MemoryJournal:
     shared: SharedLogs
     is_down: bool = False
     loses_answers: bool = False
-    """Whether calls take effect but raise Unavailable."""
+    """Whether calls take effect but then raise Unavailable."""
 
     async def ping(self) -> None:
         self._check()
@@ -76,8 +78,7 @@ class MemoryJournal:
             self.shared.logs.pop(scope, None)
             self.shared.lease_ends.pop(scope, None)
 
-    async def close(self) -> None:
-        """Does nothing."""
+    async def close(self) -> None: ...
 
     def _append(self, append: Append) -> Appended:
         shared = self.shared

@@ -1,4 +1,6 @@
-"""A gateway without the option `idempotency`. test_removed_option.py runs these tests."""
+"""Tests of a gateway without the option `idempotency`. test_removed_option.py runs them after it
+deleted the option's code.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The expected behaviour of the limits of a tenant, computed from the tenant's whole history."""
+"""The expected decisions of a tenant's limits, computed from the tenant's whole history."""
 
 from dataclasses import dataclass, field
 
@@ -15,22 +15,25 @@ UNITS = 60_000
 
 @dataclass
 class LimitsOracle:
-    """Computes the levels of the token buckets from all changes so far, and compares them with the
-    levels that a store returns.
+    """Computes the levels of the token buckets from the history of all changes, and compares them
+    with the levels that a store returns.
 
-    A bucket's level never exceeds its capacity. The level is therefore the minimum of the levels
-    that follow if the bucket was full before or after any of the changes, or is full now.
+    A bucket's level never exceeds its capacity. So the level is the minimum of several levels, each
+    computed under the assumption that the bucket was full just before one of the changes, just
+    after it, or is full now.
     """
 
     limits: LimitSet
     lease_millis: int
     taken: list[tuple[int, int, int]] = field(default_factory=list)
-    """Time, requests and tokens of each accepted change."""
+    """Time, requests and tokens of each change that was accepted."""
     slots: list[tuple[int, str, bool]] = field(default_factory=list)
-    """Time and name of each change of a slot. True if the slot was acquired, False if released."""
+    """Time and name of each change of a slot, and whether it was acquired (otherwise released)."""
 
     def level(self, which: int, limit: int, now: int) -> int:
-        """The level of a bucket in units. `which` is 1 for requests and 2 for tokens."""
+        """The level of a bucket in units. `which` is 1 for the bucket of requests and 2 for that of
+        tokens.
+        """
         capacity = limit * UNITS
         levels = [capacity]
         for number, (when, *_) in enumerate(self.taken):
@@ -50,7 +53,9 @@ class LimitsOracle:
         }
 
     def check(self, change: Change, standing: Standing) -> None:
-        """Compares the store's answer to a change, and adds the change to the history."""
+        """Checks the store's answer to a change against the history, to which it adds the
+        change.
+        """
         now, limits = standing.now_millis, self.limits
         refused_by, wait_bounds = None, (0, 0)
         if change.must_fit:
@@ -67,8 +72,8 @@ class LimitsOracle:
         assert standing.num_slots == len(self.held(now))
 
     def _refusal(self, change: Change, now: int) -> tuple[Quota | None, tuple[int, int]]:
-        """The limit that must refuse a change (None if it fits), and the bounds of the reported
-        waiting time in milliseconds.
+        """The limit that must refuse a change (None if the change fits), and the bounds of the
+        waiting time in milliseconds that the store must report.
         """
         for which, quota, limit, amount in (
             (1, Quota.REQUESTS, self.limits.requests_per_minute, change.num_requests),

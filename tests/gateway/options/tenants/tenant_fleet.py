@@ -1,4 +1,4 @@
-"""A fake fleet whose sequences wait in the queues of their tenants."""
+"""A fake fleet in which each tenant's sequences wait in a queue of their own."""
 
 from services.common.replica.queue_state import QueueState
 from services.common.request.finish import Finish, FinishReason
@@ -15,7 +15,7 @@ BOUNDS = QueueBounds(max_num_waiting=6, max_total_waiting=100, max_queue_seconds
 
 
 def with_queues(world: FakeFleet) -> FakeFleet:
-    """Replaces the fleet's admission by queues for each tenant."""
+    """Replaces the fleet's admission by one with a queue for each tenant."""
     fleet = world.fleet
     fleet.admission = TenantQueues(
         world.clock,
@@ -66,6 +66,6 @@ def finish_first(world: FakeFleet, name: str = "a") -> None:
 
 
 def moving(world: FakeFleet, seconds_per_request: float, service_seconds: float = 0.0) -> None:
-    """Makes the scheduler of replica "a" report the speed of its queue, which is empty."""
+    """Makes the scheduler of replica "a" report an empty queue and its speed."""
     queue = QueueState(0, 1024, 60.0, seconds_per_request, service_seconds, num_running=2)
     world.replicas["a"].queue_changed(queue)

@@ -1,4 +1,6 @@
-"""A gateway without the option `tenants`. test_removed_option.py runs these tests."""
+"""Tests of a gateway without the option `tenants`. test_removed_option.py runs them after it
+deleted the option's code.
+"""
 
 from pathlib import Path
 
@@ -16,7 +18,9 @@ KEY = {"Authorization": "Bearer k"}
 
 @pytest.mark.parametrize("variable", ["API_KEYS", "API_KEY_FILE", "API_KEYS_IN_REDIS"])
 def test_keys_in_the_environment_end_the_start(model: Path, variable: str) -> None:
-    """If it ignored the variable, a gateway that should require keys would serve everyone."""
+    """A gateway that ignored the variable would serve everyone, although its operator set API
+    keys.
+    """
     environment = {f"STEPWELL_GATEWAY_{variable}": "true"}
     with pytest.raises(SettingError, match=variable):
         parse_settings(GatewaySettings, "gateway", ["--model", str(model)], environment)

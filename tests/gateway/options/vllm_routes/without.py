@@ -1,4 +1,6 @@
-"""A gateway without the option `vllm_routes`. test_removed_option.py runs these tests."""
+"""Tests of a gateway without the option `vllm_routes`. test_removed_option.py runs them after it
+deleted the option's code.
+"""
 
 import pytest
 

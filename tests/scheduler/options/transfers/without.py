@@ -1,4 +1,6 @@
-"""A scheduler without the option `transfers`. test_removed_option.py runs these tests."""
+"""Tests of a scheduler without the option `transfers`. test_removed_option.py runs them after it
+deleted the option's code.
+"""
 
 import httpx
 import pytest

@@ -1,4 +1,6 @@
-"""The simulated model in plain Python: the next token as a function of the previous tokens."""
+"""A plain Python version of the simulated model, which computes the next token from the previous
+tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +13,7 @@ _MASK = 2**64 - 1
 @dataclass(frozen=True)
 class Oracle:
     """Computes the simulated model's tokens. `windows` has the window of each KV-cache group.
-    Tokens in `ends` are never the next token.
+    Tokens in `ends`, which would end a request, are never the next token.
     """
 
     vocab_size: int

@@ -1,4 +1,4 @@
-"""Simulated workers of tiny models without weights."""
+"""Workers with a simulated device, which serve tiny models without weights."""
 
 import json
 from dataclasses import dataclass
@@ -43,7 +43,9 @@ class Clock:
 
 
 def save_profile(directory: Path, text: str = PROFILE) -> str:
-    """Saves a profile in a model's directory. Returns the profile's path."""
+    """Saves the profile of a simulated device in a model's directory. Returns the profile's
+    path.
+    """
     path = directory / "profile.toml"
     path.write_text(text)
     return str(path)
@@ -66,7 +68,9 @@ def save_draft(directory: Path) -> Path:
 
 
 def build(directory: Path, group: Group | None = None, **settings: Any) -> Worker:
-    """A simulated worker of the model in a directory. By default its steps take no time."""
+    """A simulated worker of the model in a directory. Unless `settings` name a profile, its steps
+    take no time.
+    """
     profile = settings.pop("profile", None) or save_profile(directory)
     wanted = WorkerSettings(
         model=directory, device=DeviceSetting.SIMULATED, profile=profile, **settings
@@ -88,7 +92,7 @@ def model_runner(worker: Worker) -> ModelRunner:
 
 
 def timed_model(worker: Worker) -> TimedModel:
-    """The worker's model, which records the simulated times of its runs."""
+    """The worker's model. It records the simulated time of each run."""
     model = model_runner(worker).model
     model = model.model if isinstance(model, StagedModel) else model
     assert isinstance(model, TimedModel)

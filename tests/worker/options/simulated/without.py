@@ -1,4 +1,6 @@
-"""Runs a worker without the simulated device's code. test_removed_option.py starts this program."""
+"""Runs a worker after test_removed_option.py, which starts this program, deleted the simulated
+device's code.
+"""
 
 from pathlib import Path
 

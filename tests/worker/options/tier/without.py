@@ -1,4 +1,6 @@
-"""Runs a worker without the tier's code. test_removed_option.py starts this program."""
+"""Runs a worker after test_removed_option.py, which starts this program, deleted the code of the
+host-memory tier for KV blocks.
+"""
 
 from pathlib import Path
 
