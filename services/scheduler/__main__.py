@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 SERVICE = "scheduler"
 LAST_STEP_SECONDS = 1.0
-"""Limit on the wait for the last step after the drain. The wait completes the step's trace."""
+"""Limit on the wait, after the drain, for the step in flight, so that its trace is complete."""
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 async def _serve(
     settings: SchedulerSettings, tracing: Tracing, tls: "Tls | None", stop: asyncio.Event
 ) -> None:
-    """Opens the pool and the workers, builds the service, serves until `stop`, and drains."""
     ecosystem, registration = Ecosystem(settings, tls), Registration(settings)
     await registration.require_usable()
     pool_channel = open_channel(settings.kvpool, tls)
@@ -150,7 +149,7 @@ async def _unless_stopped(replica: ReplicaClient, stop: asyncio.Event) -> Replic
 
 
 class SchedulerService:
-    """The gRPC server and the parts that it calls. `replica.open()` must have returned."""
+    """The scheduler's gRPC server and engine. Must be created after `replica.open()`."""
 
     def __init__(
         self,
@@ -209,11 +208,11 @@ class SchedulerService:
         )
 
     def serve_collect(self, metrics: ReplicaMetrics) -> None:
-        """Serves the metrics of the replica to gateways."""
+        """Serves the metrics of the scheduler, pool and workers to gateways."""
         serve_collect(self._server, metrics.collect)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Runs the engine and the server until `stop`, then drains. An engine error ends both."""
+        """Runs engine and server until `stop` is set, then drains. An engine error ends both."""
         own = self._settings
         address = await self._server.start(own.address, own.health_address, own.health_file)
         try:
@@ -247,10 +246,10 @@ class SchedulerService:
         )
 
     async def _drain(self) -> None:
-        """Refuses new requests, waits up to the drain time for running requests, and then waits for
-        the last step. If no step can run any more, for example because the whole replica stops,
-        ends the gateways' sessions at once. The gateways then send their requests to other
-        replicas.
+        """Refuses new requests, waits up to `drain_seconds` for the present requests to end, and
+        then waits for the step in flight. If the engine can run no more steps, for example because
+        the pool and the workers stop as well, closes the gateways' sessions at once, so that the
+        gateways send the requests to other replicas.
         """
         self.parts.readiness.drain()
         self.parts.submitter.drain()

@@ -1,5 +1,6 @@
 """Builds the interfaces for gateways and routers of other projects: the gRPC service
-vllm.grpc.engine, and KV events. Imports and builds only interfaces that the settings enable.
+vllm.grpc.engine, and KV events (which blocks the pool caches and evicts). Imports and builds only
+interfaces that the settings enable.
 """
 
 import logging
@@ -31,15 +32,14 @@ VLLM_ENGINE = "vllm.grpc.engine.VllmEngine"
 
 
 class Ecosystem:
-    """The interfaces for other projects. Must be created before the pool is opened, because
-    `recorder` must receive all changes of the pool's prefix index. `recorder` is None if no
-    interface needs these changes.
+    """The interfaces for other projects. Must be created before the pool is opened, so that
+    `recorder` receives every change of the pool's prefix index. `recorder` is None if the settings
+    enable no interface.
     """
 
     def __init__(self, settings: SchedulerSettings, tls: "Tls | None" = None) -> None:
-        """`tls` also secures vllm.grpc.engine, because its clients are services. Raises
-        InvalidArgument if a required package is not installed, or if a setting requires another
-        setting.
+        """`tls` secures vllm.grpc.engine, too. Raises InvalidArgument if a required package is not
+        installed, or if a setting lacks another setting that it requires.
         """
         self._settings = settings
         self._tls = tls
@@ -59,7 +59,9 @@ class Ecosystem:
         self._publisher: ZmqEventPublisher | None = None
 
     def publish_events(self, scheduler: Scheduler) -> None:
-        """Records and publishes a scheduler's pool events. Raises Unavailable."""
+        """Begins to record the KV events of a scheduler's pool, and to publish them if the settings
+        name an endpoint. Raises Unavailable if the endpoint cannot be opened.
+        """
         config = scheduler.config
         if self.recorder is not None:
             self.recorder.watch(
@@ -129,7 +131,7 @@ class Ecosystem:
         )
 
     async def start(self) -> None:
-        """Starts the server. Raises Unavailable if the address is in use."""
+        """Starts the vllm.grpc.engine server, if enabled. Raises Unavailable if it cannot bind."""
         if self._server is not None and self._settings.vllm_grpc_address is not None:
             address = await self._server.start(self._settings.vllm_grpc_address)
             logger.info("serving %s on %s", VLLM_ENGINE, address)
@@ -144,7 +146,7 @@ class Ecosystem:
             await self._server.set_ready(ready)
 
     async def drain(self, grace_seconds: float) -> None:
-        """Refuses new calls, and ends running calls after `grace_seconds`."""
+        """Refuses new calls of vllm.grpc.engine, and ends running calls after `grace_seconds`."""
         if self._server is not None:
             await self._server.drain(grace_seconds)
 

@@ -40,7 +40,7 @@ from services.scheduler.settings import SchedulerSettings
 
 
 class Parts:
-    """The parts of a scheduler, over an open pool and workers. `SchedulerService` runs them."""
+    """The engine core of a scheduler, and its adapters. The pool and workers must be open."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Parts:
         cache_node: str,
         set_ready: Callable[[bool], Awaitable[None]],
     ) -> None:
-        """`cache_node` names the pool in the directory. `set_ready` publishes the readiness."""
+        """`cache_node` is the pool's name in the directory of cached blocks."""
         description, config = shape.description, scheduler.config
         incarnation, counts, steps = (
             uuid.uuid4().hex,
@@ -125,7 +125,7 @@ class Parts:
             self.engine, self.statistics, counts, steps, pool_channel, settings.replica
         )
         self.opened = session_opened_to_proto(shape, config, incarnation)
-        """The first message to a gateway in each session."""
+        """The first message to a gateway in each gRPC session."""
         self.opened.cache_node = cache_node
         self.opened.kvpool_address, self.opened.pool_id = settings.kvpool, settings.replica
 

@@ -20,7 +20,7 @@ from services.scheduler.core.policies import POLICIES, check_policy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings(ServiceSettings):
-    """The scheduler of one replica: queues, token budget, policy, engine loop."""
+    """Settings of one replica's scheduler: queues, token budget, policy, engine loop."""
 
     kvpool: str = setting(doc="address of the kvpool: host:port or unix:PATH")
     workers: tuple[str, ...] = setting(

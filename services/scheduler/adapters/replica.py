@@ -26,15 +26,15 @@ FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 0.25
 QUIET_SECONDS = 5.0
 _MAY_END = (Taken.reason, OtherProtocol.reason)
-"""A refusal with one of these reasons may end: the process that owns the pool or the worker may
-exit, or a process with another protocol version may be replaced.
+"""Error reasons of refusals that may be temporary, so that `open` waits: the scheduler that owns
+the pool or the worker may exit, or a process with another protocol version may be replaced.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaShape:
-    """The model and the number of blocks of a replica. The first rank describes the model, because
-    all ranks agree. The number of blocks is the smallest number that a rank reports.
+    """The model of a replica, as described by worker 0 (all ranks agree), and its number of KV
+    blocks, which is the smallest number that a rank reports.
     """
 
     description: worker_pb2.DescribeResponse
@@ -68,12 +68,13 @@ class ReplicaShape:
 
 
 class ReplicaClient:
-    """A `PoolAndWorkers` over gRPC.
+    """Opens and watches the pool and the workers over gRPC (implements `PoolAndWorkers`).
 
     The model and its KV cache must not change while this process runs, because arriving requests
     are checked against them. `open` raises FailedPrecondition if the model or the cache has
-    changed, and InvalidArgument if the pool refuses its configuration permanently. Both errors are
-    raised only if they occur twice in a row, so that one wrong message does not end the process.
+    changed, and InvalidArgument if the pool refuses its configuration permanently. `open` raises
+    these errors only if they occur twice in a row, so that one wrong message does not end the
+    process.
     """
 
     def __init__(
@@ -82,21 +83,21 @@ class ReplicaClient:
         workers: WorkerGroup,
         configure: Callable[[ReplicaShape], SchedulerConfig],
     ) -> None:
-        """`configure` returns the configuration for a shape. It may raise FailedPrecondition."""
+        """`configure` returns the scheduler's configuration. May raise FailedPrecondition."""
         self._pool = pool
         self._workers = workers
         self._configure = configure
         self._shape: ReplicaShape | None = None
         self._incarnations: list[str] = []
         self.on_new_workers: Callable[[], None] = lambda: None
-        """Called before the first step of new worker processes."""
+        """Called before the first step of new worker processes, after `prepare_workers`."""
         self.prepare_workers: Callable[[], Awaitable[None]] = _nothing
-        """Awaited before the first step of new workers. May raise StepwellError."""
+        """Awaited before the first step of new worker processes. May raise StepwellError."""
 
     async def open(self) -> ReplicaShape:
-        """Waits for the pool and the workers without a time limit, and opens both, which empties
-        them. Logs the reason for waiting: at once if a pool or worker belongs to another scheduler
-        or has another protocol version, otherwise after `QUIET_SECONDS`.
+        """Waits without a time limit until the pool and the workers are reachable, and opens them,
+        which empties them. Logs why it waits: at once if the pool or a worker belongs to another
+        scheduler or has another protocol version, otherwise after `QUIET_SECONDS`.
         """
         delay, logged, refused = FIRST_RETRY_SECONDS, "", ""
         loop = asyncio.get_running_loop()
@@ -119,7 +120,7 @@ class ReplicaClient:
 
     @property
     def kernels(self) -> str:
-        """The kernels of worker 0, as text. Empty before the first opening."""
+        """The names of the kernels that worker 0 uses, as text. Empty before the first opening."""
         return "" if self._shape is None else self._shape.description.kernels
 
     @property
@@ -127,7 +128,7 @@ class ReplicaClient:
         return self._workers.were_ended
 
     def watch(self, on_lost: Callable[[PoolLost | WorkersLost], None]) -> None:
-        """Sets a callback for losses of the pool or the workers that occur outside of a call."""
+        """Sets a callback for losses of the pool or the workers that occur between calls."""
         self._pool.on_lost = on_lost
         self._workers.on_lost = on_lost
 
@@ -140,7 +141,7 @@ class ReplicaClient:
         shape = _shape(ranks)
         if self._shape is not None:
             _require_same(self._shape, shape)
-            # The number of blocks stays the same after the first opening.
+            # Workers that report more blocks than at the first opening use only the first number.
             shape = replace(shape, num_blocks=self._shape.num_blocks)
         config = self._configure(shape)
         generation = await self._pool.open(
@@ -191,7 +192,7 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
 
 
 def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeResponse) -> str | None:
-    """The error in a rank's description of its KV cache. None if the description is valid."""
+    """What is wrong with a rank's description of its KV cache. None if nothing is wrong."""
     if not rank.groups:
         return "describes no group of layers for the KV cache"
     for index, group in enumerate(rank.groups):
@@ -213,14 +214,14 @@ _NAMES = {
     "max_loras": "another max_loras or max_cpu_loras",
     "max_cpu_loras": "another max_loras or max_cpu_loras",
 }
-"""Names of fields in messages for operators, if the field's own name is not clear enough."""
+"""Maps fields of a worker's description to clearer names for error messages."""
 _MAY_CHANGE = frozenset(
     {
         *("incarnation", "model_name", "num_blocks", "bytes_per_block", "kv_cache_sizing"),
         *("dtype", "kv_cache_dtype", "kernels", "seen_generation"),
     }
 )
-"""Fields that may change, because the change has no effect or is handled elsewhere."""
+"""Fields of a worker's description that `_require_same` does not compare. They may change."""
 
 
 def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:

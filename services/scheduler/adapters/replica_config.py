@@ -1,4 +1,4 @@
-"""Derives the scheduler's configuration from its settings and the replica's description."""
+"""Derives the scheduler's configuration from its settings and the workers' description."""
 
 from dataclasses import replace
 from typing import Any
@@ -29,8 +29,8 @@ SHORTEST_SEQUENCE = 2
 
 
 def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
-    """The configuration from the settings, limited by the step sizes of the workers and the
-    capacity of the pool. Raises FailedPrecondition if settings and replica contradict each other.
+    """Combines the settings with the model, the step sizes and the number of blocks that the
+    workers report. Raises FailedPrecondition if a setting cannot work with them.
     """
     built, whole = shape.description, shape.takes_whole_prompts
     num_stages = shape.pipeline_parallel_size
@@ -42,7 +42,8 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         num_blocks=shape.num_blocks,
         fingerprint=built.fingerprint,
         policy=settings.policy,
-        # With several pipeline stages, only the scheduler sends sampled tokens to the first stage.
+        # With several pipeline stages, the first stage gets sampled tokens only from the
+        # scheduler, so a step cannot be planned before the previous step's tokens have arrived.
         async_scheduling=settings.async_scheduling and num_stages == 1,
         pipeline_parallel_size=num_stages,
         enable_prefix_caching=settings.enable_prefix_caching and not whole,
@@ -64,7 +65,7 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
         kv_load_failure_policy=KVLoadFailurePolicy.RECOMPUTE,
         **_policy_settings(settings),
     )
-    if whole:  # prompts must not be cut
+    if whole:  # the threshold would divide prompts
         config = replace(config, long_prefill_token_threshold=0)
     config = replace(config, max_model_len=max_request_tokens(config))
     _check(config, settings, shape)
@@ -72,7 +73,9 @@ def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> Schedu
 
 
 def _policy_settings(settings: SchedulerSettings) -> dict[str, Any]:
-    """The policy settings that are set. Raises FailedPrecondition if one has no effect."""
+    """The settings of scheduling policies that have a value. Raises FailedPrecondition if the
+    selected policy does not use one of them.
+    """
     given = {name: getattr(settings, name) for name in POLICY_SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
     if unused := unused_settings(settings.policy, given):
@@ -83,10 +86,7 @@ def _policy_settings(settings: SchedulerSettings) -> dict[str, Any]:
 
 
 def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaShape) -> None:
-    """Raises FailedPrecondition if a setting cannot work with this replica. Examples: the pool is
-    too small even for the shortest sequence, a step is too small for the longest sequence although
-    chunked prefill is disabled, or offloaded blocks could not be found.
-    """
+    """Raises FailedPrecondition if a setting cannot work with this replica."""
     if config.max_model_len < SHORTEST_SEQUENCE:
         raise FailedPrecondition(
             f"{shape.num_blocks} blocks, one of them the null block, do not hold a single token in "
@@ -110,7 +110,7 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
 def session_opened_to_proto(
     shape: ReplicaShape, config: SchedulerConfig, incarnation: str
 ) -> scheduler_pb2.SessionOpened:
-    """The first message of a session: the replica's model and limits."""
+    """The first message of a gateway's session: the replica's model and limits."""
     built = shape.description
     return scheduler_pb2.SessionOpened(
         incarnation=incarnation,

@@ -1,4 +1,6 @@
-"""The interface of an option that transfers keys and values. The base classes transfer nothing."""
+"""The interface of an option (a part that only some replicas need) that transfers keys and values
+between the KV cache and a KV connector. The base classes transfer nothing.
+"""
 
 from collections.abc import Sequence
 
@@ -37,7 +39,7 @@ class TransferMessages:
         return NO_RESULTS
 
     def forget(self) -> None:
-        """Removes all transfers, because the pool and the workers are opened again."""
+        """Forgets the transfers in progress, because the pool and the workers are opened again."""
 
 
 class TransferOption:
@@ -45,7 +47,7 @@ class TransferOption:
 
     messages: type[TransferMessages] = TransferMessages
     connect: Connect | None = None
-    """Creates the transfers of a scheduler. None if the replica has no transfers."""
+    """Creates the scheduler's side of the KV connector. None if the replica has no connector."""
     collectors: Sequence[Collector] = ()
 
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
@@ -53,20 +55,20 @@ class TransferOption:
 
     @staticmethod
     def role(num_tier_blocks: int) -> KVRole | None:  # noqa: ARG004
-        """The direction of transfers. None if there are none."""
+        """The direction of the KV connector's transfers. None if the replica has no connector."""
         return None
 
     @staticmethod
     def conflict(config: SchedulerConfig) -> str | None:  # noqa: ARG004
-        """Why transfers cannot work with this configuration, as a sentence, or None."""
+        """A sentence that says why transfers cannot work with `config`. None if they can."""
         return None
 
     @staticmethod
     def replaying(answers: LoggedAnswers) -> Connect:  # noqa: ARG004
-        """Creates the transfers of a replay. Their KV connector returns the results in the log.
-        Raises FailedPrecondition if this scheduler has no transfers.
+        """The `connect` of a scheduler that replays a step log. Its KV connector returns the
+        results that the log contains. Raises FailedPrecondition if this option is not installed.
         """
         raise FailedPrecondition("the log is of a scheduler with a connector, which is not here")
 
     def on_new_workers(self) -> None:
-        """Called after workers were opened for the first time, or a new process replaced one."""
+        """Called after each opening of the workers in which the process of a worker is new."""
