@@ -21,7 +21,7 @@ class SchedulerConfig:
     max_model_len: int
     block_size: int
     num_blocks: int
-    """Blocks in the pool, the null block included."""
+    """Number of blocks in the pool, including the null block."""
     fingerprint: bytes = b""
     """Identifies the model. Seeds the hash of every sequence's first block."""
     policy: str = "fcfs"
@@ -31,7 +31,7 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = 0
     """Limit on the prompt tokens of one request in a step with other requests. 0: no limit."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Whether a threshold above 0 is at least `max_num_batched_tokens` / number of requests."""
+    """Whether a threshold above 0 is raised to `max_num_batched_tokens` / number of requests."""
     max_num_scheduled_tokens: int | None = None
     """The token budget of a step. None selects `max_num_batched_tokens`."""
     max_num_active_seqs: int | None = None
@@ -43,43 +43,41 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0
     """Limit on the draft tokens that the workers propose for each request in a step."""
     num_speculative_rows: int = 0
-    """Limit on the tokens of all decoding requests in a step, drafts included. All requests have
-    the same number of drafts, the largest number that fits this limit. 0 means no limit: each
-    request has `num_speculative_tokens` drafts.
+    """Limit on the tokens of all decoding requests in a step, draft tokens included. Each request
+    then has the same number of drafts, the largest that keeps the limit. With 0, there is no limit,
+    and each request has `num_speculative_tokens` drafts.
     """
     num_lookahead_tokens: int = 0
-    """Slots for tokens of a draft model beyond a step's tokens. Set by recordings and replays."""
+    """Cache slots of each request for tokens of a draft model. Only set in tests and replays."""
     drop_last_hit_block: bool = False
     """Whether the last block of a prefix hit is computed again, because a draft head (EAGLE) needs
-    the block's hidden states. The workers report this. No present worker has a draft head.
+    the block's hidden states. The workers report whether they have such a head.
     """
     pooling: bool = False
     """Whether the workers compute one vector from each prompt instead of sampling tokens (vLLM's
     runner type "pooling"). A request then ends with the step that computes its last prompt token.
     """
     prefill_schedule_interval: int = 1
-    """While requests decode, only one of this number of steps computes prompts. 1: every step."""
+    """While requests decode, only every n-th step computes prompt tokens. This number is n."""
     pipeline_parallel_size: int = 1
-    """Number of stages of the model's layers. The stages run different steps at the same time."""
+    """Number of stages into which the model's layers are divided."""
     watermark: float = 0.0
-    """Fraction of the pool's blocks that an admission beside running requests leaves free."""
+    """Fraction of the pool's blocks that admissions leave free while requests run."""
     program_idle_seconds: float = 600.0
-    """The pause after which a program is presumed to have ended. This field and the next four are
-    for policies that group requests into programs (runs of agents). A program's context is the
-    blocks that its last request has left in the pool.
+    """Time without a request after which a program is presumed to have ended. This field and the
+    next four are for policies that group requests into programs (runs of agents). A program's
+    context is the blocks that its last request has left in the pool for the program's next request.
     """
     max_num_programs: int = 65_536
-    """Limit on the number of named programs that are stored, and on the number of paused contexts.
-    """
+    """Limit on the number of named programs, and on the number of contexts."""
     retention_headroom: float = 0.1
-    """Fraction of the pool that is left to running requests and kept contexts, when a request is
-    admitted whose context is not cached.
+    """Fraction of the pool that admissions without a cached context leave free for requests that
+    run.
     """
     aging_interval: int = 8
-    """One in this number of admissions without cached context is of the longest waiting request."""
+    """Every n-th admission without a cached context admits the longest waiting request. Sets n."""
     max_warm_admissions: int = 32
-    """While a request without a cached context waits, at most this number of requests with cached
-    contexts are admitted. The next admission is then of a request without one.
+    """Limit on the admissions of requests with cached contexts while a request without one waits.
     """
     encoder_compute_budget: int = 0
     """Limit on the embeddings that the encoder computes in one step."""
@@ -89,17 +87,15 @@ class SchedulerConfig:
     """Whether a prompt chunk must end before a prompt item (such as an image) that it would split.
     """
     max_loras: int | None = None
-    """Limit on the different adapters of running requests. None refuses all adapters."""
+    """Limit on the number of different LoRA adapters of running requests. None refuses adapters."""
     kv_role: KVRole | None = None
-    """The direction in which a connector transfers keys and values. None if there is no connector.
-    """
+    """The direction in which the KV connector transfers keys and values. None without connector."""
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
-    """What happens to a request if blocks could not be loaded through the connector."""
+    """What happens to a request if the KV connector could not load some of its blocks."""
     requires_kv_delivery: bool = False
-    """Whether steps in flight discard the tokens of a preempted request. Some connectors need this.
-    """
+    """Whether tokens that steps in flight sample for a preempted request are discarded."""
     supports_divergent_local_hybrid_hits: bool = False
-    """Whether the connector always loads the states of state-space layers. A load may then begin
+    """Whether the KV connector always loads the states of state-space layers. A load may then begin
     where the prefix hit of the full-attention layers ends, even if no state is cached there.
     """
     groups: tuple[KVCacheGroup, ...] = ()
@@ -108,18 +104,17 @@ class SchedulerConfig:
     """Number of tokens of each block hash. None selects the largest that all groups allow."""
     prefix_cache_retention_interval: int | None = None
     """Distance, in tokens, between the positions at which sliding windows and states are published
-    (cached for prefix hits). They are also published where later requests are likely to continue.
-    With 0, they are published only there. With None, they are published at every block.
+    (cached for prefix hits). With None, they are published at every block. With a number, they are
+    also published where later requests are likely to continue; with 0, only there.
     """
 
     @cached_property
     def token_budget(self) -> int:
-        """Limit on the tokens that a step computes."""
         return self.max_num_scheduled_tokens or self.max_num_batched_tokens
 
     @cached_property
     def max_prompt_len(self) -> int:
-        """Limit on the tokens of a prompt. A generative model needs room for one output token."""
+        """Limit on the tokens of a prompt. Generative models need room for one output token."""
         return self.max_model_len if self.pooling else self.max_model_len - 1
 
     @cached_property
@@ -129,18 +124,18 @@ class SchedulerConfig:
 
     @cached_property
     def max_running(self) -> int:
-        """Limit on the number of requests that run at once."""
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
     def num_reserve_slots(self, num_tokens: int) -> int:
-        """Number of slots for which the admission of `num_tokens` tokens needs free blocks."""
+        """For how many slots blocks must be free when a request of `num_tokens` tokens is admitted.
+        """
         return num_tokens if self.scheduler_reserve_full_isl else 0
 
     @cached_property
     def fences_frees(self) -> bool:
         """Whether a block that a step in flight writes is freed only after the step's output has
-        arrived. A connector needs this because its loads are not ordered with the steps: the step
-        could overwrite a freed block that a load has already filled.
+        arrived. Loads of a KV connector require this, because they are not ordered with the steps.
+        Otherwise the step could overwrite a freed block that a load has already filled.
         """
         return self.num_steps_in_flight > 1 and self.kv_role in (KVRole.BOTH, KVRole.CONSUMER)
 
@@ -155,12 +150,11 @@ class SchedulerConfig:
 
     @cached_property
     def all_groups(self) -> tuple[KVCacheGroup, ...]:
-        """`groups`, or one group of full-attention layers if `groups` is empty."""
         return self.groups or (KVCacheGroup(AttentionType.FULL, self.block_size),)
 
     @cached_property
     def only_grows(self) -> bool:
-        """Whether all block tables of a request have equal lengths, and never shrink."""
+        """Whether the block tables of a running request have equal lengths, and never shrink."""
         return all(
             group.attention_type is AttentionType.FULL and group.block_size == self.block_size
             for group in self.groups
@@ -201,7 +195,7 @@ class SchedulerConfig:
 
     @cached_property
     def hits_may_diverge(self) -> bool:
-        """Whether a hit may count only full-attention layers. The connector loads the states."""
+        """Whether a prefix hit may count tokens that only full-attention layers have cached."""
         return self.supports_divergent_local_hybrid_hits and self.aligns_states
 
     @cached_property
@@ -223,5 +217,4 @@ class SchedulerConfig:
 
     @cached_property
     def num_watermark_blocks(self) -> int:
-        """The watermark as a number of blocks."""
         return int(self.watermark * self.num_blocks)

@@ -1,4 +1,4 @@
-"""The input of a session's next turn."""
+"""The input of a session's next turn. A session is a request that continues with further inputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class InputChunk:
     request_id: str = ""
     """The session's request id from the next turn on. Empty if it does not change."""
     traceparent: str = ""
-    """The caller's trace context consists of `traceparent`, `tracestate` and `baggage`."""
+    """`traceparent`, `tracestate` and `baggage` are the client's trace context."""
     tracestate: str = ""
     baggage: str = ""
     queued_unix_nanos: int = 0
     """Time at which the chunk arrived at this replica, in Unix nanoseconds."""
     block_hashes: Sequence[BlockHash] = ()
-    """Hashes of the session's blocks that this chunk fills, if they were computed in advance."""
+    """Hashes of the session's blocks that this chunk fills. Empty if not computed yet."""

@@ -1,7 +1,7 @@
-"""The transfers of keys and values in the plans and outputs of steps. Names follow vLLM.
-
-A step's plan lists the loads that begin (`SchedulerOutput.loads`). A step's output reports the
-transfers that have ended (`KVTransferResults`).
+"""Types by which the plans and outputs of steps describe transfers of keys and values between the
+KV cache and a KV connector, such as the tier of host memory to which workers offload KV blocks. A
+plan lists the transfers that begin with the step. An output reports the transfers that have ended.
+Names follow vLLM.
 """
 
 import enum
@@ -14,7 +14,7 @@ from services.common.pool.operations import BlockTables
 from services.scheduler.core.request import Request
 
 TierBlockId = NewType("TierBlockId", int)
-"""Number, from 0, of a block in the tier of host memory to which workers offload KV blocks."""
+"""Number, from 0, of a block in the tier of host memory."""
 
 
 class KVRole(enum.Enum):
@@ -47,10 +47,8 @@ class KVLoad:
 
 @dataclass(frozen=True, slots=True)
 class KVTransferResults:
-    """The transfer results that the workers report with the output of a step.
-
-    The end of each transfer is reported once. `finished_recving` includes the requests in
-    `failed_recving`. Invalid blocks are blocks that could not be loaded.
+    """The ends of transfers that the workers report with the output of a step, each end once.
+    `finished_recving` includes `failed_recving`. Invalid blocks could not be loaded.
     """
 
     finished_recving: Sequence[RequestKey] = ()
@@ -65,7 +63,8 @@ NO_RESULTS = KVTransferResults()
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlockTransfer:
-    """A transfer between the KV cache and the tier. `key` identifies the block's contents."""
+    """A block's transfer between KV cache and host memory. `key` identifies the block's contents.
+    """
 
     block: BlockId
     tier_block: TierBlockId
@@ -82,9 +81,9 @@ class ConnectorLoad:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorMetadata:
-    """The transfers that begin with a step. Stores (copies from the KV cache to the tier) are
-    complete before the step writes any block. Loads begin after the stores, and may continue while
-    later steps run.
+    """The transfers that begin with a step. Stores (copies from the KV cache to host memory) are
+    complete before the step writes any block. Loads (copies from host memory to the KV cache) begin
+    after the stores, and may continue while later steps run.
     """
 
     stores: Sequence[BlockTransfer]

@@ -1,4 +1,5 @@
-"""The plan of an engine step, which lists each request's tokens and blocks, and its output."""
+"""The plan of an engine step, which lists each request's tokens and blocks, and the step's output.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -18,24 +19,24 @@ from services.scheduler.core.request import Request, TurnEnd
 
 
 class WaitReason(Enum):
-    """Why a waiting request was not admitted in a step. Most reasons stop admission, so all
-    requests behind it wait for the same reason. A reason in `OWN_REASONS` concerns a single
-    request. The step skips (passes over) this request, and may admit requests behind it.
+    """Why a step did not admit a waiting request. A reason in `OWN_REASONS` concerns one request:
+    the step skips (passes over) it, and may admit requests behind it. Most other reasons end
+    admission in the step, and apply to all requests behind the first one.
     """
 
     BUDGET = "budget"
-    """The step's token budget was used up, or is too small for a prompt that must not be chunked.
+    """The step's remaining token budget is 0, or too small for a prompt that must not be chunked.
     """
     MAX_SEQS = "max_seqs"
-    """`max_running` requests are running."""
+    """As many requests run as `SchedulerConfig.max_running` allows."""
     NO_BLOCKS = "no_blocks"
     """Too few blocks are free for the request, or a running request was preempted in the step."""
     RETAINED = "retained"
-    """The request needs blocks of paused contexts that the policy keeps, because it values these
-    contexts more than the request.
+    """The request needs KV blocks of contexts (kept for the next request of an agent's run) that
+    the policy values more than the request.
     """
     HEADROOM = "headroom"
-    """Enough blocks are free, but the policy leaves some blocks free while requests run."""
+    """Enough blocks are free, but the policy reserves some of them for running requests."""
     PREFILL_INTERVAL = "prefill_interval"
     """Requests decode, and the last step that computed prompts was too recent."""
     HELD_BACK = "held_back"
@@ -43,7 +44,7 @@ class WaitReason(Enum):
     PAUSED = "paused"
     """An operator paused the engine."""
     RECOVERY = "recovery"
-    """The pool or the workers are lost. No step is planned, so no step has this reason."""
+    """The pool or the workers are lost, so no step is planned. Only telemetry uses this."""
     ADAPTERS = "adapters"
     """The adapter is not loaded, or running requests use `max_loras` other adapters."""
     SESSION = "session"
@@ -68,7 +69,7 @@ OWN_REASONS = frozenset(
         WaitReason.OUTPUT_IN_FLIGHT,
     }
 )
-"""Reasons for which a step skips a single request."""
+"""Reasons for which a step skips one request and then examines the next."""
 
 
 def preparation_wait(request: Request) -> WaitReason:
@@ -97,12 +98,14 @@ class Preemption:
     cause: Request
     """The request that needed the blocks. May be the victim itself."""
     num_lost_tokens: int
-    """Number of the victim's computed tokens, whose blocks are freed."""
+    """Number of the victim's tokens that were computed before its blocks were freed."""
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The plan of one engine step. The first three lists are parallel, in scheduling order."""
+    """The plan of one engine step. `requests`, `num_scheduled_tokens` and `num_computed_tokens` are
+    parallel, in scheduling order.
+    """
 
     step: int
     requests: list[Request] = field(default_factory=list)
@@ -114,7 +117,7 @@ class SchedulerOutput:
     appended_blocks: dict[Request, BlockTables] = field(default_factory=dict)
     """Maps requests that were running before the step to their new blocks."""
     draft_token_ids: dict[Request, list[int]] = field(default_factory=dict)
-    """Maps requests to the draft tokens that the step verifies: their last tokens in the step."""
+    """Maps requests to the draft tokens that the step verifies, after their other tokens."""
     prefill_chunks: frozenset[Request] = frozenset()
     """Requests with tokens left to compute after the step. The step samples no token for them."""
     new: list[Request] = field(default_factory=list)
@@ -124,11 +127,11 @@ class SchedulerOutput:
     preemptions: list[Preemption] = field(default_factory=list)
     """The preemptions of the step, in the order in which they happened."""
     wait_reason: WaitReason | None = None
-    """Why the first request that still waits and was not skipped was not admitted. If all waiting
-    requests were skipped, the reason of the first request. None if no request waits.
+    """Why the first waiting request that the step did not skip was not admitted. If the step
+    skipped all waiting requests, this is the reason of the first one. None if no request waits.
     """
     retained: str = ""
-    """A text for people, if the wait reason is RETAINED: which context is kept, and why."""
+    """If the wait reason is RETAINED, a text that explains which context is kept, and why."""
     encoder_inputs: dict[Request, list[int]] = field(default_factory=dict)
     """Maps a request to the indexes of the prompt items (such as images) that are encoded."""
     evicted_encoder_inputs: Sequence[str] = ()
@@ -136,7 +139,7 @@ class SchedulerOutput:
     passed_over: dict[Request, WaitReason] = field(default_factory=dict)
     """Waiting requests that the step skips, each with the reason."""
     removed_rows: Sequence[int] = ()
-    """Rows of the workers' batch that were freed since the previous plan."""
+    """Rows (indexes of requests in the workers' persistent batch) freed since the previous plan."""
     block_ids_to_zero: Sequence[BlockId] = ()
     """Blocks that the workers zero before the step."""
     copies: Sequence[BlockCopy] = ()
@@ -146,18 +149,16 @@ class SchedulerOutput:
     kv_connector_metadata: KVConnectorMetadata | None = None
     """What the KV connector sends from its scheduler side to its worker side."""
     awaits_transfers: bool = False
-    """Whether KV transfers are in progress. The step's output may report their ends."""
+    """Whether KV transfers are in progress. Only the output of a step reports their ends."""
     dropped: AbstractSet[Request] = frozenset()
-    """Requests whose tokens of this step will be discarded."""
+    """Requests for which the step samples tokens that will be discarded."""
 
     num_tokens: int = 0
     """Number of tokens that the step computes for all requests."""
 
     @property
     def is_sent(self) -> bool:
-        """Whether the step is sent to the workers, because it has tokens, freed rows, embeddings to
-        delete, connector metadata or transfers.
-        """
+        """Whether the step is sent to the workers. An empty step is not sent."""
         return bool(
             self.requests
             or self.removed_rows
@@ -174,13 +175,14 @@ class SchedulerOutput:
 
     @property
     def preempted(self) -> list[Request]:
-        """The preempted requests, in the order of preemption."""
         return [preemption.victim for preemption in self.preemptions]
 
 
 @dataclass(slots=True)  # not frozen: creation in each step would take three times as long
 class ModelRunnerOutput:
-    """The workers' output of a step. `token_ids` is parallel to the plan's requests."""
+    """The workers' output of a step. Lists are parallel to the plan's requests. Mappings and sets
+    contain indexes of these requests.
+    """
 
     token_ids: Sequence[Sequence[int]]
     """Sampled tokens of each request. Empty while a prompt is not complete."""
@@ -189,27 +191,25 @@ class ModelRunnerOutput:
     num_draft_tokens: Sequence[int] = ()
     """Number of drafts of each request that the workers verified. Empty if there were none."""
     logprobs: Mapping[int, object] = field(default_factory=dict)
-    """Maps the index of a request to its log-probabilities, which the scheduler does not read."""
+    """Log-probabilities, which the scheduler passes on unread."""
     nan_requests: frozenset[int] = frozenset()
-    """Indexes of requests whose logits contain NaN."""
+    """Requests whose logits contain NaN."""
     refused_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Maps the index of a request to the position, in its sampled tokens, of the first token that
-    its grammar refuses. Equals the number of sampled tokens if the refused token is not in the
-    output.
+    """Position, in a request's sampled tokens, of the first token that its grammar refuses. Equals
+    the number of sampled tokens if the workers did not send the refused token.
     """
     grammar_errors: Mapping[int, str] = field(default_factory=dict)
-    """Maps the index of a request in `refused_tokens` to an error, if its grammar failed."""
-    pooled: Mapping[int, object] = field(default_factory=dict)
-    """Maps the index of a request to the vector of its prompt, which the scheduler does not read.
+    """Errors of grammars that failed on the workers. Their requests are also in `refused_tokens`.
     """
+    pooled: Mapping[int, object] = field(default_factory=dict)
+    """Vectors of prompts (embedding models), which the scheduler passes on unread."""
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     slack_seconds: float | None = None
-    """Seconds between two times: when the step was ready to run, and when the previous step ended.
-    Negative if the previous step ended first. None if not measured.
+    """Seconds from the time when the step was ready to run until the previous step ended. Negative
+    if the previous step ended first. None if not measured.
     """
     kv_transfers: KVTransferResults = NO_RESULTS
-    """Transfer results from the worker side of the KV connector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,21 +226,22 @@ class EngineCoreOutputs:
 
     plan: SchedulerOutput
     token_ids: Sequence[Sequence[int] | None]
-    """New tokens, parallel to the plan's requests. None if dropped, or sampled after the end."""
+    """New tokens, parallel to the plan's requests. None if a request's tokens are discarded."""
     logprobs: Mapping[int, object]
     ended: Sequence[Request]
-    """Requests that ended with the step. The last ones may be requests that are not part of the
-    step: their load failed, or they ended while they waited.
+    """Requests that ended with the step. At the end of the list are requests that were not part of
+    the step: requests whose KV load failed, and the requests in `failed`.
     """
     num_tokens: int
     turns: Mapping[Request, TurnEnd] = field(default_factory=dict)
-    """Maps the sessions whose turn ended with the step to the end of the turn."""
+    """Maps sessions (requests with several turns) whose turn ended with the step to `TurnEnd`."""
     execute_nanos: int = 0
     """Compute time of the workers, in nanoseconds; 0 if not measured."""
     pooled: Mapping[int, object] = field(default_factory=dict)
-    """Maps the index of a request to the vector of its prompt."""
+    """Maps the index of a request in the plan to the vector of its prompt."""
     failed: Sequence[Request] = ()
-    """The requests in `ended` that can never run."""
+    """Waiting requests in `ended` that ended with an error, because no step could ever admit them.
+    """
     num_draft_tokens: Sequence[int] = ()
     """Number of verified drafts, parallel to the plan's requests. Empty if there were none."""
 

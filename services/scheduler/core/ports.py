@@ -1,5 +1,7 @@
-"""The ports of the engine: the pool of KV blocks, the workers, and the consumers of a step's
-output. `services/common/pool/operations.py` defines the operations of the pool.
+"""The interfaces of the engine (the loop that plans and sends steps) to the pool of KV blocks, the
+workers, and the consumers of a step's output. A generation is the time from the opening of the pool
+and the workers until one of them is lost. `services/common/pool/operations.py` defines the pool's
+operations.
 """
 
 from asyncio import Future
@@ -24,7 +26,8 @@ class PoolLost(Unavailable):
     reason = "POOL_LOST"
 
     def __init__(self, message: str, *, suspects: Sequence[RequestKey] = ()) -> None:
-        """`suspects` are the requests in the transaction that the pool refused or got wrong."""
+        """`suspects` are the requests of the failed transaction, if one may have caused the loss.
+        """
         super().__init__(message)
         self.suspects = suspects
 
@@ -40,7 +43,7 @@ class KVPool(Protocol):
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
         """Executes the operations in order, exactly once. Stops at the first operation for which
-        blocks are missing. Raises PoolLost if the pool's generation has ended.
+        too few blocks are free. Raises PoolLost if the generation has ended.
         """
 
 
@@ -50,18 +53,18 @@ class Executor(Protocol):
     async def submit(
         self, plan: SchedulerOutput, traceparent: str = ""
     ) -> Future[ModelRunnerOutput]:
-        """Sends a step to every rank. Returns a future of the step's output. The caller may cancel
-        the future. Steps run in the order of the calls. The call and the future raise WorkersLost
-        if the workers' generation has ended.
+        """Sends a step to every rank. Steps run in the order of the calls. Returns a future of the
+        step's output, which the caller may cancel. The call and the future raise WorkersLost if the
+        generation has ended.
         """
 
 
 class PoolAndWorkers(Protocol):
-    """The pool and the workers. A generation lasts from their opening until one is lost."""
+    """The pool and the workers of one replica, which are always opened together."""
 
     @property
     def workers_were_ended(self) -> bool:
-        """Whether a signal or the supervisor ended a worker of this generation, and not a step."""
+        """Whether a signal or supervisor, and not a step, ended a worker of this generation."""
 
     async def open(self) -> object:
         """Begins a generation with an empty pool and workers. Waits until both are reachable."""
@@ -88,7 +91,7 @@ class Delivery(Protocol):
 
 
 class StepObserver(Protocol):
-    """Observes the engine, for traces and metrics. Must not change requests or plans, or block."""
+    """Observes the engine, for traces and metrics. Must not block, or change requests or plans."""
 
     def arrived(self, requests: Sequence[Request]) -> None:
         """Called after requests were queued."""
@@ -97,19 +100,19 @@ class StepObserver(Protocol):
         """Called before a step is planned. Returns its trace context, empty if it is not traced."""
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Called when a step is planned, before it is sent."""
+        """Called after a step was planned, before it is sent to the workers."""
 
     def done(self, plan: SchedulerOutput, update: EngineCoreOutputs) -> None:
-        """Called when a step's output was applied, before its tokens are delivered."""
+        """Called after a step's output was applied, before its tokens are delivered."""
 
     def ended(self, requests: Sequence[Request]) -> None:
         """Called when requests have ended between steps, before their ends are delivered."""
 
     def paused(self) -> None:
-        """Called when the engine is paused. Repeated calls are allowed."""
+        """Called when an operator has paused the engine. Repeated calls are allowed."""
 
     def resumed(self) -> None:
-        """Called when steps are planned again. Repeated calls are allowed."""
+        """Called when an operator has ended the pause. Repeated calls are allowed."""
 
     def preempted(self, requests: Sequence[Request], cause: PreemptionCause) -> None:
         """Called when running requests were preempted between steps."""

@@ -1,4 +1,8 @@
-"""A request: a list of tokens, and the number of tokens that are computed."""
+"""A request: a list of tokens, and the number of tokens that are computed. A session is a request
+with several turns: after each answer it keeps its blocks and waits for further input. A program is
+the series of requests of one run of an agent. A context is the KV blocks that an ended request of a
+program has left in the pool.
+"""
 
 import copy
 import enum
@@ -49,7 +53,7 @@ class TurnEnd:
     stop_token_id: int | None
     """The stop token that ended the turn. None if it ended for another reason."""
     turn: "Request"
-    """A copy of the session at the end of the turn, for the turn's output, metrics and traces."""
+    """A copy of the session at the turn's end, for output, metrics and traces of the turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,12 +81,12 @@ class Request(ComputedTokens):
     adapter_name: str = ""
     """The name of the adapter in clients' requests."""
     awaits_adapter: bool = False
-    """Whether the workers have not loaded the adapter yet. While True, `grammar` is COMPILING."""
+    """Whether the workers are still loading the adapter. Until then, `grammar` is COMPILING."""
     encoder_inputs: tuple[EncoderInput, ...] = ()
-    """Items of the prompt, such as images, that the encoder computes, sorted by position."""
+    """Items of the prompt, such as images, that the encoder computes, in order of position."""
     traceparent: str = ""
     tracestate: str = ""
-    """The caller's trace context is `traceparent`, `tracestate` and `baggage`."""
+    """`traceparent`, `tracestate` and `baggage` are the client's trace context."""
     baggage: str = ""
     queued_unix_nanos: int = 0
     """Time of arrival at this replica, in Unix nanoseconds. Only used by telemetry."""
@@ -91,42 +95,41 @@ class Request(ComputedTokens):
     not computed before the request was queued. Only used by telemetry.
     """
     times: RequestTimes | None = None
-    """The request's time, divided into parts. Set by telemetry when the request ends."""
+    """How long each phase of the request lasted. Set by telemetry when the request ends."""
     prompt_embeds: PromptEmbeds | None = None
     """Embeddings that replace the prompt's tokens. Only used by the workers."""
     pooling: PoolingParams | None = None
     """How the workers compute one vector from the prompt. None for generative models."""
     num_choices: int = 0
-    """The client's `n` (answers per prompt), for metrics. Only set for a prompt's first sequence.
-    """
+    """The client's `n` (answers per prompt), set in the first request of a prompt, for metrics."""
     resumable: bool = False
-    """Whether the request is a session, which keeps its blocks and waits after each turn."""
+    """Whether the request is a session."""
     turn_ended_unix_nanos: int = 0
     """Time of the end of a session's previous turn, in Unix nanoseconds. Only used by traces."""
     chunks: deque[InputChunk | None] = field(default_factory=deque)
-    """The inputs of a session's next turns that have arrived. None ends the session."""
+    """Inputs of a session's next turns that have already arrived. None ends the session."""
     reads_prefix_cache: bool = True
-    """False if every prompt position must be computed, as for prompt log-probabilities."""
+    """False if every prompt token must be computed, as for prompt log-probabilities."""
 
     program: DeclaredProgram | None = None
-    """The fields of the client's request that name the program of which the request is a turn."""
+    """The fields of the client's request that name its program."""
     program_turn: ProgramTurn | None = None
     """The request's turn in its program. None if the policy does not group requests into programs.
     """
     tenant: bytes = b""
-    """Identifies the owner of the API key. Empty without keys."""
+    """Identifies the owner of the API key. Empty if the gateway has no API keys."""
     tenant_weight: float = 1.0
-    """The owner's weight when retained blocks are divided among owners."""
+    """The tenant's weight when the blocks of contexts are divided among tenants."""
     tenant_max_retained_share: float = 1.0
-    """Limit on the blocks of the owner's paused contexts, as a fraction of the pool."""
+    """Limit on the blocks of the tenant's contexts, as a fraction of the pool."""
     context: ContextId | None = None
-    """The paused context that the request's blocks became at its end."""
+    """The context that the request's blocks became at its end. None if there is none."""
     grammar: GrammarStatus | None = None
-    """Whether the grammar and the adapter are prepared. None if the request has neither."""
+    """Whether the workers have prepared the grammar and the adapter. None if there is neither."""
     error: str = ""
-    """The error that ended the request, or will end it instead of an admission. Empty if none."""
+    """The error with which the request ended, or will end when a step tries to admit it."""
     error_reason: FinishReason = FinishReason.ERROR
-    """The finish reason of a request that ends with `error` instead of being admitted."""
+    """The finish reason that the request gets together with `error`, if it was not admitted."""
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -136,47 +139,47 @@ class Request(ComputedTokens):
     ending_token_ids: frozenset[int] = field(init=False, default=frozenset())
     """The end-of-sequence tokens and stop tokens that end the request."""
     fast_path_end: int = 0
-    """The number of the step before which the request leaves the fast path (if it is on it)."""
+    """The step before which the request leaves the fast path (see `RunningRequests`)."""
     admission_number: int = 0
     """Increases with each admission, and orders the running requests."""
     max_num_tokens: int = 0
     """Total number of tokens at which the request ends. Set when the request is queued."""
     is_prefill_chunk: bool = False
-    """Whether known tokens remain to be computed after the last planned step."""
+    """Whether prompt or earlier output tokens remain to be computed after the last planned step."""
     draft_token_ids: list[int] = field(default_factory=list)
-    """Draft tokens after the last token. -1 stands for a draft that only the workers know."""
+    """Draft tokens that follow `token_ids`. -1 stands for a draft that only the workers know."""
     num_slots: int = 0
     """Number of slots in the block table. A slot is memory for one token."""
     num_tokens_left_behind: int = 0
-    """The largest number of stored tokens for which blocks before the sliding windows were freed.
-    May exceed a session's number of computed tokens, because its last tokens may be dropped.
+    """Number of stored tokens when the pool last freed blocks that sliding windows had left. May
+    exceed a session's number of computed tokens, because the end of a turn discards tokens.
     """
     row: int | None = None
-    """The request's row in the workers' batch. None while it does not run."""
+    """The request's index in the workers' persistent batch. None while it does not run."""
     awaited_step: int | None = None
-    """Number of the step whose output must arrive before the preempted request is admitted again:
-    the last step with tokens of the request that was in flight at its preemption, or None.
+    """The last step that was in flight with tokens of the request when it was preempted. The output
+    of this step must arrive before the request is admitted again. None if there was none.
     """
     num_cached_tokens: int | None = None
-    """Number of cached tokens at the first admission of the request or its turn, or None."""
+    """Number of cached tokens at the first admission of the request or turn. None before it."""
     num_external_tokens: int = 0
-    """Number of tokens that the last load through the KV connector loaded."""
+    """Number of tokens that the KV connector loaded at the last admission."""
     num_preemptions: int = 0
     num_discarded_tokens: int = 0
-    """Number of computed tokens that the last preemption discarded. 0 after the next admission."""
+    """Number of computed tokens that the last preemption discarded. 0 once admitted again."""
     num_recomputed_tokens: int = 0
-    """Number of discarded tokens, over all preemptions, that must be computed again."""
+    """Total number of tokens that are computed again because of preemptions."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the first full blocks. Hashes of later full blocks are not computed yet."""
     known_to_pool: bool = False
-    """Whether the pool stores hashes or blocks of the request, which a Release operation frees."""
+    """Whether the pool stores hashes or blocks of the request, so that it needs a Release."""
     num_hashes_sent: int = 0
     """Number of leading `block_hashes` that were sent to the pool."""
     num_committed_blocks: int = 0
-    """Number of leading `block_hashes` whose blocks are published."""
+    """Number of leading `block_hashes` whose blocks are published (cached for prefix hits)."""
     shared_prefix_boundary: int = 0
-    """Length, in tokens, of a prefix that another request has computed, but that not all KV-cache
-    groups have cached, so that it is no hit. 0 if the last lookup found no such prefix.
+    """Length, in tokens, of a prefix that only some KV-cache groups have cached, after another
+    request computed it. It is no prefix hit. 0 if the last lookup found none.
     """
 
     def __post_init__(self) -> None:
@@ -200,7 +203,7 @@ class Request(ComputedTokens):
 
     @property
     def num_output_placeholders(self) -> int:
-        """Number of tokens that steps in flight will sample, drafts included."""
+        """Number of tokens that steps in flight may sample, accepted drafts included."""
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
 
     @property
@@ -209,7 +212,7 @@ class Request(ComputedTokens):
 
     @property
     def max_hit_tokens(self) -> int:
-        """Limit on the prefix hit, in tokens. At least one token must be computed."""
+        """Limit on the prefix hit, in tokens, because at least one token must be computed."""
         return len(self.token_ids) - 1 if self.reads_prefix_cache else 0
 
     @property
@@ -218,7 +221,7 @@ class Request(ComputedTokens):
 
     @property
     def num_encoded_tokens(self) -> int:
-        """The position after the last of `encoder_inputs`. 0 if there are none."""
+        """The position after the last item of `encoder_inputs`. 0 if there are no items."""
         return self.encoder_inputs[-1].end if self.encoder_inputs else 0
 
     @property
@@ -237,8 +240,8 @@ class Request(ComputedTokens):
             self.max_num_tokens = min(longest, max_model_len)
 
     def finish_turn(self, block_size: int) -> TurnEnd:
-        """Ends the turn of a session. The session then waits for input. The last output token is
-        removed, because it was not computed. The other output tokens become part of the prompt.
+        """Ends the turn of a session, which then waits for input. Removes the last output token,
+        because it was sampled but not computed. The other output tokens become part of the prompt.
         """
         if self.finish_reason is None:
             raise AssertionError(f"the turn of {self.request_id} has not ended")
@@ -254,7 +257,7 @@ class Request(ComputedTokens):
         return end
 
     def forget_ahead(self) -> None:
-        """Limits the number of computed tokens, because tokens after a turn's end are dropped."""
+        """Does not count tokens as computed that steps in flight sample after a turn's end."""
         self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) - 1)
 
     def begin_turn(self, chunk: InputChunk, max_model_len: int) -> None:
@@ -274,7 +277,7 @@ class Request(ComputedTokens):
         self.status = RequestStatus.WAITING
 
     def stop_loading(self) -> None:
-        """Makes a request wait for admission after its load has ended."""
+        """Makes the request wait for admission after its KV load has ended."""
         preempted, waiting = RequestStatus.PREEMPTED, RequestStatus.WAITING
         self.status = preempted if self.num_preemptions else waiting
 
@@ -285,7 +288,7 @@ class Request(ComputedTokens):
     def hashes_with(
         self, root: bytes, block_size: int, token_ids: Sequence[int]
     ) -> list[BlockHash]:
-        """The block hashes that the request would have in addition if `token_ids` were appended."""
+        """Hashes of the full blocks after `block_hashes`, if `token_ids` were appended."""
         return hash_full_blocks(
             root,
             [*self.token_ids, *token_ids] if token_ids else self.token_ids,
@@ -305,14 +308,14 @@ class Request(ComputedTokens):
             num_again = self.num_discarded_tokens - terms.num_computed_tokens
             self.num_recomputed_tokens += max(0, num_again)
             self.num_discarded_tokens = 0
-        # A group with states allocates no block for the load of a prompt of one token.
+        # A KV-cache group of states may allocate no block when a prompt of one token is loaded.
         self.num_slots = len(blocks[0]) * block_size or terms.num_slots
         self.num_committed_blocks = terms.num_commit_tokens // hash_block_size
         self.num_hashes_sent = len(self.block_hashes)
         self.known_to_pool = True
 
     def forget_blocks(self) -> None:
-        """Records that the request has no blocks, no row and no computed tokens."""
+        """Records that the request has no blocks, batch row and computed tokens any more."""
         self.draft_token_ids = []
         self.is_prefill_chunk = False
         self.num_computed_tokens = self.num_slots = self.num_tokens_left_behind = 0
@@ -321,7 +324,7 @@ class Request(ComputedTokens):
         self.row = None
 
     def append_output_token_ids(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Appends sampled tokens, up to the first one that ends the request, and returns them."""
+        """Appends tokens up to the first one that ends the request. Returns these tokens."""
         num_known = len(self.token_ids)
         finish = append_until_end(
             self.token_ids,

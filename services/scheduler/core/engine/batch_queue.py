@@ -11,13 +11,13 @@ from services.scheduler.core.ports import Executor
 
 
 class BatchQueue:
-    """Sends steps to the workers, and waits for the outputs, oldest step first. Contains at most
-    `depth` steps. `now` returns the time of a monotonic clock, in seconds.
+    """Sends steps to the workers, and waits for their outputs, in order. Contains at most `depth`
+    steps. `now` returns the time of a monotonic clock, in seconds.
     """
 
     def __init__(self, executor: Executor, depth: int, now: Callable[[], float]) -> None:
         self.awaits_answer = False
-        """Whether a task waits for the output of the oldest step."""
+        """Whether the engine loop waits for the output of the oldest step."""
         self.planning = PlanningClock()
         self._executor = executor
         self._depth = depth
@@ -35,7 +35,7 @@ class BatchQueue:
         return len(self._steps) >= self._depth
 
     async def until_due(self) -> None:
-        """Waits until the next step should be planned, or until the running step has ended."""
+        """Waits until it is time to plan the next step, or until the running step has ended."""
         now = self._now()
         if self._steps and (seconds := self.planning.due - now) > 0:
             _, answer = self._steps[0]
@@ -73,9 +73,8 @@ class BatchQueue:
         return plan, output
 
     async def is_answered(self, wake: asyncio.Event, is_interrupted: Callable[[], bool]) -> bool:
-        """Waits for the output of the oldest step. Returns True when the output has arrived, and
-        False as soon as `is_interrupted()` is true. Calls `is_interrupted` first at once, and then
-        each time that `wake` is set.
+        """Waits for the output of the oldest step. Returns True when the output has arrived, or
+        False as soon as `is_interrupted()` is true, which is called now and whenever `wake` is set.
         """
         _, answer = self._steps[0]
         self.awaits_answer = True
@@ -95,7 +94,7 @@ class BatchQueue:
         return True
 
     def drop(self) -> list[SchedulerOutput]:
-        """Cancels all steps. Returns their plans, and the plan of a step that could not be sent."""
+        """Drops all steps. Returns their plans, and the plan of a step that could not be sent."""
         dropped = [plan for plan, _ in self._steps]
         if self._unsent is not None:
             dropped.append(self._unsent)

@@ -1,17 +1,17 @@
-"""Computes timeouts for work from the durations of similar earlier work.
+"""Computes timeouts for work, such as the steps of a worker, from the durations of earlier work.
 
 A fixed timeout would have to suit the slowest machine, and would detect hangs late on all other
 machines. Work has a size, for example a number of tokens. Sizes are grouped in classes, one for
 each power of two. The timeout is a multiple of a decaying maximum of the recent durations in the
-class. A class without a measured duration has the longest timeout, because its first step may
-compile or allocate. Callers do not count time in which the work had no CPU (see `Silence`).
+class. A class without a measured duration has the longest timeout, because the first work of a size
+may compile or allocate. Callers do not count time in which the work had no CPU (see `Silence`).
 """
 
 IDLE_CHECK_SECONDS = 5.0
-"""Seconds without work after which the pool or a worker is probed."""
+"""Seconds without work after which a scheduler checks whether the pool or a worker still runs."""
 _FACTOR = 10.0
 _KEPT_SHARE = 0.98
-"""The maximum decays: a shorter duration counts with one minus this weight."""
+"""Weight of the previous maximum when a shorter duration is measured, so that it decays."""
 
 
 class Deadlines:

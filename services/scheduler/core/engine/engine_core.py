@@ -24,18 +24,17 @@ from services.scheduler.core.request import Request, RequestStatus
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 0.01
-"""Delay before the blocks and rows of the last requests are freed in a separate step. If a client
-sends one request after another, the next request arrives during the delay. Its first step then
-frees the blocks and rows without an additional step and transaction.
+"""Delay before the blocks and batch rows of the last requests are freed in a separate step. If a
+client sends one request after another, the next request arrives during the delay. Its first step
+then frees them, which saves a step and a transaction with the pool.
 """
 RETRY_SECONDS = 0.001
 """Delay before planning is tried again if no request could be scheduled and no step is in flight.
-The requests then wait for an external event, such as the end of a KV transfer. vLLM has the same
-delay.
+The requests then wait for an external event, such as the end of a KV transfer. As in vLLM.
 """
 SWEEP_SECONDS = 0.5
-"""While blocks are kept for ended requests, an idle engine plans a step after this time. The step
-frees blocks that were kept for long enough.
+"""Interval at which an idle engine plans a step to free blocks that the policy has kept for ended
+requests for long enough.
 """
 
 
@@ -47,9 +46,8 @@ class EngineState(enum.Enum):
 
 
 class EngineCore:
-    """Runs the engine loop of one scheduler: sends steps to the workers, and delivers tokens. Only
-    iterations of `run`, and code in a `standstill` between two iterations, change the scheduler.
-    Requests are added and ended through `changes`.
+    """Runs the engine loop of one scheduler. Only iterations of `run`, and code in a `standstill`
+    between two iterations, change the scheduler. Other code adds and ends requests by `changes`.
     """
 
     def __init__(
@@ -71,7 +69,9 @@ class EngineCore:
         self._observer = observer
         self._readiness = readiness
         self._awaits_sessions = False
-        """Whether the last step was empty because idle sessions occupy the batch rows or blocks."""
+        """Whether the last step was empty because sessions between two turns occupy the batch rows
+        or blocks. Planning again is then useless until a change arrives.
+        """
         self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
         self._undelivered: EngineCoreOutputs | None = None
         self._linger_seconds = linger_seconds
@@ -90,12 +90,11 @@ class EngineCore:
 
     @property
     def planning(self) -> PlanningClock:
-        """Decides when the next step is planned."""
         return self._batch_queue.planning
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait to be scheduled, for the first time or again."""
+        """Number of requests that wait for an admission."""
         return len(self.scheduler.queues) + len(self.changes.arrivals)
 
     @property
@@ -103,7 +102,7 @@ class EngineCore:
         return [*self.scheduler.requests, *self.changes.arrivals]
 
     def abort_late(self, now: float) -> None:
-        """Ends requests that were not scheduled by their `latest_start`."""
+        """Ends waiting requests whose `latest_start` has passed without a first admission."""
         late = [
             request
             for request in self.unscheduled()
@@ -113,7 +112,7 @@ class EngineCore:
             self.changes.abort(late, FinishReason.QUEUE_TIMEOUT)
 
     def unscheduled(self) -> Iterator[Request]:
-        """Waiting requests that were never scheduled."""
+        """Waiting requests that were never admitted."""
         waiting = chain(self.scheduler.queues, self.changes.arrivals)
         return (request for request in waiting if request.num_cached_tokens is None)
 
@@ -123,7 +122,7 @@ class EngineCore:
         self._wake.set()
 
     async def run(self) -> None:
-        """Runs steps until cancelled. Recovers from lost pools and workers. Raises other errors."""
+        """Runs steps until cancelled. Reopens a lost pool or lost workers. Raises other errors."""
         try:
             while True:
                 try:
@@ -140,24 +139,24 @@ class EngineCore:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stops planning steps. Returns when no step is in flight and the blocks of ended requests
-        are free. ABORT ends all requests. WAIT admits no request, and waits until the running
-        requests have ended. Raises Aborted if the engine is resumed during this wait.
+        are free. Mode ABORT first ends all requests. Mode WAIT admits no more requests, and first
+        waits until the running requests have ended. It raises Aborted if `resume` is called
+        meanwhile.
         """
         await self._pauses.begin(mode)
         if self.state is not EngineState.RECOVERING:
             self.state = EngineState.PAUSED
 
     async def resume(self) -> None:
-        """Ends a pause."""
         await self._pauses.end()
 
     async def reset_prefix_cache(
         self, *, preempt_running: bool, reset_connector: bool = False
     ) -> None:
         """Removes every cached prefix and, with `reset_connector`, everything that the KV connector
-        has stored. With `preempt_running`, preempts running requests first, because their blocks
-        are in use. Raises FailedPrecondition while requests hold blocks, and Unavailable during a
-        recovery of the pool or the workers.
+        has stored. Raises FailedPrecondition if requests hold blocks. To avoid that,
+        `preempt_running` first preempts all running requests. Raises Unavailable while a lost pool
+        or lost workers are reopened.
         """
         async with self.standstill():
             if self.state is EngineState.RECOVERING:
@@ -171,16 +170,16 @@ class EngineCore:
                 self.scheduler.transfers.reset_cache()
 
     def standstill(self) -> AbstractAsyncContextManager[None]:
-        """A context in which the loop is stopped between two iterations, with no step in flight.
-        The caller may be cancelled.
+        """A context manager. Within it, the loop is stopped between two iterations, and no step is
+        in flight. The caller may be cancelled.
         """
         return self._lock.standstill()
 
     async def _turn(self) -> None:
         """One iteration: adds and ends requests, plans and sends a step, and applies the output of
         the oldest step in flight. With asynchronous scheduling, a step is planned shortly before
-        the previous step ends. Requests that arrive until then are part of the planned step. During
-        a pause no step is planned, but the blocks of ended requests are freed.
+        the previous step ends, so that it includes requests that arrive until then. During a pause,
+        no step is planned, but the blocks of ended requests are freed.
         """
         self.changes.apply()
         planned = False
@@ -205,12 +204,12 @@ class EngineCore:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _has_change(self) -> bool:
-        """Whether a change is pending, such as a new request, and steps may be planned."""
+        """Whether a change (such as a new request) is pending, and no pause prevents planning."""
         return bool(self.changes) and not (self._pauses.is_on or self._lock.is_held)
 
     async def _complete(self) -> None:
         """Waits for the output of the oldest step and applies it. The step's tokens are delivered
-        later, while the loop waits for the pool or the workers, so that delivery delays no step.
+        while the loop next waits for the pool or the workers, so that delivery delays no step.
         """
         plan, output = await self._batch_queue.take_answer()
         self.changes.apply()
@@ -225,8 +224,8 @@ class EngineCore:
             self._observer.arrived(begun)
 
     def _deliver(self) -> None:
-        """Delivers the outputs of the last step, if they were not delivered yet. After an error the
-        outputs stay undelivered. The engine loop then delivers them again, and raises the error.
+        """Delivers the last step's outputs, if they were not delivered yet. If the delivery raises
+        an error, the next call delivers them again, so that the engine loop raises the error.
         """
         if self._undelivered is not None:
             self._delivery.deliver(self._undelivered)
@@ -260,12 +259,11 @@ class EngineCore:
             await self._linger()
 
     async def _linger(self) -> None:
-        """Waits a short time for a request if the next step would only free blocks and rows."""
+        """If the next step would only free blocks and rows, waits a short time for a request."""
         if self.scheduler.only_frees:
             await self._until_woken(self._linger_seconds)
 
     async def _until_woken(self, seconds: float) -> None:
-        """Waits for a change, but no longer than `seconds`."""
         self._wake.clear()
         timer = asyncio.get_running_loop().call_later(seconds, self._wake.set)
         try:
@@ -295,8 +293,9 @@ class EngineCore:
         logger.info("recovered; %d requests are computed again", len(preempted))
 
     def _may_plan(self) -> bool:
-        """Whether a step may be planned. If the fault search selects other requests, changes the
-        selection first, which requires that no step is in flight.
+        """Whether a step may be planned. If the fault search (for a request whose steps always
+        fail) now allows other requests to run, first preempts all requests and admits only those.
+        This requires that no step is in flight.
         """
         if self._recovery.is_trial_due:
             if self._batch_queue:

@@ -1,4 +1,4 @@
-"""The lock of the engine loop. Prevents changes of the scheduler during an iteration."""
+"""The lock of the engine loop, which prevents changes of the scheduler during an iteration."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 
 class EngineLock:
-    """A lock that is held by each iteration of the engine loop, and by all other code that changes
-    the scheduler. Each release of the lock wakes the callers of `until`. Setting `wake` wakes the
-    loop if it waits for work. `has_steps` returns whether steps are in flight.
+    """Each iteration of the engine loop holds this lock, and so does other code while it changes
+    the scheduler. `wake` is the event that wakes the loop if it waits for work. `has_steps` returns
+    whether steps are in flight.
     """
 
     def __init__(self, wake: asyncio.Event, has_steps: Callable[[], bool]) -> None:
@@ -32,8 +32,8 @@ class EngineLock:
         self._condition.release()
 
     async def until(self, is_over: Callable[[], bool]) -> None:
-        """Releases the lock and waits until `is_over()` returns true. `is_over` is called after
-        each iteration of the loop. The caller must hold the lock.
+        """Releases the lock, and holds it again when `is_over()` returns true. `is_over` is called
+        now and after each iteration of the loop. The caller must hold the lock.
         """
         self._num_waits += 1
         try:
@@ -43,8 +43,8 @@ class EngineLock:
 
     @asynccontextmanager
     async def standstill(self) -> AsyncIterator[None]:
-        """A context in which the loop is stopped between two iterations, with no step in flight.
-        The caller may be cancelled, because the loop itself completes the steps in flight.
+        """A context manager. Within it, the loop is stopped between two iterations, and no step is
+        in flight. The caller may be cancelled, because the loop completes the steps in flight.
         """
         self._num_holds += 1
         self._wake.set()

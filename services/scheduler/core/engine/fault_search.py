@@ -8,17 +8,17 @@ from services.scheduler.core.output import SchedulerOutput
 from services.scheduler.core.request import Request
 
 MAX_FAILURES_ALONE = 2
-"""A suspect is ended after this number of failed steps that contain no other request."""
+"""A suspect is ended after this number of failed steps that contained only this suspect."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Suspects that run together. No other request runs at that time."""
+    """Suspects that run together, while no other request runs."""
 
     requests: Sequence[Request]
     other_half_is_next: bool = False
-    """Whether the next group in the queue is the other half of a failed group. If the steps of this
-    group succeed, the fault must be in the other half.
+    """Whether this group is the first half of a failed group, and the next group in the queue is
+    the second half. If the steps of the first half succeed, the fault must be in the second half.
     """
 
 
@@ -29,18 +29,18 @@ class FaultSearch:
        successful steps have computed all its tokens up to the end of the failed step. After the
        first failure all requests continue to run, because most losses of workers have other causes.
     2. When a step with suspects fails again, its suspects are split into two groups. From then on
-       only one group runs at a time. The group of the earlier requests runs first. The suspects of
-       a group whose steps succeed are cleared. A group whose step fails is split again.
+       only one group runs at a time, first the group with the earlier requests. The suspects of a
+       group whose steps succeed are cleared. A group whose step fails is split again.
     3. A suspect ends with an error after `MAX_FAILURES_ALONE` failed steps that contain no other
-       request. By then at least three steps in a row have failed at the same token of the request,
-       so a request rarely ends because workers are killed for other reasons.
+       request. By then the suspect was in at least three failed steps in a row, so a request rarely
+       ends because workers are killed for other reasons.
 
     This is group testing by binary splitting (Dorfman, 1943; Hwang, 1972).
     """
 
     def __init__(self) -> None:
         self._goals: dict[Request, int] = {}
-        """Maps each suspect to the number of computed tokens at which it is cleared."""
+        """Maps each suspect to the number of computed tokens that clears it."""
         self._groups: deque[_Group] = deque()
         self._failures_alone: Counter[Request] = Counter()
 
@@ -64,7 +64,7 @@ class FaultSearch:
         return None
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """Clears the suspects whose tokens up to the end of a failed step are now computed."""
+        """Records a successful step, which may clear suspects."""
         steps = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
         for request, start, num_tokens in steps:
             goal = self._goals.get(request)
@@ -72,9 +72,9 @@ class FaultSearch:
                 self._clear(request)
 
     def steps_failed(self, plans: Iterable[SchedulerOutput]) -> Request | None:
-        """Records steps that were lost with the pool or the workers. Returns a request that must
-        end with an error, or None. If several steps were in flight, it is not known which step
-        failed, so the requests of all these steps become suspects.
+        """Records the steps that were in flight when the pool or the workers were lost. Their
+        requests become suspects, because it is not known which step failed. Returns the request
+        that must end with an error, or None.
         """
         failed = self._failed(plans)
         known = [request for request in failed if request in self._goals]

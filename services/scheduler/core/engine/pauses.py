@@ -15,8 +15,8 @@ from services.scheduler.core.ports import PoolLost, StepObserver
 
 @dataclass(eq=False)
 class Pauses:
-    """Begins and ends pauses, always between two iterations of the engine loop. A pause that began
-    during planning would affect only some requests of the step.
+    """Begins and ends pauses of the engine between two iterations of its loop, because a pause that
+    began while a step is planned would affect only some of the step's requests.
     """
 
     scheduler: Scheduler
@@ -27,7 +27,7 @@ class Pauses:
 
     @property
     def is_on(self) -> bool:
-        """Whether a pause prevents steps. With mode WAIT, steps continue while requests run."""
+        """Whether a pause prevents steps. In mode WAIT, it does so once no request runs."""
         mode = self.scheduler.pause_mode
         return mode is not None and not (mode is PauseMode.WAIT and self.scheduler.running)
 
@@ -43,11 +43,10 @@ class Pauses:
             self.changes.apply()
             if mode is PauseMode.ABORT:
                 self.changes.end(dict.fromkeys(self.scheduler.requests, FinishReason.ABORT))
-            with suppress(PoolLost):  # the next step detects the loss and recovers
+            with suppress(PoolLost):  # the next step detects the loss, and the engine recovers
                 await self.scheduler.flush()
 
     async def _finish_running(self) -> None:
-        """Waits until no request runs."""
 
         def is_over() -> bool:
             return self.scheduler.pause_mode is not PauseMode.WAIT or not self.scheduler.running

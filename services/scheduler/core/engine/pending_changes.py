@@ -13,9 +13,9 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PendingChanges:
-    """Collects changes of a scheduler's requests, because changes must not be applied while a step
-    is planned. They are applied before the next step is planned. The methods may be called at any
-    time from the engine's event loop.
+    """Collects changes of a scheduler's requests until the engine loop applies them, before it
+    plans the next step. They must not be applied while a step is planned. The methods may be called
+    at any time from the engine's event loop.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class PendingChanges:
         wake: asyncio.Event,
         report_ended: Callable[[Sequence[Request]], None],
     ) -> None:
-        """`wake` is set at each change. `report_ended` gets requests that ended between steps."""
+        """Sets `wake` at each change. Calls `report_ended` with requests that end between steps."""
         self.arrivals: list[Request] = []
         self._scheduler = scheduler
         self._observer = observer
@@ -46,9 +46,9 @@ class PendingChanges:
         self._wake.set()
 
     def abort(self, requests: Iterable[Request], reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends running or waiting requests: at once if the engine waits for a step's output,
-        otherwise before the next step is planned. With the reason QUEUE_TIMEOUT, requests that have
-        been scheduled by then do not end.
+        """Ends requests: at once if the engine waits for a step's output, otherwise before the next
+        step is planned. With the reason QUEUE_TIMEOUT, requests that were admitted before that time
+        do not end.
         """
         self._ends |= dict.fromkeys(requests, reason)
         if self._batch_queue.awaits_answer:
@@ -73,16 +73,17 @@ class PendingChanges:
         self._wake.set()
 
     def end_turn(self, of: Request | ContextId, tool: str) -> None:
-        """Names the tool that runs after the turn `of`. A turn is given by its request, which ends
-        when the changes are applied, or by its context.
+        """Records which tool an agent runs after one of its turns (requests). `of` is the turn's
+        request, which has ended or ends with these changes, or the context (KV blocks for the next
+        turn) that the turn has left in the pool.
         """
         self._tools.append((of, tool))
         self._wake.set()
 
     def apply(self) -> None:
-        """Applies the changes in this order: ends, names of tools, arrivals, compiled grammars,
-        inputs of sessions, and ends of requests that have just arrived. Ends precede arrivals, so
-        that the next turn of a program finds the context of the turn that ended.
+        """Applies the changes in this order: ends, tools, arrivals, compiled grammars, inputs of
+        sessions, and ends of requests that have just arrived. Ends precede arrivals, so that an
+        agent's next request finds the context that its last request leaves.
         """
         ends, self._ends = self._ends, {}
         new = set(self.arrivals) if ends else set[Request]()
@@ -112,7 +113,7 @@ class PendingChanges:
                 self._scheduler.end_turn(context, tool)
 
     def end(self, ends: Mapping[Request, FinishReason]) -> None:
-        """Ends requests now. Requests that have already ended are skipped."""
+        """Ends requests now, except those that have already ended."""
         ended = [request for request, reason in ends.items() if _can_end(request, reason)]
         for request in ended:
             self._scheduler.abort(request, ends[request])
@@ -134,5 +135,5 @@ class PendingChanges:
 
 def _can_end(request: Request, reason: FinishReason) -> bool:
     if reason is FinishReason.QUEUE_TIMEOUT and request.num_cached_tokens is not None:
-        return False  # was scheduled in the meantime
+        return False  # was admitted in time
     return not request.is_finished

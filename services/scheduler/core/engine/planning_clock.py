@@ -5,18 +5,18 @@ from collections import deque
 
 RECENT_STEPS = 64
 MIN_STEPS = 8
-"""Planning is delayed only after this number of steps of a size class was measured."""
+"""Planning is delayed only after this number of steps with a similar size was measured."""
 MARGIN_SECONDS = 0.001
-"""The precision of an event loop's timers. It is subtracted from the delay."""
+"""The precision of an event loop's timers, which is subtracted from the delay of planning."""
 LEAST_SECONDS = 0.003
-"""The shortest delay of planning. A shorter sleep would cost more than it saves."""
+"""The shortest delay of planning, because a shorter sleep would cost more than it saves."""
 _OUTLIERS = 16
-"""One in this number of recent steps may have less room than the delay assumes."""
+"""One in this number of recent steps may have less room (see `PlanningClock`) than assumed."""
 
 
 class PlanningClock:
-    """Delays the planning of a step while the previous step runs, so that requests that arrive
-    during the delay are part of the step. Planning starts early enough that workers do not wait.
+    """Delays the planning of a step while the previous step runs, so that the step includes
+    requests that arrive during the delay. Planning starts early enough that workers do not wait.
 
     Workers report the *slack* of each step: the time from when the step was ready to run until the
     previous step ended. Slack is negative if the step arrived late. The slack of a step plus the
@@ -27,8 +27,7 @@ class PlanningClock:
     Steps are grouped in size classes, one for each power of two tokens. Let r be the room that 15
     of 16 recent steps of the class had at least, and m the median of their rooms. The delay is
     r - (m - r), minus a margin. If rooms vary much, as on a busy machine, the delay is short or 0.
-    Planning begins at the latest when the previous step ends. In that case workers wait for as long
-    as planning and messages take.
+    Planning begins at the latest when the previous step ends.
 
     Times are in seconds of a monotonic clock, which callers read.
     """
@@ -48,7 +47,7 @@ class PlanningClock:
 
     @property
     def due(self) -> float:
-        """The time at which the step after the running step should be planned."""
+        """The time at which the next step should be planned."""
         return self._due
 
     def begins(self, num_tokens: int, now: float) -> None:
@@ -66,7 +65,7 @@ class PlanningClock:
         self.seconds_put_off += put_off
 
     def answered(self, step: int, slack_seconds: float | None) -> None:
-        """Records a step's slack. Ignores it if no other step ran when the step was planned."""
+        """Records a step's slack, if the step was planned while another step ran."""
         planned = self._planned.pop(step, None)
         if planned is None or slack_seconds is None:
             return
@@ -78,7 +77,7 @@ class PlanningClock:
         self.seconds_late += max(0.0, -slack_seconds)
 
     def forget(self) -> None:
-        """Removes all measurements, because other workers may run the next steps."""
+        """Removes all measurements, because new workers may have other step times."""
         self._rooms.clear()
         self._planned.clear()
 
@@ -88,8 +87,7 @@ class _Rooms:
 
     def __init__(self) -> None:
         self.usable = 0.0
-        """The time in seconds by which planning can be delayed. 0 until MIN_STEPS rooms are known.
-        """
+        """Seconds by which planning can be delayed. 0 until `MIN_STEPS` rooms are known."""
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
 

@@ -3,9 +3,9 @@
 from collections import deque
 
 MIN_COMPLETIONS = 8
-"""The completion rate is estimated from ended requests as soon as this number has ended."""
+"""Number of ended requests from which on the completion rate is estimated from completions."""
 MIN_BUSY_SECONDS = 0.5
-"""In less busy time no rate is estimated from tokens, because the first steps take longer."""
+"""The rate is estimated from tokens only after this busy time, because first steps take longer."""
 WINDOW_COMPLETIONS = 64
 """Number of most recent completions from which the rate is estimated."""
 MARGIN = 1.4
@@ -13,17 +13,18 @@ MARGIN = 1.4
 
 
 class QueueEstimate:
-    """Estimates the rate at which requests complete on a full replica. Two numbers follow from this
-    rate by Little's law: the time that each waiting request adds to the wait of requests behind it,
-    and the running time of a request.
+    """Estimates the rate at which requests complete on a replica with `max_running` requests. Two
+    numbers follow from this rate by Little's law: the time that each waiting request adds to the
+    wait of requests behind it, and the running time of a request.
 
     Until enough requests have ended, the completion rate is estimated as the number of tokens
     computed per second, divided by the expected number of tokens of a request.
 
-    If no request waits and fewer than `max_running` requests run, requests complete as fast as they
-    arrive, and the rate does not show the capacity. This time is converted to busy seconds, the
-    time that a full replica would need: it is multiplied by the number of running requests divided
-    by `max_running`, and by the slowdown of a step in which `max_running` requests run.
+    Rates are measured over *busy seconds*. While a request waits or `max_running` requests run, a
+    second counts as a busy second. Otherwise requests complete only as fast as they arrive. A
+    second is then converted to the time in which a full replica would do the work: it is multiplied
+    by the number of running requests divided by `max_running`, and by the slowdown of a step in
+    which `max_running` requests run.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -39,8 +40,7 @@ class QueueEstimate:
         self._num_completed = 0
         self._last: tuple[float, int, int] | None = None
         self.seconds_per_request = 0.0
-        """Seconds that each waiting request adds to the wait of requests behind it. 0 if unknown.
-        """
+        """Seconds by which each waiting request delays requests behind it. 0 while unknown."""
         self.service_seconds = 0.0
         """Seconds from a request's admission to its end. 0 while unknown."""
 
@@ -83,12 +83,12 @@ class QueueEstimate:
         self.service_seconds = MARGIN * running_seconds / num_requests if num_requests else 0.0
 
     def stand_still(self) -> None:
-        """Excludes the time until the next sample, because no request can run in this time."""
+        """Excludes the time until the next sample, because no request runs in it."""
         self._last = None
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the rate is estimated from tokens, because too few requests have ended."""
+        """Whether the rate is estimated from tokens, because few requests have ended."""
         return self._num_completed < MIN_COMPLETIONS
 
     def _window(self) -> tuple[float, float, float]:
@@ -108,7 +108,6 @@ class QueueEstimate:
 
 def expected_tokens(num_prompt_tokens: int, num_output_tokens: int, max_num_tokens: int) -> int:
     """Number of prompt and output tokens that a running request is expected to have at its end. By
-    Lindy's law (Eliazar, 2017), if nothing else is known, the expected remaining length of an
-    answer equals its present length. So the answer is expected to double.
+    Lindy's law (Eliazar, 2017), an answer is expected to grow to twice its present length.
     """
     return min(num_prompt_tokens + 2 * num_output_tokens, max_num_tokens)

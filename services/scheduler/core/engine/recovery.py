@@ -1,4 +1,4 @@
-"""Recovers from lost pools and workers. Searches for a request whose steps always fail."""
+"""Reopens a lost pool or lost workers, and ends a request whose steps always cause such losses."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolAndWorkers, StepObserver, WorkersLost
 
 FIRST_BACKOFF_SECONDS = 0.1
-"""Delay before the second of several recoveries in a row. Each further recovery doubles it."""
+"""Delay before the second recovery without progress. Each further such recovery doubles it."""
 LAST_BACKOFF_SECONDS = 5.0
 
 
@@ -48,7 +48,7 @@ class Losses:
             self.num_of_pool += 1
 
     def recovered(self) -> None:
-        """Records a successful recovery. The next loss is in a row with the loss before it."""
+        """Records a successful recovery."""
         self._num_in_a_row += 1
 
     def made_progress(self) -> None:
@@ -62,9 +62,9 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False)
 class Recovery:
     """Reopens the pool and the workers after a loss of either, and counts the losses. Runs the
-    fault search, which finds a request whose steps always fail. The search selects which requests
-    may be admitted. `lock` is the lock of the engine loop. It is acquired while changes are applied
-    during the recovery. `wake` is the loop's event, which is set when changes are pending.
+    fault search (see `FaultSearch`), which finds a request whose steps always fail by running only
+    some requests at a time. `lock` is the lock of the engine loop. `wake` is the event that is set
+    when changes of requests are pending.
     """
 
     scheduler: Scheduler
@@ -78,18 +78,18 @@ class Recovery:
 
     @property
     def is_trial_due(self) -> bool:
-        """Whether the fault search selects other requests than the present selection."""
+        """Whether the fault search wants other requests to run than may run now."""
         return self._search.trial() != self.scheduler.queues.admitted_only
 
     def plan_of(self, keys: Collection[RequestKey]) -> SchedulerOutput:
-        """A plan with the requests of `keys`, in place of the step whose transaction failed."""
+        """A plan with the requests of `keys`, to pass to `steps_failed` if a transaction failed."""
         requests = [one for one in self.scheduler.requests if one.key in set(keys)] if keys else []
         computed = [request.num_computed_tokens for request in requests]
         return SchedulerOutput(-1, requests, [1] * len(requests), computed)
 
     def steps_failed(self, plans: Sequence[SchedulerOutput]) -> None:
-        """Passes lost steps to the fault search. If this finds a request whose steps always fail,
-        ends the request. Does nothing if a signal or a supervisor ended the workers.
+        """Passes lost steps to the fault search, and ends the request that the search has found, if
+        any. Does nothing if a signal or a supervisor ended the workers.
         """
         if self.replica.workers_were_ended or not any(plan.requests for plan in plans):
             return
@@ -100,25 +100,25 @@ class Recovery:
             self.changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """Records a successful step. If it leaves no suspects, the next loss is the first again."""
+        """Records a successful step, which counts as progress once there are no suspects."""
         if self._search.is_active:
             self._search.step_done(plan)
         else:
             self.losses.made_progress()
 
     def begin_trial(self) -> None:
-        """Admits only the requests that the fault search selects. No request may run."""
+        """Lets only requests be admitted that the fault search selects. No request may run."""
         if (trial := self._search.trial()) != self.scheduler.queues.admitted_only:
             self.scheduler.admit_only(trial)
 
     def change_trial(self) -> None:
-        """Preempts all requests, then allows only the requests that the fault search selects."""
+        """Preempts all requests, then lets only requests be admitted that the search selects."""
         preempted = self.scheduler.preempt_all()
         self.observer.preempted(preempted, PreemptionCause.FAULT_SEARCH)
         self.begin_trial()
 
     async def reopen(self) -> None:
-        """Reopens the pool and the workers after a delay. Applies changes while it waits."""
+        """Reopens the pool and the workers after a delay. Applies changes of requests meanwhile."""
 
         async def open_again() -> None:
             await asyncio.sleep(self.losses.backoff_seconds)

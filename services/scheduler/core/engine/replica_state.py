@@ -1,4 +1,4 @@
-"""The requests of a replica, and the resources that they hold."""
+"""The requests of a replica, and the blocks, batch rows and encoder outputs that they use."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ from services.scheduler.core.request import Request
 
 
 class ReplicaState:
-    """The state that the parts of the scheduler share. It makes no decisions."""
+    """The queues, running requests and resources that the scheduler's classes share."""
 
     def __init__(
         self,
@@ -33,11 +33,12 @@ class ReplicaState:
         self.config = config
         self.clock = clock
         self.step_costs = StepCosts()
-        """The durations of recent steps, which the caller records."""
+        """Estimates from the durations of steps, which the class that runs the steps records."""
         parts = PolicyParts(config, clock, self.step_costs, self._release_held)
         self.policy = find_policy(config.policy)(parts)
         self.retention: Retention | None = getattr(self.policy, "retention", None)
-        """Decides which contexts of ended requests stay cached. None if the policy does not decide.
+        """Decides which contexts (KV blocks of ended requests of agents) stay cached. None if the
+        policy leaves this to the pool.
         """
         self.queues = WaitingRequests(self.policy)
         self.running = RunningRequests()
@@ -50,17 +51,18 @@ class ReplicaState:
         self.num_preemptions = 0
         """Number of preemptions since the process started."""
         self.failed: dict[Request, str] = {}
-        """Maps waiting requests that can never run to the errors with which they will end."""
+        """Maps waiting requests that can never be admitted to the errors with which they will end.
+        """
         self.transfers = None if connect is None else connect(self)
 
     @property
     def num_free_places(self) -> int:
-        """Number of requests that may run in addition. Sessions between turns count as running."""
+        """Number of requests that may be admitted. Sessions between two turns count as running."""
         num_taken = len(self.running) + len(self.queues.between_turns)
         return max(0, self.config.max_running - num_taken)
 
     def _release_held(self, key: RequestKey) -> None:
-        """Makes the next transaction free the blocks that were kept for an ended request."""
+        """Frees the blocks that were kept for an ended request, with the next transaction."""
         self.kv_cache_manager.pending.release(key)
 
     @property
@@ -70,7 +72,7 @@ class ReplicaState:
 
     async def take_copies(self, step: int, traceparent: str) -> list[BlockCopy]:
         """Returns the block copies that the workers make before step `step`, and frees the blocks
-        that were reserved for the copies. If the loads of a KV connector are not ordered with the
+        that the pool reserved for them. With a KV connector whose loads are not ordered with the
         steps, the blocks are freed only after the step's output has arrived, as in vLLM.
         """
         copies = sorted(self.kv_cache_manager.copies, key=lambda copy: copy.group)
@@ -88,8 +90,9 @@ class ReplicaState:
             self.running.remove(request)
 
     def free(self, request: Request) -> None:
-        """Frees the row of a request. Its blocks are freed with the next transaction, unless the
-        policy keeps the blocks of an ended request or a KV transfer still uses them.
+        """Frees a request's row and encoder outputs at once, and its blocks with the pool's next
+        transaction. An ended request's blocks stay allocated if the policy keeps them, or while a
+        KV transfer uses them.
         """
         context, is_held = None, False
         if self.retention is not None and request.is_finished:
@@ -106,19 +109,20 @@ class ReplicaState:
         request.forget_blocks()
 
     def remove(self, request: Request) -> None:
-        """Removes an ended request from the running requests or the queues, and frees its
-        resources. A request can end while it waits: a token in flight at its preemption ends it.
+        """Removes an ended request from the running requests or the queues, and frees its blocks
+        and row. A waiting request may have ended because of a token that was in flight when the
+        request was preempted.
         """
         self.take_out(request)
         self.free(request)
 
 
 Connect = Callable[[ReplicaState], Transfers]
-"""Creates the transfers of a scheduler that has a KV connector."""
+"""Creates the scheduler's side of a KV connector."""
 
 
 class BatchRows:
-    """Allocates the rows of the workers' batch, the most recently freed row first."""
+    """Allocates rows (indexes of requests in the workers' batch), the last freed row first."""
 
     def __init__(self, num_rows: int) -> None:
         self.removed: list[int] = []

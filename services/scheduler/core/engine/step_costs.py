@@ -10,17 +10,17 @@ MIN_STEPS = 8
 MIN_PROMPT_TOKENS = 16
 """A step with fewer prompt tokens is not used to estimate the cost of a prompt token."""
 MIN_COMPUTED_TOKENS = 128
-"""The cost of a prompt token is estimated only after recent steps computed this number of them."""
+"""The cost of a prompt token is estimated only from at least this number of prompt tokens."""
 
 ObservedStep = tuple[int, int, float]
 """The number of requests of a step, its number of tokens, and its duration in seconds."""
 
 
 class StepCosts:
-    """Estimates three costs, in seconds, from recent steps: of a step, of a decoding request in a
-    step, and of a prompt token. The first two are fitted to decode-only steps by least squares. The
-    cost of a prompt token is the remaining time of steps with prompts, divided by the number of
-    their prompt tokens.
+    """Estimates three costs, in seconds, from recent steps: the cost of a step, of each decoding
+    request in a step, and of each prompt token. The first two are fitted to decode-only steps by
+    least squares. The cost of a prompt token is the time of steps with prompt tokens, less the
+    first two costs, divided by the number of prompt tokens.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class StepCosts:
         self._computing: deque[tuple[int, int, float]] = deque(maxlen=RECENT_STEPS)
         """Number of requests, number of prompt tokens, and seconds of each step with prompts."""
         self._fitted: tuple[float, float] | None = None
-        """The fitted costs of a step and of a decoding request. None if they must be fitted."""
+        """The costs of a step and of a decoding request. None if they must be fitted again."""
         self._loads: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
         """Number of tokens and duration in seconds of each recent KV load."""
 
@@ -50,8 +50,8 @@ class StepCosts:
 
     @property
     def seconds_per_loaded_token(self) -> float:
-        """Seconds for each token of the fastest recent load. Slower loads have waited for other
-        loads or for the end of a step. 0 while unknown.
+        """Seconds for each token of the fastest recent KV load, because slower loads have waited
+        for other loads or for the end of a step. 0 while unknown.
         """
         return min((seconds / tokens for tokens, seconds in self._loads), default=0.0)
 
@@ -79,10 +79,10 @@ class StepCosts:
         return beyond / num_tokens
 
     def seconds_of_prompt(self, num_tokens: float, num_requests: int, token_budget: int) -> float:
-        """Seconds to compute `num_tokens` tokens of a prompt while `num_requests` requests decode.
-        Each step computes `token_budget` tokens of the prompt. If the cost of a prompt token is
-        unknown, for example because all prompts are short, the cost of a decoding request is used
-        instead. 0 while unknown.
+        """Seconds to compute `num_tokens` tokens of a prompt in steps of `token_budget` prompt
+        tokens, while `num_requests` requests decode. If the cost of a prompt token is unknown, for
+        example because all prompts are short, the cost of a decoding request is used instead. 0
+        while unknown.
         """
         each_step, each_decode = self._fit()
         seconds_per_token = self.seconds_per_prompt_token or each_decode
@@ -100,15 +100,15 @@ class StepCosts:
         return (each_step + each_decode * more_requests) / seconds
 
     def _fit(self) -> tuple[float, float]:
-        """Seconds for each step, and seconds for each decoding request. 0 while unknown."""
+        """The costs of a step and of a decoding request. 0 while unknown."""
         if self._fitted is None:
             self._fitted = self._least_squares()
         return self._fitted
 
     def _least_squares(self) -> tuple[float, float]:
-        """Fits the costs of a step and of a request to the decode-only steps. If all these steps
-        have equally many requests, the costs cannot be separated. Then half of the time counts as
-        the cost of the step, and half as the cost of its requests.
+        """Fits the costs of a step and of a request to the decode-only steps. If all steps have the
+        same number of requests, half of their time counts as the cost of the step, and half as the
+        cost of its requests.
         """
         if len(self._decoding) < MIN_STEPS:
             return 0.0, 0.0

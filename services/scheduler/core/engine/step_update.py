@@ -11,11 +11,10 @@ from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.request import Request, TurnEnd
 
 _FAILURES = {FinishReason.NAN_IN_LOGITS, FinishReason.ERROR, *CLIENT_ERRORS}
-"""If a turn of a session ends for one of these reasons, the session ends too."""
+"""If a session's turn ends for one of these reasons, the session (a request) ends, too."""
 
 
 class StepUpdate:
-    """Applies the outputs of steps, in the order of the steps."""
 
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
@@ -23,7 +22,7 @@ class StepUpdate:
         self._running = state.running
 
     def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> EngineCoreOutputs:
-        """Applies the output of a step, as described in `Scheduler.update_from_output`."""
+        """See `Scheduler.update_from_output`."""
         state = self._state
         state.steps.updated(plan)
         transfers = state.transfers
@@ -63,13 +62,13 @@ class StepUpdate:
     def _append(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, taken: list[Sequence[int] | None]
     ) -> tuple[int, list[Request], dict[Request, TurnEnd]]:
-        """Appends the sampled tokens to the requests. Stores the appended tokens of each request in
-        `taken`, or None if the request had already ended or its tokens are dropped. Returns the
-        number of appended tokens, the requests that end, and the sessions whose turn ends.
+        """Appends the sampled tokens to the requests. Sets each request's entry in `taken` to the
+        appended tokens, or to None if the tokens are discarded. Returns the number of appended
+        tokens, the requests that end, and the sessions whose turn ends.
         """
         ended: list[Request] = []
         turns: dict[Request, TurnEnd] = {}
-        num_tokens = len(taken)  # corrected below for requests off the fast path
+        num_tokens = len(taken)  # one each; corrected below for requests off the fast path
         indexes = range(len(taken))
         for index, request, tokens in zip(indexes, plan.requests, output.token_ids, strict=True):
             if tokens and request.is_on_fast_path:
@@ -93,9 +92,9 @@ class StepUpdate:
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int] | None:
         """Appends the tokens of a request that may end or is off the fast path. Returns the
-        appended tokens, or None if the request had already ended or its tokens are dropped. Even if
-        its tokens are dropped, its next step verifies the drafts of this step, because vLLM stores
-        drafts separately from tokens (recording `drafts_after_a_dropped_token`).
+        appended tokens, or None if the tokens are discarded because the request had already ended
+        or is in `plan.dropped`. In the latter case, the request's next step still verifies the
+        drafts of this step, as in vLLM (recording `drafts_after_a_dropped_token`).
         """
         request, tokens = plan.requests[index], output.token_ids[index]
         if request.finish_reason is not None:
@@ -115,7 +114,7 @@ class StepUpdate:
         return tokens
 
     def end_failed(self) -> list[Request]:
-        """Ends and returns the waiting requests that can never run, in the order of arrival."""
+        """Ends waiting requests that can never be admitted. Returns them in order of arrival."""
         failures, self._state.failed = self._state.failed, {}
         failed = [request for request in failures if not request.is_finished]
         failed.sort(key=lambda request: request.key)
@@ -127,9 +126,9 @@ class StepUpdate:
     def _failed_loads(
         self, transfers: Transfers, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> list[Request]:
-        """Drops the tokens that this step and the steps in flight computed from blocks that could
-        not be loaded. Returns the requests that end because of a failed load, in the order of
-        arrival. With the failure policy RECOMPUTE, no request ends.
+        """Discards the tokens that this step and the steps in flight sampled after they read blocks
+        whose KV load has failed. Returns the requests that end for this reason, in the order of
+        arrival. With the load-failure policy RECOMPUTE, none ends.
         """
         steps = self._state.steps
         affected = transfers.take_failures(
@@ -142,8 +141,9 @@ class StepUpdate:
         return sorted(affected, key=lambda request: request.key)
 
     def _take_off_fast_path(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Removes requests with NaN logits or refused tokens from the fast path. During a pause,
-        also removes requests whose steps on the fast path have passed, because no planning does.
+        """Removes requests with NaN logits or refused tokens from the fast path (see
+        `RunningRequests`). During a pause, also removes requests that should have left the fast
+        path by now, because no step is planned, which would remove them.
         """
         if self._state.pause_mode is not None:
             self._running.take_due_off_fast_path()
@@ -153,8 +153,8 @@ class StepUpdate:
     def _computed_inputs(self, plan: SchedulerOutput) -> dict[Request, int]:
         """Maps each request of the step that uses encoder outputs to its number of computed tokens.
         With asynchronous scheduling, tokens that steps in flight sample do not count, because
-        drafts among them may be rejected. Requests whose tokens are dropped are left out, so that
-        their encoder outputs stay in use.
+        drafts among them may be rejected. Requests in `plan.dropped` are left out, so that their
+        encoder outputs stay in use.
         """
         used_inputs = self._state.encoder_cache.used_inputs
         samples_ahead = self._config.async_scheduling and not self._config.pooling
@@ -167,7 +167,6 @@ class StepUpdate:
     def _update_request_with_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput, index: int
     ) -> Sequence[int]:
-        """Appends and returns the tokens of a request, up to the first token that ends it."""
         request = plan.requests[index]
         kept = request.append_output_token_ids(output.token_ids[index])
         if index in output.refused_tokens:
@@ -176,26 +175,25 @@ class StepUpdate:
         if output.draft_token_ids:
             self._take_drafts(request, output, index)
         if request.row is not None:
-            # The last token was sampled but is not computed yet.
+            # All tokens but the last are computed. The last was only sampled.
             self._state.kv_cache_manager.publish(request, len(request.token_ids) - 1)
         return kept
 
     def _take_drafts(self, request: Request, output: ModelRunnerOutput, index: int) -> None:
-        """Stores the drafts that the request's next step verifies. Does nothing with asynchronous
-        scheduling, because planning has already stored placeholders.
+        """Stores the drafts that the request's next step verifies. With asynchronous scheduling,
+        does nothing, because placeholders were stored when this step was planned.
         """
         if not self._config.async_scheduling:
             num_drafts = self._config.num_drafts(len(self._running))
             request.draft_token_ids = list(output.draft_token_ids[index][:num_drafts])
 
     def _finish_turn(self, session: Request) -> TurnEnd:
-        """Ends the turn of a session. The session begins its next turn if the input has arrived.
-        Otherwise it waits for input.
+        """Ends the turn of a session, and begins the next turn if its input has arrived.
 
-        Tokens that steps in flight sample for the session are dropped, because they follow the end
-        of the turn. If the model has state-space layers, steps in flight overwrite the session's
-        state. If the model uses drafts, only the workers know the position of the state. In both
-        cases the session's blocks are freed, and the next turn begins with a prefix hit.
+        Tokens that steps in flight sample for the session are discarded, because they follow the
+        end of the turn. For a model with state-space layers, these steps overwrite the session's
+        state. With drafts, only the workers know after which token the state is. In these cases the
+        session's blocks are freed, and the next turn begins with a prefix hit.
         """
         state = self._state
         is_in_flight = any(session in plan.requests for plan in state.steps.in_flight)
@@ -220,9 +218,8 @@ def _discount_drafts(plan: SchedulerOutput, request: Request, num_kept: int) -> 
 
 
 def _end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num_kept: int) -> None:
-    """Ends the request at `index` of a step if its grammar refused a token in the step's output.
-    Does nothing if the request ended before the refused token. `num_kept` is the number of the
-    step's tokens that were appended to the request.
+    """Ends a request whose grammar refused a token of the step, unless the request ended before the
+    refused token. `num_kept` is the number of the step's tokens that were appended to the request.
     """
     first = output.refused_tokens[index]
     if first > num_kept or (first == num_kept and request.finish_reason is not None):
