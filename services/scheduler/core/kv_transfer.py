@@ -63,8 +63,7 @@ NO_RESULTS = KVTransferResults()
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlockTransfer:
-    """A block's transfer between KV cache and host memory. `key` identifies the block's contents.
-    """
+    """A block's transfer between KV cache and host memory. `key` identifies the block's contents."""
 
     block: BlockId
     tier_block: TierBlockId

@@ -26,8 +26,7 @@ class PoolLost(Unavailable):
     reason = "POOL_LOST"
 
     def __init__(self, message: str, *, suspects: Sequence[RequestKey] = ()) -> None:
-        """`suspects` are the requests of the failed transaction, if one may have caused the loss.
-        """
+        """`suspects` are the requests of the failed transaction, if one may have caused the loss."""
         super().__init__(message)
         self.suspects = suspects
 

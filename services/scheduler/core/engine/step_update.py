@@ -15,7 +15,6 @@ _FAILURES = {FinishReason.NAN_IN_LOGITS, FinishReason.ERROR, *CLIENT_ERRORS}
 
 
 class StepUpdate:
-
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
         self._config = state.config
