@@ -127,7 +127,7 @@ class SchedulerConfig:
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
     def num_reserve_slots(self, num_tokens: int) -> int:
-        """For how many slots blocks must be free when a request of `num_tokens` tokens is admitted."""
+        """For how many slots blocks must be free to admit a request of `num_tokens` tokens."""
         return num_tokens if self.scheduler_reserve_full_isl else 0
 
     @cached_property

@@ -63,7 +63,7 @@ NO_RESULTS = KVTransferResults()
 
 @dataclass(frozen=True, slots=True, order=True)
 class BlockTransfer:
-    """A block's transfer between KV cache and host memory. `key` identifies the block's contents."""
+    """A transfer of a block between KV cache and host memory. `key` identifies its contents."""
 
     block: BlockId
     tier_block: TierBlockId

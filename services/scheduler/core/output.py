@@ -1,4 +1,4 @@
-"""The plan of an engine step, which lists each request's tokens and blocks, and the step's output."""
+"""The plan of an engine step (its requests, tokens and blocks), and the output of the step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet

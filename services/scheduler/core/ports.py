@@ -26,7 +26,7 @@ class PoolLost(Unavailable):
     reason = "POOL_LOST"
 
     def __init__(self, message: str, *, suspects: Sequence[RequestKey] = ()) -> None:
-        """`suspects` are the requests of the failed transaction, if one may have caused the loss."""
+        """`suspects` are the requests of a failed transaction, one of which may be the cause."""
         super().__init__(message)
         self.suspects = suspects
 
