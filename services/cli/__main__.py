@@ -71,8 +71,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _run(name: str, arguments: Sequence[str]) -> int:
     try:
-        # In some locales Python decodes invalid bytes without an error, and fails only when it
-        # writes the text.
+        # Invalid bytes must raise an error where they are read. In some locales Python decodes them
+        # without an error, and fails only when it writes the text.
         if isinstance(sys.stdin, TextIOWrapper):
             sys.stdin.reconfigure(errors="strict")
         # grpc reads its variables at import. By default it would log each connection that

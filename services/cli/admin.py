@@ -1,4 +1,4 @@
-"""`stepwell admin`: calls of the gateway's operator API, which applies them to its replicas."""
+"""`stepwell admin`: calls the gateway's operator API, which applies each call to its replicas."""
 
 import os
 from collections.abc import Sequence

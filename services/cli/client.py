@@ -49,7 +49,7 @@ class Client:
                 transport=transport,
                 headers=headers,
                 timeout=httpx.Timeout(_ANSWER_SECONDS, connect=_CONNECT_SECONDS),
-                # Ignores proxies, which cannot reach a server on this machine.
+                # A proxy in the environment cannot reach a server on this machine.
                 trust_env=False,
                 verify=(tls or TlsFiles()).context(),
             )

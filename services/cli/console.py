@@ -14,9 +14,7 @@ _TAIL_SHOWN = 8
 
 
 def shows_colour(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether output is coloured. Only output to a terminal is, and only if NO_COLOR is not set
-    (https://no-color.org). The commands that use rich follow the same rule.
-    """
+    """Whether `stream` is a terminal and NO_COLOR is not set (https://no-color.org)."""
     return stream.isatty() and not environ.get("NO_COLOR")
 
 

@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError(f"{arguments.model} is no model directory")
     install()
     _import_tokenizers()
-    # These modules must be imported after `install`.
+    # Imported after `install` has replaced Python's clocks, which the modules may store.
     from services.cli.replay.log_check import log_differences  # noqa: PLC0415
     from services.simulation.explore.search import replay, search  # noqa: PLC0415
 
@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _import_tokenizers() -> None:
     """Imports the part of transformers that reads tokenizers, before torch and as if torch were not
-    installed. Otherwise it would import torch's compiler, which takes a third of the startup time.
+    installed. With torch, transformers would import torch's compiler, which takes a third of the
+    startup time.
     """
     from services.gateway.adapters.tokenizer.transformers_package import (  # noqa: PLC0415
         import_auto_tokenizer,

@@ -129,7 +129,7 @@ async def _supervise(
     supervisor = Supervisor(plan, console)
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # nohup makes this process ignore SIGHUP.
+        # A process that nohup has started must continue to ignore SIGHUP.
         if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
             loop.add_signal_handler(signum, _on_signal, supervisor, signum, console)
     console.note(f"starting {_services(settings)} for {settings.model}")

@@ -9,7 +9,7 @@
     ├── PayloadTooLarge      the body exceeds the size limit
     ├── ResourceExhausted    rejected before queueing, or evicted from the queue; has a retry time
     │   └── QuotaExceeded    exceeds a limit of the tenant, under any load
-    ├── FailedPrecondition   the state forbids the call: fenced, out of sequence, in use
+    ├── FailedPrecondition   the service's state forbids the call, such as blocks in use
     ├── Aborted              the request was taken over or cancelled after it was accepted
     ├── Unavailable          a component is down or draining; has a retry time
     │   └── DeadlineExceeded the caller's deadline passed before the response
@@ -61,38 +61,26 @@ class InvalidArgument(StepwellError):
 
 
 class OutOfRange(InvalidArgument):
-    """The request is well formed but longer or larger than this service allows."""
-
     reason = "OUT_OF_RANGE"
 
 
 class NotFound(StepwellError):
-    """No model, pool or request has this name."""
-
     reason = "NOT_FOUND"
 
 
 class Unauthenticated(StepwellError):
-    """The key is missing or unknown."""
-
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(StepwellError):
-    """The caller is authenticated but not permitted to do this."""
-
     reason = "PERMISSION_DENIED"
 
 
 class PayloadTooLarge(StepwellError):
-    """The body exceeds the size limit."""
-
     reason = "PAYLOAD_TOO_LARGE"
 
 
 class ResourceExhausted(StepwellError):
-    """The request was rejected before queueing, or evicted from the queue before scheduling."""
-
     reason = "RESOURCE_EXHAUSTED"
 
 
@@ -119,7 +107,9 @@ class QuotaExceeded(ResourceExhausted):
 
 
 class FailedPrecondition(StepwellError):
-    """The state forbids the call: a stale generation, a step out of sequence, blocks in use."""
+    """The service's state forbids the call: blocks are in use, a step is out of sequence, or the
+    caller's generation number of a pool or worker is stale.
+    """
 
     reason = "FAILED_PRECONDITION"
 

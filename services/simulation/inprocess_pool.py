@@ -26,7 +26,7 @@ class InProcessPool:
 
     @property
     def num_skippable_blocks(self) -> int:
-        """Free blocks, which limit how many equal steps the laboratory merges into one."""
+        """The number of free blocks, which limits how many equal steps the laboratory skips."""
         return self.core.num_free_blocks
 
     async def transact(

@@ -68,7 +68,7 @@ def _measure(settings: BenchSettings) -> Outcome:
 
 
 def _vocabulary(settings: BenchSettings, client: Client, model: str) -> Vocabulary | None:
-    """Returns words with known token counts. None if they are not needed or cannot be counted."""
+    """Words with known token counts. None if no words are needed or tokens cannot be counted."""
     if settings.dataset is not None:
         return None
     if settings.tokenizer is not None:

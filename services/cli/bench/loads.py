@@ -16,7 +16,9 @@ from services.cli.errors import CommandError
 from services.simulation.laboratory.workloads import Traffic, generate
 
 MAX_TOKENS = 1 << 20
-"""Limit on the tokens of a program's context if the server does not report `max_model_len`."""
+"""Limit on the tokens of a program (an agent's session) if the server does not report
+`max_model_len`.
+"""
 
 
 def trace_lines(path: Path) -> list[TraceLine]:
@@ -57,7 +59,7 @@ def synthetic_load(settings: BenchSettings, vocabulary: Vocabulary) -> Synthetic
 def program_load(
     settings: BenchSettings, name: str, vocabulary: Vocabulary, max_tokens: int
 ) -> ProgramLoad:
-    """The programs of a workload. They end before their contexts exceed `max_tokens`."""
+    """The programs of a workload. Each ends before its next prompt would exceed `max_tokens`."""
     traffic = Traffic(
         settings.num_programs, 1.0, settings.seed, settings.token_scale, max_tokens=max_tokens
     )

@@ -97,7 +97,7 @@ class BenchRun:
     vocabulary: Vocabulary | None
     warn: Callable[[str], None]
     max_tokens: int = MAX_TOKENS
-    """Limit on the tokens of a program's context."""
+    """Limit on the tokens of a program (an agent's session), prompts and answers together."""
     _clock: RunClock = field(init=False, default_factory=RunClock)
 
     async def run(self) -> Outcome:

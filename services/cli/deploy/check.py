@@ -1,6 +1,6 @@
-"""Checks that a deployment's streams continue unchanged while its containers are broken.
+"""Checks that clients' streams of text go on unchanged while a deployment's containers are broken.
 
-Streams of text first run once without a fault. Then, for each fault and each role of a container:
+The streams first run once without a fault. Then, for each fault and each role of a container:
 
 1. The same streams begin. A stream that ends begins again.
 2. A container of that role is broken, if possible in the replica that serves the most streams.
@@ -89,8 +89,8 @@ class Check:
         return bool(wrong)
 
     def _running_once_busy(self) -> dict[str, int]:
-        """Returns the running requests of each replica, once there are any. A replica may have
-        finished its requests long before the clients have read their streams.
+        """Returns the number of running requests of each replica. Waits until a replica runs some,
+        because all may have been finished although clients still read their streams.
         """
         deadline = time.monotonic() + self._times.heal_seconds
         while not any((running := self._fleet.running()).values()):

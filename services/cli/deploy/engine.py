@@ -46,7 +46,6 @@ class ComposeProject:
         self._name = name
 
     def containers(self) -> Sequence[Container]:
-        """All containers, sorted by name."""
         return sorted(map(_container, self._list()), key=lambda container: container.name)
 
     def url(self) -> str:
@@ -59,7 +58,6 @@ class ComposeProject:
 
     @contextmanager
     def broken(self, container: Container, fault: Fault) -> Iterator[None]:
-        """Breaks a container. At the end of the context, the fault is undone if necessary."""
         with ExitStack() as scope:
             try:
                 victim = self._client.containers.get(container.id)
@@ -98,7 +96,7 @@ def _apply(victim: Any, fault: Fault, networks: Any) -> Any:
     """Applies a fault to a container of Docker's SDK. Returns a function that undoes the fault."""
     if fault is Fault.KILL:
         result = victim.exec_run(["sh", "-c", _KILL])
-        # The shell that runs `kill` may end together with its container.
+        # The exit code is 137 or None if the container ended before the shell that runs `kill`.
         if result.exit_code not in (0, 137, None):
             raise CommandError(
                 f"{victim.name} could not be killed from inside, which takes `init: true` in the "

@@ -29,7 +29,6 @@ class GatewayFleet:
         """New streams, with the same prompts each time. Raises CommandError."""
         with self._client() as client:
             (card, *_) = client.get("/v1/models")["data"]
-        # Each stream runs to its token limit, because the end-of-sequence token does not end it.
         body = {
             "model": card["id"],
             "max_tokens": min(self.max_tokens, card["max_model_len"] - _PROMPT_TOKENS),
@@ -44,7 +43,6 @@ class GatewayFleet:
         return GatewayStreams(streams, self.stream_seconds)
 
     def running(self) -> dict[str, int]:
-        """Maps the scheduler's host of each ready replica to its number of running requests."""
         with self._client() as client:
             replicas = client.get("/status")["replicas"]
         return {

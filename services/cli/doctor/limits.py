@@ -12,7 +12,7 @@ from services.worker.backends.kernels import Kernels
 _GEMM = (512, 1536, 3072)
 """Rows, depth and columns of the measured matrix product."""
 _STREAM_BYTES = 3 * 2**27
-"""Bytes that are read from memory. Most processors' caches are smaller."""
+"""The bytes that measure the bandwidth, more than the caches of most processors can store."""
 _DEPTH = 3072
 _SECONDS = 0.4
 """Seconds for which a measurement is repeated. The fastest repetition counts."""
@@ -39,8 +39,8 @@ class Limits:
 
 
 def measure_limits(kernels: Kernels) -> Limits:
-    """Measures with torch's number of threads. The bandwidth is measured by a sum, and by a matrix
-    product with one row, which reads the weight once. The faster of both counts.
+    """Measures with torch's number of threads. The bandwidth is the better result of two
+    operations: a sum, and a matrix product with one row, which reads the weight once.
     """
     flops = {dtype: _flops(kernels, dtype) for dtype in (torch.float32, torch.bfloat16)}
     floats = torch.ones(_STREAM_BYTES // 4)

@@ -79,7 +79,6 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.returncode is not None
 
     async def wait(self) -> int:
@@ -110,7 +109,6 @@ class Child:
             self._process.terminate()
 
     def kill(self) -> None:
-        """Kills the process and its process group."""
         if not self.ended:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

@@ -35,7 +35,7 @@ class LivenessPolicy:
 
     @property
     def longest_turn_seconds(self) -> float:
-        """Limit on the seconds between two measurements that count as silence."""
+        """Of the time between two measurements, at most this many seconds count as silence."""
         return 2 * self.pause_seconds
 
     def silence_seconds(self, usual_seconds: float, num_hangs: int) -> float:

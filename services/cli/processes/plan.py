@@ -39,7 +39,9 @@ _EXPORT_DELAY, _EXPORT_DELAY_MILLISECONDS = "OTEL_BSP_SCHEDULE_DELAY", "500"
 _RESTART_SECONDS = 600.0
 """Limit on the gateway's wait for a replica, whose services may take minutes to restart."""
 _GATEWAY_PATIENCE = 5
-"""Factor of the gateway's liveness timeout. A kill of the gateway breaks its clients' streams."""
+"""The gateway's liveness timeout is multiplied by this factor, because a kill of the gateway breaks
+its clients' streams.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,6 @@ class Addresses:
     """The loopback port of operator calls. None if operator calls are not served."""
 
     def socket(self, service: str) -> str:
-        """The internal address of a service. The gateway serves only health checks at it."""
         return f"unix:{self.run_directory / service}.sock"
 
     @property
@@ -192,9 +193,9 @@ class _Wiring:
 def _kept_traces(
     service: str, given: Mapping[str, Any], addresses: Addresses, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Settings for exporting spans to the gateway, in addition to a configured collector. Without a
-    collector and configured sampling ratios, only the gateway decides which traces are sampled, and
-    the scheduler traces all steps of traced requests.
+    """Settings for exporting spans to the gateway, and to the collector if one is configured. If
+    neither a collector nor sampling ratios are configured, only the gateway decides which traces
+    are sampled, and the scheduler traces all steps of traced requests.
     """
     if service == "gateway":
         by_ratio = given.get("trace_sample_ratio") is not None

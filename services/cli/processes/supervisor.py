@@ -1,12 +1,12 @@
 """Keeps child processes running, and stops them in order.
 
 All children start at once, so that they load in parallel. If a child ends before it was ever ready,
-the supervisor ends too. A child that ends later is restarted with its team. A child that hangs is
-killed and restarted in the same way. Delays before restarts grow with each consecutive restart.
-This follows Erlang's supervisors and systemd, except that the number of restarts is not limited. At
-the end of the run, the stages stop one after the other, each with its own time limit. Children that
-do not stop in time are killed. After the last stage, children that have drained but still serve
-other children are stopped.
+the supervisor ends too. A child that ends later is restarted with its team (such as the workers of
+a replica). A child that hangs is killed and then restarted with its team. Delays before restarts
+grow with each consecutive restart. Erlang's supervisors and systemd do the same, but limit the
+number of restarts. At the end of the run, stages (groups of children) stop one after the other,
+each with its own time limit. Children that do not stop in time are killed. After the last stage,
+children that have drained but still serve other children are stopped.
 """
 
 import asyncio
@@ -66,8 +66,8 @@ class Observer(Protocol):
     def died(
         self, name: str, status: str, tail: Sequence[str], delay_seconds: float, num_deaths: int
     ) -> None:
-        """A child of a team that ended has ended. It is restarted after the delay. `num_deaths`
-        is the number of consecutive deaths of the team.
+        """A child has ended, and its team is restarted after the delay. `num_deaths` is the number
+        of consecutive deaths of the team.
         """
 
     def stopping(self, name: str) -> None:

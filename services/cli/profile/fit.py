@@ -29,7 +29,6 @@ class Measurement:
 
     @property
     def num_tokens(self) -> int:
-        """The number of scheduled tokens of the step."""
         return int(self.num_scheduled_tokens.sum())
 
     @property
@@ -78,7 +77,8 @@ def _fit(measured: Sequence[Measurement]) -> StepCosts:
     seconds = np.array([one.seconds for one in measured])
     places = _places([one.num_tokens for one in measured])
     rows = np.array([_features(one, places) for one in measured])
-    if all(one.is_decode for one in measured):  # there are as many requests as tokens
+    # In decode steps requests equal tokens, so the curve of tokens includes the cost of requests.
+    if all(one.is_decode for one in measured):
         rows[:, _REQUESTS] = 0
     found = least_squares(rows / seconds[:, None], np.ones(len(seconds))).tolist()
     chunks, single, each, *curve = found
@@ -104,7 +104,7 @@ def _places(numbers: Sequence[int]) -> list[int]:
 
 
 def _features(measured: Measurement, places: Sequence[int]) -> list[float]:
-    """The factors of the coefficients of StepCosts. The sum of the products is the step's time."""
+    """The factors by which the coefficients of StepCosts are multiplied and then added up."""
     one = measured
     contexts = num_contexts(one.num_scheduled_tokens, one.num_computed_tokens)
     units = np.eye(len(places)).tolist()

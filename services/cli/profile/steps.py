@@ -14,7 +14,9 @@ from services.worker.sampling.arrays import Int32Array
 _GREEDY = SamplingParams(temperature=0)
 _LEAST_RUNS, _MOST_RUNS = 3, 31
 _MORE = 2
-"""Tokens after a decoding request's context: one to enter the batch, one in the measured step."""
+"""Tokens of a decoding request after its context (the tokens in the KV cache): one with which the
+request enters the batch, and one in the measured step.
+"""
 
 
 class MeasuredWorker:
@@ -100,7 +102,7 @@ class MeasuredWorker:
                 self._request(row, int(count) + 1, int(count) + _MORE)
                 for row, count in enumerate(contexts)
             )
-            # A step may be limited to fewer tokens than the batch has requests.
+            # The requests need several steps if the token limit of a step is below their number.
             most = self._limits.max_num_batched_tokens
             for begin in range(0, len(contexts), most):
                 some = slice(begin, begin + most)

@@ -56,7 +56,7 @@ def read_grammar(entry: Field) -> GrammarStatus | None:
 
 
 def _read_refused(entry: Field, token_ids: list[list[int]]) -> dict[int, int]:
-    """Maps a request's index in the step to the position of its first refused token."""
+    """Maps a request's index in the step to the position of the first token its grammar refuses."""
     refused = _by_index(entry.get("refused_tokens", {}), len(token_ids))
     return {index: of.integer(0, len(token_ids[index])) for index, of in refused.items()}
 

@@ -39,7 +39,9 @@ class GrammarCompiled:
 
 @dataclass(frozen=True, slots=True)
 class EndTurn:
-    """The end of a turn: the tool that runs after the turn, and whether the program has ended."""
+    """The end of a turn (a request of a program, which is an agent's session): the tool that runs
+    after the turn, and whether the program ends with it.
+    """
 
     key: RequestKey
     tool: str
@@ -48,9 +50,9 @@ class EndTurn:
 
 Event = Request | NextChunk | EndTurn | Abort | GrammarCompiled | PauseMode | str
 """An added request, further input of a session, the end of a program's turn, an abort, the end of a
-grammar compilation, a pause, or a name. The name is COMPLETE, or the name of a scheduler method
-that concerns no single request: resume, forget_pool, preempt_all, reset_prefix_cache or
-reset_encoder_cache.
+grammar compilation, a pause of the scheduler, or a name. The name is COMPLETE, or the name of a
+scheduler method that concerns no single request: resume, forget_pool, preempt_all,
+reset_prefix_cache or reset_encoder_cache.
 """
 COMPLETE = "complete"
 """The event that the oldest step's output arrived without a step planned since the last output."""
@@ -83,9 +85,9 @@ class History:
         self.times: list[float] = []
         """The clock's time when each step was planned. Empty if the log has no times."""
         self.observed: dict[int, Sequence[ObservedStep]] = {}
-        """Maps a step's number to arguments of `StepCosts.observe` that were known before it."""
+        """Maps a step's number to earlier steps whose times became known just before its plan."""
         self.without_tokens: set[int] = set()
-        """The numbers of the steps without scheduled requests. Such steps still count as time."""
+        """The numbers of the steps without scheduled requests. A step also counts as time here."""
         self._follows_plan = False
 
     def add(self, event: Event) -> None:
@@ -114,7 +116,6 @@ class History:
         self._follows_plan = True
 
     def add_update(self, update: EngineCoreOutputs, drafts: Sequence[Sequence[int]]) -> None:
-        """Stores the output of a step, and the drafts for the next step."""
         if not self._follows_plan:
             self.add(COMPLETE)
         self._follows_plan = False

@@ -170,8 +170,8 @@ class LogReplay(SchedulerRun):
         self.history.add_update(update, output.draft_token_ids)
 
     def _note_preparations(self, entry: Field) -> None:
-        """Sets `awaits_adapter` of requests from the wait reasons in the entry of a plan. The
-        scheduler does not decide when an adapter is loaded, and the log does not have that time.
+        """Sets `awaits_adapter` of requests as a plan's entry implies by its wait reasons, because
+        the log has no entry for the end of an adapter's load.
         """
         for name, reason in entry.get("passed_over", {}).members().items():
             request = self.requests.get(RequestKey(int(name))) if name.isdecimal() else None
@@ -224,7 +224,7 @@ class LogReplay(SchedulerRun):
         )
 
     def _read_chunk(self, entry: Field) -> InputChunk | None:
-        """The next input of a session, or None for its end. Planning limits the input's length."""
+        """The next input of a session, or None for its end."""
         if "tokens" not in entry.members():
             return None
         token_ids = entry["tokens"].integers()

@@ -1,4 +1,4 @@
-"""A scheduler with a pool in the same process, driven by the events of a log."""
+"""A scheduler with a pool in the same process, driven by the events of a step log."""
 
 from collections import deque
 from dataclasses import replace
@@ -24,7 +24,7 @@ class SchedulerRun:
         self.statistics = RunStatistics(scheduler)
         self.requests: dict[RequestKey, Request] = {}
         self.in_flight: dict[int, SchedulerOutput] = {}
-        """The plans whose output has not arrived yet, by step number."""
+        """Maps the number of each planned step without output so far to the step's plan."""
         self._write = write
         self._records: StepRecords | None = None
 
@@ -41,7 +41,7 @@ class SchedulerRun:
         return plan
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes the scheduler call of an event. Ignores events of requests that were not added."""
+        """Makes an event's call of the scheduler. Ignores events of unknown requests."""
         if isinstance(event, Request):
             request = as_added(event)
             self.requests[request.key] = request

@@ -1,4 +1,4 @@
-"""Records of steps, with the names of a fork of vLLM for agents, for scripts that read its records.
+"""Records of steps, in the format of a fork of vLLM for agents, for scripts that read that format.
 
 There are three kinds of records. Each record is a JSON object, whose `event` is the kind and whose
 `step` is the step's number.
@@ -8,9 +8,9 @@ There are three kinds of records. Each record is a JSON object, whose `event` is
 * `step_decision`: the requests and tokens that the step computes.
 
 The fork pins requests that have ended: their blocks are not free. Continuum's policies in Stepwell
-also do this. The policy `program` retains contexts instead, whose blocks are free. Retained
-contexts count as pinned. A log does not show which blocks are offloaded to host memory, so the
-fields `cpu_...` are null with a KV connector, and 0 without a KV connector.
+also pin requests. The policy `program` retains contexts instead: free blocks of ended requests that
+are reused last. Retained contexts count as pinned. A log does not show which blocks are offloaded
+to host memory, so the fields `cpu_...` are null with a KV connector, and 0 without a KV connector.
 """
 
 from collections.abc import Callable
@@ -95,8 +95,8 @@ class StepRecords:
         )
 
     def _admitted(self, step: int, request: Request, start: int, num_loaded: int) -> None:
-        """Writes the record of an admission with `start` computed tokens. `num_loaded` of these
-        tokens are loaded in the step. It is ignored if tokens were loaded before the step.
+        """Writes the record of an admission with `start` computed tokens, of which a KV connector
+        loads `num_loaded` in the step. If the load preceded the step, `num_loaded` is ignored.
         """
         was_loaded = request in self._loading
         if was_loaded:
@@ -119,7 +119,7 @@ class StepRecords:
         )
 
     def _owner(self, context: ContextId) -> Request:
-        """The request that left a context. A new context's request is searched from the latest."""
+        """The ended request whose blocks are a context. Several have the id: it is the last one."""
         if (known := self._owners.get(context)) is not None:
             return known
         return next(one for one in reversed(self._requests.values()) if one.context == context)

@@ -70,7 +70,6 @@ def comparison(logged: RunStatistics, what_if: RunStatistics) -> str:
 
 
 def figures(run: RunStatistics) -> dict[str, str]:
-    """Maps row names to the values of one run."""
     return {row.name: row.show(row.measure(run)) for row in ROWS}
 
 

@@ -152,7 +152,9 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _setups(arguments: argparse.Namespace) -> dict[str, Setup]:
-    """The runs of the comparison: each policy with each routing, and the optimum."""
+    """The runs of the comparison: each policy with each routing and, for the first of these, the
+    bounds and the optimum, a run that evicts cached blocks with knowledge of later requests.
+    """
     profile = read_profile(arguments.profile)
     if not isinstance(profile, MeasuredProfile):
         raise CommandError(

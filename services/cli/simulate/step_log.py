@@ -1,4 +1,6 @@
-"""Converts the requests of a step log to programs, with the logged times and output lengths."""
+"""Converts the requests of a step log to programs (the work of simulated clients), with the logged
+times and output lengths.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -9,8 +11,8 @@ from services.simulation.laboratory.programs import Program, Turn
 
 
 def read_step_log(path: Path) -> list[Program]:
-    """One program for each logged request with output, in the order of arrival. Sessions are
-    omitted. The prompts are the logged prompts. Raises CommandError.
+    """One program for each logged request with output, in the order of arrival, with the logged
+    prompt. Omits requests whose input arrives in several chunks (sessions). Raises CommandError.
     """
     added: dict[int, dict[str, Any]] = {}
     plans: dict[int, list[int]] = {}

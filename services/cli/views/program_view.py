@@ -1,4 +1,6 @@
-"""Draws the turns and pauses of a program on one time axis."""
+"""Draws a program (an agent's session) on a time axis: its turns (requests), and the pauses between
+two turns.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,8 +12,8 @@ _LEFT = 44
 
 
 def program_lines(program: str, traces: Sequence[dict[str, Any]], width: int) -> list[str]:
-    """A headline, and one line for each traced turn and for each pause before a turn. `traces` are
-    the summaries from /traces that have a turn.
+    """A headline, and one line for each turn and for each pause before a turn. `traces` are the
+    summaries of the turns from /traces.
     """
     turns = sorted(traces, key=lambda trace: float(trace["started_unix_seconds"]))
     start = min(_begin(trace) for trace in turns)

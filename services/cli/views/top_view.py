@@ -22,7 +22,7 @@ _LABEL = 10
 _FULL, _EMPTY = "█", "░"
 HIDDEN = "(another tenant's)"
 _MOST_PROGRAMS = 8
-"""The number of pausing programs that a replica's line about programs names."""
+"""Limit on the programs (agents' sessions) that a replica's line about pausing programs names."""
 _LEAST_ROWS = 3
 """The minimum number of request rows of each replica, at any screen height."""
 
@@ -175,7 +175,6 @@ def _requests(requests: Sequence[Document], width: int, room: int) -> Iterator[T
 
 
 def _programs(programs: Sequence[Document]) -> Iterator[Text]:
-    """A line about the pausing programs. It names the programs that paused last."""
     if not programs:
         return
     num_blocks = sum(one["num_blocks"] for one in programs)

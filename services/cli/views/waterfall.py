@@ -134,9 +134,9 @@ def _notes(span: Document, *, every_attribute: bool) -> Iterator[Text]:
 def _shown_attributes(
     attributes: Mapping[str, Any], known: str, *, every_attribute: bool
 ) -> list[str]:
-    """Formats attributes as names and values. Without `every_attribute`, only Stepwell's own
-    attributes are shown, without the prefix of their names. Empty and zero values are omitted, and
-    values with which the span's name ends.
+    """Formats attributes as names and values. Without `every_attribute`, shows only Stepwell's own
+    attributes, without the prefix of their names, and omits empty values, zeros and values with
+    which the span's name (`known`) ends.
     """
     return [
         f"{name if every_attribute else _short(name)} {_value(value)}"

@@ -5,10 +5,10 @@ from typing import NewType
 # The index of a KV-cache block in the workers' KV tensors.
 BlockId = NewType("BlockId", int)
 
-# The number that the scheduler assigns to a request. Unique within a generation of the pool.
+# The number that the scheduler assigns to a request. Unique until the pool is opened again.
 RequestKey = NewType("RequestKey", int)
 
-# The number that the scheduler assigns to the retained blocks of a request. At least 1.
+# The number, at least 1, of a context: the blocks that an ended request leaves for a later request.
 ContextId = NewType("ContextId", int)
 
 # The name of a pool, usually the name of its replica.
@@ -18,4 +18,6 @@ NULL_BLOCK = BlockId(0)
 """The null block, which is never allocated. Its id fills block table entries that are not read."""
 
 MAX_GENERATION = 2**62
-"""Larger than any generation of a pool. Generations are times in microseconds since 1970."""
+"""Larger than any generation of a pool, the number of its last opening. Generations are times in
+microseconds since 1970.
+"""

@@ -36,8 +36,8 @@ class Lease:
     reopen a stream. A holder with the same name that started later takes over the lease at once,
     because it is the restarted scheduler. The connection of the old process may not have ended yet.
     After the takeover the old process is refused, even if its start time is later because the clock
-    was set back. Leases are Gray and Cheriton's (1989). The pool's generation in each step is the
-    fencing token, by which requests of a replaced holder are recognized.
+    was set back. Leases are Gray and Cheriton's (1989). Each step has the pool's generation number,
+    which increases when a holder opens the pool, so that steps of a replaced holder are rejected.
     """
 
     def __init__(self, what: str, grace_seconds: float, clock: Callable[[], float]) -> None:

@@ -314,7 +314,7 @@ class ContextBlocks:
     num_blocks: int
     """Number of the context's blocks that were not reused. Some of them may be in use."""
     num_own_blocks: int
-    """Number of these blocks that are free and in no other context."""
+    """Number of the context's blocks that are free and in no other context."""
 
 
 @dataclass(slots=True)

@@ -93,7 +93,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
             self.flush()
         elif loop is not self._loop:
             self._loop = loop
-            # In an empty context, since REQUEST_FIELDS of the current one belong to one request.
+            # In an empty context, since REQUEST_FIELDS of the current context are one request's.
             loop.call_soon(self.flush, context=Context())
 
     def flush(self) -> None:
@@ -110,7 +110,7 @@ class _LinesHandler(logging.StreamHandler[TextIO]):
     def _gap(self, message: str) -> str:
         fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
         record = logging.makeLogRecord(fields | {"msg": message})
-        # In an empty context, since REQUEST_FIELDS of the current one belong to one request.
+        # In an empty context, since REQUEST_FIELDS of the current context are one request's.
         return Context().run(self.format, record) + self.terminator
 
 

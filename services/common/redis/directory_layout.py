@@ -6,10 +6,10 @@
 `kvd:{fp}:lease:N`        lease of node N; expires
 `kvd:{fp}:snap:N:E`       snapshot: all block keys of node N in its epoch E; expires
 
-A node is the pool of one scheduler process. `fp` is the model's fingerprint. The braces put all
-Redis keys of a model into one slot of Redis Cluster. Binary values begin with a CRC-32 of the
-following bytes. Numbers are little-endian. In a log entry, block keys are packed with 6 bytes each.
-In a snapshot, they are packed as a set.
+A node is the pool of one scheduler process. It begins a new epoch when its earlier log entries
+become invalid. `fp` is the model's fingerprint. The braces put all Redis keys of a model into one
+slot of Redis Cluster. Binary values begin with a CRC-32 of the following bytes. Numbers are
+little-endian. In a log entry, block keys are packed with 6 bytes each, in a snapshot as a set.
 """
 
 import json

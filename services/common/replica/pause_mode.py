@@ -1,4 +1,4 @@
-"""Modes of an engine's pause, which differ in how unfinished requests are treated."""
+"""Modes in which an operator pauses a replica. They differ in what happens to its requests."""
 
 from enum import Enum
 

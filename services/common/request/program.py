@@ -1,4 +1,4 @@
-"""The fields by which a client declares that a request is a turn of a program."""
+"""The fields by which a client declares that a request is a turn of a program, an agent's run."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from services.common.errors import InvalidArgument
 MAX_PROGRAM_ID_BYTES = 256
 MAX_TOOL_BYTES = 256
 MAX_KEEP_SECONDS = 3600
-"""The longest time for which a client can have a context kept after a turn."""
+"""The longest time for which a client can have the KV blocks of a turn kept for the next turn."""
 
 
 def joined_tools(names: Iterable[str]) -> str:
@@ -30,7 +30,7 @@ class DeclaredProgram:
     ends: bool = False
     """Whether the turn is the program's last."""
     keep_seconds: int = 0
-    """For how long the context is kept after the turn, limited to MAX_KEEP_SECONDS."""
+    """For how long the turn's KV blocks are kept for the next turn, at most MAX_KEEP_SECONDS."""
 
     def check(self) -> None:
         """Raises InvalidArgument, which names the first invalid field."""

@@ -17,7 +17,7 @@ KEPT_GRAMMARS = 32
 JSON_OPTIONS = {
     # Whitespace between two JSON tokens. Without a limit a model could output it endlessly.
     "whitespace_pattern": r"[ \n\t]{1,80}",
-    # Schemas that cannot be enforced exactly are rejected, even if they contain these options.
+    # Rejects schemas that cannot be enforced exactly, even if a schema sets `lenient` itself.
     "lenient": False,
     "coerce_one_of": False,
 }

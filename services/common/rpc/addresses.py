@@ -60,7 +60,6 @@ def is_unix_address(address: str) -> bool:
 
 
 def unix_path(address: str) -> str:
-    """Returns the path in unix:PATH."""
     return address.removeprefix(_UNIX)
 
 

@@ -166,7 +166,7 @@ class LocalCall:
 
 async def for_each(call: Any, take: Callable[[Any], None]) -> None:
     """Calls `take` with each message of a LocalCall or of a gRPC call. Returns at the end of the
-    call. Raises the call's error, and an error of `take`. The messages of a LocalCall wake no task.
+    call. Raises the call's error, or an error of `take`.
     """
     if isinstance(call, LocalCall):
         await call.for_each(take)

@@ -42,7 +42,6 @@ class LocalServer:
         """Maps methods, such as /package.Service/Method, to grpc's handlers."""
         self.max_calls = max_calls
         self.tasks: set[asyncio.Task[None]] = set()
-        """The tasks of running calls."""
         self.opening_seconds = opening_seconds
         self.unopened: set[_Call] = set()
         """Connections that have not named a method yet."""

@@ -189,7 +189,6 @@ class LocalStream:
         _wake(self._reader)
 
     def close_when_sent(self) -> None:
-        """Closes the connection after all frames are sent."""
         if self._unsent:
             self._is_closing = True
         else:

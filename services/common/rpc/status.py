@@ -60,7 +60,7 @@ STATUS_OF: dict[type[errors.StepwellError], grpc.StatusCode] = {
 }
 
 _NOT_READ_BACK = (errors.PayloadTooLarge, errors.QuotaExceeded)
-"""Kinds of errors that no service returns to another service."""
+"""Kinds that `from_rpc_error` never returns, since no service sends them to another service."""
 
 _KIND_OF: dict[grpc.StatusCode, type[errors.StepwellError]] = {
     **{status: kind for kind, status in STATUS_OF.items() if kind not in _NOT_READ_BACK},
@@ -118,7 +118,7 @@ RpcError = grpc.aio.AioRpcError | grpc.Call
 
 
 def from_rpc_error(rpc_error: RpcError) -> errors.StepwellError:
-    """Returns the error that a server raised, or the error of the kind that fits the status."""
+    """Converts a failed call's status to an error, with the details that the server sent."""
     kind = _KIND_OF.get(rpc_error.code(), errors.InternalError)
     message = rpc_error.details() or rpc_error.code().name
     reason = field = retry_after_seconds = None

@@ -32,7 +32,6 @@ class Exposition:
         shared: Iterable[Collector] = (),
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        """`labels` are added to all series."""
         self._own = tuple(own)
         self._shared = (ProcessCollector(proc=proc.PROC, registry=CollectorRegistry()), *shared)
         self._labels = dict(labels or {})

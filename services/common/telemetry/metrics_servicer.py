@@ -28,7 +28,6 @@ class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
     async def Collect(
         self, request: metrics_pb2.CollectRequest, context: _Context
     ) -> metrics_pb2.CollectResponse:
-        """Returns the metrics of this process, with the request's labels added."""
         text = await self._collect(dict(request.labels), request.exemplars)
         return metrics_pb2.CollectResponse(text=text)
 

@@ -26,7 +26,6 @@ class OtlpExporter(OTLPSpanExporter):
         super().__init__(endpoint=endpoint, insecure=not endpoint.startswith("https://"))
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Sends spans. Raises NotTaken if the collector does not accept the spans."""
         if super().export(spans) is SpanExportResult.SUCCESS:
             return SpanExportResult.SUCCESS
         error = self._error

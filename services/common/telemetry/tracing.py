@@ -49,7 +49,7 @@ _LIMITS = SpanLimits(
 
 @dataclass(frozen=True, slots=True)
 class TraceOrigin:
-    """The trace of a request, the caller's span, and whether the request is initially sampled."""
+    """The trace of a request, the caller's span, and whether the trace is sampled at its start."""
 
     trace_id: int
     parent: SpanContext | None
@@ -126,9 +126,8 @@ class Tracing:
         self, traceparent: str = "", tracestate: str = "", *, may_be_drawn: bool = True
     ) -> TraceOrigin:
         """Returns the trace of a request with these headers, or a new trace if `traceparent` is
-        missing or malformed. The flag in `traceparent` determines whether the trace is sampled. The
-        sampler determines it for a new trace. If `may_be_drawn` is False, a new trace is not
-        sampled, and the sampler is not called.
+        missing or malformed. The flag in `traceparent` decides whether the trace is sampled. For a
+        new trace the sampler decides, or with `may_be_drawn=False` the trace is not sampled.
         """
         parent = parse_traceparent(traceparent, tracestate)
         if parent is not None:

@@ -19,11 +19,13 @@ class Answer:
     """Log-probabilities of the tokens of the prompt and the answer, in order."""
     finished: dict[int, str] = field(default_factory=dict)
     num_cached_tokens: int = 0
-    """Not compared between answers."""
+    """Not compared between answers, because it depends on the other requests."""
     seconds: float = 0.0
     """The time until the end of the answer, without a session's pauses."""
     left_at: float | None = None
-    """When the client left before the answer's end, unless another one may wait for it."""
+    """The time at which the client left before the answer's end. None if it did not leave, or if
+    another client with its idempotency key may still wait for the answer.
+    """
     error: str | None = None
 
     def clear(self) -> None:

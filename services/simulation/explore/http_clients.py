@@ -173,7 +173,6 @@ def _completion(request: Request, prompt: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _body(request: Request, name: str) -> tuple[str, dict[str, Any]]:
-    """Returns the path and the body of a request."""
     if request.kind is Kind.VECTOR:
         return "/v1/embeddings", {"model": request.model, "input": [request.prompt]}
     body = _completion(request, request.prompt)
@@ -189,7 +188,6 @@ def _body(request: Request, name: str) -> tuple[str, dict[str, Any]]:
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Returns the status and the body of a reply."""
     status, pieces = await _begin_reading(reader)
     return status, b"".join([piece async for piece in pieces])
 

@@ -21,7 +21,9 @@ _MAY_BE_LEFT = {"KeyedRequests._expire", "Fleet._update"}
 
 
 def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
-    """Returns sentences about requests, sessions, blocks and rows that were not released."""
+    """Returns sentences about requests, sessions, blocks and rows (requests' indices in a worker's
+    batch) that were not released.
+    """
     found = []
     insides = [service.process.inside for service in fleet.services.values()]
     hosted = [
@@ -43,7 +45,7 @@ def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
 
 
 def _contexts_of(fleet: Fleet, scheduler: str) -> set[ContextId]:
-    """The retained contexts in the pool of a scheduler."""
+    """The contexts (blocks kept for a program's next request) in the pool of a scheduler."""
     pool = fleet.services[scheduler.replace("scheduler", "pool")].process.inside
     return {one for hosted in pool.host.pools() for one in hosted.pool.context_ids}
 

@@ -73,7 +73,7 @@ class Request:
     edge: Edge
     prompt: tuple[int, ...]
     max_tokens: int
-    """0 means that as many tokens are generated as fit in the blocks."""
+    """0 means that as many tokens are generated as fit in the pool's blocks."""
     kind: Kind = Kind.TEXT
     model: str = MODEL
     n: int = 1
@@ -104,7 +104,7 @@ class Request:
     wrong: str = ""
     """What is wrong with the request (one of WRONGS). Empty if it is valid."""
     program: DeclaredProgram | None = None
-    """The program to which this request belongs. It does not change the answer."""
+    """The program (an agent's session) of this request. It does not change the answer."""
 
     def sampling(self) -> dict[str, Any]:
         sampling = {"temperature": self.temperature, "seed": self.seed}

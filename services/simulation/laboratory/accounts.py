@@ -11,11 +11,12 @@ from services.simulation.laboratory.programs import Program
 
 
 class Accounts:
-    """Collects the measures of programs and their turns.
+    """Collects the measures of programs (jobs, such as agents' runs) and their turns (requests).
 
-    A token is *wasted* if it is computed again for the same program or the same application's
-    prefix. It is *preempted* if a preemption lost it, *evicted* if the replica had computed it for
-    an earlier turn, and *cold* if only other replicas had computed it.
+    A token is *wasted* if it is computed again for the same program, or for the prefix that all
+    programs of an application share. A wasted token is *preempted* if a preemption lost it,
+    *evicted* if the replica had computed it for an earlier turn, and *cold* if only other replicas
+    had computed it.
     """
 
     def __init__(self, device: Device, budget: int, block_size: int) -> None:
@@ -30,11 +31,11 @@ class Accounts:
         self.num_reusable_tokens = 0
         """Number of prompt tokens that an unlimited cache, shared by all replicas, would hit."""
         self.context_seconds = 0.0
-        """The sum of the contexts of live programs, in tokens, integrated over time in seconds. The
-        answer of a running request is not counted.
+        """The number of tokens of all unfinished programs so far, integrated over time in seconds.
+        The answer of a running request is not counted.
         """
         self.mean_context_tokens = 0.0
-        """The average over time, until the last arrival, of the sum of live programs' contexts."""
+        """The average over time, until the last arrival, of the tokens of unfinished programs."""
         self.last_end = 0.0
         self._speeds: defaultdict[str, list[float]] = defaultdict(list)
         """Maps a tenant to its jobs' speeds: time alone, divided by actual time."""

@@ -40,7 +40,7 @@ class Clients:
         *,
         tells_work: bool = False,
     ) -> None:
-        """If `tells_work`, a request's priority is the work that its program has left."""
+        """If `tells_work`, a request's priority is the number of tokens its program has left."""
         self.fleet: SimulatedFleet
         self.live: dict[int, LiveProgram] = {}
         self.sent: dict[str, SentTurn] = {}
@@ -129,7 +129,7 @@ class Clients:
         self.fleet.fleet.start([request])
 
     def _note_context(self, live: LiveProgram) -> None:
-        """Adds the program's context to the accounts, for the time since it last changed."""
+        """Accounts for the program's number of tokens in the time since it last changed."""
         now = self._clock.now
         self._accounts.context_seconds += live.context.num_tokens * (now - live.noted_at)
         live.noted_at = now
@@ -211,5 +211,5 @@ class Clients:
 
 
 def work(turns: Sequence[Turn]) -> int:
-    """The number of tokens that the turns compute if their contexts are cached."""
+    """The number of tokens that the turns compute if the tokens of earlier turns are cached."""
     return sum(turn.num_new_tokens + turn.num_output_tokens for turn in turns)

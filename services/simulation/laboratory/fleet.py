@@ -38,9 +38,9 @@ class Directory:
         self._has_begun = False
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """Returns the hit length in each replica. A replica that skips steps may have evicted
-        blocks that are still in the index, so it catches up first. The blocks that skipped steps
-        have added are in no other prompt.
+        """Returns the hit length in each replica. A replica with a hit first applies the steps that
+        it has skipped, because they may have evicted hit blocks. Other replicas need not, because
+        blocks that skipped steps add are in no other prompt.
         """
         if not self._has_begun:
             self._begin()

@@ -32,9 +32,9 @@ class LiveProgram:
     time at which that request was sent. After the last request, it is infinity.
     """
     noted_at: float = 0.0
-    """The time up to which the accounts include this program's context."""
+    """The time up to which the accounts include this program's tokens."""
     known: dict[str, int] = field(default_factory=dict)
-    """Maps a replica to the number of the context's tokens that the replica has computed."""
+    """Maps a replica to the number of the program's tokens that the replica has computed."""
 
 
 @dataclass(slots=True, eq=False)

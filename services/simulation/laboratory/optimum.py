@@ -1,14 +1,14 @@
 """Eviction with a known future: an offline optimum to which policies are compared.
 
-Only the order in which cached blocks are reused differs from other runs. From the seed, the pool
-knows when each program will send its next request, and first reuses the blocks that will be used
-last (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966).
-Blocks of ended programs are reused before all others, the end of a context before its beginning,
-and an application's shared prefix last.
+Only the order in which the pool reuses cached blocks differs from other runs. The pool knows when
+each program (a client's requests, one after the other) will send its next request, and first reuses
+the blocks that will be needed last (L. A. Belady, "A study of replacement algorithms for a
+virtual-storage computer", 1966). Blocks of ended programs are reused before all others, the end of
+a program's prompt before its beginning, and the prefixes that programs share last.
 
-This optimum is a bound for orders of eviction, not for orders of admission, and not a proven
-optimum: a request may wait longer than another before it uses its blocks, and the time of a
-subagent is only estimated by its time on an idle replica.
+It bounds what orders of eviction can reach, but not orders of admission. It is not a proven
+optimum, because requests also wait in the queue before they use their blocks, and because the time
+of a subagent is only estimated by its time on an idle replica.
 """
 
 from collections import OrderedDict
@@ -24,7 +24,7 @@ from services.simulation.inprocess_pool import InProcessPool, pool_config_of
 
 
 class Owner(Protocol):
-    """A program that will use a block again, or all applications."""
+    """What will use a block again: a program or, for shared prefixes, all applications together."""
 
     @property
     def next_use(self) -> float: ...
@@ -38,7 +38,7 @@ class KnownFutureQueue(FreeQueue):
     def __init__(self, blocks: Sequence[BlockId]) -> None:
         super().__init__(blocks)
         self.owners: dict[BlockId, Owner] = {}
-        """Maps each block that was ever released to its owner."""
+        """Maps each block that a request has released to the program that will use it again."""
         self._by_owner: dict[Owner, OrderedDict[BlockId, None]] = {}
 
     @property
@@ -96,7 +96,9 @@ class KnownFuturePool(InProcessPool):
 
     @property
     def num_skippable_blocks(self) -> int:
-        """Blank blocks only, because the order of cached blocks depends on other replicas too."""
+        """The number of free blocks without a hash. Steps that reuse cached blocks are not skipped,
+        because the order of reuse depends on the requests at other replicas too.
+        """
         return self._queue.num_blank
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:

@@ -35,7 +35,9 @@ class PolicyProblem(Exception):
 
 
 def check_policy(name: str, num_worlds: int, seed: int) -> None:
-    """Checks the policy `name`. Raises PolicyProblem, or InvalidArgument if it is unknown."""
+    """Checks a policy in `num_worlds` random simulations. Raises PolicyProblem if it breaks a rule,
+    and InvalidArgument if no policy has this name.
+    """
     kind = find_policy(name)
     for number in range(num_worlds):
         world = f"{seed} {number}"
@@ -107,7 +109,6 @@ def _check_victim(policy: SchedulingPolicy, rng: random.Random) -> None:
 
 
 def _live(name: str, policy: SchedulingPolicy, world: str) -> list[object]:
-    """Runs a simulation to its end and returns its outcome."""
     rng = random.Random(f"world {world}")
     config = SchedulerConfig(
         max_num_seqs=rng.randint(1, 6),

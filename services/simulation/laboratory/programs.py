@@ -1,4 +1,6 @@
-"""Programs, which are the work of simulated clients: their turns, and the tokens of the prompts."""
+"""Programs, which are the work of simulated clients: their turns (requests), and the tokens of the
+prompts. All programs of an application begin with the same tokens.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,15 +19,15 @@ class Turn:
     """One request of a program."""
 
     num_new_tokens: int
-    """Number of prompt tokens that the user or a tool adds to the context."""
+    """Number of prompt tokens that the user or a tool adds to the program's earlier tokens."""
     num_output_tokens: int
     pause_seconds: float = 0.0
     """Time from the end of the previous turn and its subagents to this request. In this time a tool
     runs or a person reads.
     """
     num_kept_tokens: int | None = None
-    """The length of the context that remains after a compaction. All its tokens after the
-    application's shared tokens are new. None means that the whole context remains.
+    """The number of tokens that a compaction (a summary of the earlier tokens) leaves. All of them
+    after the application's shared tokens are new. None means that all earlier tokens remain.
     """
     subagents: tuple["Program", ...] = ()
     """Programs that begin when this turn ends. The next turn begins after all of them end."""
@@ -55,9 +57,9 @@ class Program:
 
 @dataclass(slots=True)
 class Context:
-    """The tokens of a program so far. All tokens of an application are equal, and so are all tokens
-    of a program after them. Therefore two blocks at the same position are equal if and only if they
-    have the same owner.
+    """The tokens of a program so far. All tokens that an application shares are one token, and all
+    later tokens of a program are another. Therefore two blocks at the same position are equal if
+    and only if they have the same owner (an application or a program).
     """
 
     program: Program
@@ -69,7 +71,7 @@ class Context:
 
     @property
     def own_token(self) -> int:
-        """The token of which the context after the application's tokens consists."""
+        """The token of which all tokens after the application's tokens consist."""
         return _FIRST_OWN + self.number
 
     def prompt(self) -> list[int]:

@@ -79,7 +79,7 @@ class SimulatedReplica:
         self.num_computed_tokens = 0
         self.on_added: Callable[[Request, SentTurn], object] = lambda _request, _sent: None
         self.watchers: list[Callable[[SchedulerOutput], object]] = []
-        """Called after each planned step, but not after skipped steps."""
+        """Called after each planned step. Skipped steps are not planned."""
         self.on_pool_changed: Callable[[], object] = lambda: None
         """Called after each transaction with the pool."""
         self._device = device
@@ -179,7 +179,7 @@ class SimulatedReplica:
             has_next = self.scheduler.has_requests and not is_left_out
             following = self._plan() if has_next else None
             if following is not None and following.requests:
-                # The output is applied first, so that steady steps may follow.
+                # The output is applied first, since steps are skipped only if no output is missing.
                 self._update(plan)
                 self._run(following)
                 return
@@ -194,14 +194,14 @@ class SimulatedReplica:
                 self._begin_again()
 
     def _begin_again(self) -> None:
-        """Plans another step after an empty step, which may have waited for an output."""
+        """Plans again after an empty step, whose update may have made a request schedulable."""
         self._run(self._plan())
         if self._running is None and not self.scheduler.has_transfers:
             raise AssertionError("requests wait, none runs, and none can be admitted")
 
     def _load_ended(self) -> None:
-        """Reports an ended load in an empty step, unless a step runs. The next step may run its
-        request.
+        """Plans an empty step, which reports the end of a load from the tier, and a second step,
+        which may run the load's request. Does nothing while a step runs.
         """
         self._awaits_load = False
         for _ in range(2):

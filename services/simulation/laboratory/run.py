@@ -44,15 +44,19 @@ class Setup:
     is_optimum: bool = False
     """Whether cached blocks are evicted with a known future (`optimum`)."""
     tells_work: bool = False
-    """Whether a request's priority is the work that its program has left (SRPT)."""
+    """Whether a request's priority is the number of tokens that its program has left (SRPT)."""
     watch: Callable[[SimulatedReplica, SchedulerOutput], object] | None = None
-    """Called after each planned step, but not after skipped steps."""
+    """Called after each planned step. Steps that `may_skip` skips are not planned."""
     may_skip: bool = True
-    """Whether runs of equal steps are skipped. This does not change the results."""
+    """Whether consecutive equal steps are computed at once, without planning each of them. The
+    results do not change.
+    """
 
 
 def bounds(setup: Setup) -> dict[str, Setup]:
-    """Setups that no scheduler has: unlimited memory, and knowledge of programs' remaining work."""
+    """Setups that no real scheduler can beat: with unlimited memory, and with knowledge of the work
+    that each program has left.
+    """
     config = setup.config
     unlimited = replace(config, policy="fcfs", num_blocks=_UNLIMITED * config.num_blocks)
     known = replace(setup, config=replace(config, policy=PROGRAM), tells_work=True)

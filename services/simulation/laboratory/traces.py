@@ -12,9 +12,9 @@ prompt tokens. Equal ids are equal blocks. The superset adds:
     wait_for          in the first line of a session: the name of an earlier line, in a list. The
                       session begins as a subagent when that line's turn ends. The next turn of that
                       line's session begins when the subagent has ended
-    prefix_reset      the prompt does not continue the context
+    prefix_reset      the prompt does not continue the session's earlier tokens
 
-Without `hash_ids`, the prompt continues its session's context by `input_length` tokens. With
+Without `hash_ids`, a prompt is its session's earlier tokens and `input_length` new tokens. With
 `hash_ids`, it does not contain earlier answers, because the ids do not cover them.
 """
 

@@ -1,7 +1,7 @@
 """Generates the workloads of `agents.py`, and agents with four kinds of pauses.
 
-The quantiles are from 692 sessions of a coding agent (kv-cache-tester, 2026). Values are not drawn
-from a lognormal distribution, because its tail is different.
+The quantiles are from 692 sessions of a coding agent (kv-cache-tester, 2026). Values are drawn from
+quantiles, because the tails of these sessions are not lognormal.
 """
 
 import math
@@ -51,7 +51,7 @@ class Traffic:
     scale: float = 1.0
     """Factor for all numbers of tokens."""
     max_tokens: int = 1 << 20
-    """Limit on a context's tokens. A program ends before the first turn that would exceed it."""
+    """Limit on a program's tokens. A program ends before the first turn that would exceed it."""
 
 
 def automated_pause(rng: random.Random) -> float:
@@ -100,8 +100,9 @@ def generate(name: str, traffic: Traffic) -> Iterator[Program]:
 
 
 def _that_fit(turns: Sequence[Turn], context: int, max_tokens: int) -> tuple[Turn, ...]:
-    """Returns the turns before the first one that would exceed the longest context. The first turn
-    is always returned, shortened if needed. `context` is the number of shared tokens.
+    """Returns the turns before the first one with which the program's tokens would exceed
+    `max_tokens`. The first turn is always returned, shortened if needed. `context` is the number of
+    shared tokens.
     """
     fitting: list[Turn] = []
     for turn in turns:
@@ -154,7 +155,7 @@ def _turns(
     shared: int,
     first_own: float,
 ) -> list[Turn]:
-    """Returns the turns of an agent before the first one that would exceed the longest context."""
+    """Returns the turns of an agent before the first one that would exceed the token limit."""
     turns: list[Turn] = []
     context = shared
     for number in range(num_turns):

@@ -1,4 +1,4 @@
-"""The client's side of a gRPC call over the network in memory."""
+"""The client's side of a gRPC call over the simulated network (`network`)."""
 
 import asyncio
 import time

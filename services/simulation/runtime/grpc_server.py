@@ -1,4 +1,4 @@
-"""The server's side of gRPC over the network in memory.
+"""The server's side of gRPC over the simulated network (`network`).
 
 MemoryServer replaces grpc.aio's server, and ServerCall replaces the context of a call. Both behave
 like the originals.
@@ -112,15 +112,14 @@ class MemoryServer:
         return not done
 
     def accept(self, end: End) -> ServedConnection:
-        """Accepts a connection. `end` is the server's end."""
         return ServedConnection(self, end)
 
     def call(self, client: MemoryCall, up: Pipe, down: Pipe, metadata: Metadata) -> "ServerCall":
-        """Creates a call of a client. The client sends the call to `open`, which begins it."""
+        """Creates the server's side of a client's call, without starting it (see `open`)."""
         return ServerCall(self, client, up, down, metadata)
 
     def open(self, call: "ServerCall", connection: ServedConnection) -> None:
-        """Begins a call that has arrived at the server."""
+        """Starts the handler of a call when the call arrives at the server."""
         if call.is_reset or not connection.end.is_open or self._is_stopping:
             connection.calls.pop(call, None)
             if not call.is_reset and connection.end.is_open:

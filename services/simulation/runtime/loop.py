@@ -103,7 +103,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_exactly(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context
     ) -> asyncio.TimerHandle:
-        """Like `call_at`, but never late, and possibly earlier than the time of a lane."""
+        """Like `call_at`, but without a random delay, and even within the time for which the
+        running function of a lane (a simulated compute thread) sleeps.
+        """
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._serial), handle))
         return handle

@@ -66,7 +66,7 @@ def run_on(network: Network, seed: int, main: Callable[[], Coroutine[Any, Any, T
     root = logging.getLogger()
     root.addHandler(handler)
     _Machine.loop, _Machine.network = network.loop, network
-    gc.disable()  # otherwise it ends asynchronous generators at times that no seed decides
+    gc.disable()  # a collection would end asynchronous generators at times that no seed decides
     try:
         return network.loop.run_until_complete(main())
     finally:
@@ -212,7 +212,6 @@ def _create_server(address: tuple[str, int], **_: Any) -> Any:
 
 
 def network() -> Network:
-    """The network of the run in progress."""
     assert _Machine.network is not None
     return _Machine.network
 

@@ -1,8 +1,8 @@
-"""A group of worker ranks over the network in memory.
+"""A group of worker ranks over the simulated network (`network`).
 
-As in `Group`, rank 0 listens, all pairs of ranks connect, and each rank notices when another one
-ends. The ranks exchange only strings at the start and numbers in each step, because the simulated
-device needs nothing else. A rank waits by `VirtualLane.wait`.
+As in the worker's `Group`, rank 0 listens, all pairs of ranks connect, and each rank notices when
+another one ends. The ranks exchange only strings at the start and numbers in each step, because the
+simulated device needs nothing else. A rank waits by `VirtualLane.wait`.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""Byte streams over the network in memory, as asyncio transports. HTTP uses them."""
+"""Byte streams over the simulated network (`network`), as asyncio transports. HTTP uses them."""
 
 import asyncio
 from collections import deque

@@ -139,9 +139,6 @@ class Connections:
             self._idle.append(await self._connect())
 
     async def exchange(self, request: bytes, reply: Reply) -> Failure | None:
-        """Sends a request and waits for the end of its response. Returns the reason if the response
-        is incomplete, otherwise None.
-        """
         connection = self._take_idle()
         if connection is None:
             try:

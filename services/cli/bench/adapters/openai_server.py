@@ -68,7 +68,6 @@ class OpenAIServer:
         self._head = self._make_head()
 
     def reform(self, **changes: Any) -> None:
-        """Changes fields that all requests have in common."""
         self.form = replace(self.form, **changes)
 
     def encode(self, fields: dict[str, Any], output_len: int) -> bytes:

@@ -19,7 +19,8 @@ _NAMES = {
 
 def report(summary: Summary, usage: GeneratorUsage, lengths: str, *, is_open: bool) -> str:
     """Formats counts and throughput, a table of latencies, and the load generator's usage.
-    `lengths` describes how prompt lengths were determined. Only open loops have a schedule lag.
+    `lengths` describes how prompt lengths were determined. `is_open` is whether arrival times were
+    scheduled (an open loop). Only then the report shows how late requests were sent.
     """
     shown = [name for name in _NAMES if is_open or name != "schedule_lag_ms"]
     return "\n".join(

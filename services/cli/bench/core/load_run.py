@@ -15,7 +15,9 @@ its intended time. The result is False if a request failed.
 
 
 class LoadRun:
-    """The loops of one load. A loop ends when all runs have started or the budget is used up."""
+    """The loops of one load. A loop ends when all runs have started or the budget has no more
+    requests.
+    """
 
     def __init__(self, clock: Clock, budget: Budget) -> None:
         self._clock = clock

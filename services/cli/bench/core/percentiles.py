@@ -23,7 +23,6 @@ class Distribution:
 
 
 def distribution(values: Sequence[float]) -> Distribution | None:
-    """Returns the statistics of the values, or None without values."""
     if not values:
         return None
     ordered = sorted(values)

@@ -32,7 +32,7 @@ class Observer(Protocol):
     """Receives notifications of requests while the load runs."""
 
     def began(self, record: RequestRecord) -> None:
-        """This method is called just before a request is sent."""
+        """Called just before a request is sent."""
         ...
 
     def ended(self, record: RequestRecord) -> None:

@@ -54,7 +54,6 @@ class Conversation:
         return {"prompt": self._text(), **turn.fields}
 
     def answered(self, text: str) -> None:
-        """Adds the output of the server to the history."""
         self._messages.append(Message("assistant", text))
 
     def _text(self) -> str:

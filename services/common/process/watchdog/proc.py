@@ -29,7 +29,7 @@ _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
 
 
 def watch_pids(pids: Sequence[int]) -> Callable[[float], Reading]:
-    """Returns a function of the current time, which returns a reading of these processes."""
+    """Returns a function that reads the times of these processes, given the current time."""
     return lambda now: _reading(now, pids)
 
 
@@ -47,7 +47,7 @@ def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float],
 
 
 def watch_self() -> Callable[[float], Reading]:
-    """As `watch_pids`, for this process. Readings contain no watcher."""
+    """As `watch_pids`, for this process, which watches itself. Readings have no other watcher."""
     return partial(_reading, pids=(os.getpid(),), watcher=False)
 
 
