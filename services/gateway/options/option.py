@@ -1,4 +1,6 @@
-"""The interface through which an option extends the handling of requests and adds routes."""
+"""The interface through which an option, a removable part of the gateway, extends the handling of
+requests and adds routes.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Container, Iterator, Mapping, Sequence
@@ -42,14 +44,14 @@ class OptionParts:
     settings: ClientSettings
     inference: Inference
     engine: Fleet
-    """An option may replace the attribute `admission`."""
+    """An option may replace its attribute `admission`."""
     links: SchedulerLinks
     prefix_index: PrefixIndex
     gate: Gate
     running: Mapping[int, RequestRecord]
     """The records of unfinished calls, the oldest first."""
     observer: Observer
-    """An option may append to the attribute `listeners`."""
+    """An option may append to its attribute `listeners`."""
     clock: Clock
     gateway_id: str
     redis_url: str | None
@@ -63,8 +65,9 @@ class Option:
 
     metric_specs: ClassVar[Sequence[MetricSpec]] = ()
     request_headers: ClassVar[Sequence[RequestHeader]] = ()
-    """Headers that this option reads in requests that generate tokens. QuickRefusals passes a
-    request with such a header on to the application. Turns of sessions cannot have such headers.
+    """Headers that this option reads in requests that generate tokens. Only the application, and
+    not QuickRefusals, checks a request with one of these headers. Requests of a client's session
+    over gRPC cannot have them.
     """
     operations: ClassVar[Mapping[str, str]] = {}
     """Maps each path whose requests run the model to the operation's name in traces and metrics."""
@@ -75,7 +78,7 @@ class Option:
     access: Access | None = None
     """Replaces the default check of clients' access. None keeps the default."""
     private_labels: Sequence[str] = ()
-    """Names of metric labels. Clients may not see time series that have such a label."""
+    """Names of metric labels. Clients may not see time series that have one of these labels."""
 
     def __init__(self, settings: Any, parts: OptionParts) -> None:
         """`settings` are all settings of the gateway, including this option's. Raises SettingError
@@ -130,9 +133,9 @@ class Option:
         record: RequestRecord,  # noqa: ARG002
         context: CallContext | None,  # noqa: ARG002
     ) -> AbstractAsyncContextManager[None] | None:
-        """Returns a context manager for a gRPC call that runs the model, or for a turn of a
-        session, or None if none is needed. The context is entered before the call's message is
-        read. `context` is None for a turn.
+        """Returns a context manager in which a gRPC call that runs the model, or a turn of a
+        client's session, runs, or None if none is needed. The context manager is entered before the
+        call's message is read. `context` is None for a turn.
         """
         return None
 
@@ -148,9 +151,10 @@ class Option:
         record: RequestRecord,  # noqa: ARG002
         api: str,  # noqa: ARG002
     ) -> Generation:
-        """Called for a checked request before its sequences are queued. Returns the generation to
-        deliver, which is `generation` or another one, and whose `source` may be set. `api` is the
-        kind of answer, such as a chat completion. The call is cancelled at the request's deadline.
+        """Called for a checked request before its sequences are queued. Returns the Generation to
+        run: `generation` itself, or another one, for example one that reads a stored answer. `api`
+        is the kind of answer, such as a chat completion. The call is cancelled at the request's
+        deadline.
         """
         return generation
 
@@ -165,7 +169,9 @@ class Option:
         await asyncio.Event().wait()
 
     def begin_drain(self, error: StepwellError) -> None:
-        """Called when the gateway begins to drain. Calls that the option ends now raise `error`."""
+        """Called when the gateway begins to drain. If the option ends calls now, it raises `error`
+        in them.
+        """
 
     async def close(self, error: StepwellError) -> None:
         """Called after the gateway has drained. Ends the remaining requests with `error`."""

@@ -48,7 +48,7 @@ SPECS = _specs.all
 
 
 class KeyedCollector(Collector):
-    """Reads the counts of requests, answers and answers' logs at each scrape of the metrics."""
+    """Makes the metrics from the counts at each scrape."""
 
     def __init__(self, keyed_requests: KeyedRequests) -> None:
         self._keyed = keyed_requests

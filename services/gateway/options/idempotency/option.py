@@ -66,8 +66,8 @@ class Idempotency(Option):
     async def before_queue(
         self, generation: Generation, record: RequestRecord, api: str
     ) -> Generation:
-        """Returns the generation that reads the key's answer. Requests for vectors are not shared,
-        but computed each time.
+        """Returns the generation that reads the key's answer. The key of a request for vectors is
+        ignored.
         """
         key = idempotency_key(record.headers.get(_NAME), record.caller)
         if key is None or generation.request.pooling is not None:

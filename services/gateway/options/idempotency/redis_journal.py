@@ -1,11 +1,12 @@
-"""Implements the Journal in Redis. SCOPE identifies the answer to an idempotency key:
+"""Implements the Journal, through which gateways share answers, in Redis. SCOPE identifies the
+answer to a client's idempotency key. Each answer has two Redis keys:
 
     `idem:{SCOPE}:log`      stream: the log; an entry's id is FENCE-NUMBER, its only field is `b`
     `idem:{SCOPE}:lease`    string: name of the gateway that generates the answer
 
 A fence is the number of a log's owner. A stream rejects an id that is not above its last id, so a
-former owner, whose fence is lower, cannot append. Both keys of a scope are in the same hash slot of
-a Redis Cluster, and both expire.
+former owner, whose fence is lower, cannot append. Both Redis keys expire. They are in the same hash
+slot of a Redis Cluster.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,9 @@ class RedisJournal:
         lease_seconds: float,
         retention_seconds: float,
     ) -> None:
-        """`gateway` is this gateway's name. Its leases have this value, for operators to read."""
+        """`gateway` is this gateway's name, which is the value of its leases, so that operators can
+        see who has a lease.
+        """
         self._redis = redis
         self._gateway = gateway
         self._lease_millis = int(1000 * lease_seconds)

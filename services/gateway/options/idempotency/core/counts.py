@@ -1,4 +1,6 @@
-"""Counts of requests with an idempotency key, of their answers, and of the answers' logs."""
+"""Counts of requests with an idempotency key, of their answers, and of the answers' logs, from
+which other gateways can read the answers.
+"""
 
 from dataclasses import dataclass
 
@@ -18,7 +20,9 @@ class KeyCounts:
     that generates it dies, or when no client reads it for too long.
     """
     refused: int = 0
-    """The number of requests that were refused because their key belongs to a different request."""
+    """The number of requests that were refused because an earlier request had the same key and
+    different content.
+    """
     suspended: int = 0
     """The number of answers that were stopped because no client read them."""
     evicted: int = 0
@@ -33,7 +37,7 @@ class SharingCounts:
     """The number of entries that were appended to logs."""
     alone: int = 0
     """The number of times that this gateway generated an answer without its log, because the
-    journal was unavailable or the log was unusable.
+    journal (the store of all logs) was unavailable or the log was unusable.
     """
     fenced: int = 0
     """The number of answers that another gateway took over while this gateway generated them."""

@@ -1,8 +1,8 @@
-"""The entries of an answer's log, and their encoding.
+"""The entries of an answer's log, from which other gateways read the answer, and their encoding.
 
-An entry starts with a CRC-32 of the following bytes, then a version and a kind. Numbers are
-little-endian. Each token id and each log-probability has 4 bytes. Each part of the output has its
-position in its sequence, so that a reader can skip output that it already has.
+An entry starts with a CRC-32 of the following bytes. A version and a kind follow. Numbers are
+little-endian. Each token id and each log-probability has 4 bytes. An entry contains the position of
+each part of the output in its sequence, so that a reader can skip output that it already has.
 """
 
 import json
@@ -53,7 +53,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Another gateway continues to generate the answer."""
+    """The gateway that writes this entry continues to generate another gateway's answer."""
 
     gateway: str
 

@@ -10,9 +10,9 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """The position of an entry in a log. Each gateway that owns the log has a fence: a number above
-    the fences of all earlier owners. An owner numbers its entries from 0. When the log has an entry
-    with a higher fence, entries with a lower fence cannot be appended any more.
+    """The position of an entry in a log. Each gateway that becomes the owner of the log gets a
+    fence: a number above the fences of all earlier owners. An owner numbers its entries from 0.
+    After an entry, no entry with a lower fence can be appended.
     """
 
     fence: int = 0
@@ -29,7 +29,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """An entry to append to a log, at a position above the positions of all existing entries."""
+    """An entry to append to a log. Its position must be above all positions in the log."""
 
     scope: str
     position: Position
@@ -50,8 +50,8 @@ class Appended(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Entries of a log, and whether any gateway has the log's lease. The entries are all entries of
-    the log, or all entries after a position.
+    """All entries of a log, or all entries after a position, and whether any gateway has the log's
+    lease.
     """
 
     entries: Sequence[tuple[Position, bytes]]
@@ -62,12 +62,12 @@ class Journal(Protocol):
     """Stores logs. A log is identified by the scope of its idempotency key, and expires some time
     after its last entry.
 
-    Every call raises Unavailable if it cannot be completed in time. Such a call may still have had
-    its effect. A repeated, identical append has its effect only once.
+    Every call raises Unavailable if it is not completed in time. The call may have had its effect
+    nevertheless, so it can be repeated: an identical append takes effect only once.
     """
 
     async def ping(self) -> None:
-        """Returns if the journal is reachable."""
+        """Checks whether the journal is reachable."""
 
     async def open(self, scope: str) -> tuple[bool, News]:
         """Acquires the lease of a log if no gateway has it, and reads the log, which may be
@@ -88,5 +88,4 @@ class Journal(Protocol):
     async def forget(self, scopes: Sequence[str]) -> None:
         """Removes logs and leases."""
 
-    async def close(self) -> None:
-        """Closes the journal. It must not be used any more."""
+    async def close(self) -> None: ...

@@ -18,9 +18,9 @@ MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32
 _NOT_COMPARED = frozenset({"request_id", "caller", "prompts", "output_form"})
-"""Fields of requests that may differ between requests with the same key. All answers have the id of
-the first request. The caller is the same anyway, because each caller has its own keys. Prompts are
-compared separately, as tokens. The output form does not affect the tokens.
+"""Fields that are not compared between requests with the same key. The id may differ, because every
+answer has the first request's id. The caller cannot differ, because each caller has its own keys.
+Prompts are compared separately, as tokens. The output form does not affect the tokens.
 """
 
 
@@ -46,7 +46,7 @@ class IdempotencyKey:
 
     def scope(self, model_fingerprint: bytes) -> str:
         """Returns the id under which the answer is stored: 128 bits in hexadecimal. The id depends
-        on the model, so the answers of a replaced model are no longer found.
+        on the model, so an answer is no longer found after the model was replaced.
         """
         parts = (model_fingerprint, self.caller_id.encode(), self.value.encode())
         digest = sha256(b"".join(len(part).to_bytes(4, "little") + part for part in parts))
@@ -74,7 +74,7 @@ def fingerprint(api: str, request: ClientRequest) -> bytes:
     embeddings, and all parameters with defaults applied. `api` is the kind of answer, such as a
     chat completion.
 
-    The digest does not depend on the form of the response (streaming, usage, token ids, echo).
+    The digest does not depend on how the answer is sent (streaming, usage, token ids, echo).
     """
     digest = sha256()
     for part in _parts(api, request):

@@ -24,17 +24,20 @@ class Wanted:
     scope: str
     """The id under which the answer is stored (see IdempotencyKey.scope)."""
     fingerprint: bytes
-    """A digest of the request's content, by which a different request with the key is detected."""
+    """A digest of the request's content, by which another request with the same key is detected."""
     num_sequences: int
     identity: Identity
-    """The identity that the answer has if this request is the first with its key."""
+    """The identity (id, seed, arrival time) of the answer, if this request is the first with its
+    key.
+    """
     build: Callable[[Identity], Generation]
-    """Makes the generation of the same request with another identity."""
+    """Makes the Generation, which runs the request, with another identity."""
 
 
 class KeyedRequest:
-    """The answer that is stored under a key, the task that generates it, and its readers. This
-    object is the Source of the generations of all clients that request the answer.
+    """The answer that is stored under a key, the task that generates it, and its readers. All
+    requests with the key read the answer from this object, which is the Source of their
+    Generations.
     """
 
     def __init__(self, wanted: Wanted, on_left: Callable[["KeyedRequest"], None]) -> None:
@@ -51,11 +54,13 @@ class KeyedRequest:
         """The traces of the sequences that this gateway sent to replicas."""
         self.readers: dict[Reader, None] = {}
         self.build: Callable[[Identity], Generation] | None = None
-        """Makes the generation of the answer. It is None if this gateway need not generate it."""
+        """Makes the answer's Generation. It is None if this gateway need not generate the
+        answer.
+        """
         self.maker: asyncio.Task[None] | None = None
         """The task that generates the answer, or None while this gateway does not generate it."""
         self.is_followed = False
-        """Whether the answer is read from the log of another gateway that generates it."""
+        """Whether another gateway generates the answer, and this gateway reads it from the log."""
         self.owns_log = False
         """Whether this gateway made the last entry of the answer's log."""
         self.opening = asyncio.Lock()
@@ -69,7 +74,7 @@ class KeyedRequest:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the answer is incomplete, and is neither generated nor followed here."""
+        """Whether the answer is incomplete, and this gateway neither generates nor follows it."""
         return not (self.maker or self.is_followed or self.recording.is_complete)
 
     @property
@@ -95,7 +100,7 @@ class KeyedRequest:
             self._on_making_ended.append(call)
 
     def making_ended(self) -> None:
-        """Runs the callbacks of `when_making_ends`. Called when the generation has ended."""
+        """Runs the callbacks of `when_making_ends`. Called when the answer has ended or stopped."""
         calls, self._on_making_ended = self._on_making_ended, []
         for call in calls:
             call(self._made())
@@ -121,7 +126,7 @@ class KeyedRequest:
 
 class Reader:
     """Reads an answer's recording for one client, from the beginning. Existing output is available
-    at once, and new output when it is recorded. A generation uses a Reader like the engine's
+    at once, and new output when it is recorded. A Generation uses a Reader in place of the engine's
     Mailbox.
     """
 
@@ -140,7 +145,7 @@ class Reader:
         self._on_news = on_news
 
     def abort(self, index: int) -> None:
-        """Ignores further output of a sequence. The recording continues."""
+        """Ignores further output of a sequence for this client. The recording continues."""
         self._aborted.add(index)
 
     def end_turn(self, index: int, tool: str) -> None:
@@ -152,7 +157,6 @@ class Reader:
         self._wake()
 
     def close(self) -> None:
-        """Closes the reader. Further calls have no effect."""
         if not self._is_closed:
             self._is_closed = True
             self._on_news = None
@@ -160,7 +164,7 @@ class Reader:
             self._on_close(self)
 
     def take(self) -> list[tuple[int, Delta]]:
-        """Returns the deltas since the last call. An error follows only after all output."""
+        """Returns the deltas since the last call. An error is returned only after all output."""
         news = [
             (index, delta) for index, _, delta in self._cursor.take() if index not in self._aborted
         ]

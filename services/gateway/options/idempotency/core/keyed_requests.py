@@ -23,19 +23,21 @@ from services.gateway.options.idempotency.core.sharing import Role, Sharing
 logger = logging.getLogger(__name__)
 
 _FIRST_READER_SECONDS = 5.0
-"""The time in seconds for which an answer may be generated before its first reader connects.
-Normally the reader connects at once, unless the client disconnects at that moment.
+"""The time in seconds within which the client must start to read its answer. Otherwise the answer
+counts as detached (see KeyLimits).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """Limits on answers. An answer is detached while it is generated and no client reads it."""
+    """Limits on answers. An answer that is generated while no client reads it is called
+    detached.
+    """
 
     linger_seconds: float
     """The time in seconds after which the generation of a detached answer is stopped."""
     max_detached: int
-    """Maximum number of detached answers. If it is exceeded, the first detached one is stopped."""
+    """Maximum number of detached answers. At the limit, the longest detached answer is stopped."""
     retention_seconds: float
     """The time in seconds for which an ended or stopped answer is stored."""
     max_answers: int
@@ -55,7 +57,7 @@ class KeyedRequests:
     3. An answer that has ended without an error is stored. After an error, the next request with
        the key starts a new answer.
 
-    With `sharing`, these rules hold across all gateways.
+    With `sharing`, these rules hold for all gateways together.
     """
 
     def __init__(
@@ -91,9 +93,10 @@ class KeyedRequests:
         return request is not None and not request.is_idle
 
     async def attach(self, generation: Generation, key: IdempotencyKey, api: str) -> Generation:
-        """Returns a generation that reads the key's answer. For the first request with the key, it
-        is the given generation. `api` is the kind of answer, such as a chat completion. Raises
-        KeyReused if the key belongs to a different request.
+        """Returns a Generation (a request while it runs) that reads the key's answer. It is the
+        given generation if the answer has the same identity, as for the first request with the key.
+        `api` is the kind of answer, such as a chat completion. Raises KeyReused if an earlier
+        request with the key has different content.
         """
         wanted = Wanted(
             key.scope(self._engine.model_fingerprint()),
@@ -110,7 +113,7 @@ class KeyedRequests:
         return generation
 
     def _again(self, generation: Generation, identity: Identity) -> Generation:
-        """Makes a new generation of the same request, with another identity."""
+        """Makes a new Generation of the request, with another identity (id, seed, arrival time)."""
         request = replace(generation.request, request_id=identity.request_id)
         first = generation.sequences[0]
         sequences = to_engine_requests(
@@ -132,7 +135,7 @@ class KeyedRequests:
                 raise KeyReused
             async with request.opening:
                 if self._table.get(wanted.scope) is not request:
-                    continue  # The answer failed or was removed while this task waited.
+                    continue  # The answer failed or was removed during the wait for the lock.
                 is_replay = True
                 if request.is_idle:
                     is_replay = await self._open(request, wanted)
@@ -149,8 +152,8 @@ class KeyedRequests:
         return request
 
     async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
-        """Starts or resumes an answer, or follows the gateway that generates it. Returns whether
-        another gateway has the answer or generates it.
+        """Starts or resumes an answer, or follows another gateway that generates it. Returns
+        whether another gateway generates the answer or has completed it.
         """
         request.build = wanted.build
         role = Role.RESUMES if request.recording.num_tokens else Role.BEGINS
@@ -194,7 +197,7 @@ class KeyedRequests:
         self._end_making(request)
 
     def _stop(self, request: KeyedRequest) -> None:
-        """Stops generating the answer, which can be resumed later, here or at another gateway."""
+        """Stops generating the answer. This or another gateway can resume it later."""
         task, request.maker = request.maker, None
         if task is not None:
             task.cancel()
@@ -280,12 +283,10 @@ class KeyedRequests:
                 self.sharing.forget(unused, everywhere=True)
 
     def _touch(self, request: KeyedRequest) -> None:
-        """Marks an answer as most recently used."""
         self._table[request.scope] = self._table.pop(request.scope)
         self._make_room()
 
     def _remove(self, request: KeyedRequest) -> None:
-        """Removes an answer. Idempotent."""
         request.stop_timer()
         self._detached.pop(request, None)
         if self._table.get(request.scope) is request:

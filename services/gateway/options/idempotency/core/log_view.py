@@ -1,4 +1,4 @@
-"""The state of an answer that results from the answer's log."""
+"""The state of an answer according to its log, which the gateway that generates it writes."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,9 @@ class LogView:
         self.begin: Begin | None = None
         """The last Begin entry, or None while the log is empty."""
         self.recording = Recording(0)
-        """The output after the last Begin entry. Another answer's Begin replaces this object."""
+        """The output after the last Begin entry. If the log gets a Begin entry of another answer,
+        this object is replaced.
+        """
 
     @property
     def has_answer(self) -> bool:
@@ -67,8 +69,8 @@ class LogView:
 
 
 def _rest(delta: Delta, num_tokens: int, num_rows: int, sequence: SequenceRecord) -> Delta:
-    """Returns a delta without its first `num_tokens` tokens and `num_rows` rows of prompt
-    log-probabilities, which the sequence already has.
+    """Returns a delta without its first `num_tokens` tokens and its first `num_rows` rows of prompt
+    log-probabilities (a row for each position), which the sequence already has.
     """
     return Delta(
         delta.token_ids[num_tokens:],

@@ -15,7 +15,7 @@ from services.gateway.options.idempotency.core.keyed_request import KeyedRequest
 
 
 class ResumingEngine(Protocol):
-    """An engine that can resume sequences that another gateway's engine has started."""
+    """An engine that can resume the sequences of an answer that another gateway has started."""
 
     def model_fingerprint(self) -> bytes:
         """Returns the fingerprint of the model in use, or b"" before a replica has connected."""
@@ -23,18 +23,18 @@ class ResumingEngine(Protocol):
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> DeltaSource:
-        """Starts sequences. If `progress` is given, each sequence is resumed from the item at the
-        same index, and ended sequences are skipped.
+        """Starts sequences. If `progress` is given, its item i is the earlier output of sequence i,
+        which the sequence continues. Sequences that have already ended are not started.
         """
 
 
 async def make(engine: ResumingEngine, request: KeyedRequest, generation: Generation) -> None:
-    """Runs an answer's sequences from the state of its recording until all sequences have ended,
-    and records their output.
+    """Continues an answer's sequences after the output in its recording until all have ended, and
+    records the new output.
 
-    If the request has stop strings or may call tools, `generation` converts the tokens to text. So
-    a stop string ends its sequence, and the name of a called tool is sent to the replica, even
-    while no client reads the answer.
+    If the request has stop strings or may call tools, `generation` converts the tokens to text, so
+    that even while no client reads the answer, a stop string ends its sequence, and the name of a
+    called tool is sent to the replica.
     """
     recording = request.recording
     tap = Tap(engine, request)
@@ -53,7 +53,9 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
 
 
 class Tap(Reader):
-    """Records an engine's output, and reads the recording from the beginning."""
+    """The Source of the `generation` in `make`. It records the engine's output, and returns the
+    recorded output from the beginning.
+    """
 
     def __init__(self, engine: ResumingEngine, request: KeyedRequest) -> None:
         super().__init__(request, lambda _: None)
@@ -69,7 +71,7 @@ class Tap(Reader):
         return self
 
     async def pump(self) -> None:
-        """Waits for deltas from the engine, and records them."""
+        """Waits for deltas (new output) from the engine, and records them."""
         assert self._source is not None
         self._recording.add(await received(self._source))
 
@@ -87,7 +89,6 @@ class Tap(Reader):
         self._source.listen(on_news, min_tokens)
 
     def abort(self, index: int) -> None:
-        """Ends a sequence because its text contains a stop string."""
         assert self._source is not None
         self._source.abort(index)
         self._recording.add([(index, Delta(finish=Finish(FinishReason.STOP)))])

@@ -10,7 +10,8 @@ from services.gateway.options.idempotency.core.recording import Cursor
 
 class OwnedLog:
     """Writes an answer's recording to the answer's log. Each entry has all output since the
-    previous entry. An entry that may or may not have been written is written again unchanged.
+    previous entry. If the write of an entry fails, the entry is written again unchanged, because
+    the failed write may have had its effect.
     """
 
     def __init__(
@@ -23,9 +24,9 @@ class OwnedLog:
         begins: bool,
         has_recording: bool,
     ) -> None:
-        """`written` is the position of the log's last entry, with fence 0 if the log is empty. (A
-        fence is the number of a log's owner.) If `begins` is true, the next entry is a Begin with
-        the next fence. If `has_recording` is true, the log already contains the current recording.
+        """`written` is the position of the log's last entry. Its fence, the number of the log's
+        owner, is 0 if the log is empty. If `begins` is true, the next entry is a Begin with the
+        next fence. If `has_recording` is true, the log already contains the current recording.
         """
         self.request = request
         self._written = written
@@ -40,7 +41,7 @@ class OwnedLog:
 
     @property
     def is_done(self) -> bool:
-        """Whether all entries are written and the lease is released."""
+        """Whether all entries are written and the log's lease is released."""
         is_over = self._is_leaving or self.request.recording.is_over
         return is_over and self._pending is None and not self._has_lease
 
@@ -58,13 +59,17 @@ class OwnedLog:
         self._on_news()
 
     def restart(self) -> None:
-        """Starts the log again with the next fence. Called if the log has disappeared."""
+        """Writes the log again, from the Begin entry and with the next fence. Called if the log has
+        disappeared from the journal.
+        """
         self._cursor.close()
         self._cursor = Cursor(self.request.recording, self._on_news)
         self._begins, self._pending = True, None
 
     def next(self, now: float) -> Append | None:
-        """Returns the entry to write, or None if there is no new output and no renewal is due."""
+        """Returns the entry to write, or None if there is no new output and the lease need not be
+        renewed yet.
+        """
         if self._pending is None:
             self._pending = self._make(now)
         return self._pending
@@ -78,7 +83,6 @@ class OwnedLog:
         self._begins, self._pending = False, None
 
     def close(self) -> None:
-        """Stops reading the recording. Idempotent."""
         self._cursor.close()
 
     def _make(self, now: float) -> Append | None:

@@ -18,11 +18,12 @@ _APPENDS_AT_A_TIME = 128
 
 
 class OwnedLogs:
-    """Writes logs to a journal. Each log is written until its answer has ended, or until another
-    gateway takes over the log.
+    """Writes logs to a journal, the store from which other gateways read them. Each log is written
+    until its answer has ended, or until another gateway takes over the log.
 
     `on_news` is called when there may be entries to write. `fenced` is called with a request whose
-    log another gateway took over. The leases of logs are renewed every `heartbeat_seconds`.
+    log another gateway took over. The lease of each log, the right to write it, is renewed every
+    `heartbeat_seconds`.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class OwnedLogs:
         return scope in self._logs
 
     def log_of(self, request: KeyedRequest) -> OwnedLog | None:
-        """Returns the log of this request, or None if this gateway does not write it. A log of
-        another request with the same key does not count.
+        """Returns the log of this KeyedRequest object, or None if this gateway does not write
+        it.
         """
         log = self._logs.get(request.scope)
         return log if log is not None and log.request is request else None
@@ -79,7 +80,6 @@ class OwnedLogs:
         self._add(request, written, begins=True, has_recording=False)
 
     def drop(self, request: KeyedRequest) -> None:
-        """Stops writing the log of a request. Idempotent."""
         log = self.log_of(request)
         if log is not None:
             self._remove(log)

@@ -1,4 +1,6 @@
-"""A recording of an engine's output for one request, with any number of readers."""
+"""A recording of an engine's output for one request, with any number of readers. The output of each
+of the request's sequences is appended in deltas.
+"""
 
 from array import array
 from collections.abc import Callable, Iterable
@@ -99,8 +101,8 @@ class Cursor:
         self._on_news()
 
     def take(self) -> list[tuple[int, Seen, Delta]]:
-        """Returns the output since the last call. For each sequence with new output, the result has
-        the sequence's index, the extent of its earlier output, and the new output.
+        """Returns the output since the last call: for each sequence with new output, the sequence's
+        index, how much of it the reader received before, and the new output.
         """
         changed, self._changed = sorted(self._changed), set()
         news = []
@@ -118,9 +120,8 @@ class Cursor:
 
 
 class Recording:
-    """The sequences of one request with their output so far. The content does not depend on how the
-    output was grouped into deltas. A recording ends when every sequence has ended, or with an
-    error.
+    """The sequences of one request with their output so far. A recording ends when every sequence
+    has ended, or with an error.
     """
 
     def __init__(self, num_sequences: int) -> None:
@@ -164,7 +165,7 @@ class Recording:
                 cursor.wake()
 
     def progress(self) -> list[Progress]:
-        """Returns the progress of each sequence, from which an engine can resume the sequence."""
+        """Returns the output of each sequence so far, which an engine needs to resume it."""
         return [
             Progress(one.token_ids.tolist(), one.num_prompt_rows, one.finish is not None)
             for one in self.sequences
@@ -172,5 +173,7 @@ class Recording:
 
 
 def _copied(rows: LogprobRows | None) -> LogprobRows | None:
-    """Copies rows. A recording extends its rows in place, while others may use a delta's rows."""
+    """Copies rows of log-probabilities, because a recording appends to its own rows in place and
+    must not share them with the delta, whose rows other code still reads.
+    """
     return None if rows is None else rows.part(0)

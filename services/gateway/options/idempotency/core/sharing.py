@@ -3,10 +3,10 @@ journal has a log and a lease for each key. Each gateway, and the journal, may f
 
 1. The gateway that acquires the lease of a key's log owns the log and generates the answer. Every
    `flush_seconds`, the owner appends new output to the log, and renews the lease.
-2. Another gateway that has a client with the same key follows the log. When the lease has expired,
+2. If another gateway has a request with the key, it follows the log. When the lease has expired,
    this gateway acquires the lease, appends an entry with the next fence (the number of a log's
-   owner), and resumes the answer from the log's state. The remaining output is the same, because
-   the request id, the seed and the tokens so far are the same.
+   owner), and continues the answer after the output in the log. The remaining output is as it would
+   have been at the former owner, because request id, seed and the tokens so far are unchanged.
 3. If the former owner was only slow, it is fenced: its next append fails. The former owner then
    stops writing, but continues to generate for its own clients, which get the same tokens.
 4. While the journal is unavailable, answers are not shared. Their logs are written when the journal
@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 _FORGOTTEN_AT_A_TIME = 128
 _READS_AT_A_TIME = 128
 _LAST_WRITES = 3
-"""Number of writes to each log at shutdown: Begin, unconfirmed entry, and remaining output."""
+"""Number of writes to each log at shutdown: the Begin entry, an entry whose write may have failed,
+and the remaining output.
+"""
 
 
 class Role(enum.Enum):
@@ -62,9 +64,9 @@ class SharingTimes:
     lease_seconds: float = 3.0
     """The duration of a lease. A lease is renewed after a third of this time."""
     open_seconds: float = 1.0
-    """The maximum time for which a request waits for the journal."""
+    """The time limit for the wait of a request for the journal."""
     again_seconds: float = 0.02
-    """The interval between two attempts to open a log that another gateway is about to start."""
+    """The interval between two attempts to open a log whose first entry is not written yet."""
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 1.0
 
@@ -115,8 +117,8 @@ class Sharing:
 
     async def open(self, request: KeyedRequest) -> Role:
         """Determines which gateway generates an answer, and reads the output so far from the log.
-        This gateway must neither generate nor follow the answer. Raises KeyReused if the key
-        belongs to a different request.
+        Must not be called for an answer that this gateway generates or follows. Raises KeyReused if
+        an earlier request with the key has different content.
         """
         owned = self._owned.log_of(request)
         if owned is not None:
@@ -182,7 +184,7 @@ class Sharing:
     # Opening of logs.
 
     async def _try_open(self, request: KeyedRequest) -> Role | None:
-        """Tries to open a log. Returns None if this must be tried again, for example because
+        """Tries to open a log. Returns None if the caller must try again, for example because
         another gateway has the lease, but has not written the log's Begin entry yet.
         """
         took_lease, news = await self._journal.open(request.scope)
@@ -213,8 +215,8 @@ class Sharing:
         return Role.RESUMES if await self._owned.claim(request, view) else None
 
     def _begin_alone(self, request: KeyedRequest) -> Role:
-        """Starts or resumes an answer without the journal. The answer's log is written when the
-        journal is available, unless another gateway has started the log.
+        """Starts or resumes an answer without the journal. When the journal is available again, the
+        answer's log is written, unless another gateway has started the log.
         """
         self.counts.alone += 1
         self._owned.begin_later(request, Position())
@@ -280,7 +282,7 @@ class Sharing:
             goes_on = self._follow(request, view, all_news.entries)
             if not (goes_on and await self._owned.claim(request, view)):
                 return
-        else:  # The log has disappeared.
+        else:  # The log has disappeared from the journal.
             self._owned.begin_later(request, view.position)
         self._unfollow(request)
         self._tell.taken_over(request)
@@ -289,14 +291,13 @@ class Sharing:
         return self._followed.get(request.scope) == (request, view)
 
     def _unfollow(self, request: KeyedRequest) -> None:
-        """Stops following an answer's log. Idempotent."""
         if self._followed.get(request.scope, (None,))[0] is request:
             del self._followed[request.scope]
 
     def _follow(
         self, request: KeyedRequest, view: LogView, entries: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Applies new entries of a followed log. Returns whether to follow it further."""
+        """Applies new entries of a followed log. Returns whether this gateway still follows it."""
         try:
             view.apply(entries)
         except DamagedEntry as error:
@@ -305,7 +306,7 @@ class Sharing:
             self._make_alone(request)
             return False
         if view.recording is not request.recording:
-            self._make_alone(request)  # Another request with the same key was started.
+            self._make_alone(request)  # The log now has the answer to another request.
             return False
         if request.recording.is_over:
             self._unfollow(request)
