@@ -51,7 +51,9 @@ from services.worker.core.step_times import NO_SERVING, StepTimes
 from services.worker.profiles.profile import MeasuredProfile, read_profile
 
 FITTED_LOADS = 0.4, 1.0
-"""Loads of the runs to which serving costs are fitted, relative to the capacity without them."""
+"""Loads, relative to the capacity, of the two real runs to which serving costs are fitted. This
+capacity is simulated without serving costs.
+"""
 SHORTEST = "benchmarks.accuracy.shortest_prompt:ShortestPromptFirst"
 POLICIES = f"fcfs,priority,{SHORTEST}"
 _SETTINGS = "max_num_seqs", "max_num_batched_tokens", "num_blocks"
@@ -95,7 +97,7 @@ class Comparison:
     """Number of plans of the real run. The replay produced equal plans."""
     decoding_error: float
     """The relative error of the summed times from first to last token, if they are computed from
-    the steps of the real run. It is the part of the error that is due to step times.
+    the steps of the real run. It is the part of the error that the step times cause.
     """
 
     def cells(self) -> list[str]:
@@ -158,8 +160,8 @@ class Benchmark:
         }
 
     async def _read_profile(self) -> list[str]:
-        """Reads the profile, and measures it first if --profiles is not given. Returns the
-        profile's lines with the errors of held-out steps.
+        """Reads the profile, which is measured first if --profiles is not given. Returns the
+        profile's lines about the errors of held-out steps.
         """
         path = self._profile
         if self._options.profiles is None:
@@ -179,7 +181,9 @@ class Benchmark:
         return [line[2:] for line in lines if line.startswith(("# decode:", "# mixed:"))]
 
     async def _fit_serving(self) -> dict[str, float]:
-        """Fits the serving costs. Returns them, and the median errors with and without them."""
+        """Fits the serving costs to real runs. Returns the costs, and the median errors with and
+        without them.
+        """
         capacity, found = self._capacity(), []
         for load in FITTED_LOADS:
             log(f"{self._model.name}: fitting what the services add, {load:g} times the device's")
@@ -213,7 +217,9 @@ class Benchmark:
         )
 
     def _worker_variables(self) -> dict[str, str]:
-        """Environment variables that give the profiled worker the same settings as the services."""
+        """Environment variables by which the profiled worker gets the same settings as the
+        services.
+        """
         settings = {name: getattr(self._options, name) for name in _SETTINGS}
         settings |= {"max_model_len": self._options.max_model_len}
         return {f"STEPWELL_WORKER_{name.upper()}": str(value) for name, value in settings.items()}

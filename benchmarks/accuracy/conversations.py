@@ -11,7 +11,7 @@ from services.simulation.laboratory.programs import Context, Program, Turn
 from services.simulation.laboratory.workloads import Traffic, generate
 
 _ROUNDING = 64
-"""Maximum number of tokens that the rounding of scaled lengths may add to a conversation."""
+"""The maximum number of tokens that rounding its scaled lengths may add to a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Conversations:
 
 
 def at_once(programs: list[Program]) -> list[Program]:
-    """The conversations without pauses. All arrive at the same time."""
+    """The conversations, all arriving at the same time and without pauses."""
     return [
         replace(
             program,
@@ -66,7 +66,7 @@ def at_once(programs: list[Program]) -> list[Program]:
 
 
 def with_priorities(programs: list[Program]) -> list[Program]:
-    """The conversations with priorities. Fewer tokens give a higher priority."""
+    """The conversations with priorities, which are higher for fewer tokens."""
     return [replace(program, priority=sum(map(_num_tokens, program.turns))) for program in programs]
 
 
@@ -75,9 +75,9 @@ def _num_tokens(turn: Turn) -> int:
 
 
 class RealContext:
-    """The tokens of a real conversation so far. Prompts are the simulated tokens, mapped to the
-    vocabulary of the model. Prefixes that two simulated prompts share are shared here too. The
-    answers are the model's own.
+    """The tokens of a real conversation so far. Prompts are those of the simulation, mapped to the
+    vocabulary of the model, so that prompts have the same common prefixes. The answers are the
+    model's own.
     """
 
     def __init__(self, program: Program, vocab_size: int) -> None:

@@ -19,7 +19,7 @@ _TOKEN_IDS = re.compile(rb'"token_ids":\s*\[([^\]]+)\]')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s*(\d+)')
 _WARM_UP = Program(1 << 20, 0.0, (Turn(40, 16), Turn(8, 16)))
 _LOG_SECONDS = 1.5
-"""Wait at the end of a run, until the scheduler has written its step log."""
+"""The wait at the end of a run, in seconds, in which the scheduler completes its step log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,9 @@ class _Clients:
 
 
 def _names(program: Program, number: int) -> dict[str, Any]:
-    """The request fields with the turn's program, the tool after it, and whether it is the last."""
+    """The request fields with the program of a turn, the tool that follows the turn, and whether
+    the turn is the program's last.
+    """
     if number + 1 == len(program.turns):
         return {"job_id": f"{program.number}", "is_last_step": True}
     return {"job_id": f"{program.number}", "this_func_call": program.turns[number + 1].tool}

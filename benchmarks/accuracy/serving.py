@@ -1,4 +1,4 @@
-"""Fits serving costs, the time that services add to steps, to the answers of a real run."""
+"""Fits serving costs, the time that services add to each step, to the answers of a real run."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,13 @@ class Decoding:
     """The sum of the profile's times for these steps."""
     num_steps: int
     num_tokens: int
-    """Number of requests in each of these steps, summed over the steps."""
+    """The number of requests in these steps, summed over the steps."""
     num_new_requests: int
 
     def expected(self, serving: ServingCosts) -> float:
-        """The time that is expected from the profile and the serving costs."""
+        """The time from the first to the last token that follows from the profile and the serving
+        costs.
+        """
         return (
             self.device_seconds
             + serving.seconds * self.num_steps
@@ -37,8 +39,8 @@ class Decoding:
 def decodings(
     lines: Iterable[str], answered: Sequence[Answered], times: StepTimes
 ) -> list[Decoding]:
-    """The decodings of all answers whose tokens arrived in at least two steps. `lines` are the
-    lines of the scheduler's step log.
+    """A Decoding for each answer whose tokens arrived in at least two steps. `lines` are the lines
+    of the scheduler's step log.
     """
     keys: dict[tuple[int, ...], int] = {}
     sums, order = [np.zeros(4)], dict[int, int]()
@@ -74,8 +76,8 @@ def _features(schedule: dict[str, list[int]], times: StepTimes) -> Float64Array:
 
 
 def fit_serving(found: Sequence[Decoding]) -> ServingCosts:
-    """The costs with the smallest weighted sum of squared errors. Each squared error is divided by
-    the measured time, so that the errors of all times sum up to nearly 0.
+    """The costs with the smallest sum of squared errors, each divided by the measured time. With
+    these weights the sum of all errors is nearly 0.
     """
     rows = np.array([[one.num_steps, one.num_tokens, one.num_new_requests] for one in found])
     seconds = np.array([one.seconds for one in found])
@@ -91,6 +93,5 @@ def median_error(found: Sequence[Decoding], serving: ServingCosts) -> float:
 
 
 def total_error(found: Sequence[Decoding], serving: ServingCosts) -> float:
-    """The relative error of the sum of the expected times."""
     expected = sum(one.expected(serving) for one in found)
     return expected / sum(one.seconds for one in found) - 1

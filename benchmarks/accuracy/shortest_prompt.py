@@ -29,8 +29,7 @@ class ShortestPromptFirst:
     uses_priority = False
     retention = None
 
-    def __init__(self, _parts: PolicyParts) -> None:
-        """Ignores the parts of the scheduler that a policy can use."""
+    def __init__(self, _parts: PolicyParts) -> None: ...
 
     def create_request_queue(self) -> _Queue:
         return _Queue()

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.agents`: compares policies on agents' programs."""
+"""`python -m benchmarks.agents`: compares scheduling policies on agents' programs."""

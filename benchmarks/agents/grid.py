@@ -1,9 +1,9 @@
-"""Compares the policies over a grid of loads and pressures.
+"""Compares the scheduling policies over a grid of loads and pressures.
 
 The capacity is the number of programs that a replica with unlimited memory completes in a second if
 all programs arrive at once. The load is the rate of arrivals divided by the capacity. The pool's
 size is the total context of all live programs divided by the pressure, but at least 1.15 times the
-longest context. The total context is the average in a run with unlimited memory.
+longest context. The total context is averaged over a run with unlimited memory.
 """
 
 import math
@@ -29,7 +29,7 @@ POLICIES = (BASE, FIXED, PROGRAM)
 _UNLIMITED_TOKENS = 20_000_000
 _LONGEST = 100_000
 _AT_ONCE = 1e3
-"""A rate at which practically all programs arrive at once, in programs a second."""
+"""A rate, in programs a second, at which practically all programs arrive at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ def _context(program: Program) -> int:
 
 
 def grid_table(found: Sequence[Setting]) -> str:
-    """The ratios of fcfs and of continuum-fixed to `program` by mean job time, as geometric means
-    over the seeds. The mean pressure follows in parentheses.
+    """A table of the ratios of fcfs and continuum-fixed to `program` by mean job time, as geometric
+    means over the seeds. The mean pressure follows each ratio in parentheses.
     """
     header = ("load", "of capacity", *(f"pressure {one:g}" for one in PRESSURES))
     rows = []

@@ -1,5 +1,5 @@
-"""Variants of the policy `program`. Each lacks one rule or some of the clients' information. Each
-class is a policy that `--policy package.module:Class` accepts.
+"""Variants of the policy `program`. Each lacks one of its rules or some of the clients'
+information, and is a class that `--policy package.module:Class` accepts.
 """
 
 from services.common.pool.ids import ContextId
@@ -83,7 +83,9 @@ class NoTools(Changed):
 
 
 class NoEnds(Changed):
-    """Clients do not mark the last turn. Only the missing name of a tool shows that it is last."""
+    """Clients do not mark the last turn of a program. Only the missing name of a tool shows that it
+    is last.
+    """
 
     class Retention(ProgramRetention):
         def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:  # noqa: ARG002
@@ -91,7 +93,7 @@ class NoEnds(Changed):
 
 
 class Vanishing(Changed):
-    """In three of ten programs the last turn names a tool, but no further turn follows."""
+    """In three of ten programs, the last turn names a tool, as if a further turn would follow."""
 
     class Retention(ProgramRetention):
         _tool = ""
@@ -107,7 +109,7 @@ class Vanishing(Changed):
 class Anonymous(Changed):
     class Retention(ProgramRetention):
         def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:
-            """Ignores the turn's end, as if the client did not send it."""
+            """Ignores the end of a turn, as if the client had not reported it."""
 
 
 BY_ARRIVAL = "programs by arrival"

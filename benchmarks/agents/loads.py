@@ -27,8 +27,8 @@ class Load:
     max_num_seqs: int = 256
     token_budget: int = 8192
     tier_tokens: int = 0
-    """The capacity of the worker's tier of host memory for offloaded KV blocks. All rows use the
-    tier, except the row fcfs.
+    """The capacity of the worker's tier of host memory for offloaded KV blocks. The row fcfs does
+    not use the tier.
     """
 
     @property

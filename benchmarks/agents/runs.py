@@ -1,4 +1,4 @@
-"""Simulates the loads, and computes the figures of the runs."""
+"""Simulates the loads of agents' programs, and computes the figures of the runs."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +21,9 @@ class Figures:
     p99_seconds: float
     hit_rate: float
     recomputed: float
-    """The fraction of computed tokens that were computed again after evictions or preemptions."""
+    """The fraction of computed tokens that had been computed before, and were evicted or
+    preempted.
+    """
     longest_wait_seconds: float
     context_tokens: float
     """The total context of all live programs, averaged over the time in which programs arrived."""
@@ -53,7 +55,9 @@ class Comparison:
         return contexts / self.load.kv_tokens
 
     def ratio(self, row: str) -> float:
-        """The mean job time with fcfs divided by the row's, as a geometric mean over the seeds."""
+        """The mean job time with fcfs divided by that of the row, as a geometric mean over the
+        seeds.
+        """
         pairs = zip(self.rows[BASE], self.rows[row], strict=True)
         return math.exp(
             fmean(math.log(base.mean_seconds / one.mean_seconds) for base, one in pairs)
@@ -94,7 +98,7 @@ def _ratios(one: Comparison, rows: Sequence[str]) -> list[str]:
 
 
 def ladder_table(comparisons: Sequence[Comparison]) -> str:
-    """The ratios, with a row for each rule."""
+    """A table of the ratios, with a row for each rule that is left out."""
     header = ("row", *(f"{one.load.text}, {one.load.rate:g}" for one in comparisons))
     rows = [name for name in comparisons[0].rows if name != BASE]
     ratios = ((row, *(number_text(one.ratio(row), 2) for one in comparisons)) for row in rows)

@@ -12,7 +12,6 @@ DEMO = Path("models/demo")
 
 
 def make_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """A parser of `python -m benchmarks.PROGRAM`."""
     return argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
 
 
@@ -70,6 +69,6 @@ def counts(text: str) -> tuple[int, ...]:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments at the first `--`, after which the arguments for another program follow."""
+    """Splits arguments at the first `--`. The arguments after it are for another program."""
     own = list(takewhile(lambda argument: argument != "--", argv))
     return own, list(argv[len(own) + 1 :])

@@ -22,8 +22,8 @@ from services.common.rpc.protocol import own_release
 OK = 200
 _END, _ERROR = b"\n\n", b'data: {"error"'
 _TOKEN_IDS = re.compile(rb'"token_ids":\s*\[([^\]]+)\]')
-"""Matches the token ids of an event's choice. It cannot match the model's text, since quotation
-marks in the text are escaped.
+"""Matches the list of token ids in an event. It cannot match the model's text, in which quotation
+marks are escaped.
 """
 
 
@@ -83,15 +83,17 @@ class HttpClient:
 
 
 class TokenStream:
-    """A `Reply` that reads a streamed completion with token ids. Only errors are parsed as JSON.
+    """A `Reply` that reads a streamed completion with token ids. It parses only errors as JSON.
 
-    `arrived` is called with the number of tokens in each piece of the answer.
+    `arrived` is called with the number of tokens in each received piece of the answer.
     """
 
     def __init__(self, arrived: Arrived) -> None:
         self.status = 0
         self.error: dict[str, Any] = {}
-        """The error of an answer without status 200, or of an event. It is empty without errors."""
+        """The error in an answer whose status is not 200, or in an event. Empty if there is
+        none.
+        """
         self._arrived = arrived
         self._rest = b""
 
@@ -151,7 +153,9 @@ def completion_request(
 
 
 class SessionClient:
-    """A client that opens a session with the scheduler, as a gateway does."""
+    """A client that opens a session (the stream of requests and tokens) with the scheduler, as a
+    gateway does.
+    """
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)

@@ -1,4 +1,6 @@
-"""Converts requests, steps and outputs from one service's types to another's, without protobufs."""
+"""Converts requests, steps and outputs directly from one service's types to another's, without
+protobufs.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,7 +32,9 @@ _GENERATION = 1
 
 
 def to_request(asked: EngineRequest, key: int) -> Request:
-    """Converts the gateway's request to the scheduler's. `key` identifies it at the pool."""
+    """Converts the gateway's request to the scheduler's. `key` identifies the request to the KV
+    pool.
+    """
     return Request(
         request_id=asked.request_id,
         key=RequestKey(key),
@@ -72,7 +76,9 @@ def _drafts(plan: SchedulerOutput) -> dict[str, Any]:
 
 
 def _tier_transfers(metadata: KVConnectorMetadata | None) -> dict[str, Any]:
-    """The fields of the worker's step that list the blocks to store in and load from the tier."""
+    """The fields of the worker's step that list the blocks to store in the host-memory tier and to
+    load from it.
+    """
     if metadata is None:
         return {}
     return {

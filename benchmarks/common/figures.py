@@ -1,4 +1,6 @@
-"""Computes latencies and throughput of a run from its times, and medians over runs."""
+"""Computes the latencies and the throughput of a run from the times of its requests, and medians
+over runs.
+"""
 
 import math
 import statistics
@@ -68,9 +70,9 @@ def percentile_interval(
 def percentile_ratio_interval(
     these: Iterable[float], those: Iterable[float], percent: float, confidence: float = 0.95
 ) -> tuple[float, float]:
-    """The confidence interval of the ratio of a percentile of `these` to the same percentile of
-    `those`. Its confidence is at least `confidence`, because it combines two intervals that each
-    miss the true value half as often (Bonferroni).
+    """The confidence interval of the percentile of `these` divided by the same percentile of
+    `those`. It combines two intervals that each miss the true value half as often as `confidence`
+    permits (Bonferroni).
     """
     each = 1 - (1 - confidence) / 2
     least, most = percentile_interval(these, percent, each)
@@ -110,7 +112,7 @@ def median_figures(rounds: Sequence[Figures]) -> Figures:
 
 
 def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
-    """The ratio of the throughput of `these` to the throughput of `those`.
+    """The throughput of `these` divided by the throughput of `those`.
 
     The i-th elements are runs of the same round. The result is the median of the rounds' ratios.
     """
@@ -121,7 +123,7 @@ def median_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
 
 
 def median_tpot_ratio(these: Sequence[Figures], those: Sequence[Figures]) -> float:
-    """The ratio of the mean TPOT of `these` to the mean TPOT of `those`.
+    """The mean TPOT of `these` divided by the mean TPOT of `those`.
 
     The i-th elements are runs of the same round. The result is the median of the rounds' ratios. It
     is 1 for requests of one token.

@@ -1,4 +1,4 @@
-"""Starts additional gateways for the replicas of a first gateway."""
+"""Starts further gateways for the replicas of a running gateway."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -28,11 +28,11 @@ class GatewayProgram:
     grpc: str
 
     def another(self, name: str, settings: Mapping[str, Any] | None = None) -> "GatewayProgram":
-        """A gateway for the same replicas with other ports. `settings` are values of
-        GatewaySettings that differ from this gateway's.
+        """A gateway for the same replicas on other ports. `settings` are values of GatewaySettings
+        in which it differs.
 
-        If the name is this gateway's name, the other gateway replaces it. Otherwise it has its own
-        sockets, and the replicas still send their spans to this gateway.
+        A gateway of the same name replaces this one. A gateway of another name has its own sockets,
+        but the replicas still send their spans to this gateway.
         """
         http, grpc = (
             join_host_port(_HOST, claim_port(_HOST, 0, flag))
@@ -59,7 +59,9 @@ class GatewayProgram:
 
 @asynccontextmanager
 async def running(gateway: GatewayProgram, log: Path) -> AsyncIterator[None]:
-    """Runs a gateway, with its output in `log`. The context is entered when it serves."""
+    """Runs a gateway inside the context, which is entered when it serves. Its output is written to
+    `log`.
+    """
     process = spawn(gateway.spec.command, gateway.spec.environ, log)
     try:
         await until_serving(

@@ -1,10 +1,10 @@
 """Computes the cost of each hop of a decode step from traces and from the arrival times of tokens.
 
 A hop is a part of a step, such as the transfer of its tokens to the gateway. The services run
-unchanged. Every step is traced, but only a few requests are, which are called probes. The spans of
-a step show the durations of planning, of the pool's work and of the worker's work, as seen by the
-caller and by the callee. In addition, the arrival times of tokens are recorded at a session with
-the scheduler, which receives tokens as a gateway does, and at the clients of the probes.
+unchanged. Every step is traced, but of the requests only a few, the probes. The spans of a step
+show how long planning, the pool's work and the worker's work take, measured by the caller and by
+the callee. In addition, the arrival times of tokens are recorded twice: by the clients of the
+probes, and by a client that has a session with the scheduler, as gateways have.
 """
 
 import statistics
@@ -38,14 +38,14 @@ class HopRun:
     begun: int
     ended: int = 0
     probes: dict[bytes, RequestTimes] = field(default_factory=dict)
-    """Maps the trace id of each probe to the times of its HTTP request."""
+    """Maps the trace id of each probe (traced request) to the times of its HTTP request."""
     session: list[tuple[int, int]] = field(default_factory=list)
     """Pairs of a step and the time at which its tokens arrived at the session."""
 
 
 def median_hops(run: HopRun, spans: Iterable[SpanRecord]) -> dict[str, float | None]:
-    """The median of each hop over the decode steps of a run, in microseconds. A median of no values
-    is None. Only steps in which every request gets exactly one token are used.
+    """The median of each hop over the decode steps of a run, in microseconds, or None if it has no
+    values. Only steps in which every request gets exactly one token count.
     """
     of_trace: dict[bytes, dict[str, list[SpanRecord]]] = defaultdict(lambda: defaultdict(list))
     steps: list[SpanRecord] = []
@@ -113,12 +113,12 @@ def _deliveries(run: HopRun, steps: Sequence[SpanRecord]) -> list[int]:
 
 
 def _lags(taken: RequestTimes, trace_id: bytes, steps: Sequence[SpanRecord]) -> list[int]:
-    """The nanoseconds from each step's end to the arrival of its token at a request's client.
+    """The nanoseconds from the end of a step to the arrival of its token at the request's client,
+    for each step with a token.
 
-    Some of the request's steps yield no token. The first steps may be prompt chunks, and the last
-    step may have been planned before the request's end was known. Therefore tokens are assigned to
-    consecutive steps. The steps are the latest possible ones such that no token arrives before its
-    step ends.
+    The first steps may be prompt chunks, and the last step may have been planned before the
+    request's end was known. So the tokens are assigned to consecutive steps, the latest ones for
+    which no token arrives before its step ends.
     """
     ends = [step.end for step in steps if trace_id in step.links]
     arrivals = [arrived for arrived, count in taken.arrivals for _ in range(count)]

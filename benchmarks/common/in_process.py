@@ -2,7 +2,7 @@
 
     python -m benchmarks.common.in_process --model models/demo --num-blocks 1000
 
-The real cores of all four services call each other directly: the gateway's inference and
+The real cores of all four services call each other directly. These are the gateway's inference and
 detokenizing, the scheduler's policy and engine loop, the pool, and the worker's runner in its one
 compute thread. There are no gRPC calls, messages or sockets. When the program can run loads, it
 writes the line `ready` to standard output. Then it reads loads (`Load`) from standard input, runs
@@ -66,7 +66,9 @@ from services.worker.settings import WorkerSettings
 
 
 class RunnerExecutor:
-    """An `Executor` of the scheduler that calls a runner in the runner's compute thread."""
+    """An `Executor` (the scheduler engine's port to the workers) that calls a runner in the
+    runner's compute thread.
+    """
 
     def __init__(self, runner: StepRunner, compute: ComputeThread) -> None:
         self._runner = runner
@@ -82,7 +84,9 @@ class RunnerExecutor:
 
 
 class OneReplica:
-    """A `PoolAndWorkers` of the scheduler. In one process, pool and worker are never lost."""
+    """A `PoolAndWorkers` of the scheduler's engine, which restores lost pools and workers. In one
+    process they are never lost.
+    """
 
     workers_were_ended = False
 
@@ -91,7 +95,7 @@ class OneReplica:
 
 
 class Unobserved:
-    """A `StepObserver` and `Readiness` of the scheduler. It ignores all events."""
+    """A `StepObserver` and `Readiness` of the scheduler's engine. It ignores all events."""
 
     def ready(self) -> None:
         pass
@@ -134,7 +138,9 @@ class Unobserved:
 
 
 class LocalEngine:
-    """The gateway's `Engine` and the scheduler's `Delivery`, connected by function calls."""
+    """The gateway's port `Engine` and the scheduler's port `Delivery`, connected by function
+    calls.
+    """
 
     def __init__(self, limits: ModelLimits) -> None:
         self.engine: EngineCore
@@ -210,7 +216,7 @@ class InProcessClient:
 
 
 class _Counts:
-    """Receives the pieces of an answer, and reports the number of tokens of each."""
+    """Receives the pieces of an answer, and reports the number of tokens in each piece."""
 
     is_ready = True
 
@@ -222,12 +228,11 @@ class _Counts:
             if piece.token_ids:
                 self._arrived(len(piece.token_ids))
 
-    async def drain(self) -> None:
-        """Does nothing, because the sink is always ready."""
+    async def drain(self) -> None: ...
 
 
 class InProcess:
-    """The composition of all cores. `client` and `engine` are set inside its context."""
+    """The connected cores of all services. `client` and `engine` are set inside its context."""
 
     def __init__(
         self, settings: WorkerSettings, loaded: Callable[[Worker], None] | None = None
@@ -272,7 +277,7 @@ class InProcess:
             unix_nanos=time.time_ns,
         )
         self.client = InProcessClient(inference)
-        # An error of the engine cancels the waiting calls.
+        # If the engine fails, the task group cancels the calls that wait for it.
         group = await self._tasks.enter_async_context(asyncio.TaskGroup())
         self._tasks.callback(group.create_task(local.engine.run()).cancel)
         return self

@@ -22,7 +22,7 @@ Arrived = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests of one run. Equal loads have equal prompts."""
+    """The parameters of one run's requests. Equal loads have equal prompts."""
 
     concurrency: int
     requests_each: int
@@ -52,21 +52,17 @@ class RequestTimes:
 
 
 class Client(Protocol):
-    """Sends requests to the engine over one interface."""
-
     async def generate(
         self, prompt: Sequence[int], num_tokens: int, arrived: Arrived, traceparent: str = ""
-    ) -> None:
-        """Sends a greedy request, and waits for the end of its answer."""
-        ...
+    ) -> None: ...
 
 
 async def run_load(
     client: Client, load: Load, traceparents: Sequence[str] = ()
 ) -> list[RequestTimes]:
-    """Runs a load to its end. Raises AssertionError if a request has too few or too many tokens.
-    `traceparents`, if given, are assigned to the requests in order. The results are in the same
-    order.
+    """Runs a load to its end. `traceparents`, if given, are assigned to the requests in order.
+    Returns the requests' times in this order. Raises AssertionError if a request has too few or too
+    many tokens.
     """
     total = load.concurrency * load.requests_each
     prompts = [load.prompt(number) for number in range(total)]

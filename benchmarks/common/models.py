@@ -14,8 +14,8 @@ RANDOM_MODELS = ("15m", "135m", "1.1b")
 def find_model(name: str, num_tokens: int | None = None) -> Path:
     """The directory of a model. `name` is a directory, or the size of a random model.
 
-    A random model is written at its first use. If `num_tokens` is given, it is the random model's
-    vocabulary size, instead of the usual one for this size.
+    A random model is written at its first use. Its vocabulary has `num_tokens` tokens if this is
+    given, otherwise the usual number for its size.
     """
     if name not in RANDOM_MODELS:
         return Path(name)
@@ -24,7 +24,8 @@ def find_model(name: str, num_tokens: int | None = None) -> Path:
     if num_tokens is not None:
         directory = cache / f"random-{name}-{num_tokens}"
     if not directory.is_dir():
-        # Imported late, because the module needs torch, which clients of a server do not have.
+        # Imported here, because the module needs torch, which programs that only run clients may
+        # lack.
         from benchmarks.common.random_model import SIZES, write_model  # noqa: PLC0415
 
         log(f"writing a random model of {name} parameters to {directory}")

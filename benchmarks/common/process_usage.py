@@ -7,8 +7,8 @@ from pathlib import Path
 
 _KIB = 1024
 _CPUCLOCK_SCHED = 2
-"""The kind of clock that measures a process's processor time. A clock id in Linux consists of the
-inverted process id and, in the lowest three bits, the kind of clock.
+"""The kind of clock that measures a process's processor time. Linux composes the clock's id of the
+inverted process id and, in the lowest three bits, this kind.
 """
 CLIENT = "client"
 """The name of the benchmark's own process in tables of processor time."""
@@ -53,8 +53,8 @@ def processor_seconds(pid: int) -> float:
 
 
 def processor_wait_seconds(pid: int, proc: Path = Path("/proc")) -> float:
-    """The seconds for which a process's current threads have waited for a processor, in total. The
-    second field of a thread's schedstat has them in nanoseconds.
+    """The seconds for which the process's current threads have waited for a processor, in total.
+    Linux has them in nanoseconds in the second field of a thread's schedstat.
     """
     nanos = 0
     for thread in (proc / str(pid) / "task").iterdir():

@@ -60,8 +60,8 @@ async def until_serving(
     serving: Awaitable[None],
     seconds: float,
 ) -> None:
-    """Waits for `serving`, which returns when the processes serve. Raises TimeoutError after
-    `seconds`, and an exception group with a RuntimeError if a process ends before that.
+    """Waits until `serving` returns, which means that the processes serve. Raises TimeoutError
+    after `seconds`, and an exception group with a RuntimeError if a process ends earlier.
     """
     async with asyncio.timeout(seconds), asyncio.TaskGroup() as waiting:
         watching = waiting.create_task(watch(processes, log))
@@ -70,8 +70,8 @@ async def until_serving(
 
 
 def end(processes: Sequence[subprocess.Popen[bytes]], *, ask: bool = True) -> None:
-    """Terminates processes, or waits for them to end by themselves if `ask` is False. Kills the
-    processes that have not ended after STOP_SECONDS.
+    """Terminates processes or, if `ask` is False, waits until they end by themselves. After
+    STOP_SECONDS kills the processes that still run.
     """
     for process in processes:
         if ask:

@@ -18,8 +18,8 @@ _IN_WORD = 8
 
 def write_int4_model(model: Path, directory: Path) -> None:
     """Rounds the projections of a model to 4 bits, symmetrically, in groups of 128 input features.
-    Smaller groups are used if 128 does not divide the input features of every projection. The model
-    must have a single weights file. Embedding and output head are unchanged.
+    If 128 does not divide the input features of every projection, groups are smaller. Embedding and
+    output head stay unchanged. The model must have a single weights file.
     """
     shutil.copytree(model, directory, ignore=shutil.ignore_patterns(SINGLE_FILE))
     tensors: dict[str, torch.Tensor] = {}
@@ -48,7 +48,7 @@ def write_int4_model(model: Path, directory: Path) -> None:
 
 
 def _pack_quantized(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
-    """Packs the 4-bit codes of eight columns into one word. The first is in the lowest bits."""
+    """Packs the 4-bit codes of eight columns into one word, the first code in the lowest bits."""
     rows, columns = weight.shape
     grouped = weight.float().view(rows, -1, group)
     scales = grouped.abs().amax(-1) / _MOST

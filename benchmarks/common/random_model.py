@@ -95,7 +95,7 @@ def model_config(shape: Shape) -> dict[str, object]:
 
 
 def read_shape(directory: Path) -> Shape:
-    """The shape of a Llama model on disk."""
+    """Reads the shape of a Llama model from its directory."""
     config = json.loads((directory / "config.json").read_text())
     return Shape(
         hidden_size=config["hidden_size"],
@@ -144,9 +144,9 @@ def tensor_dims(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def write_tokenizer(vocab_size: int, directory: Path) -> None:
-    """Writes a tokenizer with one token per byte of UTF-8. The rest of the vocabulary is only used
-    for decoding. Token 256 ends the text, and the tokens after it are `<|extra_0|>`, `<|extra_1|>`
-    and so on.
+    """Writes a tokenizer with one token for each byte of UTF-8. Token 256 ends the text, and the
+    remaining tokens of the vocabulary, `<|extra_0|>`, `<|extra_1|>` and so on, occur only in
+    generated text.
     """
     vocabulary = [*sorted(ByteLevel.alphabet()), END_OF_TEXT]
     vocabulary += [f"<|extra_{index}|>" for index in range(vocab_size - len(vocabulary))]

@@ -88,7 +88,7 @@ class RedisServer:
         self._process.send_signal(signum)
 
     def ask(self, *command: str) -> bytes:
-        """Sends a command. Returns the first bytes of the answer, or nothing without an answer."""
+        """Sends a command. Returns the first bytes of the answer, empty if there is no answer."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), _SECONDS) as connection:
                 connection.sendall((" ".join(command) + "\r\n").encode())
@@ -101,7 +101,7 @@ class RedisServer:
 def redis_server(
     directory: Path, *options: str, program: str | None = None
 ) -> Iterator[RedisServer]:
-    """Runs a server inside the context, which is entered when the server answers."""
+    """Runs a server inside the context, which is entered once the server answers."""
     server = RedisServer(directory, *options, program=program)
     server.start()
     try:
@@ -149,7 +149,7 @@ def eventually(holds: Callable[[], bool], seconds: float = _SECONDS) -> None:
 
 
 def free_port() -> int:
-    """A free port p for which port p + 10,000, the port of Redis's cluster bus, is free, too."""
+    """A free port p. The port p + 10,000, which Redis uses for its cluster bus, is free, too."""
     while True:
         port = claim_port("127.0.0.1", 0, "--port")
         with socket.socket() as bus, suppress(OSError, OverflowError):

@@ -37,8 +37,8 @@ def run_measurement(
     measure: Callable[[str], Coroutine[Any, Any, Any]],
     json_file: Path | None,
 ) -> None:
-    """Runs `measure` of the program `benchmarks.PROGRAM`, with the program's command line as the
-    argument. Writes the figures to `json_file`, if given.
+    """Runs `measure` for the program `benchmarks.PROGRAM`. Its argument is the program's command
+    line. Writes the figures to `json_file`, if given.
     """
     begun = time.monotonic()
     results = run_program(measure(shlex.join(["python", "-m", f"benchmarks.{program}", *argv])))

@@ -1,4 +1,4 @@
-"""An OTLP receiver that stores the spans that arrive after `keep` was called."""
+"""An OTLP receiver that stores spans while a measurement asks for it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class SpanReceiver:
         self.endpoint = ""
 
     async def __aenter__(self) -> "SpanReceiver":
-        # The export requests are parsed later, in `take`, so that receiving them costs little.
+        # Received export requests are parsed only in `take`, so that receiving them costs little.
         methods: dict[str, Any] = {"Export": grpc.unary_unary_rpc_method_handler(self._export)}
         handler = grpc.method_handlers_generic_handler(_SERVICE, methods)
         self._server.add_generic_rpc_handlers((handler,))
@@ -63,8 +63,8 @@ class SpanReceiver:
         self._keeping = True
 
     def take(self) -> list[SpanRecord]:
-        """Returns the stored spans and stops storing. It should be called after the services have
-        stopped, since they send their last spans then.
+        """Returns the stored spans and stops storing. To be called after the services have stopped,
+        because they send their last spans when they stop.
         """
         exports, self._exports, self._keeping = self._exports, [], False
         return [record for export in exports for record in _records(export)]

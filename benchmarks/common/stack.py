@@ -18,11 +18,11 @@ START_SECONDS = 180.0
 
 
 class Stack:
-    """The services with `settings`, and defaults for all other settings. `variables` are
-    environment variables with further settings of single services.
+    """The four services. `settings` apply to all of them, and the environment variables `variables`
+    to single ones. Other settings have their defaults.
 
-    `async with` starts the services and is entered when they serve. At the end it stops the
-    services in the order of `stepwell up`.
+    `async with` starts the services and is entered when they serve. At the end it stops them in the
+    order of `stepwell up`.
     """
 
     def __init__(

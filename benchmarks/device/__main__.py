@@ -3,10 +3,10 @@
     python -m benchmarks.device [--profile NAME] [--concurrency 1,32] [--clients PYTHON]
 
 The model has the shape of Llama 3 8B. Each client sends bursts of requests. The scheduler logs its
-steps, and the expected times are computed from the logged steps with the profile's formula. They
+steps, from which the expected times are computed with the profile's formula. The expected times
 include the wait for the prompts of other requests, but not the work of gateway and scheduler, which
-should overlap with the device's work. `--clients` is a Python interpreter with the package openai.
-Without this option, only `stepwell bench` is measured.
+should overlap with the device's work. Two clients are measured: `stepwell bench` and, if
+`--clients` names a Python interpreter that has it, the package openai.
 """
 
 import argparse
@@ -42,13 +42,13 @@ from services.worker.profiles.profile import read_profile
 LLAMA_8B = Shape(4096, 32, 32, 8, 14336, 128256, tied_embeddings=False)
 MAX_MODEL_LEN = 8192
 _LOG_SECONDS = 1.5
-"""Wait until the scheduler has written its step log."""
+"""The wait, in seconds, until the scheduler has written its step log."""
 _OPENAI = Path(__file__).with_name("openai_client.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests that are sent at the same time. The prompts depend on `seed`."""
+    """Requests that are sent at the same time. Their prompts depend on `seed`."""
 
     url: str
     model: Path
@@ -126,15 +126,15 @@ async def measure(options: argparse.Namespace, command: str) -> dict[str, Any]:
 async def compare(
     name: str, run: Callable[[Burst], Any], bursts: Sequence[Burst], steps: Path, times: StepTimes
 ) -> Row:
-    """Runs bursts one after another. Compares the times that the client measured with the times
-    that are expected from the logged steps.
+    """Runs bursts one after another. Compares the times that the client measured with those
+    expected from the logged steps.
     """
     await asyncio.sleep(_LOG_SECONDS)
     with closing(_end_of(steps)) as file:
         seen = [await run(burst) for burst in bursts]
         await asyncio.sleep(_LOG_SECONDS)
         logged = expected_times(file, times)
-    # The short requests with which a client probes the server are left out.
+    # Leaves out the short requests by which a client first probes the server.
     expected = [each for each in logged if len(each.tokens) == bursts[0].output_len]
     if len(expected) != sum(burst.num_requests for burst in bursts):
         raise RuntimeError(f"{name} sent {len(expected)} requests")

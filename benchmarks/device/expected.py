@@ -11,7 +11,9 @@ from services.worker.core.step_times import StepTimes
 
 @dataclass(slots=True)
 class RequestTimes:
-    """The times of a request's tokens, in seconds from the first step of its burst."""
+    """When the tokens of a request should arrive, in seconds from the start of its burst's first
+    step.
+    """
 
     tokens: list[float] = field(default_factory=list)
 
@@ -25,9 +27,9 @@ class RequestTimes:
 
 
 def expected_times(lines: Iterable[str], times: StepTimes) -> list[RequestTimes]:
-    """The times of all requests of a step log, computed as if steps had no gaps between them and
-    each step took the profile's time. A burst begins with a request that arrives when no other
-    request is present.
+    """The expected times of all requests of a step log, if steps follow each other without gaps and
+    each takes the profile's time. A burst begins with a request that arrives when no other request
+    is present.
     """
     requests: dict[int, RequestTimes] = {}
     plans: dict[int, tuple[list[int], float]] = {}

@@ -15,7 +15,6 @@ from typing import Any
 
 
 async def main(url: str, burst: dict[str, int]) -> None:
-    """Sends the requests at the same time."""
     from openai import AsyncOpenAI  # noqa: PLC0415 - not a dependency
 
     client: Any = AsyncOpenAI(base_url=f"{url}/v1", api_key="none")

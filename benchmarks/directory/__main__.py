@@ -4,10 +4,10 @@
 
 64 nodes cache prompts of 512 blocks. One node has all blocks of a prompt, and up to five other
 nodes have the prompt's first blocks. The program starts Redis servers and writes the blocks in two
-layouts. Stepwell's layout is a log of packed hashes with snapshots. llm-d's layout has a Redis hash
-for each block. Only a fifth of the prompts is written in it. A separate process reads Stepwell's
-log into an index, as a gateway does, and looks up every prompt. Each answer is compared with the
-written data.
+layouts. Stepwell's layout is a log of packed hashes with snapshots. llm-d's layout, in which only a
+fifth of the prompts is written, has a Redis hash for each block. A separate process reads
+Stepwell's log into an index, as a gateway does, and looks up every prompt. Each answer is compared
+with the written data.
 """
 
 import argparse
@@ -101,7 +101,9 @@ async def _measure_hashes(url: str, chains: Sequence[Chain]) -> HashFigures:
 
 
 def _read_in_child(url: str, num_blocks: int) -> IndexFigures:
-    """Runs a reader in a separate process, and returns its figures. Exits if the reader fails."""
+    """Runs a reader of the index in a separate process, and returns its figures. Ends this process
+    if the reader fails.
+    """
     path = os.pathsep.join((str(ROOT), str(ROOT / "gen")))
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.directory.reader_child", url, str(num_blocks)],

@@ -14,7 +14,9 @@ _SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The keys of a prompt's blocks. `depths` has each node's number of cached first blocks."""
+    """The keys of a prompt's blocks. `depths` maps each node to the number of leading blocks that
+    it has cached.
+    """
 
     keys: Sequence[int]
     depths: dict[int, int]

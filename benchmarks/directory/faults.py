@@ -134,7 +134,7 @@ async def measure(hold_seconds: float, only: str) -> list[FaultRow]:
 
 
 class Load:
-    """Pools that serve random requests, and a gateway's index of their blocks."""
+    """Pools that serve random requests, and a gateway's index of the pools' cached blocks."""
 
     def __init__(self, url: str) -> None:
         self.redis = RedisConnection(url)
@@ -205,7 +205,9 @@ class Load:
             await asyncio.sleep(_LOAD_PAUSE_SECONDS)
 
     def _request(self, hosted: HostedPool[None], prompt: list[BlockHash]) -> None:
-        """Serves one request to its end. This caches its blocks and evicts other blocks."""
+        """Serves one request to its end. Its blocks are then cached, and other blocks were evicted
+        for them.
+        """
         self._next_request += 1
         request, tokens = RequestKey(self._next_request), len(prompt) * _BLOCK_SIZE
         found = hosted.pool.transact([Lookup([request], [tokens - 1], [prompt])]).results[0]

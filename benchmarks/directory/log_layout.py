@@ -47,7 +47,7 @@ class LogFigures:
 
 @dataclass(slots=True)
 class _Node:
-    """The state of one node whose blocks are being written."""
+    """A node (a pool in the directory) whose blocks are being written."""
 
     name: str
     epoch: int
@@ -106,7 +106,7 @@ async def used_memory(redis: RedisConnection) -> int:
 
 
 def _entries(chains: Sequence[Chain]) -> list[tuple[int, Sequence[int]]]:
-    """Lists the log entries. Each is the number of a node and some of its block keys."""
+    """The log entries, as pairs of a node's number and some of its block keys."""
     return [
         (number, chain.keys[at : min(at + KEYS_PER_ENTRY, depth)])
         for chain in chains

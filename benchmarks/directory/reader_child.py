@@ -33,7 +33,9 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class IndexFigures:
-    """The costs of a gateway's index: loading all blocks, memory, and look-ups."""
+    """What a gateway's index costs: the time to load all blocks, its memory, and the times of
+    look-ups.
+    """
 
     num_keys: int
     cold_start_seconds: float
@@ -45,7 +47,7 @@ class IndexFigures:
 
 
 async def measure(url: str, num_blocks: int) -> IndexFigures:
-    """Loads all blocks into an index, and compares the look-up of every chain with the data."""
+    """Loads all blocks into an index, looks up every chain of blocks, and checks the answers."""
     index = PrefixIndex()
     reader = RedisReader(index, RedisConnection(url), RedisConnection(url, blocking=True))
     gc.collect()
@@ -80,8 +82,8 @@ async def measure(url: str, num_blocks: int) -> IndexFigures:
 
 
 def _look_up(index: PrefixIndex, num_blocks: int) -> tuple[list[float], list[float]]:
-    """Durations of look-ups in seconds. The first list is for given block keys. The second list
-    includes computing the keys from block hashes.
+    """The durations of look-ups in seconds. In the first list the block keys are given. In the
+    second list they are computed from block hashes within the measured time.
     """
     times, from_hashes = [], []
     for _ in range(_PASSES):

@@ -20,7 +20,7 @@ class Fault:
 
 
 async def _nothing() -> None:
-    """Does nothing, for faults that need no action to begin or to end."""
+    """Begins or ends a fault that needs no action for that."""
 
 
 NO_FAULT = Fault("none", _nothing, _nothing)
@@ -67,7 +67,7 @@ def named(text: str, faults: Sequence[Fault]) -> list[Fault]:
 
 
 def node_lost(find: Callable[[], RedisServer]) -> Fault:
-    """The loss of a cluster's node, which `find` determines when the fault begins."""
+    """The loss of a node of a Redis cluster. `find` chooses the node when the fault begins."""
     lost: list[RedisServer] = []
 
     async def kill() -> None:

@@ -39,9 +39,8 @@ _EXACT = re.compile(r'^stepwell_prefix_index_state\{state="exact"\} 1\.0$', re.M
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """The lengths of a window's two parts, in seconds.
-
-    A lasting fault is in effect for `hold_seconds`. The window continues for `after_seconds`.
+    """The lengths of a window's two parts, in seconds: `hold_seconds`, in which a lasting fault is
+    in effect, and then `after_seconds`.
     """
 
     hold_seconds: float
@@ -50,13 +49,17 @@ class Times:
 
 @dataclass(slots=True)
 class FaultFigures:
-    """The requests sent in windows without the fault (`calm`) and with the fault (`hit`)."""
+    """The requests that were sent in windows without the fault (`calm`) and with the fault
+    (`hit`).
+    """
 
     name: str
     calm: list[Asked] = field(default_factory=list)
     hit: list[Asked] = field(default_factory=list)
     exact_seconds: list[float] = field(default_factory=list)
-    """For each window, seconds from the fault's end until every gateway's index was exact."""
+    """For each window, the seconds from the fault's end until the index of every gateway was
+    exact.
+    """
 
     @property
     def complaints(self) -> list[str]:
@@ -85,12 +88,14 @@ async def measure_requests(
 async def compare_faults(
     model: Path, url: str, faults: Sequence[Fault], times: Times, repetitions: int
 ) -> list[FaultFigures]:
-    """Starts the services with the Redis at `url`, and injects the faults in rotation."""
+    """Starts the services with the Redis at `url`, and injects every fault `repetitions` times,
+    each round in the same order.
+    """
     if not faults:
         return []
     settings = UpSettings(model=model, num_threads=1, replicas=NUM_REPLICAS, redis_url=url)
     found = [FaultFigures(fault.name) for fault in faults]
-    # The directory contains sockets, so its path must be short.
+    # Sockets are in this directory, so its path must be short.
     with tempfile.TemporaryDirectory(prefix="stepwell-") as directory:
         services = Replicas(settings, Path(directory), RestartPolicy(), num_gateways=NUM_GATEWAYS)
         async with services, httpx.AsyncClient(trust_env=False) as http:
@@ -106,7 +111,7 @@ async def compare_faults(
 
 
 class _Windows:
-    """Runs windows of requests, with or without a fault."""
+    """Runs windows (periods of steady load), with or without a fault."""
 
     def __init__(
         self,
@@ -142,7 +147,9 @@ class _Windows:
         return asked, await happening
 
     async def _happen(self, fault: Fault, hold_seconds: float) -> float:
-        """Injects a fault. Returns the seconds from its end until every index is exact."""
+        """Injects a fault. Returns the seconds from its end until the index of every gateway is
+        exact.
+        """
         await fault.begin()
         await asyncio.sleep(hold_seconds)
         await fault.end()
@@ -194,5 +201,5 @@ def _millis(asked: Sequence[Asked]) -> tuple[float, float, float]:
 
 
 def _owner(nodes: Sequence[RedisServer]) -> RedisServer:
-    """The node of a cluster that stores the only model's log."""
+    """The node of a Redis cluster that stores the log of the only model."""
     return next(node for node in nodes if node.ask("KEYS", "kvd:*:log").startswith(b"*1"))

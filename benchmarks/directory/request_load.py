@@ -38,7 +38,7 @@ class RequestLoad:
     """Sends requests at fixed times, even if earlier requests have not ended (an open loop).
 
     Requests alternate between all gateways, and between gRPC and HTTP. Request number n is the same
-    in each window. Greedy answers must equal the first answer to the same request.
+    in every window, and its greedy answer must always be the same.
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class RequestLoad:
         self._answers: dict[tuple[int, bool], object] = {}
 
     async def warm_up(self) -> None:
-        """Sends each request once, to fill caches. Raises RuntimeError if a request fails."""
+        """Sends each request once, so that caches are filled. Raises RuntimeError if a request
+        fails.
+        """
         for number in range(2 * len(self._stubs) * NUM_PROMPTS):
             asked = await self._ask(number)
             if asked.complaint:

@@ -59,5 +59,5 @@ async def measure_visibility(url: str, num_events: int) -> VisibilityFigures:
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
-    # The first event is left out. It waits until the reader has loaded the node's blocks.
+    # The first event is left out, because it waits until the reader has loaded the node's blocks.
     return VisibilityFigures(1000 * statistics.median(times[1:]), 1000 * percentile(times[1:], 99))

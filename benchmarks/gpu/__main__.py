@@ -67,7 +67,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(name: str, platform: CudaPlatform, copy: float) -> bool:
-    """Imports and runs a part. Parts are imported late, since they need different packages."""
+    """Imports and runs a part. Each part is imported only here, because parts need different
+    packages.
+    """
     return attempt(lambda: import_module(f"benchmarks.gpu.{name}").run(platform, copy), f"\n{name}")
 
 

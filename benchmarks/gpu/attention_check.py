@@ -74,7 +74,9 @@ class AttentionCheck:
         return torch.randn(num_tokens, num_heads, case.head_dim, device=there).to(case.dtype)
 
     def store(self, lengths: list[int]) -> None:
-        """Appends `lengths[i]` random keys and values to sequence i, like earlier steps."""
+        """Appends `lengths[i]` random keys and values to sequence i, as if earlier steps had
+        computed them.
+        """
         for sequence, length in enumerate(lengths):
             key, value = (self.random(length, self.case.num_kv_heads) for _ in range(2))
             slots = self._grow(sequence, key, value)
@@ -96,8 +98,8 @@ class AttentionCheck:
         return self._difference(output, query, counts)
 
     def recorded_steps(self, num_steps: int) -> float:
-        """Runs steps of one token per sequence as one recorded program. Returns the largest
-        difference of any step, measured as in `step`.
+        """Runs steps of one token per sequence as one recorded program (CUDA graph). Returns the
+        largest difference of any step, measured as in `step`.
         """
         counts = [1] * self.num_sequences
         step = self.attention.decode_step(self.num_sequences)

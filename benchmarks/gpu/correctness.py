@@ -1,4 +1,6 @@
-"""Compares attention, experts and sampling on a GPU with plain attention or the host's results."""
+"""Compares attention on a GPU with plain attention, and experts and sampling with the host's
+results.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def run(platform: CudaPlatform, _copy: float) -> bool:
 def is_right(case: Case) -> bool:
     """Prints the case's differences. Returns whether they are within its tolerance.
 
-    Cases with a cap on scores are not recorded.
+    Decodes are checked as recorded programs (CUDA graphs), too, except in cases with a cap on
+    scores.
     """
     torch.manual_seed(1)
     begun = time.monotonic()
@@ -52,9 +55,10 @@ def is_right(case: Case) -> bool:
 
 
 def splits(device: CudaDevice) -> bool:
-    """Compares attention over every number of splits of the keys with attention over one split.
+    """Compares attention in which the keys are split, for every number of splits, with attention
+    over all keys at once.
 
-    Different kernels join the splits' results in small and in large batches. Both are checked.
+    Small and large batches are checked, because different kernels join the results of the splits.
     """
     print("\n| splits | batch | largest difference to one split | |\n| ---: | ---: | ---: | --- |")
     right = True

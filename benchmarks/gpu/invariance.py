@@ -1,4 +1,6 @@
-"""Checks --batch-invariant on a GPU: whether rows depend on their batch, and the mode's cost."""
+"""Checks on a GPU that with --batch-invariant no row depends on its batch, and measures the mode's
+cost.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def run(platform: CudaPlatform, _copy: float) -> bool:
 
 
 def invariant_products(device: CudaDevice) -> bool:
-    """Checks and times products with weights of a Llama model with 8 billion parameters."""
+    """Checks and times matrix products with the weight shapes of a Llama model with 8 billion
+    parameters.
+    """
     print("\n| product | rows | µs | cuBLAS µs | price |\n| --- | ---: | ---: | ---: | ---: |")
     right = True
     for width, out in PRODUCTS:

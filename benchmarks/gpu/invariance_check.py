@@ -21,7 +21,9 @@ ROWS = (1, 2, 7, 16, 63, 64, 65, 130)
 def products_differ(
     device: Device, dtype: torch.dtype, width: int, out: int, *, bias: bool = False
 ) -> list[int]:
-    """The batch sizes in which a row's product differs from its product in the largest batch."""
+    """The batch sizes for which the product of a row differs from the product of the row in the
+    largest batch.
+    """
     from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -72,10 +74,11 @@ class InvarianceCheck:
         self._whole = [self._step([(row, 0, length)])[0] for row, length in enumerate(lengths)]
 
     def differing(self, steps: list[list[Part]]) -> list[tuple[int, int]]:
-        """Computes the sequences again in these steps, with other blocks.
+        """Computes the constructor's sequences again, cut into the parts of `steps`, with keys and
+        values in other cache blocks.
 
-        Returns, for each part that differs from the first computation, the sequence and its first
-        differing token. In a step, parts of one token must come first.
+        Returns, for each part that differs from the constructor's result, the sequence and its
+        first differing token. In a step, parts of one token must precede other parts.
         """
         self._assign_blocks(seed=1)
         return [

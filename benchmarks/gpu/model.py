@@ -57,7 +57,9 @@ SHAPE: dict[str, Any] = {
 
 
 class StateDict:
-    """The tensors of a model in memory, with the interface of a checkpoint for `load_weights`."""
+    """The tensors of a model in memory, with the interface of the checkpoint reader that
+    `load_weights` requires.
+    """
 
     num_bytes = 0
 
@@ -116,7 +118,7 @@ def our_rate(
 ) -> float:
     """Prints the bytes that decode steps of a batch read per second.
 
-    Returns output tokens per second of the whole run, including the time of the prompts.
+    Returns the output tokens per second of the whole run, including the time of the prompts.
     """
     weights = sum(parameter.numel() for parameter in reference.parameters())
     weights -= cast(Any, reference).get_input_embeddings().weight.numel()

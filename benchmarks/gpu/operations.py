@@ -1,7 +1,8 @@
 """Compares a device's expert and sampling operations with reference results.
 
-Grouped experts in a recorded program are compared with experts that are computed one by one. Tokens
-and log-probabilities are compared with the results of the host's sampler.
+Grouped experts run in a recorded program (CUDA graph), and are compared with experts that are
+computed one by one. Tokens and log-probabilities are compared with the results of the host's
+sampler.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 def experts_difference(device: Device, dtype: torch.dtype) -> float:
     """The largest relative difference between grouped experts and experts computed one by one.
 
-    Several batches are run through one recorded program. NaN counts as infinite.
+    One recorded program runs several batches. NaN counts as infinite.
     """
     there = device.torch_device
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 
 def attempt(work: Callable[[], bool], name: str) -> bool:
-    """Returns the result of `work`. If it fails, prints `name` and the error, and returns False."""
+    """Returns the result of `work`. If `work` raises an error, prints `name` and the error, and
+    returns False.
+    """
     try:
         return work()
     except Exception as error:

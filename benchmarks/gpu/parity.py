@@ -1,7 +1,7 @@
-"""Compares a runner's log-probabilities of given tokens with transformers'.
+"""Compares the log-probabilities of given tokens between a model runner and transformers.
 
-Each text is sent as a prompt, so that nothing depends on sampling. The text's first tokens are
-computed in one step, and each of the other tokens in a step of its own, like a decode.
+Each text is sent as a prompt, so that nothing depends on sampling. The first tokens of the text are
+computed in one step, and each of the other tokens in a step of its own, as in decoding.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from importlib import import_module
 from services.common.rpc.grpc_core import silence_grpc
 
 if __name__ == "__main__":
-    # Set before the import of grpc, which reads the variable. grpc would report lost connections,
-    # which are expected here.
+    # Must precede the import of grpc, which reads the variable. Otherwise grpc would report lost
+    # connections, which are expected here.
     silence_grpc(os.environ)
     sys.exit(import_module("benchmarks.peers.sweep").main(sys.argv[1:]))

@@ -1,4 +1,6 @@
-"""Faults of a link: a message is lost, repeated, late, out of order, cut or changed."""
+"""Faults of a link between two services: a message is lost, repeated, late, out of order, cut or
+changed.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ WHOLE_MESSAGE = (
 
 
 class BrokenCallError(Exception):
-    """Makes the proxy end the call."""
+    """Raised by a rule when the proxy must end the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,9 @@ class Fault:
 
 
 def faults_of(lane: Lane) -> Iterator[Fault]:
-    """All faults of a lane: faults of whole messages, then faults of each field of its messages."""
+    """All faults of a lane: first faults of whole messages, then faults of each field of the lane's
+    messages.
+    """
     for change in WHOLE_MESSAGE:
         yield Fault(lane, change)
     kind = message_type(lane)
@@ -61,7 +65,9 @@ class Clean:
 
 @dataclass(slots=True)
 class Observed:
-    """A rule that forwards messages unchanged, and records which fields of which lanes were set."""
+    """A rule that forwards messages unchanged, and records which fields are set in the messages of
+    each lane (method and direction).
+    """
 
     present: dict[Lane, set[tuple[str, ...]]] = field(default_factory=dict)
 
@@ -109,7 +115,9 @@ class Injection:
         return wrong
 
     def _wrong(self, message: bytes) -> list[bytes] | None:
-        """The messages to send instead of `message`, or None if the fault does not apply to it."""
+        """The messages that are sent in place of `message`, or None if the fault does not apply to
+        it.
+        """
         match None if self.fault.path else self.fault.change:
             case "dropped" | "after the next":
                 return []

@@ -1,4 +1,6 @@
-"""Sends requests of many kinds concurrently, and compares their answers with answers alone."""
+"""Sends requests of many kinds concurrently, and compares each answer with the answer to the same
+request sent alone.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -21,7 +23,7 @@ Answer = list[bytes]
 
 
 class Batch:
-    """One request of each kind. All are sent through one gateway."""
+    """One request of each kind. All requests are sent through one gateway."""
 
     def __init__(self, http: str, address: str, vocab_size: int) -> None:
         self._channel = open_channel(address)
@@ -77,8 +79,8 @@ class Batch:
         return "" if answer == self._expected[name] else f"{name} has another answer"
 
     async def _look(self) -> str:
-        """Makes the gateway query the state of its schedulers. Returns a description of a failed
-        query, or an empty text. The state itself is not checked.
+        """Makes the gateway query the states of its schedulers. Returns a description of a failed
+        query, or an empty text. The states are not checked.
         """
         for path in _LOOKS:
             try:
@@ -113,7 +115,9 @@ class Batch:
 
 
 def _joined(pieces: list[gateway_pb2.GenerateResponse]) -> Answer:
-    """Joins the messages of each sequence into one, without the fields that depend on the cache."""
+    """Joins the messages of each sequence into one. Fields that depend on the prefix cache are left
+    out.
+    """
     sequences: dict[int, gateway_pb2.GenerateResponse] = {}
     for piece in pieces:
         whole = sequences.setdefault(piece.index, gateway_pb2.GenerateResponse(index=piece.index))

@@ -23,7 +23,7 @@ class Direction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """The messages of one method in one direction."""
+    """The messages of one gRPC method in one direction."""
 
     method: str
     direction: Direction
@@ -50,7 +50,9 @@ def streams_both_ways(method: str) -> bool:
 
 
 def message_type(lane: Lane) -> Descriptor | None:
-    """The type of a lane's messages. It is None for other APIs, such as the health check."""
+    """The protobuf type of a lane's messages. None for methods of other APIs, such as the health
+    check.
+    """
     method = METHODS.get(lane.method)
     if method is None:
         return None

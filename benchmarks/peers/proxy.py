@@ -69,7 +69,9 @@ class PeerProxy:
         await self._channel.close()
 
     def handler(self, method: str) -> Any:
-        """The handler of a method. Unary and streaming calls are equal on the wire."""
+        """The handler of a method. It treats unary calls as streams, because both are equal on the
+        wire.
+        """
 
         async def forward(messages: AsyncIterator[bytes], context: _Context) -> None:
             call = asyncio.ensure_future(self._forward(method, messages, context))

@@ -13,7 +13,7 @@ _MOST_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The effects of one fault on processes, answers, logs and the link."""
+    """The effects of one fault on the services' processes, answers and logs, and on the link."""
 
     fault: Fault
     ended: tuple[str, ...] = ()
@@ -23,7 +23,9 @@ class Effect:
     lines: tuple[str, ...] = ()
     """Warnings and errors in the services' logs."""
     heal_seconds: float = 0.0
-    """Seconds from the fault until all answers had ended and the link carried messages again."""
+    """The seconds from the fault until all answers had ended and the link carried messages
+    again.
+    """
 
     @property
     def is_bad(self) -> bool:
@@ -52,7 +54,9 @@ def _in_short(kind: str, texts: Sequence[str]) -> list[str]:
 
 
 def report(effects: Sequence[Effect], num_unseen: int, num_tried: int) -> str:
-    """A table with a row for each lane, and a list of the faults with forbidden effects."""
+    """A table with a row for each lane (a method's messages in one direction), and a list of the
+    faults with forbidden effects.
+    """
     rows = []
     for lane in sorted({str(effect.fault.lane) for effect in effects}):
         of_lane = [effect for effect in effects if str(effect.fault.lane) == lane]

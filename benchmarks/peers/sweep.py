@@ -39,7 +39,9 @@ from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
 
 MOST_SPARED = 6
-"""Limit on the random number of applicable messages that are forwarded before a fault."""
+"""The maximum of the random number of messages to which the fault applies but that are forwarded
+before the fault.
+"""
 _LOOK_AGAIN_SECONDS = 0.02
 _ENDED = re.compile(r"\S+ (ended|hangs): ")
 _WARNING = re.compile(r"\S+: \S+ (warning|error|critical) ")
@@ -84,10 +86,10 @@ class Sweep:
         return observed
 
     async def inject(self, fault: Fault, num_spared: int) -> Effect | None:
-        """Injects a fault under load. Returns None if it applied to no message.
+        """Injects a fault while requests run. Returns None if it applied to no message.
 
-        If it applies to no message at first, the link's stream is restarted, since the fault may
-        apply only to the first messages of a stream.
+        If it applies to no message at first, the link's stream is restarted, because the fault may
+        apply only to a stream's first messages.
         """
         logged = self._log_file.stat().st_size
         injection = self._proxy.rule = Injection(fault, num_spared)
@@ -122,15 +124,18 @@ class Sweep:
         return Effect(fault, ended, tuple(wrong), warnings, seconds)
 
     async def _forget(self) -> None:
-        """Removes effects that no receiver could detect: wrong limits of a model, requests without
-        a client, and wrong blocks. Restarts the link's stream and empties the prefix caches.
+        """Restarts the link's stream and empties the prefix caches. This removes the effects that
+        no receiver can detect: wrong limits of a model, requests without a client, and wrong
+        blocks.
         """
         self._proxy.break_calls()
         await self._until_carried()
         await self._batch.reset_prefix_caches(self._admin)
 
     async def _until_carried(self) -> None:
-        """Sends requests until the link's stream carries a message, or for RECOVERY_SECONDS."""
+        """Sends requests until the link's stream carries a message, at most for
+        RECOVERY_SECONDS.
+        """
         before = self._proxy.num_messages.get(self._answers, 0)
         deadline = time.monotonic() + RECOVERY_SECONDS
         while self._proxy.num_messages.get(self._answers, 0) == before:
@@ -201,7 +206,7 @@ async def _try_all(run: Sweep, options: Options) -> tuple[str, bool]:
 
 
 def _may_be_found(fault: Fault, observed: Observed) -> bool:
-    """Whether an observed message contains the nested message that has the fault's field."""
+    """Whether the nested message that contains the fault's field was observed on the link."""
     above = fault.path[:-1]
     return not above or above in observed.present[fault.lane]
 

@@ -1,4 +1,6 @@
-"""Faults that no receiver can detect, because a valid value of a field replaces a valid value."""
+"""Faults that no receiver can detect, because they replace a valid value of a field by another
+valid value.
+"""
 
 from stepwell.common.v1.common_pb2 import SamplingParams
 
@@ -43,8 +45,8 @@ UNDETECTABLE: dict[str, str] = {
         )
     },
 }
-"""Maps changes to the reason why no receiver can detect them. A key `Lane: path: change` stands for
-one change of a field, and a key `Lane: path` for every change of the field.
+"""Maps changes to the reason why no receiver can detect them. A key `Lane: path: change` is one
+change of a field, and a key `Lane: path` every change of the field.
 """
 
 

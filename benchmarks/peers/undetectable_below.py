@@ -1,4 +1,4 @@
-"""The undetectable faults of the scheduler's links to pool and workers."""
+"""The undetectable faults of the scheduler's links to the pool and the workers."""
 
 from collections.abc import Iterator
 

@@ -1,11 +1,11 @@
 """Conversations of several turns that share system prompts, sent over the gateway's gRPC API.
 
 All conversations are open at the same time and have had different numbers of turns. At any time,
-`at_once` of them have a running request. After an answer a conversation pauses while other
-conversations run. The pause models a user who reads the answer and writes the next question, so it
-is the sum of two exponentially distributed times. Its unit is turns of other conversations, so that
-the load and the order of turns do not depend on the machine's speed. The prompt of a turn is the
-whole conversation as token ids. After its last turn a conversation is replaced by a new one.
+`at_once` of them have a running request. After an answer a conversation pauses, like a user who
+reads the answer and writes the next question. So the pause is the sum of two exponentially
+distributed times. It is measured in turns of other conversations, so that the load and the order of
+turns do not depend on the machine's speed. The prompt of a turn is the whole conversation as token
+ids. After its last turn a conversation is replaced by a new one.
 """
 
 import asyncio
@@ -44,7 +44,9 @@ class Workload:
     seed: str
 
     def num_blocks(self, block_size: int) -> int:
-        """The mean number of blocks of all open conversations. System prompts count once."""
+        """The mean number of blocks of all open conversations, in which shared system prompts count
+        once.
+        """
         turn = self.user_tokens + self.answer_tokens
         own = self.num_conversations * turn * (self.num_turns + 1) / 2
         return round((own + self.num_system_prompts * self.system_tokens) / block_size)
@@ -126,8 +128,9 @@ class ConversationClient:
     async def run(
         self, workload: Workload, at_once: int, cache_salt: str = ""
     ) -> list[TurnFigures]:
-        """Sends the workload with `at_once` concurrent requests. Returns the measured requests'
-        figures. Runs with different salts do not find each other's blocks in the cache.
+        """Sends the workload with `at_once` concurrent requests. Returns the figures of the
+        measured requests. Runs with different `cache_salt` do not find each other's blocks in the
+        cache.
         """
         conversations = OpenConversations(workload, at_once)
         total = workload.num_warm_up + workload.num_requests

@@ -103,7 +103,9 @@ def measure_decisions(
 
 
 class _World:
-    """Replicas with running requests, an index of their cached blocks, and a routing policy."""
+    """Replicas with running requests, an index of the blocks that they have cached, and a routing
+    policy.
+    """
 
     def __init__(self, num_replicas: int) -> None:
         self.index = PrefixIndex()
@@ -128,9 +130,9 @@ class _World:
 
     def fill(self, num_blocks: int, prompts: Sequence[list[int]]) -> list[list[int]]:
         """Adds about `num_blocks` blocks to the index: first the blocks of `prompts` without their
-        last turns, each prompt on one replica, then the blocks of generated chains. One replica has
-        all blocks of a chain, and other replicas may have the chain's first blocks. Returns the
-        block keys of the chains.
+        last turns, each prompt on one replica, then generated chains of blocks. One replica has all
+        blocks of a chain, and others may have its first blocks. Returns the block keys of the
+        chains.
         """
         held: list[list[Sequence[int]]] = [[] for _ in self.replicas]
         for number, tokens in enumerate(prompts):
@@ -170,39 +172,31 @@ class _World:
 class _Link:
     """A Link of the gateway's core that is not connected to a scheduler."""
 
-    def add(self, handle: int, inflight: Inflight) -> None:
-        """Sends nothing."""
+    def add(self, handle: int, inflight: Inflight) -> None: ...
 
-    def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None:
-        """Sends nothing."""
+    def add_chunk(self, handle: int, inflight: Inflight, num_tokens: int) -> None: ...
 
-    def abort(self, handle: int, *, was_stopped: bool = False) -> None:
-        """Aborts nothing."""
+    def abort(self, handle: int, *, was_stopped: bool = False) -> None: ...
 
-    def end_turn(self, handle: int, tool: str) -> None:
-        """Sends nothing."""
+    def end_turn(self, handle: int, tool: str) -> None: ...
 
 
 class _Listener:
     """A ReplicaListener of the gateway's core that ignores all events."""
 
-    def replica_changed(self, replica: Replica) -> None:
-        """Does nothing."""
+    def replica_changed(self, replica: Replica) -> None: ...
 
-    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """Does nothing."""
+    def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None: ...
 
-    def request_rejected(self, inflight: Inflight, error: StepwellError, replica: Replica) -> None:
-        """Does nothing."""
+    def request_rejected(
+        self, inflight: Inflight, error: StepwellError, replica: Replica
+    ) -> None: ...
 
-    def sequence_started(self, inflight: Inflight) -> None:
-        """Does nothing."""
+    def sequence_started(self, inflight: Inflight) -> None: ...
 
-    def sequence_left(self, inflight: Inflight) -> None:
-        """Does nothing."""
+    def sequence_left(self, inflight: Inflight) -> None: ...
 
-    def load_reported(self, replica: Replica) -> None:
-        """Does nothing."""
+    def load_reported(self, replica: Replica) -> None: ...
 
 
 def _tokens(rng: random.Random, num_tokens: int) -> list[int]:

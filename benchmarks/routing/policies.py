@@ -1,6 +1,6 @@
 """Compares the routing policies.
 
-Gateways with different policies run one after another, with the same replicas.
+For each policy a gateway runs, one after another, with the same replicas.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from services.cli.settings import UpSettings
 BLOCK_SIZE = 16
 
 COUNT_SECONDS = 30.0
-"""Time limit for the replicas to count the finished requests of a run."""
+"""The time limit in seconds until the replicas have counted all finished requests of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ async def measure_policies(
 ) -> list[PolicyFigures]:
     """Starts replicas, and runs every policy with every load.
 
-    Each run has a new gateway, and its own salt, so that the run finds no cached blocks of earlier
-    runs. The order of the policies is rotated by one from round to round.
+    Each run has a new gateway and its own salt, so that it finds no cached blocks of earlier runs.
+    The order of the policies is rotated by one from round to round.
     """
     settings = UpSettings(
         model=model,
@@ -135,14 +135,14 @@ def _figures(policy: str, at_once: int, pool_share: float, taken: _Taken) -> Pol
 async def _num_finished(http: httpx.AsyncClient, address: str, total: int) -> dict[str, int]:
     """Maps each replica's address to its number of finished requests.
 
-    The numbers are polled until their sum is at least `total`, since answers arrive before they are
-    counted. Raises TimeoutError after COUNT_SECONDS.
+    The numbers are polled until their sum is at least `total`, because replicas count a request
+    after its answer has arrived. Raises TimeoutError after COUNT_SECONDS.
     """
     async with asyncio.timeout(COUNT_SECONDS):
         while True:
             answer = await http.get(f"http://{address}/status")
             replicas = answer.raise_for_status().json()["replicas"]
-            # The status has no stats of a replica that replied too slowly.
+            # The gateway's status lacks the stats of replicas that replied too slowly.
             if all(replica["stats"] for replica in replicas):
                 found = {one["address"]: int(one["stats"]["num_finished"]) for one in replicas}
                 if sum(found.values()) >= total:

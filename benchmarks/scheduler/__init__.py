@@ -1,1 +1,3 @@
-"""`python -m benchmarks.scheduler`: compares the processor time of planning a step with vLLM."""
+"""`python -m benchmarks.scheduler`: compares the processor time that Stepwell and vLLM need to plan
+a step.
+"""

@@ -1,4 +1,6 @@
-"""Measures Stepwell's scheduler and pool core in one process, under the comparison's loads."""
+"""Measures Stepwell's scheduler and pool core in one process, with the loads of
+`benchmarks.scheduler.loads`.
+"""
 
 import asyncio
 import time
@@ -38,12 +40,14 @@ from services.scheduler.core.request import Request
 from services.simulation.inprocess_pool import InProcessPool
 
 _CONTEXT_BLOCKS = 16
-"""Number of KV blocks of a paused program's context."""
+"""The number of KV blocks of a paused program's context (the tokens with which its next request
+will begin).
+"""
 _STEP_SECONDS = 0.02
 """How far each step advances the scheduler's clock, which determines the age of paused contexts."""
 _SPARE_BLOCKS = 1500
-"""Free blocks in addition to the paused contexts. They are enough to admit all requests, but so few
-that the policy ranks the contexts for eviction.
+"""The number of free blocks beside the contexts of paused programs. They are enough to admit all
+requests, but so few that the policy ranks the contexts for eviction.
 """
 
 

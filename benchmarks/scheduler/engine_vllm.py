@@ -202,7 +202,7 @@ def pool_micros(count: int) -> Figures:
 
 
 def eviction_nanos(count: int) -> list[int]:
-    """The nanoseconds of each allocation of `count` cached blocks, whose hashes are evicted."""
+    """The nanoseconds of each allocation of `count` cached blocks, which evicts their hashes."""
     pool = BlockPool(count + 1, enable_caching=True, hash_block_size=BLOCK_SIZE)
     taken = []
     for turn in range(REPEATS):

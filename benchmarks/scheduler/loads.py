@@ -28,8 +28,8 @@ def step_name(num_running: int, *, async_scheduling: bool) -> str:
 
 
 def context_tokens(number: int) -> list[int]:
-    """The prompt of request `number`. Lengths differ among 16 consecutive requests, so that in each
-    step one request in 16 fills a block.
+    """The prompt of request `number`. The lengths of 16 consecutive requests all differ, so that in
+    each step one request in 16 fills a block.
     """
     length = CONTEXT - 8 + number % BLOCK_SIZE
     return [(number * 7919 + position) % 30_000 for position in range(length)]
@@ -67,7 +67,7 @@ def prefix_figures(hashing: float, full_hit: float) -> Figures:
 
 
 def pool_figures(count: int, get: list[int], free: list[int], evict: list[int]) -> Figures:
-    """The figures of allocating and freeing `count` blocks, and of evicting `count` blocks."""
+    """The figures of allocating, freeing and evicting `count` blocks."""
     return {
         f"get {count} blocks": median_micros(get),
         f"free {count} blocks": median_micros(free),

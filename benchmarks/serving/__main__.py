@@ -7,15 +7,16 @@
 For each model the same load is sent to three targets: the four services over gRPC, the four
 services over HTTP with server-sent events, and one process that contains the code of all services.
 Runs on the targets alternate, so that other work on the machine affects all of them. Then the
-durations of a step's hops between services are measured. The cost of tracing is measured with the
-first model. Tables go to standard output, progress to standard error.
+durations of a step's hops (parts, such as its planning or the transfer of its tokens) are measured.
+The cost of tracing is measured with the first model. Tables go to standard output, progress to
+standard error.
 
 With --baseline the services are compared with the services of another checkout. Each checkout's
 services are started by its own `stepwell up`. With --tracing only the cost of tracing is measured,
 in longer and more runs. The runs alternate between trace ratios of 0, 1 % and 100 %. With --stages
 one worker is compared with two pipeline stages, each of which computes with one thread. With
---structured, a load is measured while as many other requests run at the same time. In every second
-run, the other requests are constrained to a schema.
+--structured, a load is measured while as many other requests run. In every second run, these other
+requests are constrained to a JSON schema.
 """
 
 import sys

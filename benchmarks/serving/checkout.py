@@ -19,8 +19,8 @@ class Checkout:
     """Runs `stepwell up` in a checkout whose `gen/` is built, during a measurement.
 
     All checkouts run with this process's interpreter and packages, so that only Stepwell's own code
-    differs. No request is traced, since the cost of tracing is measured separately. `async with`
-    starts the services, enters when they serve, and stops them at the end.
+    differs. No request is traced. `async with` starts the services, enters when they serve, and
+    stops them at the end.
     """
 
     def __init__(self, root: Path, model: Path, num_blocks: int) -> None:
@@ -74,7 +74,7 @@ class Checkout:
 
 
 async def _until_healthy(http: str) -> None:
-    """Waits until `/health` returns 200. Every version of Stepwell has this path."""
+    """Waits until `/health`, which every version of Stepwell has, returns 200."""
     while True:
         try:
             await asyncio.to_thread(urllib.request.urlopen, f"http://{http}/health", timeout=1)
@@ -86,7 +86,7 @@ async def _until_healthy(http: str) -> None:
 
 def _service(pid: int) -> str:
     """The name of the service that a process runs: NAME in its command `python -m services.NAME`.
-    It is empty for other processes.
+    Empty for processes with another command.
     """
     command = Path(f"/proc/{pid}/cmdline").read_text()
     found = re.search(r"\0services\.(\w+)\0", command)

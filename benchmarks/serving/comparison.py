@@ -28,14 +28,16 @@ MIN_ROUNDS = 2
 class Schedule:
     """The loads of a comparison and their number of rounds.
 
-    Each concurrency has `num_rounds` rounds. If they take longer than `level_seconds`, no further
-    round begins after MIN_ROUNDS rounds.
+    Each concurrency has `num_rounds` rounds. Once `level_seconds` have passed, no further round
+    begins after MIN_ROUNDS rounds.
     """
 
     concurrencies: tuple[int, ...]
     num_rounds: int
     requests_each: int
-    """Number of requests in a run. Each concurrent client sends an equal number of them."""
+    """The number of requests in a run is this number times the concurrency: each client sends this
+    many, on average.
+    """
     prompt_tokens: int
     output_tokens: int
     level_seconds: float = 60.0
@@ -54,8 +56,8 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The figures of a target at one concurrency. `ratio` and `tpot_ratio` are the target's
-    throughput and TPOT, divided by the first target's throughput and TPOT.
+    """The figures of a target at one concurrency. `ratio` is the target's throughput divided by the
+    throughput of the first target, and `tpot_ratio` the same quotient of the TPOTs.
     """
 
     concurrency: int

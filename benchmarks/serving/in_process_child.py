@@ -1,4 +1,4 @@
-"""Runs the one-process target as a child process, so that it is separate from this program."""
+"""Runs the target "one process", which contains the code of all services, as a child process."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ class InProcessChild:
             (sys.executable, "-m", "benchmarks.common.in_process", *self._flags),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # As in the worker's process, compute threads that wait do not spin.
+            # Compute threads that wait do not spin, as in the worker's process.
             env={"OMP_WAIT_POLICY": "passive", **os.environ},
         )
 

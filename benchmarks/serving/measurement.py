@@ -1,4 +1,6 @@
-"""Measures the services and the one-process target, and prints each table when it is complete."""
+"""Measures the services and one process with the code of all services. Prints each table when it is
+complete.
+"""
 
 import asyncio
 import enum
@@ -31,12 +33,14 @@ SPARE_BLOCKS = 64
 BLOCK_SIZE = 16
 
 PAIRED_ROUNDS = 8
-"""Factor on the number of rounds for comparisons in which the differences are small."""
+"""The factor on the number of rounds in comparisons of targets that differ little."""
 ROOT = Path(__file__).parents[2]
 
 
 class Part(enum.Enum):
-    """A part of the measurement that can run alone. STAGES and STRUCTURED run only if requested."""
+    """A part of the measurement that can run alone. STAGES and STRUCTURED run only if they are
+    requested.
+    """
 
     TRACING = "tracing"
     STAGES = "stages"
@@ -136,7 +140,7 @@ async def measure_model(options: Options, model: Path, *, with_tracing: bool) ->
 async def measure_serving(
     options: Options, model: Path, stack: Stack, child: InProcessChild
 ) -> list[dict[str, Any]]:
-    """Compares the services with the one-process target."""
+    """Compares the services with one process that contains the code of all services."""
     targets: dict[str, Target] = {
         "one process": InProcessTarget(child),
         "services, gRPC": GrpcTarget(stack),
@@ -223,7 +227,7 @@ async def measure_stages(options: Options, model: Path) -> dict[str, Any]:
 
 async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
     """Measures a load of unconstrained requests while as many other requests run. In every second
-    run on the same services, the other requests are constrained to a schema.
+    run, these other requests are constrained to a JSON schema.
     """
     log(f"starting {model.name}")
     settings = _settings(options, model, ratio=0.0)
@@ -245,7 +249,9 @@ async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
-    """Measures the hops of a step (common/hops.py) at the lowest and the highest concurrency."""
+    """Measures the hops of a step (see common/hops.py) at the lowest and at the highest
+    concurrency.
+    """
     await run_hops(stack, options.load(model, 1, "hops/warm-up"))
     runs = []
     for level in options.ends:
@@ -288,8 +294,8 @@ async def measure_span_work(options: Options, endpoint: str) -> dict[str, Any]:
 
 
 async def enter_all(scope: AsyncExitStack, *contexts: AbstractAsyncContextManager[Any]) -> None:
-    """Enters several contexts concurrently. `scope` exits them in reverse order of their start. If
-    one fails to start, `scope` still exits the contexts that have started.
+    """Enters several contexts concurrently. `scope` exits them in reverse order of their start,
+    also if one of them fails to start.
     """
     async with asyncio.TaskGroup() as starting:
         for context in contexts:

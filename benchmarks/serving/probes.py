@@ -1,4 +1,4 @@
-"""Sends the load whose traces show the cost of each hop of a step."""
+"""Sends the load whose traces show the cost of each hop (part) of a step."""
 
 import secrets
 import time
@@ -15,7 +15,7 @@ _SAMPLED, _UNSAMPLED = 1, 0
 async def run_hops(stack: Stack, load: Load) -> HopRun:
     """Sends a load over HTTP, then a similar one over a session with the scheduler.
 
-    Every eighth request of the HTTP load is traced. These requests are the probes.
+    Every eighth request of the HTTP load is traced. These requests are called probes.
     """
     run = HopRun(load.concurrency, time.time_ns())
     total = load.concurrency * load.requests_each

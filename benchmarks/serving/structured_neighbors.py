@@ -1,4 +1,6 @@
-"""Measures how much requests with a schema slow down the other requests of their batch."""
+"""Measures how much requests that are constrained to a JSON schema slow down the other requests of
+their batch.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,7 +23,7 @@ _ITEM = {
 SAMPLED: Mapping[str, Any] = {"temperature": 1.0, "seed": 7}
 CONSTRAINED: Mapping[str, Any] = {
     **SAMPLED,
-    # So many items that no answer ends before its maximum number of tokens.
+    # The schema requires so many items that every answer reaches its maximum number of tokens.
     "structured_outputs": {"json": {"type": "array", "items": _ITEM, "minItems": 1000}},
 }
 
@@ -37,8 +39,8 @@ class NeighborTarget(HttpTarget):
     async def run(self, load: Load) -> list[RequestTimes]:
         """Runs a load to its end. Returns the times of the load's requests.
 
-        The first failure of a request of the load, or of one of the other requests, cancels all
-        requests and is raised in an ExceptionGroup.
+        If any request fails, one of the load or another one, all requests are cancelled, and the
+        failure is raised in an ExceptionGroup.
         """
         client = HttpClient(self._services.http, self._fields)
         await client.open(load.concurrency)

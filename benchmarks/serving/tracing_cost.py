@@ -65,8 +65,8 @@ class _IdleExecutor:
 
 def scheduler_steps(tracing: Tracing, num_requests: int) -> Step:
     """Returns a function that runs a step of the scheduler. It creates the spans of the step, of
-    the step's pool transaction and of the step's execution, with links to the requests. When a
-    request ends, the request's spans are created.
+    the step's pool transaction and of its execution, with links to the requests. When a request
+    ends, it creates the request's spans.
     """
     pool = TracedPool(_IdlePool(), tracing)
     executor = TracedExecutor(_IdleExecutor(), tracing)
@@ -166,8 +166,8 @@ def _draw_traceparent(tracing: Tracing) -> str:
 def _step_sampler(tracing: Tracing, num_requests: int) -> Callable[[], str]:
     """Returns a function that returns the trace context of the next step.
 
-    The contexts are created in advance and reused in rotation. A step is sampled if one of its
-    requests is sampled.
+    The contexts are created in advance and reused in rotation. A step is traced if one of its
+    requests is traced.
     """
     drawn = [
         max(_draw_traceparent(tracing) for _ in range(num_requests))

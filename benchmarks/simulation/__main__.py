@@ -4,11 +4,11 @@
                                     [--json FILE]
 
 The workload is `chat`. The request rate of a replica is a million requests an hour divided by 1,000
-replicas. Processor time is measured from the time at which a quarter of the programs have ended to
-the end of the last program, because the replicas are not yet busy in the first quarter. The table
-shows the time per request and per decision. A decision is a planned step or the choice of a replica
-for a request. The start, the first quarter and the final check are shown in a separate column.
-Tables go to standard output, progress to standard error.
+replicas. Processor time is measured from the end of the first quarter of the programs, before which
+the replicas are not yet busy, to the end of the last program. The table shows the time per request
+and per decision. A decision is a planned step or the choice of a replica for a request. The start,
+the first quarter and the final check are shown in a separate column. Tables go to standard output,
+progress to standard error.
 """
 
 import argparse

@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
             f"there is no command {name!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr
         )
         return 2
-    # Set before the command's module imports grpc, which reads the variable. grpc would report lost
-    # connections, which are expected here.
+    # Must precede the import of the command's module, because grpc reads the variable when it is
+    # imported. Otherwise grpc would report lost connections, which are expected here.
     silence_grpc(os.environ)
     status: int = import_module(f"benchmarks.soak.{name}").main(argv[1:])
     return status

@@ -1,4 +1,6 @@
-"""Repeats requests concurrently, and compares each answer with the answer to the request alone."""
+"""Repeats requests concurrently, and compares each answer with the answer to the same request sent
+alone.
+"""
 
 import asyncio
 import time
@@ -57,7 +59,9 @@ class Counts:
     failed: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
     with_gateway: int = 0
-    """Number of answers that failed because the campaign killed or terminated their gateway."""
+    """The number of answers that failed because the fault campaign killed or terminated their
+    gateway.
+    """
     silences: list[float] = field(default_factory=list)
     """For each correct answer, the longest time without a token, in seconds."""
 
@@ -120,7 +124,7 @@ class Streams:
                 streams.create_task(self._repeat(number))
 
     def stop(self) -> None:
-        """Starts no more requests. Running requests continue to their end."""
+        """Starts no more requests. Running requests continue to their ends."""
         self._stopping = True
 
     async def close(self) -> None:
@@ -128,7 +132,7 @@ class Streams:
             await channel.close()
 
     def mark(self) -> None:
-        """Starts to measure silences and gaps. Silences and gaps before this call are discarded."""
+        """Starts to measure silences and gaps between tokens. Earlier ones are discarded."""
         self._since = time.monotonic()
         self._silence = self._longest_gap = 0.0
         self.expect_progress()
@@ -168,7 +172,9 @@ class Streams:
                 self.counts.silences.append(silence)
 
     async def _ask(self, number: int, answer: Answer) -> float:
-        """Sends request `number`, and fills in `answer`. Returns its longest silence in seconds."""
+        """Sends request `number`, and appends the response to `answer`. Returns the longest time
+        without a token, in seconds.
+        """
         begun, silence, last = False, 0.0, time.monotonic()
         stub = self._stubs[number % len(self._stubs)]
         call = stub.Generate(self._requests[number], timeout=ANSWER_SECONDS, wait_for_ready=True)

@@ -1,7 +1,7 @@
-"""Requests of many kinds, as clients send them: the load of an endurance run.
+"""Requests of many kinds, as clients send them. They are the load of an endurance run.
 
 Each kind is a function that sends one request and checks the answer. It raises AssertionError if
-the answer is wrong. Nothing is timed here.
+the answer is wrong.
 """
 
 import asyncio

@@ -84,7 +84,7 @@ class Callers:
             try:
                 await KINDS[name][1](self._world, draw)
             except Exception as error:
-                # Every error is counted, and the client continues.
+                # Every error is counted, and the client sends its next request.
                 self.errors[f"{name}: {type(error).__name__}: {str(error)[:300]}"] += 1
                 await asyncio.sleep(0.1)
             self.done[name] += 1

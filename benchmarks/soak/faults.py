@@ -52,15 +52,15 @@ NUM_PROMPT_TOKENS, NUM_TOKENS = 160, 200
 CALM_SECONDS = (0.1, 1.0)
 """The minimum and maximum of the random pause between a recovery and the next fault."""
 STEADY_SECONDS = 1.0
-"""Seconds after which a restarted service is considered stable, so that its next crash does not
-count as a repeated crash. The value is used if faults are separated by recoveries.
+"""A restarted service counts as stable after these seconds, so that its next crash does not count
+as a repeated one. Used if faults are separated by recoveries.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """The parameters of the run. `every_seconds` is the interval between faults. If it is None,
-    each fault is injected after the recovery from the previous fault.
+    each fault is injected after the recovery from the one before.
     """
 
     model: Path
@@ -153,10 +153,11 @@ async def _inject(fault: Fault, replicas: Replicas, streams: Streams) -> Effect:
 
 
 async def _all_ready(hit: dict[str, tuple[int, int]], replicas: Replicas) -> bool:
-    """Waits until all victims are ready again. Returns whether they were ready in time.
+    """Waits until all killed or stopped services are ready again. Returns whether they were ready
+    in time.
 
-    A victim is killed if it is not ready in time and is still the same stopped process. The
-    campaign can then continue.
+    A service that is not ready in time, and is still the same stopped process, is killed, so that
+    the campaign can continue.
     """
     deadline = time.monotonic() + RECOVERY_SECONDS
     record = replicas.record
@@ -219,7 +220,7 @@ def _send(number: signal.Signals, name: str, replicas: Replicas) -> None:
 
 
 async def _end(streams: Streams, load: "asyncio.Task[None]") -> None:
-    """Starts no more requests, and waits for the running answers. All answers have deadlines."""
+    """Starts no more requests, and waits for the running answers, all of which have deadlines."""
     streams.stop()
     await load
 

@@ -101,7 +101,7 @@ async def attack_for(target: Target, seconds: float, seed: int, num_attackers: i
 
 
 async def hostility(options: argparse.Namespace) -> bool:
-    """Runs the test and prints the results. Returns whether all are within their bounds."""
+    """Runs the test and prints the results. Returns whether all results are within their bounds."""
     seconds = 60 * options.minutes
     settings = UpSettings(
         model=options.model,

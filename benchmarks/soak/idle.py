@@ -70,8 +70,8 @@ async def idle(model: Path, minutes: float) -> Outcome:
 
 
 async def _complete(url: str, prompt: list[int]) -> Answer:
-    """Sends a prompt over a new connection, because the test is about idle connections between the
-    services, not about an idle connection of the client.
+    """Sends a prompt over a new connection, because only the connections between the services are
+    meant to have been idle.
     """
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
     async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_SECONDS) as http:

@@ -1,4 +1,6 @@
-"""Detects requests and blocks that are left in the services when no client sends requests."""
+"""Detects requests and KV blocks that are left in the services although no client sends
+requests.
+"""
 
 import asyncio
 import time
@@ -12,8 +14,8 @@ _ASK_AGAIN_SECONDS = 0.1
 async def settle(http: httpx.AsyncClient, gateway: str, seconds: float) -> str:
     """Waits up to `seconds` until no request runs and every block is free.
 
-    Returns a description of the requests and blocks that are left then, or an empty text. `gateway`
-    is host:port of the gateway's HTTP API.
+    Returns a description of the requests and blocks that are still left, or an empty text.
+    `gateway` is host:port of the gateway's HTTP API.
     """
     given_up = time.monotonic() + seconds
     while left := left_over(await read_status(http, gateway)):
@@ -31,7 +33,9 @@ async def read_status(http: httpx.AsyncClient, gateway: str) -> dict[str, Any]:
 
 
 def left_over(status: dict[str, Any]) -> str:
-    """Lists the requests and blocks that are left in a status. The text is empty without any."""
+    """Lists the requests and blocks that are left according to a status. Empty if there are
+    none.
+    """
     replicas = [replica["stats"] for replica in status["replicas"]]
     if None in replicas:
         return "a scheduler does not answer"

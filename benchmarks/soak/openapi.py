@@ -1,4 +1,5 @@
-"""Sends requests that the OpenAPI document allows or forbids, and checks the answers against it.
+"""Sends requests that the OpenAPI document allows or forbids, and checks the answers against the
+document.
 
     python -m benchmarks.soak openapi --minutes 5 [--model DIR] [--seed N]
 

@@ -64,7 +64,7 @@ async def measure(options: Options) -> tuple[Sent, Sent]:
             lengths = options.prompt_tokens, options.output_tokens
             return send(Sending(stack.http, "", seconds, *lengths, seed=next(seeds), **fields))
 
-        # The first steps of each size take longer.
+        # A warm-up, because the first steps of each batch size take longer.
         await load(options.seconds / 4, concurrency=options.concurrency)
         capacity = await load(options.seconds, concurrency=options.concurrency)
         rate = options.factor * capacity.num_done / capacity.seconds

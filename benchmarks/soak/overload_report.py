@@ -56,8 +56,9 @@ def report(options: TenantOptions, lines: Sequence[Line]) -> str:
 
 
 def _goodput_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """Compares the goodput during the flood with the peaks. Goodput is the tokens per second of
-    answers that ended in time. Each peak is measured for half as long as the flood.
+    """Compares the goodput during the flood with the peaks measured without it. Goodput is the
+    tokens per second of answers that ended in time. Each peak is measured for half as long as the
+    flood.
     """
     tokens, seconds = options.output_tokens, options.seconds * options.rounds
     peak = result.peak.num_done_in_time * tokens / (seconds / 2)
@@ -114,14 +115,16 @@ def _quiet_lines(result: Result) -> list[Line]:
 
 
 def _slowdown(name: str, these: Sequence[float], those: Sequence[float]) -> Line:
-    """The ratio of the p99 of `these` to the p99 of `those`, with its confidence interval."""
+    """The p99 of `these` divided by the p99 of `those`, with its confidence interval."""
     ratio = percentile(these, 99) / percentile(those, 99)
     interval = _interval(*percentile_ratio_interval(these, those, 99), digits=2)
     return Line(name, f"{ratio:.2f} ({interval})", ratio <= MOST_TTFT)
 
 
 def _recovery_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """The services' memory, and the quiet tenant's times to the first token after the flood."""
+    """The services' memory after the flood, and the quiet tenant's times to the first token after
+    it.
+    """
     memory = result.memory
     mebibytes = [bytes_ / 2**20 for bytes_ in (memory.before, memory.flooded, memory.after)]
     recovered = result.recovered.first_token_millis
@@ -144,10 +147,10 @@ def _recovery_lines(options: TenantOptions, result: Result) -> list[Line]:
 
 
 def _processor_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """How the processors were used during the flood.
+    """How the services used the processors during the flood.
 
-    The lines show which fraction of all processors' time each process used, and how many threads of
-    each service waited for a processor on average.
+    For each process, the fraction of all processors' time that it used. For each service, how many
+    of its threads waited for a processor on average.
     """
     seconds = options.seconds * options.rounds
     processors = usable_processors().num_allowed * seconds

@@ -100,7 +100,7 @@ class Result:
 
 
 class Flooding:
-    """Runs the parts of the measurement against running services."""
+    """Runs the measurement's parts against running services."""
 
     def __init__(self, stack: Stack, options: TenantOptions) -> None:
         self._stack = stack
@@ -168,8 +168,8 @@ class Flooding:
         ]
 
     def _sending(self, key: str, **fields: object) -> Sending:
-        """The parameters of a load generator. Each load generator sends other random prompts, so
-        that the cache contains no prefix of any prompt.
+        """The parameters of a load generator. Each gets prompts of its own, so that no prefix is
+        found in the cache.
         """
         options = self._options
         defaults: dict[str, object] = {
@@ -187,7 +187,7 @@ class Flooding:
         return sum(usage_of(pid).rss for pid in self._stack.pids().values())
 
     def _of_each(self, seconds_of: Callable[[int], float]) -> dict[str, float]:
-        """Maps each service's name to `seconds_of` its process id."""
+        """Maps each service's name to the result of `seconds_of` for its process id."""
         return {name: seconds_of(pid) for name, pid in self._stack.pids().items()}
 
 

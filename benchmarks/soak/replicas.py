@@ -26,9 +26,9 @@ class Replicas:
     """Services that are started, watched and restarted as by `stepwell up`.
 
     `async with` starts the services, waits until all serve, and at the end stops them in the order
-    of `stepwell up`. `names` are the names of the replicas' services. `gateways` are the parallel
-    gateways, which share the replicas. All output is written to services.log in `directory`. The
-    path of `directory` must be short, because it also contains the sockets.
+    of `stepwell up`. `names` are the names of the replicas' services. All `gateways` share all
+    replicas. All output is written to services.log in `directory`. The path of `directory` must be
+    short, because it also contains the sockets.
     """
 
     def __init__(
@@ -70,7 +70,9 @@ class Replicas:
         return self.first_gateway.grpc
 
     def pid(self, name: str) -> int:
-        """The process id of a service's current process, or of its last one if it has ended."""
+        """The process id of a service's current process, or of its last process if this has
+        ended.
+        """
         return self._supervisor.pid(name)
 
     async def kill(self, name: str) -> None:

@@ -69,7 +69,7 @@ class Outcomes:
     failed: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     unjudged: Counter[str] = field(default_factory=Counter)
-    """Maps reasons why the validator rejects a schema to numbers of finished answers."""
+    """Maps the reasons for which the validator rejects a schema to numbers of finished answers."""
     neighbors: int = 0
     num_preemptions: int = 0
     progressed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -129,7 +129,7 @@ class SchemaRequests:
             await self.outcomes.progressed.wait()
 
     async def count_preemptions(self) -> None:
-        """Adds the preemptions that the scheduler's current process has counted."""
+        """Adds the preemptions that the scheduler has counted since it was last started."""
         metrics = (await self._http.get("/metrics")).text
         self.outcomes.num_preemptions += int(sum(map(float, _PREEMPTIONS.findall(metrics))))
 
@@ -234,12 +234,14 @@ async def _kill_in_turn(options: Options, replicas: Replicas, requests: SchemaRe
 
 
 def _retrieve(uri: str) -> Any:
-    """Raises ValueError instead of fetching a schema that another schema refers to."""
+    """Refuses to fetch a schema that another schema refers to, by raising ValueError."""
     raise ValueError(f"{uri} lies elsewhere")
 
 
 def _kind(message: str) -> str:
-    """The beginning of an error message without its numbers, so that equal kinds are grouped."""
+    """The beginning of an error message, without numbers, so that similar errors are counted
+    together.
+    """
     return _NUMBER.sub("…", message.partition("\n")[0])[:_MAX_REASON].strip()
 
 

@@ -1,7 +1,7 @@
 """Checks that traces explain the time of requests.
 
 The leaf spans of a request must cover its time, each wait must have a reason, and each span must
-have a parent and end within it.
+have a parent and lie within it.
 """
 
 from collections import Counter, defaultdict
@@ -14,19 +14,18 @@ from benchmarks.common.tables import table_text
 from services.common.telemetry import names
 
 MAX_UNEXPLAINED = 0.02
-"""Limit on the fraction of a request's time that its leaf spans do not cover. The 99th percentile
-over requests must not exceed it.
+"""The largest fraction of a request's time that may lack leaf spans. The 99th percentile over
+requests must not exceed it.
 """
 SLACK_NANOS = 2_000_000
-"""Tolerance for differences between the clocks of two processes on one machine."""
+"""Tolerance for clocks of two processes on one machine that differ."""
 LATE_END_NANOS = 2_000_000_000
-"""How much later than its parent span a replica's span may end, if the request was aborted or moved
-to another replica. The replica is notified with this delay.
+"""The nanoseconds by which a replica's span may end after its parent span if the request was
+aborted or moved to another replica, because the replica learns that with a delay.
 """
 LOST_NANOS = 5_000_000_000
-"""Spans that ended in this period before a service was killed may be lost, because the service had
-not exported them. Other services' spans of calls to the killed service may end shortly after the
-kill.
+"""The nanoseconds before a kill in which ended spans may be lost, because the killed service had
+not exported them. Other services' spans of calls to it may end shortly after the kill.
 """
 
 _WAITING = (names.SPAN_REQUEST_QUEUE, names.SPAN_REQUEST_PREEMPTED, names.SPAN_REQUEST_RECOVERY)
@@ -38,9 +37,9 @@ _REASONS = {
     names.SPAN_REQUEST_PREEMPTED: names.ATTR_CAUSE,
     names.SPAN_REQUEST_RECOVERY: names.ATTR_CAUSE,
 }
-"""Maps span names to the attribute with the reason why the request did not progress."""
+"""Maps the names of spans in which a request waits to the attribute with the reason."""
 _BESIDE = (names.SPAN_POOL_ADMIT,)
-"""Spans of another service's concurrent work. They do not count as time of the request."""
+"""Spans of another service's concurrent work, which do not count as time of the request."""
 _DECODE_SUMS = (
     names.ATTR_COMPUTE_SECONDS,
     names.ATTR_OTHERS_PREFILL_SECONDS,
@@ -65,7 +64,7 @@ class TracedRequest:
 
 @dataclass(slots=True)
 class TraceReport:
-    """The faults found in the spans of all checked requests, and statistics of the spans."""
+    """The defects found in the spans of all checked requests, and statistics of the spans."""
 
     num_requests: int
     unexplained: list[float] = field(default_factory=list)
@@ -75,8 +74,8 @@ class TraceReport:
     counts: Counter[str] = field(default_factory=Counter)
     """Maps span names to numbers of spans, and causes of interruptions to their numbers."""
     num_lost: int = 0
-    """Number of spans that lack their parent, or the replica's span below them, because the service
-    with the missing span was killed.
+    """The number of spans without a parent, or without the replica's span below them, because the
+    service that should have exported this span was killed.
     """
     faults: list[str] = field(default_factory=list)
 
@@ -91,7 +90,7 @@ class TraceReport:
         return not self.faults and self.p99_unexplained <= MAX_UNEXPLAINED
 
     def text(self) -> str:
-        """The report as a table, with the first faults."""
+        """The report as a table, followed by the first defects."""
         elsewhere = self.elsewhere or [1.0]
         rows = [
             ("requests", str(self.num_requests)),
@@ -188,11 +187,11 @@ class _Checks:
             yield from self._below(child)
 
     def _explained(self, span: SpanRecord, start: int, end: int) -> int:
-        """Nanoseconds between `start` and `end` that the leaf spans below `span` cover.
+        """The nanoseconds between `start` and `end` that the leaf spans below `span` cover.
 
         If a request has several sequences, the result is for the sequence whose spans cover the
-        time worst. The gateway's span of a stay at a replica counts as a leaf if it lacks the
-        replica's span. `_check_stay` checks whether the replica was killed.
+        time worst. A stay (the gateway's span of a request at a replica) counts as a leaf if it
+        lacks the replica's span. `_check_stay` checks that the replica was killed then.
         """
         start, end = max(start, span.start), min(end, span.end)
         parts = [part for part in self._children[span.span_id] if part.name not in _BESIDE]
@@ -206,7 +205,7 @@ class _Checks:
         return max(sums.values(), key=lambda nanos: abs(end - start - nanos))
 
     def _check_part(self, span: SpanRecord) -> None:
-        """Checks the attributes that the kind of a span requires."""
+        """Checks the attributes that spans of this kind require."""
         parts = self._children[span.span_id]
         if (attribute := _REASONS.get(span.name)) is not None:
             reason = span.attributes.get(attribute)

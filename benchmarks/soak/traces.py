@@ -2,10 +2,10 @@
 
     python -m benchmarks.soak traces [--requests 200] [--kills 6] [--pauses 6] [--model DIR]
 
-A tenth of the requests are sent alone. The rest are sent sixteen at a time, over HTTP or gRPC. The
-KV cache is too small for sixteen requests, so that requests wait and are preempted. During the run
-the engine is paused, and pool, worker and scheduler are killed in rotation. The supervisor of
-`stepwell up` restarts them.
+A tenth of the requests are sent alone, and the rest sixteen at a time, over HTTP or gRPC. The KV
+cache is too small for sixteen, so that requests wait and are preempted. During the run the engine
+is paused, and pool, worker and scheduler are killed in rotation. The supervisor of `stepwell up`
+restarts them.
 
 Then the spans of all services are checked (benchmarks/soak/trace_checks.py). The durations of the
 leaf spans below the gateway's span of a request must add up to its duration. Each wait must have a
@@ -45,9 +45,8 @@ HTTP_SHARE = 0.5
 PAUSE_SECONDS, POLL_SECONDS = 0.2, 0.01
 REQUEST_SECONDS = 120.0
 EXPORT_DELAY_MILLIS = "100"
-"""Milliseconds between two exports of spans by a service.
-
-A killed service loses the spans since its last export.
+"""Milliseconds between two exports of spans by a service, which loses the spans since its last
+export if it is killed.
 """
 VICTIMS = ("kvpool", "worker", "scheduler")
 

@@ -46,7 +46,7 @@ class Options:
     json_file: Path | None
 
     def replica(self, *, async_scheduling: bool, otlp_endpoint: str = "") -> ReplicaOptions:
-        """The options of a replica with room for the largest number of running requests."""
+        """The options of a replica that can run the largest number of requests."""
         most = max(self.running)
         return ReplicaOptions(
             max_num_seqs=most,
@@ -81,7 +81,7 @@ async def measure(options: Options, command: str) -> dict[str, Any]:
 async def measure_steps(
     options: Options, replicas: Mapping[str, DummyReplica], step_millis: float
 ) -> list[StepRow]:
-    """Measures every number of running requests. The scheduling modes alternate."""
+    """Measures every number of running requests. The scheduling modes run in alternation."""
     rows: list[StepRow] = []
     for running in options.running:
         rounds: dict[str, list[Round]] = defaultdict(list)

@@ -55,8 +55,7 @@ class DummyRunner:
         self.served: list[tuple[int, int]] = []
         self._num_known = np.zeros(max_num_seqs, np.int32)
 
-    def reset(self) -> None:
-        """Does nothing, because a DummyRunner has no state of requests."""
+    def reset(self) -> None: ...
 
     def begin(self, step: StepInput) -> StepOutput:
         """Waits for a step's time. Makes up a token for each request whose prompt is computed."""
@@ -74,7 +73,9 @@ class DummyRunner:
         return output
 
     def run_bare(self, num_steps: int) -> list[int]:
-        """Waits for the time of a step, repeatedly. Returns each wait's end, in nanoseconds."""
+        """Waits for the time of a step, `num_steps` times. Returns the end of each wait, in
+        nanoseconds.
+        """
         ended = []
         for _ in range(num_steps):
             self._wait_since(time.perf_counter())
@@ -94,7 +95,7 @@ class DummyRunner:
 
 
 def description(max_num_seqs: int, num_blocks: int) -> WorkerDescription:
-    """The answer to Describe, for a model that does not exist."""
+    """The answer to Describe, for an invented model."""
     return WorkerDescription(
         incarnation=uuid.uuid4().hex,
         model_name="dummy",

@@ -20,8 +20,8 @@ PROMPT_TOKENS = 96
 WARM_UP_STEPS = 16
 """Number of steps with all requests before the measured steps."""
 SPARE_STEPS = 32
-"""Number of steps after the measured steps. The prompts of many requests are computed in several
-steps, so some requests begin and end their decodes later than others.
+"""The number of steps after the measured steps. They are needed because the prompts of many
+requests take several steps, so that some requests begin and end decoding later than others.
 """
 RUN_SECONDS = 120.0
 _LOOK_AGAIN_SECONDS = 0.01
@@ -40,7 +40,9 @@ class Round:
 
     @property
     def ratio(self) -> float | None:
-        """Steps per second, relative to the bare loop's. It is None without a bare loop."""
+        """The steps per second, divided by those of the bare loop (the same steps without
+        requests). None without a bare loop.
+        """
         return self.bare_micros and self.bare_micros / statistics.mean(self.step_micros)
 
 
@@ -151,7 +153,9 @@ class _Meter:
         self._ended: tuple[int, dict[str, float]] | None = None
 
     def saw(self, deltas: scheduler_pb2.StepDeltas) -> None:
-        """Reads processor times when the deltas of the first and the last measured step arrive."""
+        """Reads the processor times at the first and at the last measured step. To be called when
+        the deltas of a step arrive.
+        """
         if self._full_since is None:
             self._full_since = deltas.step if len(deltas.handles) == self._running else None
         elif self._begun is None:

@@ -3,11 +3,11 @@
     python -m benchmarks.worker.adapter_price --model 135m --threads 2 --rounds 9
 
 One model runner has 16 adapters of random weights in memory, on every projection. It repeats the
-same steps with requests that use no adapter, the same adapter, or several adapters in rotation. The
-steps are decodes of 1 and of 32 requests after prefixes of 128 tokens, and a prompt of 512 tokens.
-The time of a turn is the median time of a few steps. The price is the ratio of a turn's time to the
-time of the turn without adapters, as the median over rounds. On a machine with other load, use
---processor-time with one thread, which excludes the other programs' time.
+same steps, in turns: with requests without adapters, with one adapter, and with several adapters in
+rotation. The steps are decodes of 1 and of 32 requests after prefixes of 128 tokens, and a prompt
+of 512 tokens. The time of a turn is the median time of a few steps. The price is the ratio of a
+turn's time to the time of the turn without adapters, as the median over rounds. On a machine with
+other load, use --processor-time with one thread, which excludes the other programs' time.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def load_adapters(worker: Worker, model: Path, directory: Path, rank: int) -> li
 
 
 def build(model: Path, rank: int, num_steps: int, num_threads: int) -> Worker:
-    """A worker with room for every load and all adapters."""
+    """A worker that is large enough for every load and all adapters."""
     adapters = {"enable_lora": True, "max_loras": NUM_ADAPTERS, "max_lora_rank": rank}
     loads = [load for load, _ in LOADS]
     return worker_for(model, loads, num_steps, num_threads=num_threads, **adapters)

@@ -103,8 +103,8 @@ class Context:
 
 
 class LlamaCpp:
-    """A model with two KV caches: a unified cache, and a cache that is split by sequence. The split
-    cache is faster, but only in the unified cache sequences can share a prefix.
+    """A model with two KV caches: a unified one, and one that is split by sequence. The split one
+    is faster, but only in the unified one sequences can share a prefix.
     """
 
     def __init__(self, path: Path, vocab_size: int, threads: int) -> None:

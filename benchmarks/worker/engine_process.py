@@ -13,14 +13,16 @@ _EXIT_SECONDS = 30.0
 
 
 class EngineEnded(Exception):
-    """An engine's process ended without a result. Its error message is on standard error."""
+    """Raised when an engine's process ended without a result. Its error message is on standard
+    error.
+    """
 
 
 class EngineProcess:
     """Runs `python -m benchmarks.worker.engine_<name>` inside `with`.
 
     The engine is warm after `wait_ready`. It runs in the checkout at `root`, with additional
-    `flags`. Output lines that do not begin with a brace are dropped, since they are not answers.
+    `flags`. Output lines that do not begin with a brace are not answers, and are dropped.
     """
 
     def __init__(
@@ -83,8 +85,8 @@ class EngineProcess:
 
 
 def _module(name: str, root: Path) -> str:
-    """The name of the engine's module in a checkout. Older checkouts have no folder
-    benchmarks/worker and use another name.
+    """The name of the engine's module in a checkout. Checkouts without the folder benchmarks/worker
+    have another one.
     """
     if (root / "benchmarks" / "worker").is_dir():
         return f"benchmarks.worker.engine_{name}"
@@ -95,7 +97,7 @@ def _environment(name: str, threads: int, root: Path) -> dict[str, str]:
     path = os.pathsep.join((str(root), str(root / "gen")))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
     if name == "stepwell":
-        # As in the worker's process, compute threads that wait do not spin.
+        # Compute threads that wait do not spin, as in the worker's process.
         environment["OMP_WAIT_POLICY"] = "passive"
     return environment
 

@@ -37,8 +37,9 @@ def main() -> None:
     ids = map(str, itertools.count())
 
     def get_output() -> EngineCoreOutputs:
-        """Returns the outputs of vLLM's core, and records the core's timestamps of the tokens. They
-        are more exact than the time of this call, since the front-end may read outputs late.
+        """Returns the outputs of vLLM's core, and records the time that the core reports for each
+        token. It is more exact than the time of this call, because the front-end may read outputs
+        late.
         """
         outputs = read_output()
         for output in outputs.outputs:

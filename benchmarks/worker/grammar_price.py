@@ -2,11 +2,11 @@
 
     python -m benchmarks.worker.grammar_price --model models/demo --rows 8,32 --rounds 9
 
-One model runner decodes requests at temperature 1. Two kinds of turns alternate. In the first, half
-of the requests are constrained to the schema of `benchmarks.serving --structured`. In the second,
-no request is constrained. Times are processor time of the only compute thread. A turn's time is the
-median of its steps. The price of a row is the difference between the two turns, divided by the
-number of constrained rows, as the median over rounds.
+One model runner decodes requests at temperature 1. Two kinds of turns (repetitions of the steps)
+alternate. In the first kind, half of the requests are constrained to the schema of
+`benchmarks.serving --structured`, and in the second none. Times are processor time of the only
+compute thread. A turn's time is the median of its steps. The price of a row is the difference
+between the two turns, divided by the number of constrained rows, as the median over rounds.
 
 Then the outputs are passed to llguidance's matchers alone, which compute the same masks. This
 measures llguidance's part of the price, once with warm and once with cold processor caches. For
@@ -116,7 +116,7 @@ def sampling(num_rows: int, seed: int, *, is_held: bool) -> list[SamplingParams]
 
 
 def matcher_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> MatcherMicros:
-    """Times matchers on outputs that conform to the schema."""
+    """Times matchers on the tokens of `outputs`, which the schema allows."""
     advance, masks, of_forced = list[int](), list[int](), list[int]()
     for output in outputs:
         matcher = grammars.matcher(FORM)
@@ -139,8 +139,8 @@ def matcher_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> Matc
 
 
 def cold_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> float:
-    """The mean microseconds of matchers per token with cold caches, for outputs that conform to the
-    schema. All outputs get one token in each step.
+    """The mean microseconds of matchers per token with cold caches, for `outputs` that the schema
+    allows. All outputs get one token in each step.
     """
     matchers = [grammars.matcher(FORM) for _ in outputs]
     for matcher in matchers:
@@ -158,7 +158,7 @@ def cold_micros(grammars: Grammars, outputs: Sequence[Sequence[int]]) -> float:
 
 
 def build(model: Path, most_rows: int, num_steps: int) -> Worker:
-    """A worker with room for `most_rows`."""
+    """A worker whose batch has `most_rows` rows."""
     num_blocks = most_rows * StepsLoad("decode", most_rows, NUM_PREFIX).num_blocks(num_steps)
     settings = WorkerSettings(
         model=model,

@@ -67,7 +67,7 @@ def table(timers: list[StepTimer], num_rounds: int) -> str:
 
 
 def build(model: Path, dtype: DtypeSetting, batch_invariant: bool, num_steps: int) -> StepRunner:
-    """A runner with torch's kernels and room for every load."""
+    """A runner with torch's kernels that is large enough for every load."""
     settings = {"kernels": KernelsSetting.TORCH, "batch_invariant": batch_invariant}
     return worker_for(model, LOADS, num_steps, dtype=dtype, **settings).runner
 

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def build(model: Path, dtype: DtypeSetting, kept: KVCacheDtype, num_steps: int) -> Worker:
-    """A worker whose KV cache has room for every load."""
+    """A worker whose KV cache is large enough for every load."""
     settings = {"dtype": dtype, "kv_cache_dtype": kept, "max_model_len": 2048}
     return worker_for(model, LOADS, num_steps, **settings)
 

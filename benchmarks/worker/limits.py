@@ -46,9 +46,9 @@ class Limits:
 
 
 class LimitProbe:
-    """Measures the limits repeatedly, with torch's current number of threads. It times a large
-    matrix multiplication, and the fastest of three streaming reads of memory: a sum, the dot
-    product of two halves, and a matrix times a vector.
+    """Measures the machine's limits repeatedly, with torch's current number of threads. Times a
+    large matrix multiplication, and takes the fastest of three streaming reads of memory: a sum,
+    the dot product of two halves, and a matrix times a vector.
     """
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ DECODE_LEVELS = (1, 8, 32)
 SHARED_TOKENS, OWN_TOKENS, PREFIX_REQUESTS, PREFIX_OUTPUT = 384, 32, 32, 32
 MAX_REQUESTS = 32
 MAX_TOKENS = MAX_REQUESTS * (SHARED_TOKENS + OWN_TOKENS + PREFIX_OUTPUT)
-"""Number of tokens that the largest load stores in a KV cache without prefix sharing."""
+"""The number of tokens that the largest load stores in a KV cache without prefix sharing."""
 
 PREFILL = f"prefill of {PREFILL_TOKENS} tokens, tokens/s"
 PREFIX = f"{PREFIX_REQUESTS} requests that share {SHARED_TOKENS} of 416 tokens, seconds"
@@ -114,7 +114,7 @@ def _figure(name: str, begun: float, times: Times) -> float:
 
 
 def decode_rate(times: Times) -> float:
-    """Tokens per second after the time at which every prompt has its first token."""
+    """Tokens per second, counted from the time at which every prompt has its first token."""
     begun = max(each[0] for each in times)
     after = [moment for each in times for moment in each if moment > begun]
     return len(after) / (max(after) - begun)

@@ -62,7 +62,9 @@ class Turn:
 
 
 class Bench:
-    """Runs prompts on one composition of the services in this process."""
+    """Runs prompts on the gateway's core, a scheduler, a pool and a model runner in this
+    process.
+    """
 
     def __init__(self, composed: InProcess, seed: int) -> None:
         self._composed = composed
@@ -78,7 +80,7 @@ class Bench:
         return time.perf_counter() - began
 
     async def forget_cache(self) -> None:
-        """Clears the prefix cache, but not the tier."""
+        """Clears the prefix cache, but not the tier of host memory."""
         await self._composed.engine.reset_prefix_cache(preempt_running=False)
 
     async def turn(self, load: NewPrompts) -> Turn:

@@ -59,10 +59,8 @@ LLAMACPP_WEIGHTS = ("bf16", "q8_0", "q4_0")
 
 
 class Timer(Protocol):
-    """Runs loads with one kind of weights."""
-
     def turn(self, load: StepsLoad) -> float:
-        """Runs the load. Returns the time per step in milliseconds."""
+        """Runs the load. Returns the milliseconds per step."""
 
 
 class LlamaCppTimer:
@@ -73,7 +71,7 @@ class LlamaCppTimer:
         self._rounds = itertools.count()
 
     def turn(self, load: StepsLoad) -> float:
-        """Runs the load. Returns the time per step in milliseconds.
+        """Runs the load. Returns the milliseconds per step.
 
         A decode step computes one token of each request. A prompt step computes the whole prompt.
         """
@@ -128,7 +126,7 @@ def main() -> None:
 def start_llamacpp(
     running: ExitStack, python: str, model: Path, num_threads: int
 ) -> dict[str, LlamaCppTimer]:
-    """Starts llama.cpp with each kind of weights. The processes end when `running` is closed."""
+    """Starts llama.cpp with each kind of weights. Closing `running` ends the processes."""
     timers = dict[str, LlamaCppTimer]()
     for weights in LLAMACPP_WEIGHTS:
         flags = ("--weights", weights, "--least-seconds", "0")

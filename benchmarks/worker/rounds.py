@@ -111,7 +111,9 @@ class _Moment:
 
 
 class _IdleTimes:
-    """Measures the processor time that engines use while other engines are measured."""
+    """Measures the processor time that engines use while they should be idle, because another
+    engine is measured.
+    """
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines
@@ -119,9 +121,9 @@ class _IdleTimes:
         self._used = dict.fromkeys(engines, 0.0)
 
     def settled(self) -> _Moment:
-        """Waits until all engines are idle, or until SETTLE_SECONDS have passed.
+        """Waits until all engines are idle, at most for SETTLE_SECONDS.
 
-        Some engines' threads spin for a while after their work.
+        The threads of some engines spin for a while after their work.
         """
         moment = self._now()
         deadline = moment.clock + SETTLE_SECONDS

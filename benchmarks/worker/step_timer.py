@@ -51,8 +51,8 @@ def worker_for(
 
 
 class StepTimer:
-    """Runs a load's steps on one runner. The keys and values of prefixes are zeros, since the time
-    of attention does not depend on the values.
+    """Runs a load's steps on one runner. The keys and values of prefixes are zeros, because the
+    time of attention does not depend on them.
     """
 
     def __init__(
@@ -104,7 +104,9 @@ class StepTimer:
         return seconds
 
     def _begin(self, load: StepsLoad) -> None:
-        """Begins a new generation, and zeroes every block that the load uses."""
+        """Begins a new generation (which drops all requests), and zeroes every block that the load
+        uses.
+        """
         self._generation += 1
         none = np.empty(0, np.int32)
         count = load.num_requests * load.num_blocks(self._num_steps)

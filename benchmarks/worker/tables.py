@@ -7,8 +7,8 @@ from benchmarks.worker.limits import LimitProbe
 from benchmarks.worker.rounds import Comparison, is_time
 
 IDLE_CORES = 0.05
-"""Limit on the mean number of cores that an engine may use while another engine is measured. An
-engine that uses more slows down the measured engine.
+"""The mean number of cores that an engine may use while another engine is measured. An engine that
+uses more slows the measured engine down.
 """
 
 

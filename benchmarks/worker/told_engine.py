@@ -1,7 +1,7 @@
 """Replicas in this process whose models write given texts.
 
-The output of a model with random weights is unpredictable. Therefore the logit of the next token of
-a given text is raised. Everything else is computed normally.
+The output of a model with random weights is unpredictable. Therefore the logit of the given text's
+next token is raised before sampling. Everything else is computed normally.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_NUM_SEQS = 32
 
 
 class ToldModel:
-    """A Model that writes a given text at its normal cost.
+    """A Model that writes a given text, at the cost of normal generation.
 
     It counts its steps, and times each step with at most one token per request. `clock` returns
     seconds.

@@ -1,7 +1,9 @@
-"""Attacks on the gateway over HTTP and gRPC, for a hostility run and its short version in tests.
+"""Attacks on the gateway over HTTP and gRPC, for `benchmarks.soak hostility` and for a short
+version of it in the tests.
 
-Each kind of attack is a function. It makes one attack with random details, and waits for its end
-with a time limit. Server errors other than 503 are defects. Any other answer is accepted.
+Each kind of attack is a function that makes one attack with random details and waits for its end
+with a time limit. A server error other than 503 is a defect of the gateway. Any other answer is
+accepted.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from services.common.rpc.channel import open_channel
 
 ANSWER_SECONDS = 5.0
 _OWN_ERROR = "Internal error from Core"
-"""Error text of grpc's client for a call that ends while its message is still being sent."""
+"""The error text of grpc's client if a call ends while its message is still being sent."""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,7 @@ async def slow_http(target: Target, draw: Random) -> None:
 
 
 async def wrong_key(target: Target, draw: Random) -> None:
-    """Makes an attack of another kind with a wrong key, or without a key."""
+    """Makes an attack of another kind with a wrong API key, or without a key."""
     kind = draw.choice((costly_body, streamed_body, no_json, odd_http, grpc_message))
     keys = ["", "x", target.key + "x", "k" * 60_000]
     if kind is not grpc_message:

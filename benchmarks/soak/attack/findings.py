@@ -8,18 +8,20 @@ from benchmarks.soak.slope import Slope, slope_of
 
 MB = 1e6
 GROWN_BYTES = 8e6
-"""Memory growth, in bytes, up to which a process is not reported. Heaps shrink and grow again, and
-some pages are first touched late.
+"""Memory growth, in bytes, that is tolerated in a process. Heaps shrink and grow again, and some
+pages are touched for the first time only late.
 """
 MORE_HANDLES = 16
-"""Number of additional threads, or of additional files, that the load can explain."""
+"""The number of additional threads, or of additional files, that is tolerated, because the load can
+explain it.
+"""
 _HOUR = 3600.0
 _EDGE_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The resource usage of each process, `seconds` after the load began."""
+    """The resource usage of each process `seconds` after the load began."""
 
     seconds: float
     usages: Mapping[str, Usage]
@@ -49,8 +51,8 @@ def findings(
 ) -> tuple[Finding, ...]:
     """Compares the first and the last samples of each process after the warm-up.
 
-    Samples of the warm-up are ignored. Memory is the mean over the first tenth and the mean over
-    the last tenth of the other samples. Threads and files are the maxima in these tenths.
+    Memory is the mean over the first tenth, and the mean over the last tenth, of the samples after
+    the warm-up. Threads and files are the maxima in these tenths.
     """
     counted = [sample for sample in samples if sample.seconds >= warm_up_seconds]
     return tuple(

@@ -1,4 +1,6 @@
-"""Load generators in separate processes, so that they do not disturb each other's times."""
+"""Load generators in separate processes, so that they do not disturb each other's measured
+times.
+"""
 
 import asyncio
 import json
@@ -14,7 +16,7 @@ _LINE_BYTES = 64 * 2**20
 
 
 async def generate(sendings: Sequence[Sending]) -> list[Sent]:
-    """For each of `sendings`, runs a load generator in its own process. Returns their outcomes.
+    """Runs a load generator in its own process for each of `sendings`. Returns their outcomes.
 
     All load generators begin to send at the same time.
     """

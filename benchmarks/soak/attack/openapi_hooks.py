@@ -1,7 +1,7 @@
 """Hooks of schemathesis that limit the answers to generated requests.
 
-Answers are shortened, because one answer of thousands of tokens takes as long as a thousand short
-answers. Deadlines are extended, because a short deadline causes a 504, which is no defect.
+Answers are shortened, because one of thousands of tokens takes as long as a thousand short ones.
+Deadlines are extended, because a short one causes the status 504, which is no defect.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,9 @@ def _bound_answers(body: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def _bounded_seconds(text: str) -> str:
-    """Raises a positive number of seconds to LEAST_SECONDS. Other values are unchanged."""
+    """Raises a positive number of seconds to at least LEAST_SECONDS. Returns other texts
+    unchanged.
+    """
     try:
         seconds = float(text)
     except ValueError:
