@@ -104,7 +104,7 @@ def _check_model(settings: UpSettings) -> None:
     except ModelError as error:
         raise CommandError(str(error)) from error
     if not has_tokenizer(settings.model):
-        raise CommandError(f"{settings.model}: there is no tokenizer.json")
+        raise CommandError(f"{settings.model} has no tokenizer.json")
 
 
 def _vllm_grpc_ports(settings: UpSettings) -> tuple[int, ...]:

@@ -210,8 +210,8 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     routing_max_load_delta: int = setting(
         16,
-        doc="cache-aware: a replica with this many more requests than the least loaded one gets "
-        "none",
+        doc="cache-aware: a replica gets no further request if it has more than this many requests "
+        "above the least loaded replica",
         check=at_least(1),
     )
     resubmit_timeout_seconds: float = setting(

@@ -81,7 +81,7 @@ class QueueState:
             num_waiting = self.num_waiting
         if num_waiting >= self.max_num_waiting:
             return ResourceExhausted(
-                f"{self.max_num_waiting} requests wait already",
+                f"the replica's queue is full: {self.max_num_waiting} requests are waiting",
                 reason="QUEUE_FULL",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
@@ -89,7 +89,7 @@ class QueueState:
         if longest is None or wait <= longest:
             return None
         return ResourceExhausted(
-            f"the request would wait for about {wait:.1f} s, and may for {longest:.1f} s",
+            f"the request would wait for about {wait:.1f} s, but may wait only {longest:.1f} s",
             reason="QUEUE_TOO_LONG",
             retry_after_seconds=max(RETRY_AFTER_SECONDS, wait - longest),
         )

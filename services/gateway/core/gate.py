@@ -23,7 +23,8 @@ class Gate:
             raise Unavailable("the server is shutting down", retry_after_seconds=1.0)
         if self.inside >= self._max:
             raise ResourceExhausted(
-                f"{self._max} requests are being served; no more are taken at once",
+                f"the server already serves {self._max} requests, the most at once; try again "
+                "later",
                 reason="TOO_MANY_CONCURRENT_REQUESTS",
                 retry_after_seconds=1.0,
             )

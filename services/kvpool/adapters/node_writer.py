@@ -158,11 +158,17 @@ class NodeWriter:
             except _LifeLost:
                 continue
             except _Superseded:
-                logger.warning("another process writes to the directory for %s", self.node)
+                logger.warning(
+                    "pool %s is no longer written to the directory in Redis: another process "
+                    "writes the pool",
+                    self.node,
+                )
                 return
             except RedisUnavailable as error:
                 if self.node in self._counts.nodes_connected:
-                    logger.warning("the directory is not written to: %s", error)
+                    logger.warning(
+                        "the directory of cached prefixes in Redis cannot be written: %s", error
+                    )
                 self._counts.nodes_connected.discard(self.node)
                 self._counts.failures += 1
             await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
@@ -187,7 +193,9 @@ class NodeWriter:
             await self._redis.pipeline([("DEL", keys.snapshot(self.node, before))])
         self._counts.num_epochs += 1
         if self.node not in self._counts.nodes_connected:
-            logger.info("%s is in the directory at %s", self.node, self._redis.name)
+            logger.info(
+                "pool %s is in the directory of cached prefixes at %s", self.node, self._redis.name
+            )
             self._counts.nodes_connected.add(self.node)
 
     async def _follow(self) -> None:
@@ -211,7 +219,9 @@ class NodeWriter:
             if is_heartbeat:
                 commands += self._heartbeat()
             if commands and not await self._write(commands):
-                logger.info("Redis does not hold any more what was written for %s", self.node)
+                logger.info(
+                    "Redis lost the cached prefixes of pool %s, which are written again", self.node
+                )
                 raise _LifeLost
             if cached is not None:
                 await self._write_snapshot(cached)
@@ -322,7 +332,10 @@ class NodeWriter:
 
 def _log_defect(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("a pool is not written to the directory any more", exc_info=error)
+        logger.error(
+            "a defect ended the writing of a pool to the directory of cached prefixes",
+            exc_info=error,
+        )
 
 
 def _text(value: bytes | str) -> str:

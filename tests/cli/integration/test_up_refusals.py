@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
         (directory / name).unlink()
     assert up("--model", directory) == (
         1,
-        f"stepwell up: {directory}: there is no tokenizer.json\n",
+        f"stepwell up: {directory} has no tokenizer.json\n",
     )
 
 

@@ -92,11 +92,17 @@ class PoolWatchers:
                         backoff = _FIRST_BACKOFF_SECONDS
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not grpc.StatusCode.NOT_FOUND:
-                        why = from_peer("it", error)
-                        logger.info("pool %s is not followed: %s", pool.node, why)
+                        why = from_peer("the pool", error)
+                        logger.info(
+                            "the cached prefixes of pool %s cannot be read: %s", pool.node, why
+                        )
                     self.counts.failures += 1
                 except Exception as error:
-                    logger.warning("an event of pool %s is wrong: %r", pool.node, error)
+                    logger.warning(
+                        "an event of pool %s is wrong: %r",
+                        pool.node,
+                        error,
+                    )
                     self.counts.failures += 1
                 finally:
                     self._index.remove(pool.node)

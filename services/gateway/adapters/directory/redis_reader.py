@@ -120,14 +120,14 @@ class RedisReader:
     def _failed(self, error: RedisUnavailable, now: float) -> None:
         self.counts.failures += 1
         if not self._is_known_lost:
-            logger.warning("the directory cannot be read: %s", error)
+            logger.warning("the directory of cached prefixes in Redis cannot be read: %s", error)
         self._is_known_lost = True
         is_recent = self._contact_at and now < self._contact_at + self._times.lease_seconds
         self._index.contact = DirectoryState.DEGRADED if is_recent else DirectoryState.FALLBACK
 
     def _reached(self, now: float) -> None:
         if self._is_known_lost:
-            logger.info("the directory is read again")
+            logger.info("the directory of cached prefixes in Redis can be read again")
         self._is_known_lost = False
         self._contact_at = now
         self._index.contact = DirectoryState.EXACT
@@ -169,7 +169,9 @@ class RedisReader:
             )
         except directory_layout.DamagedValue as error:
             self.counts.damaged += 1
-            logger.warning("an entry of the directory's log is passed over: %s", error)
+            logger.warning(
+                "a damaged entry of the log of cached prefixes in Redis is skipped: %s", error
+            )
             return
         self._applied_since_turn += len(batch.added) + len(batch.removed) + 16
         match self._index.apply(batch):
@@ -210,7 +212,7 @@ class RedisReader:
         leases = self._leases(records, values)
         for view in self._index.views:
             if view.node not in leases:
-                logger.info("node %s left the directory", view.node)
+                logger.info("pool %s is no longer in the directory of cached prefixes", view.node)
                 self._index.remove(view.node)
         for record, lease in leases.values():
             if self._must_load(record, lease):

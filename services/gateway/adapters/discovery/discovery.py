@@ -51,14 +51,17 @@ class Watcher:
     def _failed(self, error: Unavailable) -> None:
         if self.is_up or not self.num_failures:
             logger.warning(
-                "schedulers are not found by %s, the known ones are kept: %s", self.source, error
+                "source %s of schedulers' addresses cannot be read, the known schedulers stay in "
+                "use: %s",
+                self.source,
+                error,
             )
         self.is_up = False
         self.num_failures += 1
 
     def _found(self, addresses: list[str]) -> None:
         if not self.is_up and self.num_failures:
-            logger.info("schedulers are found by %s again", self.source)
+            logger.info("source %s of schedulers' addresses can be read again", self.source)
         self.is_up = True
         self.num_addresses = len(addresses)
         self._set_addresses(self.source, addresses)

@@ -107,9 +107,12 @@ class MessageReaders:
                 finally:
                     self._reads.remove(read)
         except StopAsyncIteration:
-            raise InvalidArgument("there is no message") from None
+            raise InvalidArgument("the call has no message") from None
         except TimeoutError:
-            raise Aborted("the message did not come in time", reason="MESSAGE_TOO_SLOW") from None
+            raise Aborted(
+                "the request's message did not arrive within the time limit",
+                reason="MESSAGE_TOO_SLOW",
+            ) from None
 
     def _shorten_timeouts(self) -> None:
         """Limits all current reads to _SECONDS_UNDER_PRESSURE from their start."""

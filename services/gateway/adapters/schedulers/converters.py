@@ -65,7 +65,7 @@ def client_sampling_from_proto(
     """
     if len(message.logit_bias_token_ids) != len(message.logit_bias_values):
         raise errors.InvalidArgument(
-            "logit_bias_values must be as many as logit_bias_token_ids",
+            "logit_bias_values must have as many entries as logit_bias_token_ids",
             field="sampling.logit_bias_values",
         )
     if len(set(message.logit_bias_token_ids)) != len(message.logit_bias_token_ids):
@@ -74,7 +74,8 @@ def client_sampling_from_proto(
         )
     if message.eos_token_ids:
         raise errors.InvalidArgument(
-            "eos_token_ids are the model's; use stop_token_ids or ignore_eos",
+            "eos_token_ids cannot be set, as the model defines them; use stop_token_ids or "
+            "ignore_eos",
             field="sampling.eos_token_ids",
         )
     check_bad_words([len(word.ids) for word in message.bad_words])
@@ -198,7 +199,7 @@ def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.Stepwe
             )
         case None:
             return errors.InternalError(
-                message.message or "the engine gave the request up", reason="ENGINE_ERROR"
+                message.message or "the engine aborted the request", reason="ENGINE_ERROR"
             )
         case reason:
             stop_token_id = message.stop_token_id if message.HasField("stop_token_id") else None
@@ -209,7 +210,7 @@ def turn_end_from_proto(message: scheduler_pb2.Finished) -> Finish:
     """Converts the end of a session's turn. A turn never ends with an error."""
     end = finish_from_proto(message)
     if isinstance(end, errors.StepwellError):
-        raise AssertionError(f"a turn ended by an error: {end.message}")
+        raise AssertionError(f"the turn of a session ended with an error: {end.message}")
     return end
 
 

@@ -67,5 +67,7 @@ class SchedulerAdmin:
             return await call
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineExceeded("the scheduler has not done it in time") from error
+                raise DeadlineExceeded(
+                    "the scheduler has not completed the operation within the time limit"
+                ) from error
             raise from_peer("the scheduler", error) from error

@@ -199,9 +199,10 @@ class SchedulerLink:
             reason = "the scheduler ended the session"
         except TimeoutError:
             is_late = True
-            seconds = f"for {self._session_timeout:g} s: the scheduler hangs"
+            seconds = f"within {self._session_timeout:g} s and hangs"
             is_silent = loop.time() >= self._received_at + self._session_timeout
-            reason = f"no message {seconds}" if is_silent else f"it took no message {seconds}"
+            verb = "sent" if is_silent else "acknowledged"
+            reason = f"the scheduler {verb} no message {seconds}"
         except WrongMessage as error:
             reason = f"a message of the scheduler is wrong: {error}"
             self._note_wrong(replica, reason)
@@ -214,8 +215,8 @@ class SchedulerLink:
             if refusal.error_reason == OtherProtocol.reason:
                 self._warn_once(reason)
         except Exception as error:
-            reason = f"a message of the scheduler cannot be read: {type(error).__name__}"
-            logger.exception("a defect, or a wrong message of scheduler %s", self.address)
+            reason = f"a message of the scheduler cannot be processed: {type(error).__name__}"
+            logger.exception("a message of scheduler %s cannot be processed", self.address)
             self._note_wrong(replica, reason)
         finally:
             writer.cancel()
@@ -232,7 +233,7 @@ class SchedulerLink:
 
     def _warn_once(self, reason: str) -> None:
         if reason != self._refused_with:
-            logger.warning("scheduler %s opens no session: %s", self.address, reason)
+            logger.warning("no session with scheduler %s can be opened: %s", self.address, reason)
             self._refused_with = reason
 
     def _note_sent(self, handle: int, inflight: Inflight) -> None:
@@ -267,7 +268,10 @@ class SchedulerLink:
 
     def _open(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
         """Processes the first message of a session. Raises WrongMessage or OtherProtocol."""
-        require(response.WhichOneof("message") == "opened", "a session began without `opened`")
+        require(
+            response.WhichOneof("message") == "opened",
+            "the first message of a session is not `opened`",
+        )
         require_same_protocol("the scheduler", response.opened.release, "gateway")
         reports.check_opened(response.opened)
         description = description_from_proto(response.opened)
@@ -291,7 +295,9 @@ class SchedulerLink:
                 reports.check_load(response.load)
                 replica.load_changed(replica_load_from_proto(response.load))
             case kind:
-                raise WrongMessage(f"an open session got {kind or 'an empty message'}")
+                raise WrongMessage(
+                    f"{kind or 'an empty message'} is not allowed in an open session"
+                )
 
     @property
     def _heard_at(self) -> float:
@@ -340,7 +346,8 @@ class SchedulerLink:
             self.abort(handle, was_stopped=was_stopped)
         if late:
             logger.warning(
-                "scheduler %s has not ended %d aborted requests for %g s: they are aborted again",
+                "scheduler %s has not ended %d requests that were aborted %g s ago: they are "
+                "aborted again",
                 *(self.address, len(late), self._session_timeout),
             )
 

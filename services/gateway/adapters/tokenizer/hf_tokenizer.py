@@ -264,17 +264,15 @@ def _template_refusal(error: Exception, *, continues: bool) -> InvalidArgument:
     if type(error) is TemplateError:
         why = " ".join(str(error).split())[:_MAX_TEMPLATE_MESSAGE]
         return InvalidArgument(
-            f"the model's chat template does not take these messages: {why}", field="messages"
+            f"the model's chat template refuses the messages: {why}", field="messages"
         )
     if continues and isinstance(error, ValueError):
         return InvalidArgument(
-            "continue_final_message: the model's chat template does not write the final message "
-            "as it is",
+            "continue_final_message: the model's chat template changes the text of the final "
+            "message, so the message cannot be continued",
             field="continue_final_message",
         )
-    return InvalidArgument(
-        "the model's chat template does not take these messages", field="messages"
-    )
+    return InvalidArgument("the model's chat template cannot render the messages", field="messages")
 
 
 def load_tokenizer(
@@ -284,7 +282,7 @@ def load_tokenizer(
     or damaged.
     """
     if not has_tokenizer(directory):
-        raise FailedPrecondition(f"{directory}: there is no tokenizer.json")
+        raise FailedPrecondition(f"{directory} has no tokenizer.json")
     # The tokenizer needs no torch, so the warning of transformers about its absence is disabled.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     # The tokenizer's own threads would compete with the event loop for the cores.
@@ -299,7 +297,9 @@ def load_tokenizer(
             f"{_damaged_file(directory)}: cannot load the tokenizer: {first_line}"
         ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise FailedPrecondition(f"{directory}: the tokenizer has no tokenizer.json form")
+        raise FailedPrecondition(
+            f"{directory}: transformers cannot load the tokenizer as tokenizer.json"
+        )
     return HfTokenizer(tokenizer, chat_template)
 
 

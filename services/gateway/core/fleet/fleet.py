@@ -127,14 +127,18 @@ class Fleet:
         most = self._max_num_queued_tokens
         if most is not None and (queued := self._num_queued_tokens()) >= most:
             raise ResourceExhausted(
-                f"{queued} prompt tokens wait for their first output, and may be {most}",
+                f"requests without output have {queued} prompt tokens; at {most} no further "
+                "request "
+                "is accepted",
                 reason="QUEUED_TOKENS",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )
 
     def check_room(self, caller: Caller, deadline: float | None) -> None:
         if deadline is not None and deadline <= self._clock.time():
-            raise DeadlineExceeded("the time that this request allows passed before it was read")
+            raise DeadlineExceeded(
+                "the request's time limit passed before the gateway had read the request"
+            )
         self._check_queued_tokens()
         self.admission.check_room(caller, deadline)
         self._placement.check_queues(deadline, self.arrivals.num(ANYONE))
@@ -198,7 +202,10 @@ class Fleet:
                 inflight.finished(finish)
             elif inflight.losses.are_suspicious:
                 num_lost = inflight.losses.num_computed + inflight.losses.num_waited
-                message = f"{num_lost} schedulers were lost under this request"
+                message = (
+                    f"the request is given up: {num_lost} schedulers were lost while they "
+                    "served the request"
+                )
                 inflight.failed(Aborted(message, reason="REPLICAS_LOST", may_retry=False))
             else:
                 self._waiting.add(inflight)
@@ -298,7 +305,7 @@ class Fleet:
             stalled = replica.seconds_stalled()
             if stalled is not None and stalled >= self._migrate_after and replica.num_unfinished:
                 logger.warning(
-                    "%d requests leave scheduler %s, which cannot run steps: %s",
+                    "%d requests are moved away from scheduler %s, which cannot run steps: %s",
                     replica.num_unfinished,
                     replica.address,
                     replica.reason,
@@ -311,8 +318,10 @@ class Fleet:
         self.send(inflight)
 
     def _expired(self, inflight: Inflight) -> None:
-        why = self.membership.why_not_ready() or "every replica refuses it"
-        inflight.failed(no_replica_ready(f"this request found no scheduler in time: {why}"))
+        why = self.membership.why_not_ready() or "every replica refuses the request"
+        inflight.failed(
+            no_replica_ready(f"the request was not sent to a replica within the time limit: {why}")
+        )
 
     def _drop(self, inflight: Inflight) -> None:
         inflight.aborted()
@@ -328,6 +337,6 @@ class Fleet:
             for inflight in [*self._waiting, *self.admission]:
                 if inflight.has_output or limits != self.membership.known_limits:
                     self._drop(inflight)
-                    message = "the model was replaced by another one while this request was served"
+                    message = "the model was replaced by another model while the request was served"
                     inflight.failed(Aborted(message, reason="MODEL_REPLACED"))
         self._send_waiting()

@@ -81,7 +81,7 @@ class Membership:
         self._addresses[source] = tuple(addresses)
         for address in self._addresses[source]:
             if address not in self._by_address:
-                logger.info("scheduler %s joins, by %s", address, source)
+                logger.info("scheduler %s is added: listed by %s", address, source)
                 self._join(address)
         return self._remove_leaving()
 
@@ -159,7 +159,11 @@ class Membership:
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]
         for replica in leaving:
-            logger.info("scheduler %s left: %s", replica.address, replica.reason)
+            logger.info(
+                "scheduler %s is removed: no source lists the scheduler; last state: %s",
+                replica.address,
+                replica.reason,
+            )
             self.replicas = [one for one in self.replicas if one is not replica]
             del self._by_address[replica.address]
             self.readiness_changed()

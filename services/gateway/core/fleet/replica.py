@@ -33,7 +33,9 @@ ENDED_HERE = "this gateway ended the session"
 """The reason passed to `Replica.closed` if this gateway ended the session without an error."""
 
 _MAX_HANDLE = 2**32
-_UNKNOWN = ReplicaState(ready=False, reason="it has not announced yet whether it can run steps")
+_UNKNOWN = ReplicaState(
+    ready=False, reason="the scheduler has not reported yet whether it can run steps"
+)
 
 
 class Replica:
@@ -215,7 +217,7 @@ class Replica:
         self.description = description
         self.is_connected, self.is_draining = True, False
         logger.info(
-            "session with scheduler %s opened: %s, %d tokens",
+            "session with scheduler %s opened: model %s, max_model_len %d",
             self.address,
             description.model_name,
             description.limits.max_model_len,
@@ -287,7 +289,8 @@ class Replica:
             level = logging.INFO if reason is ENDED_HERE else logging.WARNING
             logger.log(
                 level,
-                "session with scheduler %s ended: %s; %d requests go on elsewhere or later",
+                "session with scheduler %s ended: %s; its %d requests continue at another replica "
+                "or wait",
                 self.address,
                 reason,
                 len(self.running),

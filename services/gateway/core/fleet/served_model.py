@@ -79,7 +79,11 @@ class ServedModel:
             refusal = (
                 self._other_tokenizer(description)
                 or self._other_model(description)
-                or ("" if first is replica else f"it is scheduler {first.address}")
+                or (
+                    ""
+                    if first is replica
+                    else f"the replica is already connected as {first.address}"
+                )
             )
             if refusal and refusal != replica.refusal:
                 logger.error("scheduler %s gets no requests: %s", replica.address, refusal)
@@ -111,8 +115,8 @@ class ServedModel:
         if description.fingerprint == self._fingerprint:
             return ""
         return (
-            f"its model has the fingerprint {_short(description.fingerprint)}, the one in use is"
-            f" {_short(self._fingerprint or b'')}: weights, tokenizer, block size, data type,"
+            f"its model has the fingerprint {_short(description.fingerprint)}, the model in use"
+            f" has {_short(self._fingerprint or b'')}: weights, tokenizer, block size, data type,"
             " draft model or order of sums (AMX) differ"
         )
 

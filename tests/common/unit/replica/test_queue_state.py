@@ -53,7 +53,7 @@ def test_a_request_with_output_is_bound_by_its_timeout_alone() -> None:
 def test_a_refusal_says_when_to_try_again() -> None:
     refusal = QUEUE.refusal(2.5)
     assert refusal is not None
-    assert refusal.message == "the request would wait for about 3.9 s, and may for 1.2 s"
+    assert refusal.message == "the request would wait for about 3.9 s, but may wait only 1.2 s"
     assert refusal.retry_after_seconds == 2.625
     full = QueueState(12, 12, max_queue_seconds=0.0).refusal(None)
     assert full is not None

@@ -109,8 +109,8 @@ def with_unequal_arrays(message: bytes) -> bytes | None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (garbled, "Session cannot be decoded; 2 requests go on elsewhere"),
-        (with_unequal_arrays, "2 handles, 3 counts"),
+        (garbled, "Session cannot be decoded; its 2 requests continue at another"),
+        (with_unequal_arrays, "2 handles, 2 of them different, 3 counts"),
     ],
 )
 async def test_a_damaged_message_costs_no_stream(

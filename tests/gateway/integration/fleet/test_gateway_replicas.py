@@ -64,7 +64,8 @@ async def test_a_scheduler_of_another_protocol_gets_no_requests_and_is_named(
         await asyncio.sleep(1)  # the gateway opens sessions again, and logs no further refusal
         said = [line for line in caplog.messages if "protocol 9" in line]
         assert said == [
-            f"scheduler {first.address} opens no session: this scheduler has version 9.0 "
+            f"no session with scheduler {first.address} can be opened: this scheduler has version "
+            "9.0 "
             "(protocol 9)"
         ]
         first.refusal = None
@@ -144,7 +145,7 @@ async def test_a_silent_session_is_ended_and_its_requests_go_elsewhere(model: Pa
         await asyncio.gather(*(stream.task for stream in streams))
         assert [stream.token_ids for stream in streams] == [expected(30)] * 4
         reason = served.gateway.membership.replicas[0].reason
-        assert reason == "no message for 0.8 s: the scheduler hangs"
+        assert reason == "the scheduler sent no message within 0.8 s and hangs"
 
 
 async def test_a_session_without_requests_is_not_taken_for_hung(model: Path) -> None:

@@ -166,7 +166,7 @@ async def test_after_two_sessions_without_an_answer_the_next_has_another_connect
             await asyncio.wait({session})
             await proxy.close()
         assert proxy.num_connections == 2
-        assert replica.reasons[:2] == ["no message for 0.2 s: the scheduler hangs"] * 2
+        assert replica.reasons[:2] == ["the scheduler sent no message within 0.2 s and hangs"] * 2
 
 
 async def test_a_scheduler_that_answers_in_another_protocol_opens_no_session() -> None:

@@ -216,21 +216,21 @@ FAILING_TEMPLATE = (
 @pytest.mark.parametrize(
     ("content", "options", "field", "message"),
     [
-        ("add", {}, "messages", "the model's chat template does not take these messages"),
-        ("miss", {}, "messages", "the model's chat template does not take these messages"),
-        ("call", {}, "messages", "the model's chat template does not take these messages"),
+        ("add", {}, "messages", "the model's chat template cannot render the messages"),
+        ("miss", {}, "messages", "the model's chat template cannot render the messages"),
+        ("call", {}, "messages", "the model's chat template cannot render the messages"),
         (
             "say",
             {},
             "messages",
-            "the model's chat template does not take these messages: roles must alternate",
+            "the model's chat template refuses the messages: roles must alternate",
         ),
         (
             "final",
             {"continue_final_message": True},
             "continue_final_message",
-            "continue_final_message: the model's chat template does not write the final message "
-            "as it is",
+            "continue_final_message: the model's chat template changes the text of the final "
+            "message, so the message cannot be continued",
         ),
     ],
 )

@@ -105,7 +105,10 @@ async def test_what_one_replica_refuses_is_the_status_and_the_others_still_do_it
     async with administered(model, busy, idle) as (_, admin):
         body = await post(admin, "/reset_prefix_cache", status=409)
         assert body["error"]["code"] == "blocks_in_use"
-        assert f"1 of 2 replicas did not do it: {busy.address}" in body["error"]["message"]
+        assert (
+            f"1 of 2 replicas did not complete the operation: {busy.address}"
+            in body["error"]["message"]
+        )
         first, second = body["replicas"]
         assert (first["ok"], first["error"]["code"]) == (False, "blocks_in_use")
         assert second == {"address": idle.address, "ok": True}

@@ -95,7 +95,7 @@ async def test_an_http_address_that_cannot_be_bound_has_its_reason_and_leaves_no
 def test_a_directory_without_a_tokenizer_is_one_sentence(tmp_path: Path) -> None:
     ended = run("--model", str(tmp_path))
     assert ended.returncode == 1
-    assert ended.stderr.strip() == f"stepwell gateway: {tmp_path}: there is no tokenizer.json"
+    assert ended.stderr.strip() == f"stepwell gateway: {tmp_path} has no tokenizer.json"
 
 
 def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ async def test_a_tenants_queue_is_bounded_in_number() -> None:
     for _ in range(2 + BOUNDS.max_num_waiting):
         world.fleet.check_room(A, None)
         world.start(caller=A)
-    with pytest.raises(TenantQueueFull, match="6 of its requests wait already") as refused:
+    with pytest.raises(TenantQueueFull, match="6 of its requests are waiting") as refused:
         world.fleet.check_room(A, None)
     assert (refused.value.tenant_id, refused.value.retry_after_seconds) == ("a", 1.0)
     world.fleet.check_room(B, None)
@@ -200,7 +200,9 @@ def test_a_request_that_cannot_be_done_by_its_deadline_is_refused_at_once() -> N
     world.fleet.check_room(A, 3.1)
     with pytest.raises(DeadlineExceeded) as refused:
         world.fleet.check_room(A, 2.9)
-    assert refused.value.message == "the request would wait for about 2.0 s, and may for 1.9 s"
+    assert (
+        refused.value.message == "the request would wait for about 2.0 s, but may wait only 1.9 s"
+    )
     world.fleet.check_room(B, 2.9)
 
 

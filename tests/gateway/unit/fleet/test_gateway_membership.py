@@ -66,7 +66,7 @@ def test_the_same_scheduler_under_two_addresses_gets_requests_by_one() -> None:
         replica = world.replicas[name]
         replica.opened(ReplicaDescription("tiny", LIMITS, b"f", b"", BLOCK_SIZE, "node"))
         replica.state_changed(ReplicaState(ready=True))
-    assert world.fleet.membership.not_ready() == {"b": "it is scheduler a"}
+    assert world.fleet.membership.not_ready() == {"b": "the replica is already connected as a"}
     world.replicas["a"].closed("unplugged")
     assert world.fleet.membership.num_ready == 1
     world.start()

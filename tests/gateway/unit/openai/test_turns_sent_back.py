@@ -254,7 +254,7 @@ async def test_the_first_error_of_a_template_counts(tokenizer: HfTokenizer) -> N
         "{% set a = messages[0].tool_calls[0].function.arguments %}"
         "{{ raise_exception('mapping' if a is mapping else 'text') }}"
     )
-    with pytest.raises(InvalidArgument, match="does not take these messages: mapping"):
+    with pytest.raises(InvalidArgument, match="refuses the messages: mapping"):
         await render_turns(
             tokenizer,
             chat(called('{"a": 1}')),

@@ -174,24 +174,33 @@ ADMITTED = [scheduler_pb2.Admitted(handle=1)]
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (deltas(1, tokens=[[3] * 5], admitted=ADMITTED), "a request has 5 tokens of 4"),
-        (deltas(1, tokens=[[320]], admitted=ADMITTED), "token 320 of 320 came"),
+        (
+            deltas(1, tokens=[[3] * 5], admitted=ADMITTED),
+            "a request has 5 output tokens, but max_tokens is 4",
+        ),
+        (deltas(1, tokens=[[320]], admitted=ADMITTED), "token 320 is not in the vocabulary of 320"),
         (deltas(1, tokens=[[3]], admitted=ADMITTED, num_output_tokens=[2]), "has 2 tokens, but 0"),
         (deltas(1, tokens=[[3]]), "not admitted"),
         (deltas(9, tokens=[[3]]), "no request has handle 9"),
-        (deltas(1, 1, tokens=[[3], [4]], admitted=ADMITTED), "2 handles, 2 counts"),
-        (deltas(1, tokens=[[3] * 4], admitted=ADMITTED), "the end of a request is missing"),
+        (
+            deltas(1, 1, tokens=[[3], [4]], admitted=ADMITTED),
+            "2 handles, 1 of them different, 2 counts",
+        ),
+        (deltas(1, tokens=[[3] * 4], admitted=ADMITTED), "is sent without the request's end"),
         (
             deltas(1, tokens=[[3]], admitted=ADMITTED, finished=[finished(1, LENGTH)]),
-            "ended by FinishReason.LENGTH amid its output",
+            "ended with finish reason FinishReason.LENGTH, but its",
         ),
         (
             deltas(1, tokens=[[3] * 4], admitted=ADMITTED, finished=[finished(1, STOPPED)]),
-            "ended by FinishReason.STOP in place of FinishReason.LENGTH",
+            "ended with FinishReason.STOP, token None, not FinishReason.LENGTH",
         ),
         (deltas(tokens=[], finished=[finished(1, 99)]), "finish reason 99 is not known"),
         (deltas(tokens=[], finished=[finished(3, 6), finished(3, 6)]), "a request ends twice"),
-        (deltas(tokens=[], turns=[finished(1, LENGTH)]), "a turn ended of a request that has none"),
+        (
+            deltas(tokens=[], turns=[finished(1, LENGTH)]),
+            "is reported for a request without a turn",
+        ),
         (
             deltas(tokens=[], rejected=[scheduler_pb2.Rejection(handle=1, code=77)]),
             "a rejection has code 77",
@@ -208,7 +217,7 @@ def test_a_delta_of_the_same_tokens_again_is_noticed() -> None:
     session.deltas.take(step)
     session.outcome()
     step.ClearField("admitted")
-    assert "has 1 tokens, but 1 and 1 more came" in wrong(step, session)
+    assert "has 1 tokens, but 1 and now 1 were received" in wrong(step, session)
 
 
 POOLER = Pooler(PoolingTask.EMBED, PoolingType.CLS, 2)
@@ -217,8 +226,8 @@ POOLER = Pooler(PoolingTask.EMBED, PoolingType.CLS, 2)
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        (b"\0" * 4, "a vector of 2 numbers has 4 bytes"),
-        (b"\0\0\xc0\x7f" * 2, "holds what is no number"),
+        (b"\0" * 4, "vector of 2 numbers has 4 bytes"),
+        (b"\0\0\xc0\x7f" * 2, "contains NaN or infinity"),
         (None, "a prompt ended without its vector"),
     ],
 )
@@ -250,11 +259,13 @@ def test_messages_are_taken_in_order_and_once() -> None:
         return "untaken" if numbering.has_untaken else ""
 
     assert check(1, 2) == "untaken"
-    assert check(1, 3) == "message 3 comes in place of 2"
-    assert check(1, 1) == "message 1 comes in place of 2"
+    assert check(1, 3) == "message 3 arrived where 2 is next"
+    assert check(1, 1) == "message 1 arrived where 2 is next"
     assert check(1, 2, taken=[(1, 1), (2, 2)]) == ""
-    assert check(1, taken=[(3, 2)]) == "it takes message 3"
-    assert check(1, taken=[(2, 1)]) == "it took 1 requests in place of 2"
+    assert check(1, taken=[(3, 2)]) == "message 3 is acknowledged after 0, of 2 sent"
+    assert (
+        check(1, taken=[(2, 1)]) == "num_taken_requests is 1, but the acknowledged messages have 2"
+    )
 
 
 def test_a_description_is_of_a_model() -> None:
@@ -273,10 +284,10 @@ def test_a_description_is_of_a_model() -> None:
 @pytest.mark.parametrize(
     ("tokens", "num_output", "why"),
     [
-        ([4], [2], "has 2 tokens, but 2 and 1 more came"),
-        ([4], [4], "has 4 tokens, but 2 and 1 more came"),
-        ([320], [3], "token 320 of 320 came"),
-        ([STOP], [3], "the end of a request is missing"),
+        ([4], [2], "has 2 tokens, but 2 and now 1 were received"),
+        ([4], [4], "has 4 tokens, but 2 and now 1 were received"),
+        ([320], [3], "token 320 is not in the vocabulary of 320"),
+        ([STOP], [3], "is sent without the request's end"),
     ],
 )
 def test_a_step_that_is_like_the_one_before_is_checked_as_much(
@@ -297,7 +308,7 @@ def test_the_last_token_of_a_length_comes_with_the_end() -> None:
         session.deltas.take(deltas(1, tokens=[[6]], num_output_tokens=[number]))
     session.outcome()
     last = deltas(1, tokens=[[6]], num_output_tokens=[4])
-    assert "the end of a request is missing" in wrong(last, session)
+    assert "is sent without the request's end" in wrong(last, session)
 
 
 @pytest.mark.parametrize("in_one_message", [False, True])

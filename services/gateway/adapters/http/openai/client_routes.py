@@ -34,24 +34,36 @@ from services.gateway.adapters.http.operators.server_routes import METRICS, MODE
 HEADERS = (
     RequestHeader(
         TIMEOUT_HEADER,
-        "Seconds after which the client gives up.",
+        "Seconds after which the client no longer waits for the answer.",
         {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS},
     ),
     RequestHeader("traceparent", "W3C trace context.", {"type": "string"}),
     RequestHeader("tracestate", "W3C trace context.", {"type": "string"}),
-    RequestHeader("baggage", "W3C baggage, which the spans show.", {"type": "string"}),
+    RequestHeader(
+        "baggage", "W3C baggage. Its entries become attributes of the spans.", {"type": "string"}
+    ),
 )
 """Headers that clients may send with every request that runs the model."""
 
 _ID = {"type": "string", "maxLength": MAX_PROGRAM_ID_BYTES}
 _PROGRAM_HEADERS = (
     *(
-        RequestHeader(name, "Which program (session of an agent) the request is a turn of.", _ID)
+        RequestHeader(
+            name, "Id of the program (session of an agent) to which the request belongs.", _ID
+        )
         for name in (*program_fields.SESSION_HEADERS, program_fields.CLAUDE_CODE_HEADER)
     ),
-    RequestHeader(program_fields.AGENT_HEADER, "Which agent of the session sends it.", _ID),
-    RequestHeader(program_fields.PARENT_AGENT_HEADER, "Which agent started that agent.", _ID),
-    RequestHeader(program_fields.PARENT_HEADER, "The program that started this one.", _ID),
+    RequestHeader(
+        program_fields.AGENT_HEADER,
+        "Id of the agent, within the session, that sends the request.",
+        _ID,
+    ),
+    RequestHeader(
+        program_fields.PARENT_AGENT_HEADER, "Id of the agent that started the sending agent.", _ID
+    ),
+    RequestHeader(
+        program_fields.PARENT_HEADER, "Id of the program that started this program.", _ID
+    ),
     RequestHeader(
         program_fields.FINAL_HEADER, "`true` in the program's last turn.", {"type": "string"}
     ),

@@ -27,21 +27,33 @@ ERRORS: dict[int, ErrorAnswer] = {
         "Unauthenticated", "No API key, or one that is not known.", ("WWW-Authenticate",)
     ),
     403: ErrorAnswer("Forbidden", "The key, or the page that sends the request, may not do this."),
-    404: ErrorAnswer("NotFound", "What the request names is not there, such as its model."),
-    405: ErrorAnswer("MethodNotAllowed", "The path does not take this method.", ("Allow",)),
-    408: ErrorAnswer("RequestTimeout", "The request did not arrive in time."),
-    409: ErrorAnswer("Conflict", "The state does not allow it."),
-    413: ErrorAnswer("BodyTooLarge", "The body is larger than what is read."),
-    415: ErrorAnswer("NotJson", "The body is not uncompressed JSON.", ("Accept-Encoding",)),
-    421: ErrorAnswer("Misdirected", "The server does not answer to this Host."),
-    429: ErrorAnswer("TooManyRequests", "The tenant is over a limit of its own.", HINT_HEADERS),
-    431: ErrorAnswer("HeadersTooLarge", "There are too many headers, or too large ones."),
-    500: ErrorAnswer(
-        "InternalError", "A defect here, or a request that breaks its steps.", HINT_HEADERS
+    404: ErrorAnswer(
+        "NotFound", "The request names a path, a model or another thing that does not exist."
     ),
-    503: ErrorAnswer("Unavailable", "The load is too high, or no replica ready.", HINT_HEADERS),
+    405: ErrorAnswer("MethodNotAllowed", "The path does not support this method.", ("Allow",)),
+    408: ErrorAnswer("RequestTimeout", "The request did not arrive within the time limit."),
+    409: ErrorAnswer(
+        "Conflict",
+        "The present state of the server, or of what the request names, does not allow the "
+        "request.",
+    ),
+    413: ErrorAnswer("BodyTooLarge", "The body is larger than the server's limit."),
+    415: ErrorAnswer("NotJson", "The body is not JSON, or it is compressed.", ("Accept-Encoding",)),
+    421: ErrorAnswer("Misdirected", "The server does not accept this value of the header Host."),
+    429: ErrorAnswer("TooManyRequests", "The tenant has reached one of its limits.", HINT_HEADERS),
+    431: ErrorAnswer(
+        "HeadersTooLarge", "The request has too many headers, or headers that are too large."
+    ),
+    500: ErrorAnswer(
+        "InternalError",
+        "A defect of the server, or a request that makes the engine's steps fail.",
+        HINT_HEADERS,
+    ),
+    503: ErrorAnswer("Unavailable", "The load is too high, or no replica is ready.", HINT_HEADERS),
     504: ErrorAnswer(
-        "DeadlineExceeded", "The request's time passed before its answer was made.", HINT_HEADERS
+        "DeadlineExceeded",
+        "The request's time limit passed before the answer was complete.",
+        HINT_HEADERS,
     ),
 }
 
@@ -55,20 +67,27 @@ def _header(description: str, schema: dict[str, Any] = _TEXT) -> dict[str, Any]:
     return {"description": description, "schema": schema}
 
 
-LIMIT_HEADER = _header("Of the tenant's limits, as OpenAI says it.")
+LIMIT_HEADER = _header(
+    "State of one of the tenant's limits, in the form of OpenAI's header of this name."
+)
 HEADERS: dict[str, dict[str, Any]] = {
     "X-Request-Id": _header(
-        "The request's name in logs and traces, unless it was refused before its headers were read."
+        "The request's id in logs and traces. Absent if the request was refused before its headers "
+        "were read."
     ),
-    "X-Trace-Id": _header("The id of its trace, as 32 hexadecimal digits, on the same answers."),
-    IGNORED_FIELDS: _header("Fields of the body that have no effect, where there are some."),
+    "X-Trace-Id": _header(
+        "The id of the request's trace, as 32 hexadecimal digits. Present if X-Request-Id is."
+    ),
+    IGNORED_FIELDS: _header(
+        "The names of the body's fields that have no effect. Absent if there are none."
+    ),
     "Retry-After": _header("Seconds after which trying again may help.", _WHOLE),
-    "Retry-After-Ms": _header("The same in milliseconds.", _WHOLE),
+    "Retry-After-Ms": _header("Milliseconds after which trying again may help.", _WHOLE),
     "X-Should-Retry": _header(
-        "false where the same request would end the same again.",
+        "false if the same request would fail again.",
         {**_TEXT, "enum": ["true", "false"]},
     ),
     "WWW-Authenticate": _header("Bearer."),
-    "Allow": _header("The methods that the path takes."),
-    "Accept-Encoding": _header("identity, where the body was compressed."),
+    "Allow": _header("The methods that the path supports."),
+    "Accept-Encoding": _header("identity, if the request's body was compressed."),
 }

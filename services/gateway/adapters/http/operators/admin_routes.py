@@ -187,7 +187,7 @@ def _answer(outcomes: Sequence[Outcome], **done: Any) -> Response:
     error = failed[0].error
     assert error is not None
     names = ", ".join(f"{each.address}: {each.error}" for each in failed)
-    summary = f"{len(failed)} of {len(outcomes)} replicas did not do it: {names}"
+    summary = f"{len(failed)} of {len(outcomes)} replicas did not complete the operation: {names}"
     return JSONResponse(
         {**error_body(error, summary), "replicas": replicas}, status_code=status_of(error)
     )

@@ -106,14 +106,20 @@ class SessionDeltas:
         self, deltas: scheduler_pb2.StepDeltas, counts: list[int], token_ids: list[int]
     ) -> None:
         if sum(counts) != len(token_ids):
-            raise WrongMessage(f"{len(token_ids)} tokens came in place of {sum(counts)}")
+            raise WrongMessage(
+                f"a step has {len(token_ids)} tokens, but the counts add up to {sum(counts)}"
+            )
         if token_ids and max(token_ids) >= self._limits.vocab_size:
-            raise WrongMessage(f"token {max(token_ids)} of {self._limits.vocab_size} came")
+            raise WrongMessage(
+                f"token {max(token_ids)} is not in the vocabulary of {self._limits.vocab_size}"
+            )
         if deltas.step < self._step:
-            raise WrongMessage(f"step {deltas.step} comes after {self._step}")
+            raise WrongMessage(f"step {deltas.step} follows step {self._step}")
         num_ended = self._num_ended + len(deltas.finished) + len(deltas.rejected)
         if deltas.num_ended != num_ended:
-            raise WrongMessage(f"{deltas.num_ended} requests have ended in place of {num_ended}")
+            raise WrongMessage(
+                f"num_ended is {deltas.num_ended}, but {num_ended} requests have ended"
+            )
 
     def _check_tokens(
         self,
@@ -133,7 +139,8 @@ class SessionDeltas:
             return True
         if not len(handles) == len(counts) == len(totals) == len(set(handles)):
             raise WrongMessage(
-                f"{len(handles)} handles, {len(counts)} counts and {len(totals)} sums of tokens"
+                f"a step has {len(handles)} handles, {len(set(handles))} of them different, "
+                f"{len(counts)} counts and {len(totals)} sums of tokens"
             )
         for admitted in deltas.admitted:
             self._of(admitted.handle).check_admitted(admitted.num_cached_tokens)
@@ -172,7 +179,7 @@ class SessionDeltas:
         for turn in deltas.turns:
             sent = self._of(turn.handle)
             is_turn = sent.inflight.request.turn is not None and not sent.is_between_turns
-            require(is_turn, "a turn ended of a request that has none")
+            require(is_turn, "the end of a turn is reported for a request without a turn")
         return frozenset(ends)
 
     def _check_rows(self, deltas: scheduler_pb2.StepDeltas, new: dict[int, list[int]]) -> None:
@@ -190,7 +197,9 @@ class SessionDeltas:
                 sent.num_prompt_rows += len(message.prompt.ranks)
             if message.HasField("sampled") and (num_rows := len(message.sampled.ranks)):
                 num_top = sent.inflight.request.sampling.logprobs
-                require(num_top is not None, "log-probabilities came unasked")
+                require(
+                    num_top is not None, "log-probabilities are sent for a request that wants none"
+                )
                 start = rows.get(message.handle, 0)
                 tokens = new.get(message.handle, [])[start : start + num_rows]
                 check_rows(message.sampled, tokens, num_top or 0, vocab_size)
@@ -198,9 +207,14 @@ class SessionDeltas:
         for handle, tokens in new.items():
             sent = self._sent[handle]
             if sent.wants_rows and rows.get(handle, 0) != len(tokens):
-                raise WrongMessage(f"{rows.get(handle, 0)} rows came of {len(tokens)} tokens")
+                raise WrongMessage(
+                    f"{len(tokens)} tokens have {rows.get(handle, 0)} rows of log-probabilities"
+                )
             if sent.num_prompt_rows != sent.num_prompt_rows_wanted and tokens:
-                raise WrongMessage(f"{sent.num_prompt_rows} rows came of a prompt")
+                raise WrongMessage(
+                    f"a prompt has {sent.num_prompt_rows} rows of log-probabilities at its first "
+                    f"output token, not {sent.num_prompt_rows_wanted}"
+                )
 
     def _check_vectors(self, deltas: scheduler_pb2.StepDeltas) -> None:
         pooler = self._limits.pooler
@@ -208,7 +222,10 @@ class SessionDeltas:
         require(len(vectors) == len(set(vectors)), "a prompt has two vectors")
         for pooled in deltas.pooled:
             params = self._of(pooled.handle).inflight.request.pooling
-            require(params is not None and pooler is not None, "a vector came unasked")
+            require(
+                params is not None and pooler is not None,
+                "a vector is sent for a request that wants none",
+            )
             assert params is not None
             assert pooler is not None
             check_vector(pooled.values, params.dimensions or pooler.size)

@@ -50,13 +50,19 @@ class Numbering:
         """
         self._num_received += 1
         if message.number != self._num_received:
-            require(False, f"message {message.number} comes in place of {self._num_received}")
+            require(False, f"message {message.number} arrived where {self._num_received} is next")
         taken = message.taken_number
         if taken != self._taken_number:
-            require(self._taken_number < taken <= self._num_sent, f"it takes message {taken}")
+            require(
+                self._taken_number < taken <= self._num_sent,
+                f"message {taken} is acknowledged after {self._taken_number}, of {self._num_sent} "
+                "sent",
+            )
             while self._untaken and self._untaken[0][0] <= taken:
                 self._num_taken_requests = self._untaken.popleft()[1]
             self._taken_number, self.untaken_since = taken, now
         if message.num_taken_requests != self._num_taken_requests:
             taken, sent = message.num_taken_requests, self._num_taken_requests
-            require(False, f"it took {taken} requests in place of {sent}")
+            require(
+                False, f"num_taken_requests is {taken}, but the acknowledged messages have {sent}"
+            )

@@ -13,10 +13,19 @@ def check_opened(opened: scheduler_pb2.SessionOpened) -> None:
     """Raises WrongMessage if the description of a model is impossible."""
     lengths = opened.max_model_len, opened.max_request_tokens, opened.vocab_size
     is_sane = all(0 < length <= _MOST_TOKENS for length in lengths) and opened.block_size > 0
-    require(is_sane, f"a model has lengths {lengths} and blocks of {opened.block_size}")
-    require(len(opened.fingerprint) == HASH_BYTES, "a fingerprint has not 32 bytes")
+    require(
+        is_sane,
+        f"a model with (max_model_len, max_request_tokens, vocab_size) {lengths} and block_size "
+        f"{opened.block_size} is impossible",
+    )
+    require(
+        len(opened.fingerprint) == HASH_BYTES, "the fingerprint of a model does not have 32 bytes"
+    )
     tokenizer = len(opened.tokenizer_fingerprint)
-    require(tokenizer in (0, HASH_BYTES), f"a tokenizer's fingerprint has {tokenizer} bytes")
+    require(
+        tokenizer in (0, HASH_BYTES),
+        f"the fingerprint of a tokenizer has {tokenizer} bytes, not 32",
+    )
     is_known = all(token_id < opened.vocab_size for token_id in opened.eos_token_ids)
     require(is_known, "an end-of-sequence token is not in the vocabulary")
 
@@ -35,10 +44,13 @@ def check_load(load: scheduler_pb2.ReplicaLoad) -> None:
     """Raises WrongMessage if a time is invalid or `num_other_requests` exceeds `num_requests`."""
     _check_seconds(load.seconds_per_prompt_token, load.seconds_per_decode)
     is_part = load.num_other_requests <= load.num_requests
-    require(is_part, f"{load.num_other_requests} requests of {load.num_requests} are others'")
+    require(
+        is_part,
+        f"num_other_requests, {load.num_other_requests}, exceeds num_requests, {load.num_requests}",
+    )
 
 
 def _check_seconds(*times: float) -> None:
     for seconds in times:
         if not 0 <= seconds <= _LONGEST_SECONDS:  # true for NaN
-            raise WrongMessage(f"a time is {seconds} s")
+            raise WrongMessage(f"a time of {seconds} s is impossible")

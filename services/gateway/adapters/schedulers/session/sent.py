@@ -65,7 +65,10 @@ class Sent:
         require(not self.is_admitted, "a request is admitted twice")
         inflight = self.inflight
         num_tokens = len(inflight.request.prompt_token_ids) + len(inflight.output_token_ids)
-        require(num_cached_tokens <= num_tokens, f"{num_cached_tokens} tokens are cached")
+        require(
+            num_cached_tokens <= num_tokens,
+            f"{num_cached_tokens} of {num_tokens} tokens are cached",
+        )
 
     def check_tokens(self, token_ids: list[int], num_output: int, *, has_ended: bool) -> None:
         """Checks new tokens. `num_output` must be the number of output tokens including the new
@@ -73,19 +76,21 @@ class Sent:
         """
         output = self.inflight.output_token_ids
         if len(output) + len(token_ids) != num_output:
-            given = f"{len(output)} and {len(token_ids)} more"
-            raise WrongMessage(f"a request has {num_output} tokens, but {given} came")
+            received = f"{len(output)} and now {len(token_ids)}"
+            raise WrongMessage(f"a request has {num_output} tokens, but {received} were received")
         if num_output > self.max_tokens:
-            raise WrongMessage(f"a request has {num_output} tokens of {self.max_tokens}")
+            raise WrongMessage(
+                f"a request has {num_output} output tokens, but max_tokens is {self.max_tokens}"
+            )
         if not self.is_admitted:
-            raise WrongMessage("tokens came of a request that was not admitted")
+            raise WrongMessage("tokens are sent for a request that was not admitted")
         if not token_ids:
             return
         if len(token_ids) > 1 and not self.ending.isdisjoint(token_ids[:-1]):
             num_kept = num_output - len(token_ids)
             for number, token_id in enumerate(token_ids[:-1], num_kept + 1):
                 goes_on = token_id not in self.ending or number < self.min_tokens
-                require(goes_on, "tokens came after the end of a request")
+                require(goes_on, "tokens follow the stop token of a request")
         if has_ended:
             return
         is_last = num_output >= self.max_tokens
@@ -94,7 +99,7 @@ class Sent:
             if self.repetition is not None:
                 is_last |= self.repetition.found_at_end([*output, *token_ids], 0)
         if is_last:
-            raise WrongMessage("the end of a request is missing")
+            raise WrongMessage("the last token of a request is sent without the request's end")
 
     def check_end(
         self, message: scheduler_pb2.Finished, token_ids: list[int], limits: ModelLimits
@@ -106,7 +111,10 @@ class Sent:
         require(reason is not None, f"finish reason {message.reason} is not known")
         _check_times(message.times)
         if reason not in _BY_TOKENS:
-            require(not message.HasField("stop_token_id"), f"{reason} by a stop token")
+            require(
+                not message.HasField("stop_token_id"),
+                f"a request with finish reason {reason} has a stop token",
+            )
         elif not (self.is_leaving or self.is_between_turns or self.inflight.request.pooling):
             self._check_reason(message, reason, token_ids, limits)
 
@@ -119,23 +127,33 @@ class Sent:
     ) -> None:
         """Compares the finish reason with the reason that is derived from the tokens."""
         tokens = [*self.inflight.output_token_ids, *token_ids]
-        require(bool(tokens), "a request ended without a token")
+        require(bool(tokens), "a request ended without an output token")
         num_prompt, last = len(self.inflight.request.prompt_token_ids), tokens.pop()
         longest = min(self.max_tokens, limits.capacity - num_prompt)
         sampling = self.inflight.request.sampling
         end = append_until_end(tokens, [last], 0, longest, self.ending, sampling)
-        require(end is not None, f"a request ended by {reason} amid its output")
+        require(
+            end is not None,
+            f"a request ended with finish reason {reason}, but its tokens show no end",
+        )
         assert end is not None
         stop = message.stop_token_id if message.HasField("stop_token_id") else None
         is_same = (end.reason, end.stop_token_id) == (reason, stop)
-        require(is_same, f"a request ended by {reason} in place of {end.reason}")
+        require(
+            is_same,
+            f"a request ended with {reason}, token {stop}, not {end.reason}, {end.stop_token_id}",
+        )
 
     def check_prompt_rows(self, rows: common_pb2.Logprobs, vocab_size: int) -> None:
         """Checks the log-probabilities of the next tokens of the prompt."""
         request, start = self.inflight.request, self.num_prompt_rows
         num_rows = len(rows.ranks)
         is_wanted = start + num_rows <= self.num_prompt_rows_wanted
-        require(is_wanted, f"{start + num_rows} rows of {self.num_prompt_rows_wanted} came")
+        require(
+            is_wanted,
+            f"a prompt has {start + num_rows} rows of log-probabilities, "
+            f"not {self.num_prompt_rows_wanted}",
+        )
         tokens = request.prompt_token_ids[start + 1 : start + 1 + num_rows]
         check_rows(rows, tokens, request.sampling.prompt_logprobs or 0, vocab_size)
 
@@ -148,4 +166,4 @@ def _check_times(times: scheduler_pb2.RequestTimes) -> None:
         times.interrupted_nanos,
         times.queued_unix_nanos,
     )
-    require(longest < _LONGEST_NANOS, f"a request took {longest} ns")
+    require(longest < _LONGEST_NANOS, f"a time of {longest} ns in a request is impossible")

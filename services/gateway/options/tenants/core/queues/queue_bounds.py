@@ -33,7 +33,9 @@ class QueueBounds:
         """
         most = min(self.max_num_waiting, max(1, int(self.max_total_waiting * share)))
         if num_waiting >= most:
-            raise _queue_full(tenant, f"{num_waiting} of its requests wait already", 0.0)
+            raise _queue_full(
+                tenant, f"{num_waiting} of its requests are waiting, at most {most} may wait", 0.0
+            )
 
     def check_time(
         self, tenant: Tenant, timeout_seconds: float | None, wait: float, service_seconds: float
@@ -44,13 +46,18 @@ class QueueBounds:
         """
         if self.max_queue_seconds and wait > self.max_queue_seconds:
             excess = wait - self.max_queue_seconds
-            raise _queue_full(tenant, f"one more would wait for about {wait:.1f} s", excess)
+            raise _queue_full(
+                tenant,
+                f"a further request would wait for about {wait:.1f} s, "
+                f"more than {self.max_queue_seconds:g} s",
+                excess,
+            )
         if timeout_seconds is None:
             return
         longest = longest_wait(timeout_seconds, service_seconds)
         if wait > longest:
             raise DeadlineExceeded(
-                f"the request would wait for about {wait:.1f} s, and may for {longest:.1f} s",
+                f"the request would wait for about {wait:.1f} s, but may wait only {longest:.1f} s",
                 reason="DEADLINE_TOO_SHORT",
             )
 
@@ -91,7 +98,7 @@ def expected_wait(
 
 def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueFull:
     return TenantQueueFull(
-        f"tenant {tenant.caller_id} asks for more than its share: {why}",
+        f"the queue of tenant {tenant.caller_id} is full: {why}",
         tenant_id=tenant.caller_id,
         quota="queue",
         retry_after_seconds=max(RETRY_AFTER_SECONDS, excess_seconds),
@@ -102,7 +109,7 @@ def too_late(deadline: float | None) -> StepwellError:
     """Returns the error of a sequence that was not sent to a replica in time: DeadlineExceeded if
     the client set a deadline, and otherwise ResourceExhausted.
     """
-    message = "the request was not sent to a replica within the time that it may wait"
+    message = "the request waited in the gateway's queue longer than the time limit"
     if deadline is not None:
         return DeadlineExceeded(message, reason="QUEUE_TIMEOUT")
     return ResourceExhausted(
