@@ -29,9 +29,9 @@ def make_app(
     checks: Sequence[Check] = (),
     answer_headers: Sequence[str] = (),
 ) -> Application:
-    """Makes an application of these routes. `checks` run before each handler. A request to a route
-    that needs an API key must also have a valid key. `answer_headers` are the headers that optional
-    parts of the gateway add to answers.
+    """Makes an application of these routes. `checks` run before each handler, and before the
+    handlers of routes that need an API key `access` checks the key. `answer_headers` are the
+    headers that options, the removable parts of the gateway, add to answers.
     """
     document = partial(
         openapi_document,
@@ -68,8 +68,8 @@ def guarded(
     answer_headers: Sequence[str] = (),
 ) -> ASGIApp:
     """Wraps the application in middlewares that check each request's origin and host and create its
-    record. `operations` and `counted` are arguments of RequestRecords. Web pages may read
-    `answer_headers`.
+    RequestRecord. `operations` and `counted` are arguments of RequestRecords. Web pages may read
+    the headers `answer_headers`.
     """
     if allowed_origins:
         app = CORSMiddleware(
@@ -85,9 +85,9 @@ def guarded(
 async def _check_content(request: Request) -> None:
     """Refuses bodies that are compressed or whose Content-Type is not JSON.
 
-    A page of another site can make a browser send a body of another type without permission (a
-    "simple" request). Before a browser sends JSON for such a page, it sends a CORS preflight
-    request, and the server permits only the allowed origins.
+    The reason for the second check: a web page of another site can make a browser send a form or
+    plain text without asking this server. Before a browser sends JSON for the page, it asks by a
+    CORS preflight request, and the server permits only the allowed origins.
     """
     headers = request.scope["state"]["record"].headers
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -29,7 +29,7 @@ _MAX_PATH = 200
 
 class Application:
     """Runs the checks and the handler of each request's route. Also serves the OpenAPI document, as
-    JSON and as HTML pages. No middleware runs between the application and a handler.
+    JSON and as HTML pages.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Application:
         return response
 
     def _similar(self, path: str) -> str | None:
-        """Returns the path with /v1 added or removed if that is a known path, else None. A client
-        with a wrong base URL probably means that route.
+        """Returns the path with /v1 added or removed, which a client with a wrong base URL probably
+        means, or None if that is not a known path either.
         """
         longer, shorter = f"{_VERSION}{path}", path.removeprefix(_VERSION)
         return next((known for known in (longer, shorter) if known in self._paths), None)
@@ -94,9 +94,8 @@ class _Endpoint:
 
 
 def _document_routes(title: str, document: Callable[[], dict[str, Any]]) -> list[StarletteRoute]:
-    """The routes of the OpenAPI document and of the pages that show it.
-
-    The document is built in a thread at the first request for it, because that takes 0.1 s.
+    """Returns the routes of the OpenAPI document and of the pages that show it. The document is
+    built at the first request for it, in a thread because that takes 0.1 s.
     """
     made = cache(lambda: JSONResponse(document()))
 

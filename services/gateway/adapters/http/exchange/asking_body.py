@@ -24,7 +24,7 @@ class AskingBody(Body):
 
     @abstractmethod
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error with the core's field name replaced by the name in this body."""
+        """Returns the error, with the name that the invalid field has in this kind of body."""
 
 
 class StreamedBody(AskingBody, ProgramFields):
@@ -34,9 +34,7 @@ class StreamedBody(AskingBody, ProgramFields):
 
 
 def renamed(error: StepwellError, names: Mapping[str, str]) -> StepwellError:
-    """Returns the error with its field renamed by `names`. An error whose field is not a key of
-    `names` is returned unchanged.
-    """
+    """Returns the error. If `names` has its field as a key, the field is renamed to the value."""
     own, bracket, number = (error.field or "").partition("[")
     name = names.get(own)
     if name is None:

@@ -1,6 +1,6 @@
 """Fields in which clients of several APIs request that a prompt stays cached for some time.
 
-Each of these fields of a body adds its time to the `BodyNotes` of the validation.
+When a body with one of these fields is validated, the time is added to the validation's BodyNotes.
 """
 
 import re
@@ -14,7 +14,7 @@ from services.gateway.adapters.http.exchange.fields import Body, BodyNotes, Hist
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _TTL = re.compile(r"([1-9][0-9]{0,3})([smhd])")
 _CACHE_CONTROL_SECONDS = 300
-"""The time of a `cache_control` without a ttl, as in Anthropic's API."""
+"""The time for a `cache_control` without a ttl. Anthropic's API has the same default."""
 
 
 def _as_seconds(value: Any) -> Any:
@@ -56,7 +56,9 @@ class CacheBreakpoint(HistoryBody):
 
 
 class CacheOptions(Body):
-    """OpenAI's request to keep the whole prompt cached. Prefixes are cached in either mode."""
+    """OpenAI's request to keep the whole prompt cached. `mode` has no effect, because prefixes are
+    always cached.
+    """
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Ttl = None

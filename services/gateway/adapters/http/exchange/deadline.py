@@ -19,7 +19,7 @@ MAX_SECONDS = 86_400.0
 
 def deadline_of(headers: Mapping[str, str], arrived: int) -> float | None:
     """Returns the time, on the event loop's clock, at which the client stops waiting, or None if
-    the request has no such header. `arrived` is the request's arrival in nanoseconds of
+    the request has no X-Request-Timeout. `arrived` is the request's arrival in nanoseconds of
     `time.perf_counter_ns`.
 
     Raises InvalidArgument if the header's value is not a number of seconds above 0 and at most a

@@ -28,8 +28,8 @@ KINDS: dict[type[errors.StepwellError], tuple[int, str]] = {
     errors.Aborted: (503, "service_unavailable_error"),
     errors.Unavailable: (503, "service_unavailable_error"),
 }
-"""Maps error classes to HTTP statuses and OpenAI error types. A class without an entry has the
-entry of its nearest ancestor. The `http_status` of an error replaces the status.
+"""Maps error classes to HTTP statuses and OpenAI error types. For a class without an entry, the
+entry of its nearest ancestor is used. If an error has an `http_status`, it replaces the status.
 """
 
 MEDIA_TYPE = "application/json"
@@ -53,7 +53,7 @@ class Described(NamedTuple):
 
 
 def plain(status: int, message: str) -> Described:
-    """An error that has only a status and a message, for example for an unknown path."""
+    """Describes an error that has only a status and a message, such as an unknown path."""
     return Described(status, "invalid_request_error", message)
 
 
@@ -65,8 +65,8 @@ def described(error: errors.StepwellError) -> Described:
 
 
 def error_body(error: errors.StepwellError, message: str | None = None) -> dict[str, object]:
-    """Returns the body of an error in OpenAI's schema. A given `message` replaces the error's
-    message.
+    """Returns the body of an error in OpenAI's schema, with `message` in place of the error's
+    message if it is given.
     """
     said = described(error)
     return openai_body(said if message is None else said._replace(message=message))
@@ -109,8 +109,8 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Maps statuses to Anthropic's error types. Other statuses have one of two general types, for
-faults of the client or of the server.
+"""Maps statuses to Anthropic's error types. Any other status has a general type: one for 4xx, and
+another for 5xx.
 """
 
 
@@ -126,7 +126,7 @@ def error_response(error: errors.StepwellError, scope: Scope) -> Response:
 
 
 def error_headers(error: errors.StepwellError) -> dict[str, str]:
-    """Returns headers with the delay before a retry, and with whether a retry can help."""
+    """Returns the headers that tell the client whether to retry, and after which delay."""
     headers = {}
     if (seconds := retry_hint_seconds(error)) is not None:
         headers["Retry-After"] = str(max(1, math.ceil(seconds)))
@@ -152,7 +152,7 @@ def _kind(error: errors.StepwellError) -> tuple[int, str]:
 
 def plain_error_response(status_code: int, message: str, scope: Scope) -> Response:
     """Returns an error answer with only a status and a message, for example for an unknown path.
-    Stores the status's name as the error in the request's record.
+    Stores the status's name as the error in the RequestRecord.
     """
     record: RequestRecord = scope["state"]["record"]
     record.failed(HTTPStatus(status_code).name.lower(), message, is_failure=False)

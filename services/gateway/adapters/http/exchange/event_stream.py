@@ -73,9 +73,9 @@ class EventStream:
         self._put_chunks(added)
 
     def keep_alive(self) -> bool:
-        """Sends a keep-alive: an event that clients ignore, but that proxies count as traffic.
-        Returns whether `drain` must be called to send it. Does nothing while other events are
-        being sent.
+        """Sends a keep-alive: an event that clients ignore, and that prevents proxies from closing
+        the connection. Returns whether `drain` must be called to send it. Does nothing while other
+        events are being sent.
         """
         self.last_sent = self._time()
         if not self.is_ready:

@@ -1,6 +1,4 @@
-"""Strict types for the fields of request bodies, and annotations for known but
-unsupported fields.
-"""
+"""Strict types for fields of request bodies, and annotations for known but unsupported fields."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _INT64 = 2**63
-"""Bound of integers. Without it, an integer with a million digits would be parsed."""
+"""Integers must be less than this number, so that no integer with a million digits is parsed."""
 
 
 def _as_integer(value: Any) -> Any:
@@ -60,7 +58,9 @@ def _by_first_item(value: Any) -> str | None:
 
 
 def text_or_list(value: Any) -> str | None:
-    """Returns the union tag of a text or a list, and None for any other value."""
+    """Returns the union tag, which selects a model, of a text or a list. Returns None for any other
+    value.
+    """
     if isinstance(value, str):
         return "<text>"
     return "<list>" if isinstance(value, list) else None
@@ -80,9 +80,9 @@ def by_type(value: Any) -> str | None:
 
 
 def choice(by: Callable[[Any], str | None], message: str) -> Discriminator:
-    """Makes a discriminator that selects one alternative by its tag before validation. `message` is
-    the error of a value without a tag. Without a discriminator, pydantic would list the errors of
-    all alternatives.
+    """Makes a discriminator, which selects one alternative of a union by its tag before validation,
+    so that an error lists only this alternative's problems. `message` is the error message for a
+    value without a tag.
     """
     return Discriminator(by, custom_error_type="alternative", custom_error_message=message)
 
@@ -102,8 +102,8 @@ TextOrTexts = Annotated[
 
 class Body(BaseModel):
     """A JSON object whose fields have strict types. A null field counts as absent. A BodyReader
-    ignores unknown fields, unless a setting makes it refuse them. A body's validator is built at
-    its first use, since building all validators takes a fifth of the gateway's start.
+    ignores unknown fields, unless a setting makes it refuse them. Each validator is built at its
+    first use, because building all of them takes a fifth of the gateway's starting time.
     """
 
     model_config = ConfigDict(
@@ -112,15 +112,15 @@ class Body(BaseModel):
 
 
 class HistoryBody(Body):
-    """A part of a conversation or of a tool. The part is only rendered into the prompt, so unknown
-    keys, which clients and other servers add, are dropped silently.
+    """A part of a conversation or of a tool's description. Unknown keys, which clients and other
+    servers add, are dropped silently, because the part is only rendered into the prompt.
     """
 
     model_config = ConfigDict(extra="ignore")
 
 
 def given(name: str) -> dict[str, Any]:
-    """JSON Schema of an object in which the named field is present and not null."""
+    """Returns the JSON Schema of an object in which the field `name` is present and not null."""
     return {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
 
 
@@ -154,8 +154,8 @@ class BodyNotes:
     ignored: list[str] = field(default_factory=list)
     """The names of fields that have no effect."""
     ttls: list[int | None] = field(default_factory=list)
-    """The times, in seconds, for which the client wishes to keep the prompt cached. None stands for
-    `breakpoint_ttl`.
+    """The times, in seconds, for which the client requests to keep the prompt cached. None stands
+    for `breakpoint_ttl`.
     """
     breakpoint_ttl: int = 1800
     """Seconds for a cache breakpoint without a ttl. The default is OpenAI's."""
@@ -167,9 +167,9 @@ class BodyNotes:
 
 
 class Without:
-    """Annotation of a field that is accepted but has no effect. The answer is still correct: it
-    only lacks a guarantee or takes longer. A value other than null and `values` adds `name` to the
-    answer's header that lists the ignored fields.
+    """Annotation of a field that is accepted but has no effect, because without the effect the
+    answer is still correct, and only lacks a guarantee or takes longer. For a value other than null
+    and `values`, a header of the answer lists `name` among the ignored fields.
     """
 
     def __init__(self, name: str, *values: Any) -> None:

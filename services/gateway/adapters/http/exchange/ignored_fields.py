@@ -14,9 +14,9 @@ IGNORE, REFUSE = "ignore", "refuse"
 _MAX_NAME = 64
 """Limit on the characters of a field name in the header and the log. Longer names are cut."""
 _MAX_VALUE = 512
-"""Limit on the characters of all names in the header. The number of omitted names follows."""
+"""Limit on the characters of all names in the header. Names beyond it are only counted."""
 _MAX_LOGGED = 256
-"""Limit on the number of logged names, since clients can invent names."""
+"""Limit on the number of logged names, since clients can send any number of invented names."""
 _PLAIN = "[]{}()<>$@!*+:;/?"
 
 
@@ -48,8 +48,8 @@ class IgnoredFieldLog:
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, path: str, names: Iterable[str], known: Iterable[str]) -> None:
-        """Logs each new name. The log line suggests a similar name in `known`, the fields of the
-        body.
+        """Logs each new name, with a similar name in `known`, the fields of the body, as a
+        suggestion.
         """
         for name in names:
             if (path, name) in self._logged or len(self._logged) >= _MAX_LOGGED:

@@ -11,9 +11,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 _ITEMS = 32
-"""Number of items of a long list that are encoded in one call."""
 _SHORT = 128
-"""Limit on the items of a list that is encoded at once, such as the tokens of one chunk."""
+"""Limit on the items of a list that is encoded in one call, such as the tokens of one event."""
 _BYTES = 16 * 1024
 """Approximate size of a piece, in bytes."""
 
@@ -89,8 +88,8 @@ def _items(value: LongList) -> Iterator[str]:
 
 
 async def send_json(value: Any, send: Send) -> None:
-    """Sends a value as the JSON body of an answer. A long body is sent in chunks. The event loop
-    can do other work between two chunks.
+    """Sends a value as the JSON body of an answer. A long body is sent in chunks, between which the
+    event loop can do other work.
     """
     pieces = json_pieces(value)
     headers = [(b"content-type", b"application/json")]

@@ -23,9 +23,9 @@ _MAX_KEY_LENGTH = 64
 
 
 class JsonMeter:
-    """Counts the commas, colons and brackets of a JSON text outside strings while its bytes arrive.
-    Texts with too many values are refused, because parsing them would block the event loop. Only
-    the parser checks whether the text is JSON.
+    """Counts the commas, colons and brackets of a JSON text outside strings while its bytes arrive,
+    so that texts with too many values are refused before parsing, which would block the event loop.
+    Does not check whether the text is JSON.
     """
 
     def __init__(self, max_values: int) -> None:
@@ -65,8 +65,8 @@ class JsonMeter:
 
 
 def _last_key(parts: list[bytes]) -> str:
-    """Returns the last object key in these parts of the text, for an error message. Returns an
-    empty text if the key is incomplete or is not an identifier.
+    """Returns the last object key in these parts of the text, for an error message. Returns "" if
+    the key is incomplete or is not an identifier.
     """
     for place in range(len(parts) - 1, 0, -1):
         if parts[place].lstrip()[:1] == b":":
@@ -91,9 +91,9 @@ class BodyReader:
     """Reads bodies of at most `max_bytes` bytes and `max_values` JSON values. `budget` bounds the
     total bytes of the bodies that are read at the same time.
 
-    `unknown_fields` is IGNORE to ignore unknown fields, or REFUSE to treat them as errors. The
-    names of ignored fields, and of known fields that have no effect, are stored in the request's
-    record.
+    If `unknown_fields` is IGNORE, unknown fields are ignored. If it is REFUSE, they are errors. The
+    names of ignored fields, and of known fields that have no effect, are stored in the
+    RequestRecord.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class BodyReader:
 def parse_body(
     raw: bytes, model: type[B], *, ignores_unknown: bool = True
 ) -> tuple[B, tuple[str, ...]]:
-    """Returns the body, and the names of its fields that have no effect. Raises InvalidArgument,
-    which names the first invalid field.
+    """Returns the body, and the names of its fields that have no effect. If the body is invalid,
+    raises InvalidArgument with the name of the first invalid field.
     """
     notes = BodyNotes()
     try:
@@ -188,8 +188,8 @@ _SENTENCES = {
     "alternative": ("{where} {what}", None),
     "model_type": ("{where} must be a JSON object", None),
 }
-"""Maps pydantic's error types to an error message and a reason. Other errors keep pydantic's
-message and have no reason.
+"""Maps some of pydantic's error types to a message and a reason. Errors of other types get
+pydantic's message and no reason.
 """
 
 

@@ -1,9 +1,9 @@
-"""Fields of a request's body, and headers, that describe the request's program. A program is the
+"""Fields of a request's body, and headers, that describe the request's program, the series of
 requests of one run of an agent.
 
-Clients of Continuum send the fields `job_id`, `is_last_step`, `this_func_call` and
-`last_func_call`. Clients of vLLM send `session_id` and `vllm_xargs`. Agents and inference routers
-send the headers.
+Clients of Continuum, a scheduler for agents, send the fields `job_id`, `is_last_step`,
+`this_func_call` and `last_func_call`. Clients of vLLM send `session_id` and `vllm_xargs`. Agents
+and inference routers send the headers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,13 +31,15 @@ class ProgramArguments(Body):
     job_id: str | None = None
     session_id: str | None = None
     this_func_call: str | None = None
-    # Not used, because the server knows which tool followed the previous turn.
+    # Not used, because the server knows which tool the program's previous request called.
     last_func_call: Ignored = None
     is_last_step: bool | None = None
 
 
 def _no_others(value: Any) -> Any:
-    """Refuses other keys of `vllm_xargs`. Extensions of vLLM read them to change answers."""
+    """Refuses keys of `vllm_xargs` that ProgramArguments lacks, because in vLLM they are meant for
+    extensions, which this server does not have.
+    """
     if isinstance(value, dict) and (others := value.keys() - ProgramArguments.model_fields):
         raise PydanticCustomError(
             "not_supported",
@@ -48,7 +50,7 @@ def _no_others(value: Any) -> Any:
 
 
 class ProgramFields(ProgramArguments):
-    """The fields of a body about the program."""
+    """The fields about a program that a body may have."""
 
     vllm_xargs: Annotated[ProgramArguments, BeforeValidator(_no_others)] | None = None
     _keep_seconds: int = PrivateAttr(0)
@@ -62,7 +64,7 @@ class ProgramFields(ProgramArguments):
     @property
     def keep_seconds(self) -> int:
         """The longest time, in seconds, for which the client requests to keep the prompt cached, or
-        0. The value is set when a BodyReader reads the body.
+        0. It is known only if a BodyReader has read the body.
         """
         return self._keep_seconds
 
@@ -118,8 +120,8 @@ def _names(body: ProgramFields, headers: Mapping[str, str]) -> Iterator[tuple[st
 
 
 def _parent(headers: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the id of the program that started this one, and the name of its header. An agent
-    without a parent was started by the session's first agent, which has no id.
+    """Returns the id of the program that started this program, and the name of the header with the
+    id. Without such a header, the parent is the session's first agent, which has no id.
     """
     if parent := headers.get(PARENT_HEADER.lower()):
         return parent, PARENT_HEADER

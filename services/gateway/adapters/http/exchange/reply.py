@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A request's body, and the data that the route derived from the body and the headers."""
+    """A request's body, with the data that the route's handler made from the body and headers."""
 
     body: AskingBody
     api: Api[Any]
@@ -59,9 +59,9 @@ class GenerationReply:
     """The answer to a request of any kind, streamed or whole.
 
     The answer's status is sent with the first output of the engine, or with the first keep-alive of
-    a silent stream. Until then a refusal by the scheduler sets the status, even if the client
-    requested a stream. When the client disconnects, the work is cancelled and its sequences are
-    aborted. The generation may continue if its answer is kept for an idempotency key.
+    a silent stream. Until then a refusal by the scheduler can set the status, even if the client
+    requested a stream. When the client disconnects, the request's sequences are aborted, unless the
+    answer is stored under an idempotency key.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class GenerationReply:
         observer: Observer,
         keep_alive: float,
     ) -> None:
-        """`read` reads the body. It is called after the gate has counted the request. Contexts that
-        it enters on the stack are exited when the request ends. A keep-alive is sent after
+        """`read` reads the body. It is called after the gate has counted the request. When the
+        request ends, the stack that `read` receives is closed. A keep-alive is sent after
         `keep_alive` seconds without an event. 0 disables keep-alives.
         """
         self._read = read

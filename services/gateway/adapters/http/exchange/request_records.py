@@ -1,4 +1,4 @@
-"""Creates the record of each HTTP request, and adds headers with its ids to the answer."""
+"""Creates the RequestRecord of each HTTP request, and adds the request's ids to the answer."""
 
 from collections.abc import Mapping
 
@@ -22,9 +22,9 @@ _IGNORED = HEADER.lower().encode()
 
 
 class RequestRecords:
-    """Creates the record of each request in `request.state.record`, and ends it with the answer.
-    Adds headers to every answer: the request's id, the id of its trace, and the names of body
-    fields that have no effect.
+    """Creates each request's RequestRecord, for logs, traces and metrics, in
+    `request.state.record`, and ends it with the answer. Adds headers to every answer: the request's
+    id, the id of its trace, and the names of body fields that have no effect.
     """
 
     def __init__(
@@ -34,9 +34,9 @@ class RequestRecords:
         operations: Mapping[str, str],
         counted: ASGIApp | None = None,
     ) -> None:
-        """`operations` maps each path that generates to its GenAI operation. `counted` is the
-        application for requests that QuickRefusals has already checked and counted. By default it
-        is `app`.
+        """`operations` maps each path that generates to its operation in OpenTelemetry's GenAI
+        conventions. `counted` is the application for requests that QuickRefusals has already
+        checked and counted. By default it is `app`.
         """
         self._app = app
         self._counted = counted or app
@@ -91,7 +91,7 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 def call_of(scope: Scope) -> Call:
     """Returns the method, path and client of a request, for its record."""
-    # The raw path, without the query: the decoded path may contain a line break.
+    # The raw path, because the decoded path may contain a line break, which would spoil logs.
     path = scope.get("raw_path", b"").decode("ascii", errors="backslashreplace")[:_MAX_PATH]
     client = scope.get("client")
     return Call("http", scope["method"], path, f"{client[0]}:{client[1]}" if client else "")

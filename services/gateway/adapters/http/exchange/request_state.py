@@ -5,12 +5,12 @@ ARRIVED = "arrived"
 HEADERS = "headers"
 """A map from lower-case header names to values. The key is absent until `headers_of` is called."""
 ARRIVAL = "arrival"
-"""The Arrival that counts the request as arriving. Present if the request was admitted before its
-body was read.
+"""The Arrival that counts the request as arriving, if the request was admitted before its body was
+read.
 """
 CLIENT = "client"
 """The Client that sent the request."""
 BODY_WRITER = "body_writer"
-"""The BodyWriter of the connection, for chunked answers. It bypasses the middlewares that wrap
-`send`, because the middlewares change only the start of an answer.
+"""The BodyWriter of the connection, for chunked answers. It may bypass the middlewares that wrap
+`send`, because they change only the status and the headers of an answer.
 """

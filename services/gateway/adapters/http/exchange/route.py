@@ -49,19 +49,15 @@ class Route:
     events: type[BaseModel] | None = None
     """The model of each event, if the answer can be streamed."""
     errors: tuple[int, ...] = ()
-    """Error statuses of this route alone. The OpenAPI document adds the error statuses of every
-    route, and of routes that need a key or have a body.
+    """Error statuses of this route. The OpenAPI document adds the statuses that all routes can
+    have, all routes that need an API key, and all routes that have a body.
     """
     error: type[BaseModel] = Error
     """The model of all error bodies, in the API's schema."""
     has_named_events: bool = False
-    """Whether the events of a stream have names. A stream of unnamed events ends with `[DONE]`. A
-    stream of named events has no such mark.
-    """
+    """Whether the events of a stream have names. If not, the stream ends with `[DONE]`."""
     other_answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
-    """Maps further statuses to the models of their answers, if the answers are not errors in
-    OpenAI's schema.
-    """
+    """Maps further statuses to the models of their answers, which are not error bodies."""
     headers: tuple[RequestHeader, ...] = ()
     is_polled: bool = False
     """Whether programs poll the route. Polled routes are not counted in metrics, as in vLLM."""

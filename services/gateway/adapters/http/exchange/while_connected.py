@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 
 class Client:
-    """Whether a request's client is still connected. The connection reports the disconnect."""
+    """Whether a request's client is still connected. The connection calls `has_gone`."""
 
     __slots__ = ("_has_gone", "_on_gone", "_read_on")
 
     def __init__(self, read_on: Callable[[], None]) -> None:
-        """`read_on` resumes reading on the connection. A disconnect is noticed only while the
-        connection is being read.
+        """`read_on` makes the server read from the connection again, because only then it notices a
+        disconnect.
         """
         self._read_on = read_on
         self._has_gone = False
@@ -42,11 +42,10 @@ class Client:
 
 @contextmanager
 def while_connected(client: Client) -> Iterator[None]:
-    """A context that cancels its block when the client disconnects. Execution continues after the
-    block.
+    """Cancels the `with` block when the client disconnects. Execution continues after the block.
 
-    The block runs in the current task, so it begins at once. A new task would begin in the next
-    iteration of the event loop, which under load may start much later.
+    The block runs in the current task, because a new task would begin only in the next iteration of
+    the event loop, which under load may start much later.
     """
     task = asyncio.current_task()
     assert task is not None

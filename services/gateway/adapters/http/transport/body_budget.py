@@ -7,15 +7,13 @@ from contextlib import asynccontextmanager
 from services.common.errors import ResourceExhausted
 
 _SMALL_BYTES = 64 * 1024
-"""Bodies up to this number of bytes are not counted. The limit on concurrent requests bounds their
-total.
+"""Bodies up to this number of bytes are not counted, because the limit on the number of concurrent
+requests suffices to bound their total.
 """
 
 
 class BodyBudget:
-    """A budget of bytes, which `hold` reserves. Callers that wait are served in the order of their
-    calls.
-    """
+    """A budget of bytes, which `hold` reserves. Waiting calls of `hold` are served in order."""
 
     def __init__(self, max_bytes: int, max_wait_seconds: float) -> None:
         self._free = self._max_bytes = max_bytes
@@ -29,7 +27,9 @@ class BodyBudget:
 
     @asynccontextmanager
     async def hold(self, num_bytes: int) -> AsyncIterator[None]:
-        """Reserves bytes for a block. Raises ResourceExhausted if the wait for them is too long."""
+        """Reserves bytes for the `with` block. Raises ResourceExhausted if they are not free in
+        time.
+        """
         taken = min(num_bytes, self._max_bytes) if self.is_counted(num_bytes) else 0
         if taken:
             await self._take(taken)

@@ -7,9 +7,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCy
 
 
 class BodyWriter:
-    """Writes the parts of a chunked body to the connection, after the answer's head was sent. The
-    writer is used for every token, because it is faster than uvicorn's `send`, which needs a
-    message and a coroutine for each part.
+    """Writes the parts of a chunked body to the connection, after the answer's status and headers
+    were sent. It is faster than uvicorn's `send`, which needs a message and a coroutine for each
+    part, and a part may be a single token.
     """
 
     __slots__ = ("_cycle", "_flow", "_write")
@@ -21,8 +21,8 @@ class BodyWriter:
 
     @property
     def can_write(self) -> bool:
-        """Whether a part can be written at once, because the write buffer is not full or the client
-        has disconnected. If false, call `drain` first.
+        """Whether `write` may be called. If it is false, because the write buffer is full, `drain`
+        must be awaited first. It is true if the client has disconnected.
         """
         return not self._flow.write_paused or self._cycle.disconnected
 
@@ -32,7 +32,7 @@ class BodyWriter:
             self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
     async def drain(self) -> None:
-        """Waits until the client has read what is in the write buffer."""
+        """Waits until the client has read the content of the write buffer."""
         if not self.can_write:
             await self._flow.drain()
 
@@ -40,8 +40,8 @@ class BodyWriter:
 async def answer_without_chunks(
     cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application for a client of HTTP/1.0, which has no chunked bodies. A body of unknown
-    length ends when the connection is closed.
+    """Runs the application for a client of HTTP/1.0, which has no chunked bodies. If the body's
+    length is not known in advance, closing the connection marks the body's end.
     """
     has_length = True
 
@@ -60,7 +60,7 @@ async def answer_without_chunks(
 
 
 def _write_head(cycle: RequestResponseCycle, message: Message) -> None:
-    """Writes the answer's head as uvicorn does, but without the header Transfer-Encoding."""
+    """Writes the answer's status and headers like uvicorn, but without Transfer-Encoding."""
     headers = (*cycle.default_headers, *message["headers"], (b"connection", b"close"))
     lines = [b"%b: %b\r\n" % header for header in headers]
     cycle.response_started = True

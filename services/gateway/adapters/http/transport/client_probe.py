@@ -6,8 +6,8 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 BETWEEN_EVENTS = "between_events"
-"""Key in the request's state. For answers that are event streams, its value is whether the last
-event was sent completely.
+"""Key in the request's state of answers that are event streams. Its value is whether the last event
+was sent completely, so that a comment may be written.
 """
 _COMMENT_CHUNK = b"3\r\n:\n\n\r\n"
 """An empty comment of an event stream, encoded as a chunk of an HTTP body."""

@@ -34,15 +34,15 @@ MAX_HEADERS = 100
 _MAX_HEADER_BYTES = 64 * 1024
 MAX_PIPELINED = 8
 _KEY_HEADERS = (b"authorization", b"x-api-key")
-# After a refusal, the connection stays open for this number of seconds, so that the client can read
-# the answer. In this time the client may send at most this number of bytes.
+# After a refusal, the connection stays open for _REFUSAL_READ_SECONDS, so that the client can read
+# the answer. If the client sends more than _REFUSAL_UNREAD_BYTES, it is closed earlier.
 _REFUSAL_READ_SECONDS, _REFUSAL_UNREAD_BYTES = 1.0, 2**20
 _IGNORED_BYTES = 64 * 2**20
 """Limit on the bytes beyond the allowed body size that a client may still send after its request
 was refused. These bytes are discarded. At the limit the connection is closed.
 """
 CLOSING_SECONDS = 30.0
-"""Seconds in which a client must read the rest of the last answer on a connection."""
+"""Time limit in seconds within which a client must read the last answer on a connection."""
 
 
 class _Stage(enum.Enum):
@@ -112,8 +112,8 @@ class GuardedConnection(SlicedProtocol):
 
     @property
     def can_wait(self) -> bool:
-        """Whether requests of other connections are read before this connection's next request.
-        True if the last request was refused, because the next one will probably be refused, too.
+        """Whether other connections' requests are parsed before this connection's next request. It
+        is true if the last request was refused, because then the next one probably is, too.
         """
         return self._was_refused
 
@@ -177,8 +177,8 @@ class GuardedConnection(SlicedProtocol):
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._num_body_bytes += len(body)
-        # The application refuses a body that is too large, but most clients send the whole body
-        # before they read the answer.
+        # The application has already refused a body that is too large, but most clients send the
+        # whole body before they read the answer, so some more bytes are accepted and discarded.
         if self._num_body_bytes > self._connections.limits.max_body_bytes + _IGNORED_BYTES:
             self._connections.refusals.count("went on sending a body that was refused")
             self.end()
@@ -253,7 +253,7 @@ class GuardedConnection(SlicedProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # Upgrades are not supported. No request can follow on this connection.
+            # Upgrades are not supported. The connection is closed after this request's answer.
             self.cycle.keep_alive = False
             self._stage = _Stage.NOTHING
         except httptools.HttpParserError:
@@ -328,8 +328,9 @@ class GuardedConnection(SlicedProtocol):
 async def _until_answered(
     arrival: Arrival | None, app: Any, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs the application, and then ends `arrival` if the application did not. Also removes the
-    references to the connection from the request's state, since they would form a reference cycle.
+    """Runs the application. Then ends `arrival`, which the application may have done already, and
+    removes the references to the connection from the request's state, since they would form a
+    reference cycle.
     """
     try:
         await app(scope, receive, send)

@@ -11,15 +11,15 @@ from typing import Protocol
 from services.gateway.adapters.http.transport.quick_refusals import QuickRefusals
 
 _REQUESTS_A_TURN = 4
-"""Number of requests that are started in one iteration of the event loop. Running requests progress
-between iterations.
+"""Number of requests that are started in one iteration of the event loop. The number is small, so
+that a burst does not delay running requests.
 """
 
 
 class Starts:
-    """Starts the first requests of an event-loop iteration at once, and the others in later
-    iterations. The requests of one client start in the order of arrival. Clients alternate, so that
-    a client with many requests does not delay the requests of other clients.
+    """Starts the first requests of an iteration of the event loop at once, and further requests in
+    later iterations. The requests of one client start in the order of arrival. Clients alternate,
+    so that a client with many requests does not delay other clients' requests.
     """
 
     def __init__(self) -> None:
@@ -52,16 +52,16 @@ class Starts:
 
 
 _SHARE = 0.5
-"""Limit on the processor time of deferred calls, as a fraction of the processor time of all other
-work in the iteration.
+"""Limit on the processor time of deferred calls, as a fraction of the processor time of other work
+since the last deferred call.
 """
 
 
 class DeferredCalls:
     """Runs calls in the order of `add`, one in each iteration of the event loop, so that a burst of
-    calls delays other work by at most one call. After a long iteration, more calls run, for at most
-    half of the processor time that other work took since the last call. Without this rule the queue
-    would grow under load.
+    calls delays other work by at most one call. More calls run after a long iteration, because
+    otherwise the queue would grow under load: for at most half of the processor time that other
+    work took since the last call.
     """
 
     def __init__(self, processor_seconds: Callable[[], float] = time.thread_time) -> None:
@@ -111,11 +111,11 @@ class ConnectionLimits:
     body_timeout_seconds: float
     """Seconds in which the whole body of a request must arrive."""
     reader_timeout_seconds: float
-    """Seconds in which the client must read a part of the unsent answer."""
+    """Seconds in which the client must read a part of the answer (see ReaderTimeout)."""
 
 
 class Connection(Protocol):
-    """The method of a connection that Connections calls."""
+    """A connection as the class Connections uses it."""
 
     def end(self) -> None:
         """Closes the connection at once."""
@@ -145,16 +145,14 @@ class Connections:
         """Parses the input of connections whose last request was refused for lack of room."""
         self._connections: set[Connection] = set()
         self._idle: dict[Connection, None] = {}
-        """The connections without a request, in the order in which they became idle. All values are
-        None.
-        """
+        """The connections without a request, in the order in which they became idle."""
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def admit(self, connection: Connection) -> bool:
-        """Adds a connection. At the limit, the connection that has been idle for longest is closed
-        first. Returns False if no connection is idle.
+        """Adds a connection. If the number of connections is at the limit, closes the connection
+        that has been idle for longest, or returns False if no connection is idle.
         """
         if len(self._connections) >= self.limits.max_connections:
             oldest = next(iter(self._idle), None)

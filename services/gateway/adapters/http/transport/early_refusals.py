@@ -1,4 +1,4 @@
-"""Refuses requests that a full server cannot serve, before any other work is done for them."""
+"""Refuses requests that a full server cannot serve, before their bodies are read."""
 
 from collections.abc import Collection
 
@@ -19,9 +19,9 @@ class EarlyRefusals:
     """Refuses POST requests to `paths` while the server has no room for them. Bodies of refused
     requests are not read, and the application does not run. Under overload most requests end here.
 
-    Two kinds of requests are always forwarded: requests that the application refuses for another
-    reason, and requests that need no room, for example because an idempotency key already has an
-    answer. Requests that QuickRefusals has admitted are not checked again.
+    Two kinds of requests are always forwarded to the application: requests with an invalid header,
+    which the application refuses, and requests that need no room, for example because their
+    idempotency key already has an answer.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Checks the name in the header `Host`.
 
-A page of another site can make the site's name resolve to a loopback address, and then read the
-answers of a local server (DNS rebinding). `Host` contains the site's name in such requests, so they
-are refused. An address in `Host` does not resolve to anything else, so it is always allowed.
+A web site can make its own name resolve to a loopback address, so that its pages can read the
+answers of a local server (DNS rebinding). In these requests `Host` contains the site's name, so
+names are checked. An IP address in `Host` is always allowed, because it cannot be rebound.
 """
 
 import ipaddress

@@ -17,7 +17,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"
 
 class HttpCounts:
     """Counts a request and its duration when its answer has ended. The status is read from the
-    record that RequestRecords, the wrapped application, has created.
+    RequestRecord, which the wrapped application, RequestRecords, has created.
     """
 
     def __init__(self, app: ASGIApp, routes: Sequence[Route], metrics: Metrics) -> None:

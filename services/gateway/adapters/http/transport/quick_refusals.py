@@ -1,6 +1,4 @@
-"""Refuses requests by their headers, in the same event-loop iteration in which the headers
-arrive.
-"""
+"""Refuses requests by their headers, as soon as the headers arrive."""
 
 import json
 import time
@@ -33,8 +31,8 @@ _KEPT_BODIES = 256
 def raw_error_response(
     error: StepwellError, scope: Scope, headers: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
-    """Returns the bytes of a complete error answer. `headers` are added to the error's own headers.
-    The connection stays open.
+    """Returns the bytes of a complete error answer, after which the connection stays open.
+    `headers` are added to the error's own headers.
     """
     said = errors.described(error)
     fixed, body = _encoded(errors.error_writer(scope), said)
@@ -55,8 +53,8 @@ def _encoded(write: errors.ErrorBody, error: errors.Described) -> tuple[bytes, b
 
 
 def raw_refusal(status: int, message: str) -> bytes:
-    """Returns the bytes of an error answer to a request that was not read far enough to know its
-    API. The schema is OpenAI's. The connection must be closed after this answer.
+    """Returns the bytes of an error answer in OpenAI's schema, for a request whose path is not
+    known yet. The connection must be closed after the answer.
     """
     body = json.dumps(errors.openai_body(errors.plain(status, message))).encode()
     head = f"{_headers(body)}connection: close\r\n\r\n"
@@ -77,9 +75,9 @@ class QuickRefusals:
     created. A request that is admitted is counted at once, so that a burst of requests cannot
     exceed the limits.
 
-    Some requests are left to the application, which applies the same rules: requests that must be
-    refused for another reason, requests with one of `left_headers`, and requests that `access` does
-    not recognize.
+    The application, which applies these rules, too, decides about some requests: requests that must
+    be refused for another reason than lack of room, requests with one of `left_headers`, and
+    requests whose API key `access` does not recognize.
     """
 
     operations: Mapping[str, str]
@@ -96,9 +94,9 @@ class QuickRefusals:
     """Headers that only the application can check, in lower case, such as `origin`."""
 
     def decide(self, scope: Scope, default_headers: Iterable[Header]) -> bytes | None:
-        """Returns the bytes of the complete answer to a refused request. `default_headers` are
+        """Returns the bytes of the complete answer to a refused request, with `default_headers`
         added to the answer's own headers. Returns None for a request that the application must
-        serve.
+        serve or refuse.
 
         If the request was admitted and counted, its host, API key and declared size have been
         checked, and its state contains its Arrival and its caller.
@@ -119,8 +117,8 @@ class QuickRefusals:
             self.gate.check()
             scope["state"][ARRIVAL] = self.inference.arriving(caller, deadline)
         except StepwellError as error:
-            # A separate context, so that later log lines of the connection do not carry this
-            # request's id.
+            # A separate context, so that this request's id does not appear in later log lines of
+            # the connection.
             names = Context().run(self._refuse, error, scope, headers, caller)
             return raw_error_response(error, scope, [*default_headers, *names])
         return None

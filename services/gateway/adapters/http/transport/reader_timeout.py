@@ -8,10 +8,9 @@ LEAST_BYTES = 16 * 1024
 
 
 class ReaderTimeout:
-    """Watches the write buffer of a connection: the bytes that are unsent because the client does
-    not read.
+    """Watches the write buffer of a connection, which has the bytes that the client has not read.
 
-    In each period of `timeout_seconds` the client must read 16 KiB, or the rest of the buffer.
+    In each period of `timeout_seconds` the client must read LEAST_BYTES, or the rest of the buffer.
     Otherwise `on_timeout` is called, even if the request has ended and only the rest of its answer
     is unsent.
     """

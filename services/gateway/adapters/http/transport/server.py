@@ -26,7 +26,7 @@ _OWNER_ONLY = 0o600
 _ACCEPTED_A_TURN = 8
 """Number of connections that are accepted in one iteration of the event loop. libuv accepts one
 connection per listener and iteration, so each address has this number of duplicate listeners. With
-one listener and long iterations, a burst of connections would delay other clients' connections.
+a single listener, new connections would wait long in a burst, because iterations are long then.
 """
 _DATE_SECONDS = 1.0
 """Seconds between updates of the Date header in answers."""
@@ -36,8 +36,8 @@ _CLOSED_POLL_SECONDS = 0.01
 class _Server(uvicorn.Server):
     """A uvicorn server that does not handle signals, and that ends as soon as `end` is called.
 
-    uvicorn's own loop only checks every 0.1 s whether it should end. Then it waits another 0.1 s
-    for connections to close, even if there are none.
+    uvicorn's own loop checks only every 0.1 s whether it should end, and then waits 0.1 s for
+    connections to close, even if there are none.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -49,8 +49,8 @@ class _Server(uvicorn.Server):
         self._asked.set()
 
     def end_idle(self) -> None:
-        """Closes each connection whose requests were all answered. Other connections are closed
-        after their answer. A connection that has had no request stays open.
+        """Closes each connection as soon as its requests are answered. A connection that has not
+        had a request stays open.
         """
         for connection in list(self.server_state.connections):
             if getattr(connection, "cycle", None) is not None:
@@ -64,7 +64,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts no new connections, and waits until all open connections are closed or
-        `force_exit` is set. In this time, a connection's first request is still answered.
+        `force_exit` is set. The first request on a connection without requests is still answered.
         """
         for server in self.servers:
             server.close()
@@ -118,16 +118,15 @@ class HttpServer:
         return bound
 
     def end_idle(self) -> None:
-        """Closes each connection whose requests were all answered. Other connections are closed
-        after their next answer. Clients then reconnect, perhaps to another gateway. New connections
-        are still accepted.
+        """Closes each connection as soon as its requests are answered, so that clients reconnect,
+        perhaps to another gateway. New connections are still accepted.
         """
         self.connections.are_ending = True
         self._server.end_idle()
 
     async def stop(self, grace_seconds: float) -> None:
-        """Accepts no new connections, and waits up to `grace_seconds` until running requests are
-        answered. Then aborts the remaining connections.
+        """Accepts no new connections, waits at most `grace_seconds` until running requests are
+        answered, and then aborts the remaining connections.
         """
         if self._task is None:
             return
@@ -198,7 +197,7 @@ def _bind_unix(address: str) -> socket.socket:
     try:
         remove_abandoned(path)
         listener.bind(str(path))
-        path.chmod(_OWNER_ONLY)  # before it listens, so no other user can connect
+        path.chmod(_OWNER_ONLY)  # before `listen`, so that no other user can connect in between
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()

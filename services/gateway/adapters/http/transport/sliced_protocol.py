@@ -12,8 +12,8 @@ _SLICE_BYTES = 16 * 1024
 
 
 class SlicedProtocol(HttpToolsProtocol):
-    """Parses each slice of received input in a separate iteration of the event loop. Resumes
-    reading when all slices are parsed.
+    """Parses each slice of received input in a separate iteration of the event loop. While slices
+    are left, no more input is read from the connection.
     """
 
     def __init__(self, **uvicorn: Any) -> None:
@@ -28,12 +28,11 @@ class SlicedProtocol(HttpToolsProtocol):
         raise NotImplementedError
 
     def parse_soon(self) -> None:
-        """Schedules `parse_on` for a later iteration of the event loop."""
         self.loop.call_soon(self.parse_on)
 
     @property
     def can_wait(self) -> bool:
-        """Whether the first slice of new input, too, is parsed in a later iteration."""
+        """Whether even the first slice of new input is parsed in a later iteration."""
         return False
 
     def data_received(self, data: bytes) -> None:
@@ -57,8 +56,8 @@ class SlicedProtocol(HttpToolsProtocol):
             self.parse_on()
 
     def parse_on(self) -> None:
-        """Parses the next slice. Does nothing while reading is paused. uvicorn pauses reading until
-        the current request is answered.
+        """Parses the next slice. Does nothing while uvicorn has paused reading
+        (`flow.read_paused`), as it does until the current request is answered.
         """
         if self.flow.read_paused or self.transport.is_closing():
             return
@@ -73,7 +72,7 @@ class SlicedProtocol(HttpToolsProtocol):
 
 
 class _PiecewiseFlow(FlowControl):
-    """When reading is resumed, parses the input that was already received before more is read."""
+    """When uvicorn resumes reading, first parses the input that was already received."""
 
     def __init__(self, transport: asyncio.Transport, connection: SlicedProtocol) -> None:
         super().__init__(transport)

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 class TlsContext:
-    """Provides the SSLContext for each handshake. A new context is made after each change of the
-    certificate.
+    """Provides the SSLContext for each handshake, and makes a new one if the certificate
+    changed.
     """
 
     def __init__(self, tls: Tls) -> None:
@@ -65,8 +65,8 @@ def _refusal(error: OSError) -> str:
 
 class TlsHandshake(asyncio.Protocol):
     """Performs the TLS handshake of a connection, and then replaces itself by the connection's HTTP
-    protocol. The connection is counted from the start, so the limits on number and time also apply
-    to clients that never finish the handshake.
+    protocol. The connection is counted from the start, so the limits on the number of connections
+    and on time also apply to clients that never finish the handshake.
     """
 
     def __init__(
@@ -87,8 +87,7 @@ class TlsHandshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        # ReaderTimeout does not count the encrypted data in this buffer, so the buffer should be
-        # small.
+        # The buffer should be small, because ReaderTimeout does not count its encrypted data.
         transport.set_write_buffer_limits(high=LEAST_BYTES, low=0)
         if not self._connections.admit(self):
             transport.abort()
@@ -97,9 +96,9 @@ class TlsHandshake(asyncio.Protocol):
         self._task = self._loop.create_task(self._serve(), name="TLS handshake")
 
     def data_received(self, data: bytes) -> None:
-        """Buffers data that arrives too early. The start of the handshake may arrive before the TLS
-        protocol is installed, since uvloop reads from each new connection at once. The client's
-        request may arrive together with the end of the handshake.
+        """Buffers data that arrives too early: the start of the handshake before the TLS protocol
+        is installed (uvloop reads from each new connection at once), or a request together with the
+        end of the handshake.
         """
         (self._early if self._undecrypted is None else self._undecrypted).append(data)
 
