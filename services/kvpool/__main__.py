@@ -120,7 +120,9 @@ class PoolService:
 
 
 def _shared(url: str) -> "RedisDirectory":
-    """Creates the writer to the directory in Redis. Raises SettingError if `redis` is missing."""
+    """Creates the writer to the directory in Redis. Raises SettingError if the Python package
+    `redis` is not installed.
+    """
     try:
         from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.kvpool.adapters.redis_directory import RedisDirectory  # noqa: PLC0415

@@ -47,7 +47,7 @@ class Deployment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The distinct texts of a stream's runs, the error or "", and the longest wait for an event."""
+    """What a stream's runs had: distinct texts, an error or "", the longest wait for an event."""
 
     texts: frozenset[str]
     error: str

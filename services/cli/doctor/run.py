@@ -1,4 +1,6 @@
-"""Runs a model for a short time, without scheduler and pool, and compares it with the limits."""
+"""Runs a model for a short time, without scheduler and pool, and compares its speed with the
+machine's limits.
+"""
 
 import math
 import statistics

@@ -21,7 +21,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NextChunk:
-    """Further input of a session. `chunk` is None if the input ends the session."""
+    """Further input of a session. `chunk` is None if the client ends the session instead."""
 
     key: RequestKey
     chunk: InputChunk | None

@@ -50,7 +50,7 @@ class RunStatistics:
         """The number of requests that were rejected as too long for the configuration."""
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
-        """The number of tokens of requests at their first admission. The hit rate refers to it."""
+        """The number of tokens of requests at their first admission, by which hits are divided."""
         self.num_generated_tokens = 0
         self.wait_steps: Counter[WaitReason] = Counter()
         """Maps a wait reason to the sum of waiting requests over all steps with that reason."""

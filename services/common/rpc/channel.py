@@ -33,8 +33,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A restarted service is reconnected within a quarter of a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
-    # Despite the option's name, a limit on the time in which a connection and its TLS are
-    # established. It delays attempts only if an attempt takes this long.
+    # Limit on the time of an attempt to connect, TLS included. Despite the option's name, it does
+    # not delay the next attempt after a failure.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     # Otherwise channels to one address would share a connection, even a broken connection.
     ("grpc.use_local_subchannel_pool", 1),

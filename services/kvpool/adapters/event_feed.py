@@ -60,7 +60,7 @@ class EventFeed:
 
 
 class _Watcher:
-    """The unread batches of one watcher. If too many, all are dropped and `_lagging` is set."""
+    """The unread batches of a watcher. Too many are dropped together, and `_lagging` is set."""
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes

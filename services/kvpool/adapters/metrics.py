@@ -1,6 +1,5 @@
 """Prometheus metrics of the pools and of writes to Redis, read from counts at each scrape. The hot
-path updates no metric. A metric has vLLM's name if it has the same meaning. The scheduler exports
-the metrics of a whole replica.
+path updates no metric. A metric has vLLM's name if it has the meaning of vLLM's metric.
 """
 
 from collections.abc import Callable, Iterator

@@ -66,7 +66,7 @@ class WriterCounts:
 
     entries: int = 0
     keys: int = 0
-    """The keys that all entries together have added or removed."""
+    """The number of keys that all log entries together have added or removed."""
     snapshots: int = 0
     num_epochs: int = 0
     failures: int = 0
@@ -137,7 +137,7 @@ class NodeWriter:
         if not self._epoch:
             return
         keys = self._keys
-        with suppress(RedisUnavailable, TimeoutError):  # after a failure, the lease expires
+        with suppress(RedisUnavailable, TimeoutError):  # then the node ends when its lease expires
             async with asyncio.timeout(_LEAVE_SECONDS):
                 if await self._is_superseded():
                     return

@@ -61,7 +61,7 @@ class TransactStream:
         try:
             return await anext(messages, None)
         except asyncio.CancelledError:
-            # Either the client disconnected, which the server handles, or take_over() was called.
+            # Without take_over(), the client has disconnected, which the server handles.
             if not self._is_taken_over or self._task is None:
                 raise
             self._task.uncancel()

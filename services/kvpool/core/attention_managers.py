@@ -50,7 +50,7 @@ class FullAttentionManager(GroupManager):
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
         """Publishes the block inside which a prompt ends, under the hash of the prompt's last full
         hash block. The prompt's last token is left out, because an equal prompt computes it again.
-        With a draft head (EAGLE), it is included, and look-ups shorten the hit instead.
+        With a draft head (EAGLE), that token is included, and look-ups shorten the hit instead.
         """
         unit = self._hash_block_size
         longest = chain.num_prompt_tokens - (not self._uses_eagle)

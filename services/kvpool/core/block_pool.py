@@ -61,7 +61,7 @@ class BlockPool:
         return sum(index.num_changes for index in self.indexes)
 
     def count_held_by(self, num_holders: int, blocks: Sequence[BlockId]) -> int:
-        """The number of leading `blocks`, all in use, with exactly `num_holders` holders."""
+        """The number of leading blocks that have `num_holders` holders. All must be in use."""
         ref_cnt = self._shared.get
         return sum(1 for _ in takewhile(lambda block: ref_cnt(block, 1) == num_holders, blocks))
 

@@ -45,7 +45,7 @@ class _Kind:
     groups: list[int]
     search: PrefixSearch
     drops_last: bool
-    """Whether the last block of a hit is dropped in these groups."""
+    """Whether a hit's last block is dropped, since a draft head (EAGLE) must compute it again."""
 
 
 class Coordinator:
@@ -172,8 +172,8 @@ class _Candidate:
     kind is searched only once, because each prefix of a full-attention hit is a hit too.
     """
     verified: set[int] = field(default_factory=set)
-    """First groups of the kinds with `drops_last` whose block after the prefix is known to be
-    cached. A draft head (EAGLE) requires that block, which is not part of the hit.
+    """Kinds with `drops_last`, by their first group, for which the block after the prefix is known
+    to be cached. A draft head (EAGLE) requires that block, which is not part of the hit.
     """
 
     def shorten(self, kind: _Kind) -> None:

@@ -95,7 +95,7 @@ class GroupManager:
         self._pool = pool
         self._index = pool.indexes[group]
         self._uses_eagle = uses_eagle
-        """Whether the last block of a hit is dropped."""
+        """Whether a hit's last block is dropped, since a draft head must compute it again."""
         self._hash_block_size = config.hash_block_size
         self._hit_block_size = hit_block_size(config.groups)
         self._alignment = config.cache_hit_alignment
@@ -265,8 +265,8 @@ class GroupManager:
 
     def _num_publishable(self, num_tokens: int) -> int:
         """Rounds `num_tokens` down, so that only blocks that a hit can use are published. The
-        result is the last possible end of a hit. If the last block of a hit is dropped, it is one
-        block more, because a look-up reads that block too.
+        result is the last possible end of a hit. If the last block of a hit is dropped, the result
+        is one block more, because a look-up reads the dropped block too.
         """
         if not self._rounds_published:
             return num_tokens

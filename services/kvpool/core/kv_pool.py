@@ -123,8 +123,7 @@ class KVPool:
     def num_common_prefix_blocks(self) -> list[int]:
         """For each group, the number of leading blocks that all requests with blocks share. The
         value is 0 without requests, without prefix caching, and for groups that free blocks early.
-        It is computed only for comparison with recorded scenarios. No attention kernel uses it,
-        because there is no cascade attention here.
+        It is used only to compare steps with vLLM's, since no kernel here does cascade attention.
         """
         tables = next(iter(self._tables.values()), None)
         if tables is None or not self.config.enable_prefix_caching:

@@ -36,9 +36,9 @@ class TransactionLedger(Generic[Answer]):
         self._answer: Answer | None = None
 
     def find(self, generation: int, sequence: int) -> Answer | None:
-        """Returns the stored answer if the last transaction is repeated, or None for the next one.
-        Raises StaleGeneration if `generation` is another generation of the pool, and OutOfSequence
-        if `sequence` is any other number.
+        """Returns None if `sequence` is the next transaction's number, and the stored answer if it
+        is the last transaction's. Raises OutOfSequence for any other number, and StaleGeneration if
+        `generation` is not the pool's current generation.
         """
         if generation != self._generation:
             raise StaleGeneration(

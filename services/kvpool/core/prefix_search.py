@@ -119,7 +119,7 @@ class FullSearch(PrefixSearch):
 
 class WindowSearch(PrefixSearch):
     """The search for sliding windows, which runs from the end of the chain to its beginning. Only
-    the blocks in the last window of a hit must be cached: all blocks if the hit is shorter.
+    the blocks in the last window of a hit must be cached, or all blocks of a shorter hit.
     """
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:

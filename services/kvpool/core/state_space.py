@@ -185,7 +185,7 @@ class AlignedStateManager(GroupManager):
             table.blocks[position] = target
             self._pool.copy(self._group, source, target, adds_holder_of=target)
             return
-        # The request overwrites its own state next. The copy stays in the prefix index.
+        # The request will overwrite its own state, so the copy takes its place in the prefix index.
         self._pool.move_hashes(self._group, source, target)
         self._pool.copy(self._group, source, target, adds_holder_of=source)
         moved = self._index.hash_of(target)

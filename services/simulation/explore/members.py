@@ -39,7 +39,7 @@ from services.worker.settings import WorkerSettings
 REDIS = "redis"
 DEVICE = files("services.simulation.explore") / "device.toml"
 _RESUBMIT_SECONDS = 300.0
-"""Longer than all faults of a run, so that every request waits until the faults are over."""
+"""How long gateways try to resubmit a request: longer than all faults of a run."""
 _STEP_SECONDS = 3.0
 """The time after which a worker that does not reply counts as hung."""
 _IDLE_SECONDS = 8.0

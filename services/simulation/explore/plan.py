@@ -11,7 +11,9 @@ from services.simulation.explore.members import REDIS, Shape, links, service_nam
 from services.simulation.explore.requests import FOCI, Arrival, draw_arrivals
 
 _LOAD_SECONDS = 0.3, 1.0, 1.0, 20.0
-"""The durations of the load and its faults, one of which is drawn. A long one has pauses."""
+"""The durations of a run's load and faults, one of which is drawn. In the longest, the services are
+idle between bursts of requests.
+"""
 _SETTINGS: tuple[tuple[str, Any], ...] = (
     ("async_scheduling", False),
     ("long_prefill_token_threshold", 16),
@@ -85,7 +87,7 @@ def make_plan(seed: int) -> Plan:
         rng, count, seconds, shape.num_gateways, pools=shape.pools, focus=focus
     )
     services, pairs, num_faults = service_names(shape), links(shape), rng.choice((0, 1, 2, 3, 5))
-    if shape.num_replicas > 1 and rng.random() < 0.6:  # The other replica takes over.
+    if shape.num_replicas > 1 and rng.random() < 0.6:  # Replica 1 has no faults and takes over.
         services = [name for name in services if _REPLICA_0.match(name)]
         pairs = [pair for pair in pairs if any(map(_REPLICA_0.match, pair))]
         num_faults = rng.choice((1, 2, 3, 5))
@@ -107,7 +109,7 @@ def _draw_shape(rng: random.Random) -> Shape:
     drafts = rng.choice(("", "", "ngram", "draft_model"))
     tier_gib = rng.choice((0.001, 0.003)) if rng.random() < 0.3 else 0.0
     settings = dict(setting for setting in _SETTINGS if rng.random() < _CHANGED)
-    if not tier_gib and rng.random() < _CHANGED:  # The tier is searched by prefix hashes.
+    if not tier_gib and rng.random() < _CHANGED:  # A tier requires prefix hashes.
         settings["enable_prefix_caching"] = False
     if rng.random() < 0.4:
         policies = [name for name in POLICIES if retains_contexts(name)]

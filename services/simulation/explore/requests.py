@@ -25,7 +25,8 @@ _TOKEN_SECONDS = 0.0045
 _FOCUSED = 0.6
 """The fraction of a run's requests that are of the kind in focus."""
 _LEAVES, _FOCUSED_LEAVES = 0.15, 0.5
-"""The fraction of clients that leave before their answers end."""
+"""The fraction of clients that leave before their answers end: usually, and if leaving is in focus.
+"""
 _WEIGHTS = {
     "several": 15,
     "random": 15,
@@ -85,7 +86,7 @@ class Request:
     num_logprobs: int = 0
     """The number of likely tokens with log-probabilities, for the prompt and the answer."""
     salt: str = ""
-    """The cache salt, with which the request only hits its own blocks. Not part of the answer."""
+    """The cache salt. The request hits only blocks with this salt. The answer does not change."""
     regex: str = ""
     more_prompts: tuple[tuple[int, ...], ...] = ()
     """Further prompts of the same request. Each one has its own answer."""

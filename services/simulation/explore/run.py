@@ -34,17 +34,17 @@ from services.simulation.runtime.streams import MemoryStreams
 _START_SECONDS = 20.0
 _SETTLE_SECONDS = 3.0
 _CALM_SETTLE_SECONDS = 0.15
-"""Enough for all work to end if there are no faults and no abandoned answers."""
+"""Seconds after which all work has ended if there are no faults and no abandoned answers."""
 _REDIS_SECONDS = 1.2
-"""Gateways look for new pools in Redis once per second."""
+"""Seconds within which gateways find a new pool in Redis, where they look once per second."""
 _ANSWER_SECONDS = 120.0
 _TAKEOVER_SECONDS = 15.0
-"""Enough to notice that a replica hangs, and to compute the answer on another replica."""
+"""Seconds within which a gateway notices that a replica hangs, and another replica answers."""
 _CALM_ANSWER_SECONDS = 5.0
-"""Enough for any answer when there are no faults."""
+"""Seconds within which any answer is complete if there are no faults."""
 _QUIET_SECONDS = 10.0
-"""More than two timeouts of the streams between gateways and schedulers, and more than the time
-after which a client's idle session ends.
+"""Seconds without load before the last checks: more than two timeouts of the streams between
+gateways and schedulers, and more than the time after which a client's idle session ends.
 """
 _PROBE_SECONDS = 2.0
 _GIVEN_UP = "in every step of this request"
@@ -288,7 +288,7 @@ async def _client(arrival: Arrival, answer: Answer, network: Network, *, retries
             await asking
     except TimeoutError:
         answer.error = "left"
-        if not arrival.request.key:  # With a key, another client may wait for this answer.
+        if not arrival.request.key:  # With a key, another client may still wait for the answer.
             answer.left_at = network.loop.time()
     pauses = arrival.request.pause_seconds * (1 + len(arrival.request.later_prompts))
     answer.seconds = network.loop.time() - begin - pauses

@@ -15,12 +15,15 @@ from services.simulation.explore.fleet import Fleet
 _LOOK_SECONDS = 0.02
 _LONGEST_LOOK_SECONDS = 0.5
 _NOTICE_SECONDS, _BUSY_NOTICE_SECONDS = 0.12, 0.5
-"""Enough for the services to notice that a client has left."""
+"""Seconds within which the services notice that a client has left: idle, and busy services."""
 _STALL_SECONDS, _CALM_STALL_SECONDS = 12.0, 3.0
-"""Enough to compute a step for some request, or to notice that no step can be computed."""
+"""Seconds within which a scheduler computes a step, or notices that it cannot: with faults in the
+run, and without.
+"""
 _ANSWER_SECONDS, _CALM_ANSWER_SECONDS = 7.0, 0.4
-"""Enough for a scheduler to accept or refuse a sequence, or to report its end. It includes the time
-after which a gateway ends the session with a scheduler that does not reply.
+"""Seconds within which a scheduler accepts or refuses a sequence, or reports its end: with faults
+in the run, and without. With faults, a gateway may first have to end its session with a scheduler
+that does not reply.
 """
 _NAME = re.compile(r"(?:\w+-)?request-(\d+)(?:-(\d+))?")
 

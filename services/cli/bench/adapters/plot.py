@@ -83,7 +83,9 @@ def _add_overlap(columns: list[float], width: float, begin: float, end: float) -
 
 
 def _draw_requests(axes: "Axes", records: Sequence[RequestRecord]) -> None:
-    """Draws the TTFT of each request in ms over its intended time. Failures are crosses at 0."""
+    """Draws each request's TTFT in ms at the time when the request should have been sent. Failures
+    are crosses at 0.
+    """
     highest = 1.0
     for label, colour, chosen in (
         ("TTFT", GREEN, [r for r in records if r.is_ok and not r.is_warmup]),

@@ -64,7 +64,7 @@ class StreamReply(AnswerReply):
         num_outputs, is_end = self._events.feed(data)
         record = self._record
         if is_end and not num_outputs and not record.token_times:
-            num_outputs = 1  # no event had text, because the output's tokens have none
+            num_outputs = 1  # an output without text, such as only special tokens, also counts
         for _ in range(num_outputs):
             record.token_times.append(now)
         if num_outputs or is_end:
