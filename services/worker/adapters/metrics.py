@@ -34,9 +34,7 @@ class WorkerMetrics(Collector):
         self._num_streams += 1
 
     def stepped(self, num_tokens: int, queue_nanos: int, execute_nanos: int) -> None:
-        """Counts a completed step of `num_tokens` tokens, its wait in the queue and its
-        execution.
-        """
+        """Counts a completed step of `num_tokens` tokens, its wait and its execution."""
         self._num_tokens += num_tokens
         self._num_waits += 1
         self._wait_nanos += queue_nanos

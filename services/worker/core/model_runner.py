@@ -202,9 +202,7 @@ class ModelRunner:
             self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> Int32Array:
-        """Applies the step's changes to the batch. Returns each request's number of computed
-        tokens, as `apply_step` does.
-        """
+        """Applies the step's changes to the batch. Returns what `apply_step` returns."""
         if self.pooler is not None:
             self.pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):

@@ -85,9 +85,7 @@ class StepTimes:
         return StepTimes(more(self.decode), more(self.mixed))
 
     def seconds(self, num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array) -> float:
-        """The time of a step, given its requests' numbers of scheduled and computed tokens, or 0
-        for a step without requests.
-        """
+        """The time of a step, given its requests' numbers of scheduled and computed tokens."""
         num_requests = len(num_scheduled_tokens)
         if not num_requests:
             return 0.0

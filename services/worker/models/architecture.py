@@ -1,8 +1,8 @@
 """The native architectures, and the traits of each that config.json does not contain.
 
 All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. `Traits` lists
-their differences. Traits are looked up by architecture only while config.json is read. Layers are
-built from ModelConfig, which has the values derived from traits.
+their differences. Traits are used only while config.json is read: ModelConfig has the values
+derived from them, and layers are built from ModelConfig.
 """
 
 import enum
@@ -28,7 +28,7 @@ _ENDINGS = ("ForCausalLM", "ForSequenceClassification", "Model")
 
 
 def native_architecture(name: str) -> Architecture | None:
-    """The native decoder, if any, of the model class `name` in config.json.
+    """Returns the native decoder of a model class in config.json, or None if there is none.
 
     The class may have the decoder's own head, a head for classes (LlamaForSequenceClassification),
     or no head (LlamaModel).
@@ -50,7 +50,7 @@ class Biases(enum.Enum):
 
 
 class Windows(enum.Enum):
-    """Which layers have a window of `sliding_window` tokens."""
+    """Which layers have an attention window of `sliding_window` tokens."""
 
     NONE = "none"
     ALL = "every layer, where sliding_window is set"
@@ -77,10 +77,10 @@ class Traits:
     """Whether queries and keys are normalized per head."""
     windows: Windows = Windows.NONE
     default_window: int | None = 4096
-    """The window if config.json has no `sliding_window`. None means no window."""
+    """The attention window if config.json has no `sliding_window`. None means no window."""
     window_pattern: int = 1
-    """Number of layers in a period of the pattern of windows. The last layer of each period has no
-    window.
+    """Layers with and without windows alternate with this period. The last layer of each period has
+    none.
     """
     experts: ExpertLayout | None = None
     """How the tensors of experts are named. None means all MLPs are dense."""
@@ -90,7 +90,7 @@ class Traits:
     output_norms: bool = False
     """Whether outputs of attention and MLP are normalized before they are added to the residual."""
     norm_weight_offset: float = 0.0
-    """Added to the norm weights of checkpoints."""
+    """The number that is added to each norm weight of a checkpoint."""
     scaled_embedding: bool = False
     """Whether embeddings are multiplied by the square root of `hidden_size`."""
     query_pre_attn_scalar: int | None = None
@@ -98,7 +98,9 @@ class Traits:
     the key is not read, and the value is `head_dim`.
     """
     softcaps: tuple[float | None, float | None] | None = None
-    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: not read."""
+    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: these keys are not
+    read.
+    """
     head_dim: int | None = None
     """Default of the key `head_dim`. None means `hidden_size` divided by the number of heads."""
     tie_word_embeddings: bool = False

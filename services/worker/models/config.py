@@ -46,7 +46,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     """For each layer, the properties that may differ between layers."""
     rope: RopeConfig
-    """Rotary positions of layers without a window."""
+    """Rotary positions of layers without an attention window."""
     tie_word_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -54,14 +54,14 @@ class ModelConfig:
     mlp_bias: bool
     embedding_scale: float
     attention_scale: float
-    """Factor of the products of queries and keys."""
+    """Factor by which products of queries and keys are multiplied."""
     attention_softcap: float | None
     """The cap c of attention scores: a score x becomes c tanh(x / c). None: no cap."""
     logits_softcap: float | None
     """The cap c of logits: a logit x becomes c tanh(x / c). None: no cap."""
     checkpoint_dtype: str | None
-    """The data type of the checkpoint's weights. None if config.json names none, or one in which
-    models cannot run.
+    """The data type of the checkpoint's weights. None if config.json names none, or a type in which
+    models cannot compute.
     """
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
@@ -123,8 +123,8 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def resolve_max_model_len(asked: int | None, default: int, longest: int, path: Path) -> int:
-    """The length limit of sequences in tokens: `asked`, or the default. Raises ModelConfigError if
-    `asked` exceeds `longest`, the model's own limit.
+    """The maximum length of sequences in tokens: `asked`, or `default` if it is None. Raises
+    ModelConfigError if `asked` exceeds `longest`, the model's own limit.
     """
     if asked is not None and asked > longest:
         raise ModelConfigError(
@@ -160,8 +160,8 @@ def _softcaps(reader: JsonReader, traits: Traits) -> tuple[float | None, float |
 
 
 def check_eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) -> JsonReader:
-    """A reader of the file that defines the end tokens: generation_config.json if it has the key,
-    and config.json otherwise. Raises ModelConfigError for tokens outside the vocabulary.
+    """Returns a reader of the file that defines the end tokens: generation_config.json if it has
+    the key, otherwise config.json. Raises ModelConfigError for tokens outside the vocabulary.
     """
     path, reader = directory / "generation_config.json", config
     if path.exists():

@@ -1,7 +1,7 @@
 """The decoder of all native architectures: attention and gated MLPs, each after a norm.
 
-A Decoder may be one pipeline stage. `config` then has only the stage's layers. The input of each
-stage after the first is the residual stream, which the previous stage returned as hidden states.
+A Decoder may be one pipeline stage. `config` then has only the stage's layers. Each stage after the
+first continues with the residual stream that the previous stage returned as hidden states.
 
 Architectures differ in their weights (biases, query-key norms, output norms, experts) and in their
 configuration (windows, scales, caps): see ModelConfig. The projections of queries, keys and values
@@ -26,7 +26,7 @@ def attention_layers(config: ModelConfig) -> tuple[AttentionLayer, ...]:
 
 
 class Decoder:
-    """A decoder over a paged cache of keys and values. Immutable. Calls need inference mode."""
+    """A decoder over a paged KV cache. Immutable. Must be called in torch's inference mode."""
 
     def __init__(
         self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int
@@ -35,7 +35,9 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
-        """The norm before each layer, then the norm after the last one (None in earlier stages)."""
+        """The norm before each layer, then the norm after the last layer, or None if the last layer
+        is in a later pipeline stage.
+        """
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
@@ -60,7 +62,9 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the layers, also on padding rows. Only the last stage normalizes hidden states."""
+        """Runs the layers. Rows that pad the batch are computed too. Only the last stage normalizes
+        the hidden states that it returns.
+        """
         adapters = None if lora is None else self._kernels.lora_step(lora)
         if self._fused is not None and self._fused.accepts(attention):
             hidden, logits = self._fused(token_ids, attention, embedded, wanted, adapters)

@@ -13,7 +13,7 @@ SLIDING = "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """Experts of a layer: gated MLPs. A router picks a few of them for each token.
+    """The experts of a layer: gated MLPs. A router picks a few of them for each token.
 
     `normalized`: the weights of the picked experts are scaled to a sum of 1.
     """
@@ -39,7 +39,7 @@ class LayerConfig:
 
 
 def read_layers(reader: JsonReader, traits: Traits, num_layers: int) -> tuple[LayerConfig, ...]:
-    """The configuration of every layer, in order. Raises ModelConfigError."""
+    """Returns the configuration of every layer, in order. Raises ModelConfigError."""
     windows = _windows(reader, traits, num_layers)
     rope, sliding_rope = read_ropes(reader, theta=traits.theta, local_theta=traits.local_theta)
     experts = _experts(reader, traits)
@@ -84,7 +84,7 @@ def _sliding_layers(reader: JsonReader, traits: Traits, num_layers: int) -> list
 
 
 def _listed(reader: JsonReader, num_layers: int) -> list[bool] | None:
-    """Whether each layer has a window, from `layer_types`, or None if the key is absent."""
+    """Returns whether each layer has a window, from `layer_types`, or None if the key is absent."""
     types = reader.raw("layer_types")
     if types is None:
         return None
@@ -117,7 +117,7 @@ def _experts(reader: JsonReader, traits: Traits) -> ExpertsConfig | None:
 
 
 def _routes(reader: JsonReader, traits: Traits, index: int) -> bool:
-    """Whether a layer has experts. In Qwen3-MoE, some layers may have a dense MLP instead."""
+    """Whether a layer has experts. In Qwen3-MoE, some layers may have one dense MLP instead."""
     if traits.experts is not ExpertLayout.QWEN3:
         return traits.experts is not None
     step = reader.integer("decoder_sparse_step", 1)

@@ -32,11 +32,10 @@ def load_model(
     ranks: Ranks = ALONE,
     wait_for_ranks: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """Reads configuration and weights, or this rank's part of the weights if there are several
-    `ranks`.
+    """Reads configuration and weights. With several `ranks`, reads this rank's part of the weights.
 
     `wait_for_ranks` waits, without a deadline, until every rank has called it. It is called before
-    the ranks compute something together, since some ranks may read longer than others. Raises
+    the ranks compute something together, because some ranks may read longer than others. Raises
     ModelError if the model cannot be served.
     """
     directory = checkpoint.directory
@@ -49,7 +48,8 @@ def load_model(
         raise UnsupportedModel(directory / "config.json", problem)
     else:
         check_decoder(read_json_object(directory / "config.json"), directory / "config.json")
-        # Imported only here, since importing transformers takes seconds and a hundred megabytes.
+        # Imported only for these models, because importing transformers takes seconds and a hundred
+        # megabytes.
         from services.worker.models.from_transformers.model import load_transformers_model  # noqa: PLC0415
 
         loaded = load_transformers_model(checkpoint, options, kernels, ranks, wait_for_ranks)
@@ -58,8 +58,8 @@ def load_model(
 
 
 def without_idle_windows(loaded: LoadedModel) -> LoadedModel:
-    """The model without windows that have no effect, because they are at least as long as the
-    longest sequence.
+    """Returns the model without attention windows that are as long as its longest sequence or
+    longer, because they have no effect.
     """
     attention = tuple(
         replace(x, window=None) if x.window and x.window >= loaded.max_model_len else x
@@ -69,7 +69,7 @@ def without_idle_windows(loaded: LoadedModel) -> LoadedModel:
 
 
 def native_max_model_len(config: ModelConfig, options: LoadOptions, path: Path) -> int:
-    """The maximum length of a sequence of a native model. `path`: its config.json. Raises
+    """The maximum length of a sequence of a native model. `path` is its config.json. Raises
     ModelConfigError if `options.max_model_len` exceeds what the model supports.
     """
     longest, pooling = config.rope.max_model_len, options.pooling
@@ -84,7 +84,7 @@ def _load_natively(
 ) -> LoadedModel:
     directory = checkpoint.directory
     config, pooling = model_config.read_model_config(directory), options.pooling
-    if pooling is not None:  # only logits of the vocabulary are capped
+    if pooling is not None:  # class scores are not capped
         config = replace(config, logits_softcap=None)
     max_model_len = native_max_model_len(config, options, directory / "config.json")
     dtype = resolve_dtype(options.dtype, config.checkpoint_dtype, has_bfloat16=kernels.has_bfloat16)

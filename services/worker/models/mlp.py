@@ -13,8 +13,8 @@ from services.worker.backends.torch.gating import gated
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs with a router. A token's output is the weighted sum of the outputs of the
-    `num_picked` experts with the highest scores for the token.
+    """Gated MLPs (experts) with a router. A token's output is the weighted sum of the outputs of
+    the `num_picked` experts with the highest scores for the token.
 
     Tokens are grouped by expert, so that each expert is computed once. Experts that no token picks
     are not computed. A token's results are added in the order of expert numbers, independent of
@@ -53,8 +53,8 @@ class Experts:
 @dataclass(frozen=True, slots=True)
 class GroupedExperts:
     """Computes the same as Experts, with all experts in two grouped multiplications. Their shapes
-    do not depend on the picked experts. So the host need not wait for the device, and CUDA graphs
-    may record them. The weights of experts that no token picks are not read.
+    do not depend on the picked experts. Therefore the host need not wait for the device, and CUDA
+    graphs may record them. The weights of experts that no token picks are not read.
 
     `gate_up` [num_experts, 2 * intermediate_size, hidden_size]: gates before values. `down`
     [num_experts, hidden_size, intermediate_size].
@@ -85,7 +85,7 @@ class GroupedExperts:
 def _route(
     scores: torch.Tensor, num_picked: int, *, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights (float32) and numbers of the picked experts, each [n, num_picked]."""
+    """Returns weights (float32) and numbers of the picked experts, each [n, num_picked]."""
     weights, picked = torch.softmax(scores.float(), dim=-1).topk(num_picked, dim=-1)
     if normalized:
         weights = weights / weights.sum(dim=-1, keepdim=True)

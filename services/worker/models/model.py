@@ -53,7 +53,9 @@ class Model(Protocol):
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows of `whole` at the indexes `wanted` (None: all rows), or None if there are none."""
+    """The rows of `whole` at the indexes `wanted`, or None if there are no indexes. If `wanted` is
+    None, returns all rows.
+    """
     if wanted is None:
         return whole
     return whole[wanted] if len(wanted) else None
@@ -79,9 +81,9 @@ class LoadedModel:
     """Maximum length of a sequence, in tokens."""
     eos_token_ids: tuple[int, ...]
     attention: tuple[AttentionLayer, ...]
-    """The attention layers of all pipeline stages, in order."""
+    """The attention layers of the whole model, also those of other pipeline stages, in order."""
     states: tuple[StateLayer, ...] = ()
-    """The states of each recurrent layer."""
+    """The states of each recurrent layer, empty if the model has no such layers."""
     rope_length: int = 0
     """The sequence length from which rotary frequencies are computed, or 0 if it has no effect."""
     is_static: bool = False
@@ -95,13 +97,15 @@ class LoadedModel:
 
     @property
     def own_attention(self) -> tuple[AttentionLayer, ...]:
-        """The attention layers that `model` has."""
+        """The attention layers of this pipeline stage."""
         if self.stage is None:
             return self.attention
         return self.attention[self.stage.start : self.stage.stop]
 
     def own_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Converts indexes in the whole model to indexes in `model`, for the layers that it has."""
+        """Converts indexes of layers in the whole model to indexes in `model`. Layers of other
+        pipeline stages are dropped.
+        """
         return tuple(layers) if self.stage is None else self.stage.of_group(layers)
 
 
@@ -111,7 +115,7 @@ class LoadOptions:
     """The maximum length of a sequence, in tokens. None means the model's own limit."""
     dtype: DtypeSetting
     pooling: PoolingConfig | None = None
-    """How prompts are pooled, or None if the model generates."""
+    """How prompts are pooled, or None if the model generates text."""
     stage: int = 0
     """The pipeline stage to load, of `num_stages`."""
     num_stages: int = 1

@@ -1,5 +1,5 @@
-"""How a model's directory defines pooling: whether the model returns vectors, from which states
-they are computed, and their final activation.
+"""How a model's directory defines pooling: whether the model returns vectors, from which hidden
+states they are computed, and their final activation.
 
 Directories of sentence-transformers list their modules in modules.json: the transformer, a pooling
 module with its own config.json, and optionally a normalization. Architectures of cross-encoders end
@@ -67,7 +67,7 @@ class PoolingConfig:
     max_seq_length: int | None = None
     """The directory's limit on the tokens of a prompt. None means the model's own limit."""
     may_shorten: bool = True
-    """This field and the next one: see `services.common.request.pooling.Pooler`."""
+    """See `services.common.request.pooling.Pooler`, also for `matryoshka_dimensions`."""
     matryoshka_dimensions: tuple[int, ...] = ()
 
     @property

@@ -19,9 +19,9 @@ _WEIGHT = ".weight"
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """The quantized weights of a checkpoint. `shapes` maps a weight's name in an unquantized
-    checkpoint to its shape. `config` is None if no weight is quantized, or if each quantized weight
-    is one tensor of blocks (GGUF).
+    """The quantized weights of a checkpoint. `shapes` maps the name that a weight would have in an
+    unquantized checkpoint to its shape. `config` is None if no weight is quantized, or if each
+    quantized weight is one tensor of blocks (GGUF).
     """
 
     checkpoint: Checkpoint
@@ -29,8 +29,9 @@ class StoredWeights:
     shapes: Mapping[str, tuple[int, int]]
 
     def check(self, expected: Shapes) -> None:
-        """Raises ModelTensorError unless the checkpoint has exactly the tensors of `expected`. The
-        tensors of a quantized weight replace its unquantized tensor.
+        """Raises ModelTensorError unless the checkpoint has exactly the tensors of `expected`.
+        Where a weight is quantized, its quantized tensors are expected in place of the unquantized
+        tensor.
         """
         stored: Shapes = {}
         for name, shape in expected.items():
@@ -39,7 +40,7 @@ class StoredWeights:
         self.checkpoint.check(stored, dict.fromkeys(added, CODES))
 
     def read(self, reader: TensorReader, name: str, dtype: torch.dtype) -> QuantizedWeight:
-        """Reads one quantized weight, whole."""
+        """Reads one whole quantized weight."""
         if self.config is None:
             return reader.read_quantized(name, dtype)
         parts = self._tensors_of(name)
@@ -64,8 +65,9 @@ class StoredWeights:
 def stored_weights(
     checkpoint: Checkpoint, config: QuantizationConfig | None, expected: Shapes, tied: str | None
 ) -> StoredWeights:
-    """Finds the expected tensors that are quantized. `config` defines them. If it is None, the
-    types of the tensors do. `tied`: name of a head that shares the embedding's weight, or None.
+    """Finds the expected tensors that are quantized: those that `config` describes or, if it is
+    None, those whose data types are quantized. `tied` is the name of a head that shares the
+    embedding's weight, or None.
     """
 
     def is_quantized(name: str) -> bool:
@@ -111,7 +113,9 @@ class WeightReader:
             raise UnsupportedModel(self.stored.checkpoint.source, f"{names}: {error}") from error
 
     def made_head(self, weight: torch.Tensor) -> Weight:
-        """Quantizes the weight of a head, which was read before, if the setting requires it."""
+        """Returns the weight of a head. Quantizes `weight`, which was read before, if the setting
+        requires it.
+        """
         return weight if self.setting is QuantizationSetting.AUTO else quantize_int8(weight)
 
     def _part(self, name: str, index: Index) -> Weight:
@@ -131,7 +135,6 @@ class WeightReader:
 
 
 def _taken(weight: QuantizedWeight, index: Index) -> QuantizedWeight:
-    """A part of a weight, selected by slices of rows and of columns."""
     rows, columns = (*index, WHOLE, WHOLE)[:2]
     assert isinstance(rows, slice)
     assert isinstance(columns, slice)

@@ -45,8 +45,8 @@ class QuantizationConfig:
     format: StoredFormat
     bits: int
     group_size: int | None
-    """The number of input features that share a scale. None means all input features. In FP8
-    formats with blocks, the same number of output features shares the scale.
+    """The number of input features that share a scale, or None if all of them do. In FP8 formats
+    with blocks, the scale is also shared by as many output features.
     """
     zero_points: bool
     """Whether codes have zero points."""
@@ -57,7 +57,7 @@ class QuantizationConfig:
     quantizes_head: bool
     """Whether the projection to the vocabulary is quantized."""
     has_input_scales: bool = False
-    """Whether the checkpoint has input scales, which are ignored."""
+    """Whether the checkpoint has scales for inputs, which are ignored."""
     quantizes_inputs: bool = False
     """Whether inputs are quantized to 8 bits, with a scale for each token."""
 
@@ -71,8 +71,9 @@ class QuantizationConfig:
 
 
 def read_quantization(config: JsonReader) -> QuantizationConfig | None:
-    """The quantization of config.json, or None if the weights are not quantized. Raises
-    UnsupportedModel for an unsupported quantization, and ModelConfigError.
+    """Returns the quantization that config.json describes, or None if the weights are not
+    quantized. Raises UnsupportedModel for an unsupported quantization, and ModelConfigError for a
+    wrong value.
     """
     if KEY not in config:
         return None

@@ -17,13 +17,13 @@ _CODES_IN = dict.fromkeys(
     ("qweight", "qzeros", "weight_packed", "weight_zero_point", "g_idx"), torch.int32
 )
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Positions of the codes of eight consecutive output features in a word of AWQ."""
+"""For each of eight consecutive output features, the position of its code in a word of AWQ."""
 
 Tensors = dict[str, torch.Tensor]
 
 
 def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that store one weight, by the last parts of the tensors' names.
+    """Returns the shapes of the tensors that store one weight, by the last part of their names.
     Raises ValueError if the weight's dimensions are not multiples of the group size and of the
     number of codes in a word.
     """
@@ -62,8 +62,8 @@ def decoded(
     config: QuantizationConfig, tensors: Tensors, shape: tuple[int, int], dtype: torch.dtype
 ) -> QuantizedWeight:
     """Decodes the tensors of `tensor_shapes`, for computations in `dtype`. Raises ValueError for
-    codes of another data type, for NaN, and for groups that are not consecutive input features.
-    Also raises ValueError as QuantizedWeight does.
+    codes of another data type, for NaN, for groups that are not consecutive input features, and for
+    weights that QuantizedWeight does not support.
     """
     floats = config.format in (StoredFormat.FLOAT_QUANTIZED, StoredFormat.FP8)
     codes_in = _CODES_IN | {"weight": torch.float8_e4m3fn if floats else torch.int8}
@@ -99,7 +99,9 @@ def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype)
 
 
 def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Decodes symmetric GPTQ weights, whose zero points (qzeros) are the middle of the codes."""
+    """Decodes symmetric GPTQ weights. Their zero points (qzeros) are the middle of the code
+    range.
+    """
     group_of = tensors["g_idx"].long()
     columns = torch.arange(len(group_of), device=group_of.device)
     if not torch.equal(group_of, columns // (config.group_size or len(columns))):

@@ -2,8 +2,8 @@
 
 Rotary embeddings are from Su et al., RoFormer. The extensions are: linear (Chen et al., position
 interpolation), dynamic (the "NTK-aware" change of base), YaRN (Peng et al.), and Llama 3 (smoothed
-interpolation by wavelength). Settings are read from `rope_parameters`, or from `rope_theta` and
-`rope_scaling`.
+interpolation by wavelength). Settings are read from `rope_parameters` in config.json, or from
+`rope_theta` and `rope_scaling`.
 """
 
 import enum
@@ -62,12 +62,13 @@ class RopeConfig:
 def read_ropes(
     config: JsonReader, *, theta: float, local_theta: float | None
 ) -> tuple[RopeConfig, RopeConfig]:
-    """The rotary embeddings of full-attention layers and of layers with a window, from config.json.
-    Raises ModelConfigError.
+    """Returns the rotary embeddings of full-attention layers and of layers with an attention
+    window, from config.json. Raises ModelConfigError.
 
     `theta`: the default base. `local_theta`: the default of `rope_local_base_freq`, the base of the
-    embedding in layers with a window, which is not scaled. If `local_theta` is None, all layers
-    have the same embedding. `rope_parameters` may also have an entry for each type of layer.
+    embedding in layers with a window, whose frequencies are not scaled. If `local_theta` is None,
+    all layers have the same embedding. `rope_parameters` may also have an entry for each type of
+    layer.
     """
     values = config.nested("rope_parameters") or config.nested("rope_scaling")
     full, sliding = values.nested("full_attention"), values.nested("sliding_attention")

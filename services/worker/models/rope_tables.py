@@ -10,7 +10,7 @@ from services.worker.models.rope import RopeConfig, RopeType
 def inverse_frequencies(
     rope: RopeConfig, head_dim: int, max_model_len: int
 ) -> tuple[torch.Tensor, float]:
-    """Frequencies, float32 [head_dim / 2], and the factor of cos and sin.
+    """Returns frequencies, float32 [head_dim / 2], and the factor of cos and sin.
 
     With RopeType.DYNAMIC, frequencies depend on the sequence length. Cached keys must not change
     when a sequence grows, so the base is computed from `max_model_len` for all sequences. If
@@ -40,14 +40,16 @@ def cos_sin_table(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of all positions below `max_model_len`: two [max_model_len, head_dim / 2]."""
+    """cos and sin of all positions below `max_model_len`: two tensors [max_model_len, head_dim /
+    2].
+    """
     frequencies, factor = inverse_frequencies(rope, head_dim, max_model_len)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Interpolates long wavelengths, keeps short ones, and blends both between them."""
+    """Interpolates long wavelengths, keeps short ones, and blends both in between."""
     length = rope.original_max_position_embeddings
     wavelengths = 2 * math.pi / plain
     spread = rope.high_freq_factor - rope.low_freq_factor

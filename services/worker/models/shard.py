@@ -1,12 +1,14 @@
-"""The part of a decoder that a rank has.
+"""The part of a decoder that a tensor-parallel rank has.
 
 Query heads, key-value heads, the inner dimension of each MLP and the rows of the output projection
-are divided. Parts are equal, or the first ranks have one element more. A query head is on the same
-rank as the key-value head that it attends with. If there are fewer key-value heads than ranks,
-several ranks have the same key-value head, as in vLLM. Embeddings are whole on each rank. A step
-reads only a few rows of them, so dividing them would save no time and would require one more sum.
-A step reads the whole output projection, so it is divided. It stays whole if its parts would differ
-in size, which gathering does not support.
+are divided. The parts are equal, or the first ranks have one element more. A query head is on the
+same rank as the key-value head that it attends with. If there are fewer key-value heads than ranks,
+several ranks have the same key-value head, as in vLLM.
+
+Embeddings are whole on each rank. A step reads only a few rows of them, so dividing them would save
+no time and would require one more sum. The output projection is divided, because a step reads all
+of it. It stays whole if its parts would differ in size, because the ranks' gather requires equal
+sizes.
 """
 
 import logging
@@ -21,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part number `rank` of a decoder that is divided into `size` parts."""
+    """The part with number `rank` of a decoder that is divided into `size` parts."""
 
     rank: int = 0
     size: int = 1
@@ -37,7 +39,7 @@ class Shard:
         return num_rows % self.size == 0
 
     def of_head(self, num_rows: int) -> slice:
-        """This rank's rows of the output projection, all rows if parts would differ in size."""
+        """This rank's rows of the output projection, or all rows if parts would differ in size."""
         return self.of(num_rows) if self.divides_head(num_rows) else slice(0, num_rows)
 
     def kv_heads(self, num_kv_heads: int) -> slice:
@@ -65,7 +67,7 @@ class Shard:
         return heads.stop - heads.start, kv_heads.stop - kv_heads.start
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """`config`, which is of the whole model, with this rank's head counts."""
+        """Returns `config`, which describes the whole model, with this rank's head counts."""
         num_heads, num_kv_heads = self.count_heads(config.num_heads, config.num_kv_heads)
         return replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
@@ -77,7 +79,9 @@ class Shard:
 
 
 def check_divisible(num_heads: int, num_kv_heads: int, size: int, directory: Path) -> None:
-    """Raises UnsupportedModel, with the possible sizes, if `size` ranks cannot divide the heads."""
+    """Raises UnsupportedModel if `size` ranks cannot divide the heads. The error names the possible
+    sizes.
+    """
     if size <= num_kv_heads or (size % num_kv_heads == 0 and size <= num_heads):
         return
     if num_kv_heads in (1, num_heads):
@@ -102,5 +106,5 @@ def check_stages(num_layers: int, num_stages: int, directory: Path) -> None:
 
 
 def of_width(part: slice, width: int) -> slice:
-    """Converts a range of entries of `width` elements each to a range of elements."""
+    """Converts a range of heads (or other entries) of `width` elements to a range of elements."""
     return slice(part.start * width, part.stop * width)

@@ -1,9 +1,9 @@
 """The layers of a decoder that a pipeline stage computes.
 
-A model is divided between layers, so that the stages read about equally many bytes of weights in a
-step. A step of few tokens takes as long as reading the weights, so its stages take about equally
-long. A step reads all weights of its layers and of the head, which may be as large as many layers,
-but only one row of the embedding for each token, which is negligible.
+Layers are divided so that the stages read about equally many bytes of weights in a step. Because a
+step of few tokens takes as long as reading the weights, its stages then take about equally long. A
+step reads all weights of its layers and of the head, which may be as large as many layers. Of the
+embedding it reads one row for each token, which is negligible.
 """
 
 import logging
@@ -46,7 +46,9 @@ class StageLayers:
         return range(self.start, self.stop)
 
     def of_group(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Converts indexes in the model to indexes in the stage, for the layers that it has."""
+        """Converts indexes of layers in the model to indexes in the stage. Layers of other stages
+        are dropped.
+        """
         return tuple(layer - self.start for layer in layers if self.start <= layer < self.stop)
 
     def log_read(self, num_bytes: int, whole: int) -> None:
@@ -64,8 +66,8 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
     """Divides layers into consecutive ranges, one for each stage, so that the largest stage has as
     few bytes as possible. Each stage has at least one layer.
 
-    The last stage also has `head_bytes`. Among such divisions, earlier stages get as many layers as
-    possible.
+    The last stage also has `head_bytes`. If several divisions are equally good, earlier stages get
+    as many layers as possible.
     """
     num_layers = len(layer_bytes)
     if num_stages > num_layers:
@@ -73,7 +75,7 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
     ends = [0, *accumulate(layer_bytes)]
 
     def divided(most: int) -> list[range] | None:
-        """A division with at most `most` bytes in each stage, if there is one."""
+        """Returns a division with at most `most` bytes in each stage, or None."""
         stages, start = [], 0
         for left in reversed(range(1, num_stages)):
             # The stage gets as many layers as fit, but leaves at least one for each later stage.
@@ -90,7 +92,7 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
         middle = (least + enough) // 2
         least, enough = (middle, enough) if divided(middle) is None else (least, middle)
     found = divided(enough)
-    assert found is not None  # the upper bound fits all bytes in one stage
+    assert found is not None  # with the upper bound, one stage has room for all bytes
     return found
 
 
@@ -117,7 +119,6 @@ def layers_of_stage(
 
 
 def _layer_of(name: str) -> int | None:
-    """The layer that a tensor belongs to, by its name, or None."""
     prefix, _, rest = name.partition("model.layers.")
     number = rest.partition(".")[0]
     return int(number) if not prefix and number.isdigit() else None

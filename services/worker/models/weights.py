@@ -55,9 +55,9 @@ def load_weights(
     projections, except routers and the head for classes.
 
     With `pooling`, the head is the head for classes, which is whole on each rank. If there are no
-    classes, the head is a single row, which is never used because no logits are computed. The
-    checkpoint may then contain only the decoder's body. Raises ModelError before anything is read
-    if the tensors do not match `config`.
+    classes, no logits are computed, and the head is a single unused row. The checkpoint may then
+    contain only the decoder's body. Raises ModelError before anything is read if the tensors do not
+    match `config`.
     """
     if pooling is not None and EMBEDDING not in checkpoint.tensors:
         checkpoint = checkpoint.prefixed("model.", apart=CLASS_HEAD)
@@ -97,7 +97,7 @@ def load_weights(
 def _head(
     loader: "_Loader", embedding: torch.Tensor, pooling: PoolingConfig | None, *, has_own: bool
 ) -> Linear:
-    """The projection of the last hidden states, either to the vocabulary or to classes."""
+    """Returns the projection of the last hidden states, either to the vocabulary or to classes."""
     if pooling is None:
         return _vocabulary_head(loader, embedding, has_own=has_own)
     head = loader.parts((CLASS_HEAD, ())) if pooling.num_labels else embedding[:1].clone()
@@ -105,7 +105,9 @@ def _head(
 
 
 def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: bool) -> Linear:
-    """This rank's part of the projection to the vocabulary. `embedding` may have no rows."""
+    """Returns this rank's part of the projection to the vocabulary. If `embedding` is empty, a tied
+    head is read from the checkpoint.
+    """
     vocab_size = loader.config.vocab_size
     rows = loader.shard.of_head(vocab_size)
     tied = loader.config.tie_word_embeddings
@@ -120,8 +122,9 @@ def _vocabulary_head(loader: "_Loader", embedding: torch.Tensor, *, has_own: boo
 
 
 def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
-    """The head of a model whose config.json ties the head to the embedding, as in transformers:
-    `tied`, the embedding, if the checkpoint's `head` equals it, and `head` otherwise.
+    """Returns the head of a model whose config.json ties the head to the embedding. As in
+    transformers, it is the checkpoint's `head` if this differs from the embedding `tied`, otherwise
+    `tied` itself.
     """
     if torch.equal(head, tied):
         return tied
@@ -178,14 +181,15 @@ class _Loader:
         )
 
     def experts(self, experts: ExpertsConfig) -> Mlp:
-        """A router with its experts."""
         kernels, names = self.kernels, tensor_shapes.EXPERT_NAMES[experts.layout]
         size, stacked = experts.intermediate_size, self.stacked_experts
         inner, activation = self.shard.of(size), self.config.traits.activation
         behind = slice(inner.start + size, inner.stop + size)
 
         def parts_of(number: int) -> tuple[tuple[_Part, ...], _Part]:
-            """An expert's input projections, gates before values, and its output projection."""
+            """Returns an expert's input projections, gates before values, and its output
+            projection.
+            """
             if stacked:
                 name = tensor_shapes.STACKED_GATE_UP
                 gate_up = tuple((name, (number, x)) for x in (inner, behind))
@@ -211,8 +215,8 @@ class _Loader:
         return Experts(router, apart, *picking, kernels)
 
     def norm(self, name: str) -> torch.Tensor:
-        """The weight of a norm. If the norm has an offset, the sum of weight and offset is not
-        rounded to bfloat16. Rounding the sum would lose more bits of a small weight than rounding
+        """Returns the weight of a norm. If the norm has an offset, the sum of weight and offset is
+        not rounded to bfloat16, because that would lose more bits of a small weight than rounding
         the weight.
         """
         offset = self.config.traits.norm_weight_offset
@@ -229,7 +233,9 @@ class _Loader:
         return self.weight(*weights), self.parts(*biases) if bias else None
 
     def summed(self, name: str, columns: slice, *, bias: bool) -> Linear:
-        """A projection of this rank's part of the input. Outputs are summed over the ranks."""
+        """Returns a projection of this rank's part of the input, whose outputs are summed over the
+        ranks.
+        """
         weight = self.weight((f"{name}.weight", (WHOLE, columns)))
         return self.kernels.linear(weight, self.parts((f"{name}.bias", ())) if bias else None)
 
@@ -238,15 +244,15 @@ class _Loader:
         return torch.empty((0, self.config.hidden_size), dtype=self.dtype, device=device)
 
     def parts(self, *parts: _Part) -> torch.Tensor:
-        """Reads parts of tensors and concatenates them along the first axis. See TensorReader."""
+        """Reads parts of tensors and concatenates them along the first axis (see TensorReader)."""
         return self.reader.read_parts(*self.named(parts), dtype=self.dtype)
 
     def weight(self, *parts: _Part) -> Weight:
-        """Reads parts of projection weights and concatenates their rows. See WeightReader."""
+        """Reads parts of projection weights and concatenates their rows (see WeightReader)."""
         return self.weights.read(*self.named(parts))
 
     def dense(self, *parts: _Part) -> torch.Tensor:
-        """Does the same as `weight`, and dequantizes the result."""
+        """Like `weight`, but dequantizes the result."""
         weight = self.weight(*parts)
         return weight.dequantized() if isinstance(weight, QuantizedWeight) else weight
 
@@ -257,7 +263,9 @@ class _Loader:
 def _stacked(
     pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads `count` pairs of tensors, pair by pair, and stacks all first and all second ones."""
+    """Reads `count` pairs of tensors, pair by pair. Stacks the first tensors of all pairs, and the
+    second.
+    """
     first = next(pairs)
     both = first[0].new_empty(count, *first[0].shape), first[1].new_empty(count, *first[1].shape)
     for number, pair in enumerate(chain((first,), pairs)):

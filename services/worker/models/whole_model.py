@@ -1,7 +1,7 @@
 """Models that compute one whole prompt at a time: encoders, whose tokens attend to later tokens.
 
-The model and its attention are transformers' own. Each prompt is computed alone, so that its vector
-does not depend on other prompts. Nothing is cached.
+The library transformers runs the model, with its own attention. Each prompt is computed alone, so
+that its vector does not depend on other prompts. Nothing is cached.
 """
 
 import inspect
@@ -42,7 +42,7 @@ class WholeModel:
     @torch.inference_mode()
     def states(self, token_ids: torch.Tensor, num_first_text_tokens: int) -> torch.Tensor:
         """Maps the token ids of one prompt, int64 [n], to its hidden states, float32 [n,
-        hidden_size], or to its class scores, float32 [1, num_labels].
+        hidden_size]. A model with class scores returns these instead, float32 [1, num_labels].
 
         If `num_first_text_tokens` is above 0, the prompt has two texts, and this is the number of
         tokens of the first text.
@@ -61,7 +61,7 @@ class WholeModel:
 
 
 def load_whole_model(checkpoint: Checkpoint, options: LoadOptions) -> WholeModel:
-    """The model of a directory, on the checkpoint's device. Raises ModelError."""
+    """Loads the model of a directory onto the checkpoint's device. Raises ModelError."""
     if options.pooling is None:
         raise AssertionError("a model that generates is not computed whole")
     directory = checkpoint.directory
@@ -112,7 +112,7 @@ def _load(
         problem = f"transformers does not load it: {one_line(error)}"
         raise ModelFileError(checkpoint.directory, problem) from error
     cls = found[0] if isinstance(found, tuple) else found
-    # The layer "pooler" pools the first state. Embeddings do not use it.
+    # The layer "pooler" pools the first hidden state. Models for embeddings do not use it.
     unused = () if task is PoolingTask.CLASSIFY else ("pooler.",)
     with replace(checkpoint, device=CPU).open() as reader:
         tensors = lazy_tensors(checkpoint, reader)
@@ -120,7 +120,9 @@ def _load(
 
 
 def _longest_prompt(model: PreTrainedModel, config: PretrainedConfig, path: Path) -> int:
-    """The model's number of positions. RoBERTa's positions start after the padding index."""
+    """The number of positions that the model supports. RoBERTa's positions start after the padding
+    index.
+    """
     longest: int | None = getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise ModelConfigError(path, "max_position_embeddings is missing")

@@ -1,1 +1,1 @@
-"""Tensor and pipeline parallelism. Each rank has a part of the model and runs all steps."""
+"""Tensor and pipeline parallelism: each rank has a part of the model and runs all steps."""

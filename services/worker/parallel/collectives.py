@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed: gloo between machines, and NCCL between GPUs."""
+"""Sums and gathers of tensors over ranks, with torch.distributed: gloo on CPUs, NCCL on GPUs."""
 
 import datetime
 from collections import deque
@@ -16,13 +16,13 @@ _TAG = 0
 
 
 class GlooRanks(GatheringRanks):
-    """Ranks with tensors on the CPU. A call raises RuntimeError if it exceeds the timeout, or if
-    another rank has ended.
+    """Exchanges tensors on the CPU between ranks. A call raises RuntimeError if it exceeds the
+    timeout, or if another rank has ended.
 
-    A sum is computed from gathered parts, because gloo's ring adds the parts of a tensor in
-    different orders, so that a row's last bit would depend on the row's index in the step. With two
-    ranks the order does not matter, so the ring is used for large tensors. The ring takes half the
-    time for 4 MiB, and twice the time for 2 KiB.
+    All parts of a sum are gathered and then added in rank order. gloo's own sum (a ring) adds the
+    parts in an order that depends on the position in the tensor, so that a row's last bit would
+    depend on the row's index in the step. With two ranks the order does not matter, so the ring is
+    used for large tensors. The ring takes half the time for 4 MiB, and twice the time for 2 KiB.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ def gloo_group(store: Any, rank: int, size: int, host: str, timeout: datetime.ti
 
 
 class NcclRanks:
-    """Ranks with tensors on CUDA. Operations are queued on the device. `host` exchanges numbers.
+    """Exchanges tensors on GPUs between ranks. Operations are queued on the GPU. `host` exchanges
+    numbers of the host.
 
-    NCCL reduces each element on one rank and sends the result, so that all ranks get the same bits.
+    NCCL adds each element on one rank and sends the result, so that all ranks get the same bits.
     """
 
     def __init__(self, store: Any, host: Ranks, timeout: datetime.timedelta) -> None:
@@ -84,8 +85,9 @@ class NcclRanks:
 
 class StageLink:
     """Sends tensors to the next pipeline stage, and receives tensors from the previous one, over
-    gloo. It connects ranks with the same index in their stages. Tensors arrive unchanged, in the
-    order in which they were sent. The receiver must know the tensors' shapes.
+    gloo. Each rank is connected to the ranks of these stages with the same index in their stage.
+    Tensors arrive unchanged, in the order in which they were sent. The receiver must know their
+    shapes.
 
     A call raises RuntimeError if it exceeds the timeout, or if the other rank has ended.
     """
@@ -103,8 +105,9 @@ class StageLink:
         """The sends in progress and their tensors, which gloo may still read."""
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Begins to send a tensor, which the caller must not change afterwards. A step sends two
-        tensors. Waits while 2 * (stages + 1) sent tensors have not been received yet.
+        """Begins to send a tensor, which the caller must not change afterwards. Waits while 2 *
+        (stages + 1) sent tensors were not received yet. That is room for the steps in flight,
+        because a step sends two tensors.
         """
         while len(self._unsent) >= self._most_unsent:
             work, _ = self._unsent.popleft()

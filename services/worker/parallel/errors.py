@@ -10,7 +10,7 @@ from services.common.errors import Unavailable
 
 
 class GroupBroken(Unavailable):
-    """The ranks cannot continue together. The message has the reason. The process must end."""
+    """The ranks cannot continue together, and all of them end. The message has the reason."""
 
     reason = "GROUP_BROKEN"
 

@@ -1,10 +1,12 @@
-"""Forms a group of ranks. Rank 0 listens, and all ranks find each other through rank 0.
+"""Forms a group of ranks, the processes that run one model. All ranks find each other through rank
+0.
 
-1. Each rank connects to rank 0's store. A second rank with the same number is refused.
+1. Each rank connects to the store, which rank 0 hosts. A second rank with the same number is
+   refused.
 2. Each rank writes its address to the store, and all pairs of ranks connect, so that each rank
    notices when another one ends.
-3. Ranks of one stage use shared memory if they are on one machine and have kernels for it.
-   Otherwise their collectives use the network interfaces that reach rank 0.
+3. The ranks of a pipeline stage exchange tensors through shared memory if they are on one machine
+   and have kernels for it, otherwise over the network interfaces that reach rank 0.
 4. Settings that must be equal on all ranks are compared. Other values, such as the number of
    blocks, are set to the minimum over the ranks.
 """
@@ -38,14 +40,14 @@ _RANK_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Limits on the ranks' waits for each other, while the group forms and in a collective."""
+    """Limits on how long ranks wait for each other while the group forms, and in a collective."""
 
     join_seconds: float = 600.0
     collective_seconds: float = 60.0
 
 
 class Group:
-    """A group of ranks, which the constructor forms. `link` connects this pipeline stage to the
+    """A group of ranks. The constructor forms it. `link` connects this pipeline stage to the
     previous and next stages. It is None if there is one stage.
 
     `local_ranks` are the ranks on this machine or in this container, which share its memory and
@@ -90,8 +92,9 @@ class Group:
         logger.info("rank %d of %d: all ranks are here", membership.rank, membership.size)
 
     def ranks_on(self, device: torch.device, kernels: Kernels) -> Ranks:
-        """Returns the collectives of this rank's stage, for tensors on the CPU or on the current
-        CUDA device, where `kernels` compute. Every rank of the group must call this method once.
+        """Returns the collectives of this rank's pipeline stage, for tensors on the CPU or on the
+        current CUDA device, where `kernels` compute. Every rank of the group must call this method
+        once.
         """
         own, on_cpu = self.membership, device.type == "cpu"
         place = own.tensor_parallel_rank, own.tensor_parallel_size
@@ -130,7 +133,9 @@ class Group:
         return min(map(int, self.gather(what, str(value))))
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Closes the connections. Other ranks then notice that this rank has ended (see Watch)."""
+        """Closes the connections, which the other ranks notice. `is_stopped` tells them that this
+        rank has received a stop signal.
+        """
         self.watch.close(is_stopped=is_stopped)
 
     def _own_address(self) -> str:
@@ -146,7 +151,7 @@ class Group:
                 self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
 
     def _open_store(self, own_address: str) -> Any:
-        """Opens the store. Rank 0 hosts it, and listens only at the address used by other ranks."""
+        """Opens the store. Rank 0 hosts it, and listens only at the address that others use."""
         membership = self.membership
         address, port = membership.master_addr, membership.master_port
         given: dict[str, Any] = {}
@@ -209,7 +214,7 @@ class Group:
                     continue
                 if number in missing:
                     peers[number] = connection
-                else:  # not a rank, but a port scanner or the like
+                else:  # not a rank, for example a port scanner
                     connection.close()
         return peers
 
@@ -220,8 +225,8 @@ class Group:
 
     def _sharing(self, shared: SharedRanks | None) -> SharedRanks | None:
         """Returns `shared` with memory that all ranks of this stage have mapped, or None if a rank
-        cannot map it. Every rank of the group must call this method. A rank without collectives in
-        shared memory passes None.
+        cannot map it. Every rank of the group must call this method, with None if `shared` is not
+        possible.
         """
         size, memory, address = self.membership.tensor_parallel_size, None, ""
         first = self.membership.stage * size
@@ -268,7 +273,7 @@ class Group:
             self._wait(f"{keys[0].partition('/')[0]} is not known")
 
     def _wait(self, why: str) -> None:
-        """Sleeps briefly. After the join timeout, raises GroupBroken with the reason `why`."""
+        """Sleeps briefly. If the join timeout is over, raises GroupBroken with the reason `why`."""
         self._checkpoint_reached()
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise GroupBroken(

@@ -21,7 +21,7 @@ _ORDINAL = re.compile(r"-(\d+)$")
 class Membership:
     """This process's rank in a group of `size` ranks. Rank 0 listens at the master's address.
 
-    Ranks are numbered stage by stage, from the first pipeline stage on.
+    Ranks are numbered pipeline stage by pipeline stage.
     """
 
     rank: int = 0
@@ -47,7 +47,9 @@ class Membership:
 
 
 def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Membership:
-    """Settings override environment variables. Raises SettingError for contradictory values."""
+    """Determines the rank and its group. Settings override environment variables. Raises
+    SettingError if they contradict each other.
+    """
     stages = settings.pipeline_parallel_size
     size = _size(settings, environ)
     if size == 1:

@@ -1,5 +1,5 @@
-"""Memory that processes on one machine share. One process allocates the memory, and the others map
-it by its address.
+"""Memory that several processes on one machine share. One process allocates the memory, and the
+others map it by its address.
 
 The memory has no name in a file system, so that it is freed when its processes end, whatever the
 reason. Other processes open it through /proc, which requires the same user and the same process
@@ -18,8 +18,8 @@ _TOKEN_BYTES = 16
 
 @contextmanager
 def made_memory(num_bytes: int) -> Iterator[tuple[mmap.mmap, str]]:
-    """Allocates zeroed memory. Yields the memory and its address. Other processes can map it by
-    this address until the context ends. Raises OSError.
+    """Allocates zeroed memory. Yields the memory and its address, by which other processes can map
+    it until the context ends. Raises OSError.
     """
     descriptor = os.memfd_create("stepwell-ranks", os.MFD_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""Notices at once when another rank has ended.
+"""Notices at once when another rank of the group has ended.
 
 Every pair of ranks has an idle connection. When a process ends for any reason, the kernel closes
 its connections. Therefore the other ranks notice within a network round trip, even while no step
@@ -64,9 +64,8 @@ class Watch:
         return self.report(error)
 
     def close(self, *, is_stopped: bool = False) -> None:
-        """Stops watching and closes the connections, which the other ranks notice. Before that, if
-        `is_stopped` and the group is not broken, notifies them that this rank received a stop
-        signal.
+        """Stops watching and closes the connections, which the other ranks notice. If this rank
+        `is_stopped` by a signal and the group is not broken, tells them so first.
         """
         with self._lock:
             self._closed = True
@@ -99,7 +98,7 @@ class Watch:
         reason = ""
         with suppress(OSError):
             reason = self._peers[rank].recv(_LONGEST_REASON).decode(errors="replace")
-        # That rank received a stop signal, or ended because an earlier one did.
+        # The other rank received a stop signal, or ended because a rank before it did.
         kind = RankStopped if reason.endswith(_STOPPED) else RankLost
         self.report(kind(f"rank {rank} is gone: {reason}" if reason else f"rank {rank} is gone"))
 
@@ -108,5 +107,5 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setblocking(True)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):  # some systems lack some of these options
+        if hasattr(socket, name):  # not every system has every option
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,8 +1,8 @@
-"""Profiles of simulated devices: TOML files with step times and memory.
+"""Profiles of simulated devices: TOML files from which the times of steps and the memory follow.
 
-A measured profile has the coefficients of step times, fitted to the steps of a real worker with one
-model. A computed profile has the bandwidth, the speed and the memory of a device. The coefficients
-are computed from these numbers and the size of the served model.
+A measured profile has coefficients of step times, fitted to the steps of a real worker with one
+model. A computed profile has the bandwidth, the speed and the memory of a device, from which the
+coefficients are computed for the size of the served model.
 """
 
 import tomllib
@@ -16,7 +16,7 @@ from services.common.process.settings import SettingError
 from services.worker.core.kv.free_memory import FreeMemory
 from services.worker.core.step_times import NO_SERVING, ServingCosts, StepCosts, StepTimes
 
-if TYPE_CHECKING:  # not imported by `stepwell simulate`, which runs without torch
+if TYPE_CHECKING:  # torch is not imported, because `stepwell simulate` runs without it
     from services.worker.core.batch.input_batch import BatchLimits
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ T = TypeVar("T")
 DRAFT_ACCEPTANCE_RATE = 0.7
 _DEFAULT_UTILIZATION = 0.9
 _ANSWERS = ("mean_output_tokens", "draft_acceptance_rate")
-"""Keys of all profiles that describe the model's answers."""
+"""Keys that every profile may have. They describe the outputs of the simulated model."""
 _CURVE = "seconds_by_tokens"
 _LOADED = "seconds_per_loaded_token"
 _TOO_MUCH = 1e18
@@ -40,9 +40,9 @@ class ModelSize:
     read_bytes: int
     """Bytes of weights that a step reads: all weights except rows of the embedding."""
     products_per_token: int
-    """Weights with which a token is multiplied. Only the experts of the token are counted."""
+    """Weights with which a token is multiplied. Of all experts, only the token's are counted."""
     attention_width: int
-    """Elements of all queries of a token: heads times head size, summed over all layers."""
+    """Elements of a token's queries: heads times head size, summed over all layers."""
     kv_bytes_per_token: int
     hidden_size: int
     intermediate_size: int
@@ -56,16 +56,16 @@ class MeasuredProfile:
     times: StepTimes
     kv_cache_memory_bytes: int
     mean_output_tokens: int = 0
-    """The mean length of answers. 0 means that only limits end an answer."""
+    """The mean length of outputs. 0 means that outputs end only at their limits."""
     draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
-    """The probability that a draft is the next token if all drafts before it were accepted."""
+    """The probability that a draft is accepted if all drafts before it were accepted."""
     draft: StepCosts | None = None
-    """The costs of a run of the draft model."""
+    """Coefficients of the time of a run of the draft model. None if the profile has none."""
     serving: ServingCosts = NO_SERVING
-    """The costs that the other services add to steps, for simulations without these services."""
+    """Time that the other services add to steps, for simulations that do not run them."""
     seconds_per_loaded_token: float = 0.0
-    """The time to copy a token's keys and values from the tier of host memory. 0 means unknown.
-    Only `stepwell simulate` uses it.
+    """The time to copy a token's keys and values from the tier of host memory to the KV cache. 0
+    means unknown. Only `stepwell simulate` uses it.
     """
 
     def step_times(self, size: ModelSize) -> StepTimes:
@@ -90,16 +90,17 @@ class MeasuredProfile:
 class ComputedProfile:
     """A device, described by the numbers of its data sheet.
 
-    A step reads all weights once, and the keys and values to which single tokens attend, at
-    `bandwidth_efficiency` of the bandwidth. It computes at `compute_efficiency` of the speed: two
-    operations for each weight and token, and four operations for each element of a query and each
-    token of its context.
+    A step takes the sum of three times. It reads all weights once, and for each decoding request
+    the keys and values of the request's context, at `bandwidth_efficiency` of the bandwidth. It
+    computes two operations for each weight and token at `compute_efficiency` of the speed. For
+    requests with several tokens it also computes four operations for each element of a query and
+    each token of its context.
     """
 
     memory_bytes: int
     bandwidth_bytes_per_second: float
     operations_per_second: float
-    """The speed of products in the model's data type. A product is two operations."""
+    """The speed of matrix products. A multiplication and an addition are two operations."""
     bandwidth_efficiency: float
     compute_efficiency: float
     seconds_per_step: float
@@ -108,7 +109,6 @@ class ComputedProfile:
     draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
 
     def step_times(self, size: ModelSize) -> StepTimes:
-        """Returns the step times of a model of this size."""
         bandwidth = self.bandwidth_bytes_per_second * self.bandwidth_efficiency
         speed = self.operations_per_second * self.compute_efficiency
         costs = StepCosts(
@@ -120,7 +120,6 @@ class ComputedProfile:
         return StepTimes(costs, costs)
 
     def draft_times(self, size: ModelSize) -> StepTimes:
-        """Returns the times of runs of a draft model of this size."""
         return self.step_times(size)
 
     def free_memory(
@@ -146,7 +145,7 @@ def profile_names() -> list[str]:
 
 
 def read_profile(name: str | None) -> Profile:
-    """Reads the profile with this name, or the TOML file at this path. Raises SettingError."""
+    """Reads the profile of this name, or a TOML file. Raises SettingError if missing or invalid."""
     if name is None:
         raise SettingError(f"--device simulated needs --profile: a file, or {_listed()}")
     if name in profile_names():
@@ -222,7 +221,7 @@ def _refuse_others(table: dict[str, Any]) -> None:
 
 
 def _read(cls: type[T], table: dict[str, Any], where: str) -> T:
-    """Creates an instance of a dataclass of numbers. `where` is the table's name in errors."""
+    """Creates a dataclass of numbers. `where` is the table's name in error messages."""
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(table.keys() - known):
         raise ValueError(f"has {where}.{unknown[0]}, which is none of {', '.join(sorted(known))}")

@@ -43,9 +43,7 @@ class Filters:
 
 _NAMES = tuple(field.name for field in fields(Filters))
 NUM_ROW_VALUES = 1 + len(_NAMES)
-"""The number of sampling parameters of a row of logits: its temperature, then the fields of
-Filters.
-"""
+"""The number of sampling parameters of a request: its temperature, then Filters' fields."""
 
 
 def filter_values(params: SamplingParams) -> tuple[float, ...]:

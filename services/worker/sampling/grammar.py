@@ -1,8 +1,8 @@
 """Structured outputs. A mask over a request's logits constrains the output to a JSON schema, a
-regular expression or a grammar. llguidance's matcher computes the mask of each token.
+regular expression or a grammar. A matcher of llguidance computes the mask of each token.
 
-A matcher's state depends only on the output so far. So a matcher can be rebuilt after a preemption
-or the loss of a worker, and is the same on all ranks.
+A matcher's state depends only on the output so far. Therefore a matcher can be created again after
+a preemption or the loss of a worker, and all ranks have equal matchers.
 """
 
 import json
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_SECONDS_IN_STEP = 0.005
-"""A grammar that takes longer to compile is slow. No step waits for it."""
+"""A grammar that takes longer to compile is slow: `unshared_matcher` does not compile it again."""
 _MAX_CACHED_SLOW = 256
 _MAX_MASKS = 63
-"""Limit on the masks that are computed in a row before a token is drawn without a mask again."""
+"""Maximum number of masks computed in a row before a token is drawn without a mask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class _Compiled:
 
 
 class Grammars:
-    """Compiles grammars, and caches recently used ones. The cache keeps more grammars that compile
-    slowly, since a request may need its grammar again after a preemption.
+    """Compiles grammars, and caches recently used ones. The cache has room for more slow grammars
+    than for others, because a request needs its grammar again after a preemption.
 
     The compiler is created at the first use. Thread-safe.
     """
@@ -66,16 +66,17 @@ class Grammars:
         self._template(wanted)
 
     def matcher(self, wanted: StructuredOutputs) -> "LLMatcher":
-        """A matcher at the beginning of an output. Raises as `prepare` does.
+        """Returns a matcher at the beginning of an output. Raises the errors of `prepare`.
 
         Matchers of the same grammar share an automaton, which grows while they are used.
         """
         return self._template(wanted).matcher.deep_copy()
 
     def unshared_matcher(self, wanted: StructuredOutputs) -> "LLMatcher | None":
-        """A matcher at the beginning of an output, with a newly compiled automaton, for use when
-        the shared automaton has reached its size limit. Removes the shared automaton from the
-        cache. Returns None if compiling would delay a step. Raises as `prepare` does.
+        """Returns a matcher at the beginning of an output, with a newly compiled automaton, for use
+        when the shared automaton has reached its size limit. Removes the shared automaton from the
+        cache. Returns None for a slow grammar, because compiling it would delay a step. Raises the
+        errors of `prepare`.
         """
         with self._using_cache:
             kept = self._cached.get(wanted)
@@ -96,7 +97,7 @@ class Grammars:
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:
-        """Removes slow grammars, or grammars that are not slow, except the `most` last used."""
+        """Removes the least recently used slow (or other) grammars, until `most` remain."""
         same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
         for key in same_kind[: len(same_kind) - most]:
             del self._cached[key]
@@ -111,12 +112,12 @@ class Grammars:
 
 
 class GrammarMask:
-    """Bans the tokens with which one request's output could not conform to its grammar. Bans the
-    end tokens while the output is incomplete.
+    """Bans the tokens with which one request's output could not conform to its grammar, and the end
+    tokens while the output is incomplete.
 
-    Computing a mask takes longer than checking one token. Inside a string of bounded length it
-    takes a hundred times as long. With `draws_first`, tokens are therefore drawn without a mask and
-    then checked (as in llama.cpp), while most of them conform. Most tokens conform if the prompt
+    Computing a mask takes longer than checking one token, inside a string of bounded length a
+    hundred times as long. With `draws_first`, tokens are therefore drawn without a mask and then
+    checked (as in llama.cpp), as long as most of them conform. This is usual if the prompt
     describes the format.
     """
 
@@ -127,24 +128,24 @@ class GrammarMask:
         output: Sequence[int],
         words: Int32Array,
     ) -> None:
-        """`output`: the tokens so far. `words` [V / 32, rounded up], contiguous: memory for the
-        mask of the next token, in the format of RowMasks. The mask is valid only while `is_made` is
-        true.
+        """`output`: the output tokens so far. `words` [V / 32, rounded up], contiguous: memory for
+        the mask of the next token, in the format of RowMasks. The mask is valid only while
+        `is_made` is true.
         """
         self._grammars, self._wanted = grammars, wanted
         self._output = list(output)
         self._words = words
         self._address, self._num_bytes = words.ctypes.data, words.nbytes
         self.error = ""
-        """Why no token is allowed any more, or empty."""
+        """Why the grammar allows no token any more, or empty."""
         self._matcher: LLMatcher | None = self._matcher_of_output(grammars.matcher)
         self.draws_first = False
-        """Whether tokens after the next one may be drawn without a mask."""
+        """Whether tokens after the next one may be drawn without a mask and then checked."""
         self.is_made = True
-        """Whether the next token's mask is computed. If not, the token must be checked."""
+        """Whether the mask of the next token is computed. If not, the token must be checked."""
         self._num_masks = self._num_masks_due = 0
-        """The number of masks to compute in a row after the last nonconforming token, and how many
-        of these masks are not computed yet.
+        """The number of masks to compute in a row after the last token that did not conform, and
+        how many of these masks are still to be computed.
         """
         self._make()
 
@@ -154,14 +155,14 @@ class GrammarMask:
         return self._matcher is not None and self._matcher.is_stopped()
 
     def forced_tokens(self) -> list[int]:
-        """The tokenizer's encoding of the text that must follow. Empty if several may follow."""
+        """The tokens of the text that the grammar forces next. Empty if it allows several texts."""
         if self._matcher is None or self._matcher.is_stopped() or self._matcher.is_error():
             return []
         return self._matcher.compute_ff_tokens()
 
     def append(self, token_id: int) -> None:
-        """Accepts the request's next token. If the token after it needs a mask, the mask is
-        computed at once, while the matcher's data is in the processor's caches.
+        """Accepts the request's next token. If the token after it needs a mask, computes this mask
+        at once, while the matcher's data is in the processor's caches.
         """
         self._output.append(token_id)
         if self._matcher is not None and not self._matcher.is_stopped():
@@ -171,7 +172,7 @@ class GrammarMask:
             self._make()
 
     def allows(self, token_id: int) -> bool:
-        """Whether the mask would allow a token drawn without it. If not, computes the mask."""
+        """Whether the mask would allow this token, drawn without it. If not, computes the mask."""
         if self._matcher is not None and _is_in_mask(self._matcher, token_id):
             self._num_masks //= 4
             return True
@@ -189,11 +190,11 @@ class GrammarMask:
 
     def _make(self) -> None:
         if self._matcher is not None and not self._fill(self._matcher):
-            # The outputs of other requests may have grown a shared automaton to its limit.
+            # Other requests share the automaton, and may have grown it to its size limit.
             error = self._matcher.get_error()
             self._matcher = self._matcher_of_output(self._grammars.unshared_matcher)
             if self._matcher is None or not self._fill(self._matcher):
-                # This module imports llguidance, which the matcher has already loaded.
+                # Imports llguidance, which is loaded already because there is a matcher.
                 from services.common.request.grammar_compiler import (  # noqa: PLC0415
                     reason_in_words,
                 )
@@ -211,7 +212,7 @@ class GrammarMask:
     def _matcher_of_output(
         self, make: "Callable[[StructuredOutputs], LLMatcher | None]"
     ) -> "LLMatcher | None":
-        """A matcher from `make`, advanced over the output so far, or None if `make` has none."""
+        """Creates a matcher, advanced over the output so far. None if `make` returns None."""
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:
@@ -229,7 +230,7 @@ class GrammarMask:
 
 def _is_in_mask(matcher: "LLMatcher", token_id: int) -> bool:
     """Whether the mask of the next token would include this token. If the grammar allows only one
-    text to follow, the mask has only the first token of the tokenizer's encoding.
+    text to follow, the mask includes only the first token of that text.
     """
     forced = matcher.compute_ff_tokens()
     if forced:
@@ -240,10 +241,11 @@ def _is_in_mask(matcher: "LLMatcher", token_id: int) -> bool:
 def model_compiler(
     directory: Path, vocab_size: int, eos_token_ids: Sequence[int]
 ) -> "GrammarCompiler":
-    """A compiler for the tokenizer of a model directory. Outputs end with the given tokens or with
-    the tokenizer's own end token. Raises FailedPrecondition if there is no suitable tokenizer.
+    """Returns a compiler for the tokenizer of a model directory. Outputs end with the given tokens
+    or with the tokenizer's own end token. Raises FailedPrecondition if there is no suitable
+    tokenizer.
     """
-    # Imported only here, since most workers do not need it.
+    # Imported only when needed, because most workers serve no grammar.
     from services.common.request.grammar_compiler import GrammarCompiler  # noqa: PLC0415
 
     try:
@@ -261,7 +263,8 @@ def _tokenizer_json(directory: Path) -> str:
     path = directory / "tokenizer.json"
     if path.is_file():
         return path.read_text()
-    # Imported only for tokenizers in other formats, since importing transformers takes seconds.
+    # Imported only for tokenizers without tokenizer.json, because importing transformers takes
+    # seconds.
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
@@ -270,7 +273,7 @@ def _tokenizer_json(directory: Path) -> str:
 
 
 def _own_eos_token_id(directory: Path, tokenizer_json: str) -> int | None:
-    """The end-of-sequence token that tokenizer_config.json names, if any."""
+    """Returns the end-of-sequence token that tokenizer_config.json names, if any."""
     path = directory / "tokenizer_config.json"
     named = json.loads(path.read_text()).get("eos_token") if path.is_file() else None
     content = named.get("content") if isinstance(named, dict) else named

@@ -11,18 +11,18 @@ from services.worker.sampling.grammar import GrammarMask, Grammars
 class GrammarRows:
     """The grammars of requests, by the requests' rows in the batch.
 
-    After `draw_first`, tokens of a row may be drawn without a mask. Such tokens must be checked
-    (see GrammarMask).
+    After `draw_first(row)`, tokens of this row may be drawn without a mask. The caller must check
+    such tokens with `nonconforming` (see GrammarMask).
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, grammars: Grammars | None) -> None:
-        """`grammars`: None if requests cannot have grammars."""
+        """`grammars` is None if requests cannot have grammars."""
         self._grammars = grammars
         self._of: dict[int, GrammarMask] = {}
         self._words: Int32Array = np.zeros((max_num_seqs, -(-vocab_size // 32)), dtype=np.int32)
-        """The masks, one for each row of the batch. Entries of rows without a mask are not read."""
+        """Memory for the mask of each row of the batch."""
         self._rows: Int64Array = np.full(max_num_seqs, -1)
-        """Entry i is i, or -1 if row i has no mask."""
+        """Entry i is i if the batch's row i has a mask, otherwise -1."""
         self._unmasked: set[int] = set()
         """Rows with a grammar but without a mask."""
 
@@ -40,7 +40,7 @@ class GrammarRows:
         return grammar
 
     def draw_first(self, batch_row: int) -> None:
-        """Allows tokens of a row to be drawn without a mask, if the row has a grammar."""
+        """Allows tokens of this row to be drawn without a mask. No effect without a grammar."""
         if batch_row in self._of:
             self._of[batch_row].draws_first = True
 
@@ -56,14 +56,15 @@ class GrammarRows:
         return have
 
     def masks(self, batch_rows: np.ndarray) -> RowMasks | None:
-        """The masks of these rows, or None if no row of the batch has one."""
+        """Returns the masks of these rows, or None if no row of the batch has one."""
         if len(self._of) == len(self._unmasked):
             return None
         return RowMasks(self._words, self._rows[batch_rows])
 
     def nonconforming(self, batch_rows: np.ndarray, token_ids: Int64Array) -> list[int]:
-        """Indexes of rows whose tokens were drawn without a mask and do not conform. These rows
-        have masks afterwards. Negative tokens are skipped.
+        """Returns the indexes of rows whose tokens were drawn without a mask and do not conform.
+        Computes the masks of these rows. Negative token ids, of rows without a sampled token, are
+        skipped.
         """
         if not self._unmasked:
             return []
@@ -71,7 +72,9 @@ class GrammarRows:
         return [index for index, (row, token) in drawn if not self._conforms(row, token)]
 
     def errors(self, batch_rows: np.ndarray, indexes: Int32Array) -> dict[int, str]:
-        """The errors of failed grammars in the rows batch_rows[indexes], by entry of `indexes`."""
+        """Maps each of `indexes` to the error of the failed grammar in row batch_rows[index].
+        Grammars without an error are absent.
+        """
         rows = zip(indexes.tolist(), batch_rows[indexes].tolist(), strict=True)
         return {index: self._of[row].error for index, row in rows if self._of[row].error}
 

@@ -13,9 +13,9 @@ class LogprobRows:
     """Log-probabilities of consecutive positions, in the layout of `stepwell.common.v1.Logprobs`.
 
     Column 0 is the position's actual token. The other columns are the most probable tokens, best
-    first, the lowest id first among equals. They may include the actual token. `ranks` has the
-    place of each actual token in this order of all tokens, from 1. If the logits contain NaN, the
-    log-probabilities are NaN.
+    first, the lowest id first among equals. They may include the actual token. `ranks` has each
+    actual token's rank in this order, counted from 1 over the whole vocabulary. If the logits
+    contain NaN, the log-probabilities are NaN.
     """
 
     token_ids: Int32Array  # [n, width]
@@ -35,8 +35,8 @@ class LogprobRows:
 
 
 def logprob_rows(logits: Float32Array, token_ids: np.ndarray, num_top: int) -> LogprobRows:
-    """Log-probabilities of tokens: row i of the logits [n, V] predicts token i. Rows do not affect
-    each other, so a prompt may be computed in chunks.
+    """Computes the log-probability of token i from row i of the logits [n, V]. Each row's result is
+    independent of other rows, so a prompt may be computed in chunks.
     """
     num_rows = len(token_ids)
     ids = np.empty((num_rows, 1 + num_top), dtype=np.int32)
@@ -56,7 +56,6 @@ def logprob_rows(logits: Float32Array, token_ids: np.ndarray, num_top: int) -> L
 
 
 def _log_normalizer(logits: Float32Array) -> float:
-    """The logarithm of the sum of exponentials of one row [V]."""
     largest = logits.max()
     with np.errstate(invalid="ignore"):
         total = np.exp(logits - largest).sum(dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Draws tokens in NumPy, for workers without compiled kernels. Both draw the same tokens."""
+"""Draws tokens in NumPy, for workers without compiled kernels, which draw the same tokens."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from services.worker.sampling.race import Race
 
 
 class NumpyRowSampler:
-    """A RowSampler. Filters are applied row by row. Races run for several rows at a time."""
+    """A RowSampler in NumPy. It filters row by row, and draws (see Race) several rows at a time."""
 
     draws_ahead = False
 

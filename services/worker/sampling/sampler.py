@@ -25,7 +25,7 @@ from services.worker.sampling.numpy_row_sampler import NumpyRowSampler
 from services.worker.sampling.philox import SAMPLING_STREAM, random_states
 
 _COPIED_BYTES = 2**23
-"""Bytes of edited rows that are copied at a time."""
+"""Bytes of logits rows that are copied and edited at a time."""
 
 _NO_ROWS: Int32Array = np.empty(0, np.int32)
 _NO_ROWS.flags.writeable = False
@@ -35,23 +35,23 @@ _NO_INDEXES.flags.writeable = False
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """The tokens that one step samples, in the order of its rows."""
+    """The tokens that one call samples, in the order of its rows."""
 
     token_ids: Int32Array  # [R]
     logprobs: dict[int, LogprobRows]  # by row, for requests with log-probabilities
     nan_rows: Int32Array  # rows without a usable distribution; their token is 0
     refused_rows: Int32Array  # rows whose grammar allows no token; their token is 0
     grammar_errors: dict[int, str] = field(default_factory=dict)
-    """Maps refused rows whose grammar failed to the reason of the failure."""
+    """Maps rows in `refused_rows` whose grammar failed to the reason of the failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
     """The sampling parameters of requests without logit edits. Column i is for row i of the logits.
 
-    R is the number of rows. `parameters` [NUM_ROW_VALUES, R]: row 0 has the temperatures, and each
-    further row has one of the filters of filters.py, for example top_k. `states` [R, 2]: the random
-    states of the draws, see race.py.
+    R is the number of rows. `parameters` [NUM_ROW_VALUES, R] has the temperatures in its first row,
+    and one parameter of filters.py, such as top_k, in each further row. `states` [R, 2]: the random
+    states of the draws (see race.py).
     """
 
     parameters: Float64Array
@@ -76,7 +76,7 @@ class _Request:
 class Sampler:
     """Samples for the requests in the rows of a batch, and keeps the state that sampling needs.
 
-    A row passes these stages, in vLLM's order:
+    The logits of a row pass these stages, in vLLM's order:
 
     1. Log-probabilities of the model's logits. For requests with a grammar, they are computed after
        the grammar's mask was applied.
@@ -84,15 +84,15 @@ class Sampler:
     3. Temperature. If it is 0, the best token is selected, with the lowest id among equals, and the
        remaining stages are skipped.
     4. Filters: min-p, top-k, top-p.
-    5. The draw, a race of exponentials. Each exponential is a function of the request's seed, the
-       position of the token in its sequence, and the token's id (race.py).
+    5. The draw, a race of exponentials (race.py). Each exponential is a function of the request's
+       seed, the position of the token in its sequence, and the token's id.
 
     The result of a row does not depend on other rows, bit for bit. So a request samples the same
     tokens alone, in any batch, and after it was removed and added again with its output.
 
     One call of a RowSampler computes all rows, including masks of grammars. Rows with other edits
-    are copied with their mask applied, and are edited one by one. A second call computes the later
-    stages for these rows.
+    are copied with their mask applied, and are edited one by one. A second call computes stages 3
+    to 5 for the copies.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class Sampler:
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._is_plain = np.ones(max_num_seqs, dtype=np.bool_)
-        """Whether a request has neither edits nor a grammar."""
+        """Whether the request in each row of the batch has neither edits nor a grammar."""
         self._has_edits = np.zeros(max_num_seqs, dtype=np.bool_)
         self._edited_rows: set[int] = set()
         self._constrained: set[int] = set()
-        """The rows that are not plain. Most batches have no such rows."""
+        """The rows of the batch with edits or a grammar. Most batches have none."""
         self._num_logprobs: dict[int, int] = {}
-        """Maps rows to the number of most probable tokens to report."""
+        """Maps rows of the batch to the number of most probable tokens to report."""
         self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
         num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
         self._copies = np.empty((num_copies, vocab_size), dtype=np.float32)
@@ -149,7 +149,8 @@ class Sampler:
         if edits:
             self._edited_rows.add(batch_row)
         if temperature == 0 and not edits and params.logprobs is None:
-            # If the best of all tokens conforms, it is also the best of the conforming tokens.
+            # Greedy: if the best of all tokens conforms, it is also the best of the conforming
+            # tokens.
             self._grammars.draw_first(batch_row)
         if not self._is_plain[batch_row]:
             self._constrained.add(batch_row)
@@ -185,8 +186,9 @@ class Sampler:
         return {row: num_top for row, num_top in asked if num_top is not None}
 
     def sampling_metadata(self, batch_rows: np.ndarray) -> SamplingMetadata:
-        """The parameters with which a device samples the next token of requests without edits or a
-        grammar. Counts this token as part of each request, although its id may not be known yet.
+        """Returns the parameters with which a device samples the next token of each of these
+        requests, which have no edits and no grammar. Counts this token as part of each request,
+        although its id may not be known yet.
         """
         positions = self._num_tokens[batch_rows]
         states = random_states(self._seeds[batch_rows], positions, SAMPLING_STREAM)
@@ -200,9 +202,9 @@ class Sampler:
         at: Int64Array | None = None,
         drawn: Int64Array | None = None,
     ) -> SamplerOutput:
-        """Samples one token for each row of the logits float32 [n, V], or for the rows at the
-        indexes `at` [R]. The i-th of these rows belongs to batch_rows[i]. `drawn` [R]: the results
-        of `draw_ahead` for these rows, which need not be drawn again.
+        """Samples one token for each row of the logits, float32 [n, V], or only for the rows `at`
+        [R]. The i-th sampled row belongs to batch_rows[i]. `drawn` [R]: results of `draw_ahead` for
+        these rows. Only rows with edits or a grammar are then drawn here.
 
         Appends the tokens to the requests. The logits are not changed. If NaN or infinity leaves no
         token to sample, the row is in `nan_rows`. If the grammar and other parameters leave no
@@ -239,9 +241,9 @@ class Sampler:
         self, logits: torch.Tensor, batch_rows: np.ndarray, ahead: Int64Array
     ) -> Int64Array | None:
         """Draws a token for each row of the logits [n, V]. Row i belongs to batch_rows[i], and its
-        token is `ahead[i]` positions after the request's next token. The result is UNUSABLE for
-        requests with edits or a grammar, because their tokens depend on the tokens before. No token
-        is appended to a request. Returns None if drawing ahead does not save time.
+        token is `ahead[i]` positions after the request's next token. Appends no token to the
+        requests. The result is UNUSABLE for requests with edits or a grammar, because their tokens
+        depend on the tokens before. Returns None if drawing ahead saves no time.
         """
         plain = np.flatnonzero(self._is_plain[batch_rows])
         if not (self._row_sampler.draws_ahead and len(plain)):
@@ -252,7 +254,7 @@ class Sampler:
         return token_ids
 
     def _reported(self, logits: Float32Array, row: Int64Array, batch_row: int) -> Float32Array:
-        """The logits [1, V] of row [1], after the mask of its request's grammar, if any."""
+        """The logits [1, V] for log-probabilities of a row: with the grammar's mask, if any."""
         if self._grammars.get(batch_row) is None:
             return logits[row]
         copies = self._copies[:1]
@@ -266,8 +268,9 @@ class Sampler:
         batch_rows: np.ndarray,
         drawn: Int64Array | None,
     ) -> Int64Array:
-        """A token for each of these rows of the logits: UNUSABLE if the logits have no token to
-        sample, and REFUSED if a grammar and other parameters leave none.
+        """Draws a token for each of these rows of the logits. The result is UNUSABLE if NaN or
+        infinity leaves no token to sample, and REFUSED if a grammar and other parameters leave
+        none.
         """
         parameters = self._row_parameters(batch_rows)
         if drawn is None and not self._constrained:
@@ -296,8 +299,8 @@ class Sampler:
     def _edited(
         self, logits: Float32Array, rows: Int64Array, batch_rows: np.ndarray
     ) -> tuple[Float32Array, BoolArray]:
-        """Copies of these rows with their requests' edits applied, and whether each row had a token
-        to sample before the edits.
+        """Returns copies of these rows with their requests' edits applied, and whether each row had
+        a token to sample before the edits.
         """
         copies = self._copies[: len(rows)]
         usable = self._row_sampler.copy(logits, rows, self._grammars.masks(batch_rows), copies)
@@ -318,8 +321,8 @@ class Sampler:
     def _append(
         self, batch_rows: np.ndarray, token_ids: Int64Array, missing: AbstractSet[int]
     ) -> None:
-        """Appends the sampled tokens to the requests. `missing`: indexes of requests without a
-        token. These requests end, so their state is not updated.
+        """Appends the sampled tokens to the requests. `missing` has the indexes of requests for
+        which no token was sampled. These requests end, so their state is not updated.
         """
         self._num_tokens[batch_rows] += 1
         if not self._constrained:
@@ -334,7 +337,7 @@ class Sampler:
 
 
 def _zero_missing(token_ids: Int64Array) -> tuple[Int32Array, Int32Array]:
-    """The UNUSABLE and the REFUSED rows. Sets their tokens to 0."""
+    """Sets the token ids UNUSABLE and REFUSED to 0. Returns the indexes of both kinds."""
     missing = (token_ids < 0).nonzero()[0]
     if not len(missing):
         return _NO_ROWS, _NO_ROWS

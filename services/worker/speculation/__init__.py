@@ -1,1 +1,1 @@
-"""Speculation. Draft tokens are proposed, and a step verifies them along with the next token."""
+"""Speculation: draft tokens are proposed, and a step verifies them along with the next token."""

@@ -20,7 +20,7 @@ _NAMES = {
     DRAFT_MODEL: ("model",),
     SUFFIX: (_TREE_DEPTH, _CACHED_REQUESTS, _SPEC_FACTOR, _TOKEN_PROB),
 }
-"""The keys of each method, in addition to the keys of all methods."""
+"""The keys that only one method allows, by method."""
 
 _DEFAULT_LOOKUP = 5
 _DEFAULT_SUFFIX = SuffixRules(
@@ -41,8 +41,8 @@ _OF_ALL = ("method", "num_speculative_tokens", "num_rows")
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """How drafts are proposed: by a draft model, suffix trees, or n-grams, which are earlier
-    occurrences of the last tokens.
+    """How drafts are proposed: by a draft model, by suffix trees, or from n-grams, by finding an
+    earlier occurrence of the last tokens.
     """
 
     num_speculative_tokens: int
@@ -52,8 +52,8 @@ class SpeculativeConfig:
     prompt_lookup_max: int = _DEFAULT_LOOKUP
     """For n-grams: maximum number of last tokens that are matched."""
     num_rows: int | None = None
-    """Maximum number of rows for tokens and drafts of decoding requests in a step. 0: unlimited.
-    None: as many as the device computes in about the time of one row.
+    """Limit on the tokens of decoding requests in a step, including drafts. 0: unlimited. None: as
+    many as the device computes in about the time of one.
     """
     model: Path | None = None
     """The directory of the draft model, or None for other methods."""
@@ -68,11 +68,11 @@ class SpeculativeConfig:
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
-    """Parses the setting. Raises ValueError that describes the problem.
+    """Parses the setting. Raises a ValueError that describes the problem.
 
-    The default method is "draft_model" if a model is given, else "ngram". If one of the two n-gram
-    lengths is given, the other defaults to it. The default of both is 5. With suffix trees,
-    `num_speculative_tokens` defaults to the trees' depth.
+    The default method is "draft_model" if a model is given, else "ngram". If only one of the two
+    n-gram lengths is given, the other is equal to it. If none is given, both are 5. With suffix
+    trees, the default of `num_speculative_tokens` is the trees' depth.
     """
     try:
         given = json.loads(text)

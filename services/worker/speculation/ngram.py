@@ -1,12 +1,11 @@
 """Drafts from the request's own tokens (prompt lookup decoding). If the request's last tokens
 occurred earlier, the drafts are the tokens that followed the earlier occurrence.
 
-The rules are those of vLLM's method "ngram". n is the largest allowed number such that the last n
-tokens also occurred earlier. The two occurrences may overlap. If there are several earlier
-occurrences, the earliest is used. vLLM searches all tokens in each step. Here an index stores where
-n-grams first ended, so that a look-up takes a microsecond for any length. Appending a token adds
-one entry to the index. If the token ends an n-gram that occurred before, it adds up to one entry
-for each n.
+The rules are those of vLLM's method "ngram". As many last tokens are matched as possible within the
+limits (n tokens). The two occurrences may overlap. If there are several earlier occurrences, the
+first is used. vLLM searches all tokens in each step. Here an index stores where n-grams first
+ended, so that a look-up takes a microsecond for any length. Appending a token adds one entry to the
+index. If the token ends an n-gram that occurred before, it adds up to one entry for each n.
 """
 
 from collections.abc import Sequence
@@ -23,13 +22,11 @@ class NgramIndex:
         self._token_ids: list[int] = []
         self._first_end: dict[tuple[int, ...], int] = {}
         """Maps n-grams to the number of tokens up to the end of their first occurrence, negated if
-        the n-gram occurs only once. Longer n-grams are stored only if the shorter n-gram at their
-        end occurs again.
+        the n-gram occurs only once. An n-gram is stored only if the n-gram of its last n - 1 tokens
+        occurs again.
         """
         self._match_end = 0
-        """The end of the first occurrence of the longest suffix of all tokens that occurred before.
-        It is 0 if no suffix did.
-        """
+        """The end of the first occurrence of the longest repeated suffix, or 0 if there is none."""
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -54,7 +51,7 @@ class NgramIndex:
 
     def follow(self, most: int) -> Sequence[int]:
         """Up to `most` tokens that followed the first occurrence of the longest suffix that
-        occurred before. Empty if no suffix did.
+        occurred before. Empty if no suffix occurred before.
         """
         end = self._match_end
         return self._token_ids[end : end + most] if end else ()
@@ -62,8 +59,8 @@ class NgramIndex:
 
 class NgramProposer:
     """A Proposer with an index for each request, built at the first proposal for the request. An
-    index needs about 100 bytes for each token. For repetitive text it needs them for each token and
-    each n.
+    index needs about 100 bytes for each token of varied text, and for repetitive text about 100
+    bytes for each token and each n.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:

@@ -10,16 +10,16 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Proposer(Protocol):
-    """Proposes drafts, which are tokens that are likely to follow a request's tokens. Drafts change
-    the number of steps that an output takes, and never the output.
+    """Proposes drafts: tokens that are likely to follow a request's tokens. Drafts change how many
+    steps an output takes, but not its tokens.
 
     Requests are identified by their row in the batch. All ranks of a model must propose the same
     drafts.
     """
 
     def propose(self, row: int, token_ids: Int32Array, most: int) -> Sequence[int]:
-        """Returns up to `most` drafts. `most` is at least 1. `token_ids`: all known tokens of the
-        request. A later call for the row passes the same tokens, followed by new ones.
+        """Returns up to `most` drafts, where `most` is at least 1. `token_ids`: all known tokens of
+        the request. A later call for the row passes these tokens again, followed by new ones.
         """
 
     def forget(self, row: int) -> None:

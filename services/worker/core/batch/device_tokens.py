@@ -1,8 +1,9 @@
 """Stores sampled tokens on the device, so that the host does not wait for them between steps.
 
-A step samples on the device, stores each row's last token there, and starts a download. The next
-step is planned and queued while this step runs. The input tokens of the next step are copied within
-the device. The host samples tokens whose logits it edits, and tokens that verify drafts.
+A step samples on the device, stores the last token of each row (request) of the batch there, and
+starts a download. While this step runs, the next step is planned and queued. Its input tokens are
+copied within the device. In two cases tokens are sampled on the host: if their logits are edited
+there, and if they verify drafts.
 """
 
 from dataclasses import dataclass
@@ -23,16 +24,17 @@ from services.worker.sampling.sampler import SamplerOutput, SamplingMetadata
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """The tokens sampled in one step, one for each row. The device may still be sampling them.
+    """The tokens sampled in one step, one for each sampled request. The device may still be
+    sampling them.
 
-    `logprobs` is None if no row requests log-probabilities.
+    `logprobs` is None if no request needs log-probabilities.
     """
 
     token_ids: Download
     logprobs: PendingLogprobs | None
 
     def wait(self) -> SamplerOutput:
-        """Waits for the device. May be called from any thread, and repeatedly."""
+        """Waits for the device. Callable from any thread, and repeatedly."""
         token_ids = self.token_ids.wait()
         is_usable = token_ids != UNUSABLE
         found = {} if self.logprobs is None else self.logprobs.wait()
@@ -45,10 +47,10 @@ class PendingTokens:
 
 
 class DeviceTokens:
-    """The last token of each row of the batch, if it was sampled on the device.
+    """The last token of each row of the batch whose last token was sampled on the device.
 
-    With `by_row`, rows are sampled one at a time, because on a GPU the summation order within a row
-    depends on the number of rows.
+    With `by_row`, rows of logits are sampled one at a time, because on a GPU the summation order
+    within a row depends on the number of rows.
     """
 
     def __init__(self, device: Device, max_num_seqs: int, *, by_row: bool = False) -> None:
@@ -61,7 +63,7 @@ class DeviceTokens:
         self._is_held[:] = False
 
     def release(self, rows: np.ndarray) -> None:
-        """Drops the tokens of these rows, because the host has their last tokens."""
+        """Drops the tokens of these rows, because the host knows their last tokens."""
         self._is_held[rows] = False
 
     def fill_in(
@@ -70,8 +72,7 @@ class DeviceTokens:
         """Writes last tokens that only the device has into the step's `token_ids`, in place.
 
         `num_tokens` has the number of tokens of each request, in the order of `tokens`. Raises
-        InvalidStep if a request computes tokens before its last one, because the host does not have
-        these tokens.
+        InvalidStep if such a request has to compute an earlier token than its last one.
         """
         held = np.flatnonzero(self._is_held[tokens.rows])
         if not len(held):

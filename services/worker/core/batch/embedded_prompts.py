@@ -1,4 +1,4 @@
-"""Prompts that are sent as embeddings instead of tokens."""
+"""Prompts that begin with embeddings in place of tokens."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from services.worker.models.model import Model
 
 @dataclass(frozen=True, slots=True)
 class _Embeds:
-    """The embeddings of tokens [begin, end) of a row, [end - begin, hidden_size]."""
+    """The embeddings of tokens [begin, end) of a request, [end - begin, hidden_size]."""
 
     begin: int
     end: int
@@ -22,8 +22,8 @@ class _Embeds:
 
 
 class EmbeddedPrompts:
-    """The embeddings of rows whose prompts begin with embeddings. Embeddings are ignored if `model`
-    is None, as in a pipeline stage that is not the first one.
+    """The embeddings of requests in the batch whose prompts begin with embeddings. If `model` is
+    None, as in all pipeline stages except the first, embeddings are ignored.
     """
 
     def __init__(self, model: Model | None) -> None:
@@ -34,7 +34,8 @@ class EmbeddedPrompts:
         self._embeds.clear()
 
     def read(self, step: StepInput, device: torch.device) -> dict[int, _Embeds]:
-        """Maps the rows of new requests to their embeddings, in the model's data type on `device`.
+        """Returns the embeddings of new requests, by row of the batch, in the model's data type on
+        `device`.
 
         Raises InvalidArgument if embeddings have another width than the model, or if they are
         missing for placeholder tokens that are not computed yet.
@@ -63,7 +64,7 @@ class EmbeddedPrompts:
         self._embeds |= entering
 
     def of_step(self, tokens: StepTokens, token_ids: torch.Tensor) -> torch.Tensor | None:
-        """A step's input embeddings [num_tokens, hidden_size], or None if all inputs are ids."""
+        """Input embeddings of a step [num_tokens, hidden_size], or None if all inputs are ids."""
         embedded: torch.Tensor | None = None
         if not self._embeds or self._model is None:
             return embedded

@@ -1,8 +1,8 @@
-"""The input batch, in which the worker stores the state of each running request between steps.
+"""The input batch, in which the worker keeps the state of each running request between steps.
 
-A request is sent completely once, and gets a row. Later steps send only differences. The worker
-appends sampled tokens to its own copy, so that the scheduler can plan and send a step before the
-previous step has run. This is vLLM's persistent batch.
+The scheduler sends a request completely once. The request gets a row of the batch, and later steps
+contain only changes. The worker appends sampled tokens to its own copy, so that the scheduler can
+plan and send a step before the previous step has run. This is vLLM's persistent batch.
 """
 
 from collections.abc import Iterable
@@ -23,19 +23,19 @@ class BatchLimits:
     max_num_batched_tokens: int
     vocab_size: int
     block_size: int
-    """The number of tokens in the smallest attention blocks."""
+    """The number of tokens in a block, in the attention groups with the smallest blocks."""
     num_blocks: int
     windows: tuple[int | None, ...] = (None,)
     """The attention window of each KV-cache group, in tokens. None means full attention."""
     state_block_sizes: tuple[int, ...] = ()
     """For each group of recurrent layers, the number of tokens that one block covers. These groups
-    follow the groups of attention layers.
+    follow the groups of attention layers in the order of KV-cache groups.
     """
     num_tier_blocks: int = 0
     num_speculative_tokens: int = 0
     """Maximum number of draft tokens that this worker proposes for a request in a step."""
     num_speculative_rows: int = 0
-    """Limit on the rows for tokens and drafts of decoding requests in a step. 0 means unlimited."""
+    """Limit on the tokens of decoding requests in a step, including drafts. 0 means unlimited."""
     block_scales: tuple[int, ...] = ()
     """For each group of attention layers, the number of tokens in its blocks, as a multiple of
     `block_size`. If empty, all multiples are 1.
@@ -52,24 +52,24 @@ class BatchLimits:
 
     @property
     def max_sampled_rows(self) -> int:
-        """Maximum number of rows of logits in a step, including rows for drafts."""
+        """Maximum number of rows of logits in a step, including those for drafts."""
         if self.num_speculative_rows:
             return max(self.max_num_seqs, self.num_speculative_rows)
         return self.max_num_seqs * (1 + self.num_speculative_tokens)
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
-        """For each group, the number of tokens that one block covers."""
+        """For each KV-cache group, the number of tokens that one block covers."""
         scales = self.block_scales or (1,) * self.first_state_group
         return (*(scale * self.block_size for scale in scales), *self.state_block_sizes)
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Blocks of a sequence of max_model_len tokens, in the group with the smallest blocks."""
+        """Blocks for a sequence of max_model_len tokens, in the group with the smallest blocks."""
         return -(-self.max_model_len // self.block_size)
 
     def room(self, num_blocks: Iterable[int]) -> int:
-        """The number of tokens of one sequence that fit in `num_blocks` of each group."""
+        """The number of tokens of one sequence that fit if it has `num_blocks` of each group."""
         if not (self.state_block_sizes or self.block_scales):
             return min(min(num_blocks) * self.block_size, self.max_model_len)
         sizes = zip(num_blocks, self.block_sizes, strict=True)
@@ -77,7 +77,7 @@ class BatchLimits:
 
 
 class InputBatch:
-    """The tokens, block tables and sampling parameters of running requests. A request has a row.
+    """The tokens, block tables and sampling parameters of running requests. Each request has a row.
 
     `step_difference.apply_step` applies a step. Arrays are indexed by row:
 
@@ -86,9 +86,9 @@ class InputBatch:
     * `num_prompt_tokens`;
     * `room`: the number of tokens that fit in a request's blocks, in the group with the least room;
     * `block_tables` int32 [num_groups, max_num_seqs, max_blocks_per_seq]. The first `num_blocks`
-      [num_groups, max_num_seqs] entries of a table are set. Entries before a group's window are the
-      null block or an earlier block of the request, and are not read. In groups of recurrent layers
-      only two entries are read: the entry of the last token before a step, and the entry of the
+      [num_groups, max_num_seqs] entries of a table are set. Entries before a group's attention
+      window are the null block or an earlier block of the request, and are not read. In groups of
+      recurrent layers only two entries are read: for the last token before a step, and for the
       step's last token.
 
     `counting` is the array 0, 1, 2, ..., max_num_seqs. `groups` has, for each KV-cache group, its
@@ -115,7 +115,7 @@ class InputBatch:
 
     def place_last_tokens(self, step: StepInput) -> None:
         """Writes the last scheduled token of each request. Only pipeline stages that do not sample
-        need this. Raises InvalidStep if the step does not have these tokens.
+        need this. Raises InvalidStep if these tokens are missing in the step.
         """
         if len(step.last_token_ids) != len(step.rows):
             problem = "a pipeline stage that does not sample must be sent each request's last token"
@@ -124,7 +124,7 @@ class InputBatch:
         self.token_ids[step.rows, ends - 1] = step.last_token_ids
 
     def place_drafts(self, step: StepInput) -> None:
-        """Writes drafts after the known tokens. They are counted when they are accepted."""
+        """Writes the step's drafts after the known tokens. Only accepted drafts become known."""
         if not len(step.draft_token_ids):
             return
         first = 0
@@ -137,9 +137,8 @@ class InputBatch:
     def tokens_at(self, rows: Int32Array | Int64Array, positions: Int64Array) -> Int64Array:
         """Returns the tokens at these rows and positions.
 
-        Uses one flat index, for which NumPy does not release the interpreter's lock. With two
-        indexes NumPy would release it, and a waiting event loop would run before the step instead
-        of during it.
+        Uses one flat index. With two indexes NumPy would release the interpreter's lock, and a
+        waiting event loop would delay the step.
         """
         indexes = rows * np.int64(self.token_ids.shape[1]) + positions
         token_ids: Int64Array = self._tokens_in_a_line[indexes].astype(np.int64)
@@ -151,11 +150,11 @@ class InputBatch:
         self.num_tokens[rows] = num_tokens + 1
 
     def append_unknown(self, rows: Int64Array) -> None:
-        """Counts one more token, whose id the host does not have yet, in each of these rows."""
+        """Appends a token to each of these rows, whose id the host does not have yet."""
         self.num_tokens[rows] += 1
 
     def enter(self, request: NewRequest) -> None:
-        """Adds a request. Its row must not be in use."""
+        """Adds a request to its row, which must be free."""
         row = request.row
         self.sampling[row] = request.sampling
         self.num_tokens[row] = len(request.token_ids)

@@ -9,15 +9,15 @@ from services.worker.core.batch.input_batch import InputBatch
 from services.worker.core.step import StepInput
 
 _BEHIND_DECODES = np.int32(2**31 - 1)
-"""The sort key of requests with several tokens, which follow all decodes."""
+"""The sort key of requests with several tokens, which come after all requests with one token."""
 _FEW_REQUESTS = 64
 
 
 def _rising(keys: Int32Array) -> Int64Array:
     """Returns the indexes that sort `keys` in ascending order. The sort is stable.
 
-    NumPy releases the interpreter's lock while it sorts more than one key, and a waiting event loop
-    would run before the step instead of during it. Therefore Python sorts short lists.
+    Short lists are sorted by Python, because NumPy's sort releases the interpreter's lock. A
+    waiting event loop would then delay the step.
     """
     if not 1 < len(keys) <= _FEW_REQUESTS:
         return keys.argsort(kind="stable")
@@ -28,11 +28,11 @@ def _rising(keys: Int32Array) -> Int64Array:
 class StepTokens:
     """Token ids and positions of a step, int64 [num_tokens], and the requests to which they belong.
 
-    In all other arrays, entry i is for the i-th request in the layout's order. `order` has the
-    requests' indexes in the step, and `rows` their rows in the batch. Both are int64, with which
-    NumPy indexes several times faster than with int32. `num_draft_tokens` is None if the step has
-    no drafts. There is one layout for each KV-cache group. Layouts differ in their block tables and
-    block sizes.
+    In all other arrays, entry i is for the i-th request in the order that attention needs. `order`
+    has the requests' indexes in the step, and `rows` their rows in the batch. These two are int64,
+    with which NumPy indexes several times faster than with int32. `num_draft_tokens` is None if the
+    step has no drafts. `layouts` has one StepLayout for each KV-cache group, with the group's block
+    tables and block size.
     """
 
     token_ids: Int64Array
@@ -45,7 +45,7 @@ class StepTokens:
 
     @property
     def first_tokens(self) -> Int32Array:
-        """The index of each request's first token."""
+        """The index of each request's first token among the step's tokens."""
         return self.layouts[0].query_starts[:-1]
 
     @property
@@ -59,8 +59,8 @@ class StepTokens:
         return self.seq_lens - self.num_scheduled_tokens
 
     def sampling(self, num_tokens: Int32Array) -> "SamplingRequests":
-        """Returns the requests whose last known token the step computes. Tokens are sampled for
-        them.
+        """Returns the requests for which the step samples: those whose last known token it
+        computes.
 
         `num_tokens` has the number of known tokens of each request.
         """
@@ -80,11 +80,11 @@ class StepTokens:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequests:
-    """The requests of a step for which tokens are sampled, by index in the layout's order.
+    """The requests of a step for which tokens are sampled, by index in the order of StepTokens.
 
     `logits_indices` are ascending indexes of the step's tokens whose logits are needed: each
-    request's last known token and drafts. `firsts` has, for each request, the index in
-    `logits_indices` of the request's first token.
+    request's last known token and its drafts. `firsts` has, for each request, the index in
+    `logits_indices` of the request's first entry.
     """
 
     requests: Int64Array
@@ -93,8 +93,8 @@ class SamplingRequests:
 
 
 def lay_out(step: StepInput, batch: InputBatch) -> StepTokens:
-    """Orders a step's requests. Requests with one token are first, in ascending order of length.
-    Requests with several tokens follow in the step's order.
+    """Orders a step's requests: those with one token first, in ascending order of length, then
+    those with several tokens in the step's order.
     """
     counts, drafts = step.num_scheduled_tokens, step.num_draft_tokens
     seq_lens = step.num_computed_tokens + counts

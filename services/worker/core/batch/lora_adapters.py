@@ -16,7 +16,7 @@ from services.worker.core.step import StepInput
 
 class LoraAdapters:
     """Stores at most `max_cpu_loras` adapters in memory. The scheduler decides which adapters are
-    loaded. A dropped adapter is freed when no request in the batch uses it any more.
+    loaded. A dropped adapter is freed when no request of the batch uses it any more.
     """
 
     def __init__(self, read: Callable[[Path], PackedLora], max_cpu_loras: int) -> None:
@@ -76,8 +76,8 @@ def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int,
 def lora_rows(
     tokens: StepTokens, adapters: dict[int, PackedLora], device: torch.device
 ) -> LoraRows | None:
-    """Groups the step's tokens by their requests' adapters. Returns None if no request has an
-    adapter. `adapters` maps rows of the batch to adapters.
+    """Groups the step's tokens by the adapters of their requests. Returns None if no request has
+    one. `adapters` maps rows of the batch to adapters.
     """
     numbers: dict[PackedLora, int] = {}
     of_requests = np.full(len(tokens.rows), -1, np.int32)

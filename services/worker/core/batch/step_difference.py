@@ -1,4 +1,4 @@
-"""Checks and applies the changes that a step makes to the batch."""
+"""Checks the changes that a step makes to the batch, and applies them."""
 
 from collections.abc import Set as AbstractSet
 
@@ -9,7 +9,7 @@ from services.worker.core.errors import InvalidStep
 from services.worker.core.step import AppendedBlocks, Int32Array, NewRequest, StepInput
 
 PROPOSED_HERE = -1
-"""The id of a draft that the worker must propose itself."""
+"""In place of a token id: the worker must propose this draft itself."""
 
 _NO_DRAFTS = np.zeros(1, np.int32)
 
@@ -18,8 +18,8 @@ def apply_step(batch: InputBatch, step: StepInput) -> Int32Array:
     """Applies a step's changes to the batch. If the step is invalid, raises InvalidStep and changes
     nothing.
 
-    Returns the number of computed tokens of each request: the step's number minus the drafts of the
-    previous step that were rejected.
+    Returns the true number of computed tokens of each request. The step's number is too high if
+    drafts of the previous step were rejected, because the scheduler sends it before it knows this.
     """
     num_computed_tokens = _StepCheck(batch, step).run()
     for row in step.removed_rows.tolist():
@@ -42,13 +42,13 @@ class _StepCheck:
         self._limits = batch.limits
         self._step = step
         self._in_use: AbstractSet[int] = batch.sampling.keys()
-        """Rows in use after removed requests have left and new requests have entered."""
+        """The rows of the batch that are in use after the step's changes."""
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
-        """For each group, maps rows to the number of blocks that the step appends."""
+        """For each KV-cache group, maps rows to the number of blocks that the step appends."""
 
     def run(self) -> Int32Array:
-        """Raises InvalidStep for the first contradiction. Returns the result for `apply_step`."""
+        """Raises InvalidStep for the first contradiction. Returns what `apply_step` returns."""
         step = self._step
         if len(step.removed_rows) or step.new_requests:
             self._check_rows()
@@ -169,9 +169,9 @@ class _StepCheck:
     def _check_requests(self) -> Int32Array:
         """Checks all requests at once. If the check fails, finds the first invalid request.
 
-        A number of computed tokens may be any int32. These numbers are compared with bounds,
-        because sums could overflow. The scheduler counts the previous step's drafts as computed.
-        Returns the numbers without the drafts that were rejected.
+        Returns the numbers of computed tokens, without the previous step's drafts that were
+        rejected. A step's number may be any int32, so it is compared with bounds, because a sum
+        could overflow.
         """
         step, most_rejected = self._step, self._limits.num_speculative_tokens
         scheduled, computed = step.num_scheduled_tokens, step.num_computed_tokens
@@ -201,9 +201,9 @@ class _StepCheck:
         self._check_block_ids(targets, "copy_targets")
 
     def _check_states(self, group: int) -> None:
-        """Checks that each request has a block for the state after the step. If the request has
-        computed tokens, it must also have a block with the state before the step. Raises
-        InvalidStep for drafts, because a state cannot be rolled back.
+        """Checks that each request has a block for the recurrent state after the step, and, if it
+        has computed tokens, a block with the state before the step. Raises InvalidStep for drafts,
+        because a state cannot be rolled back.
         """
         step, size = self._step, self._limits.block_sizes[group]
         self._require(
@@ -237,7 +237,7 @@ class _StepCheck:
         return 0
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
-        """For each request, the number of known tokens, and of tokens that fit in its blocks."""
+        """Returns how many tokens of each request are known, and how many fit in its blocks."""
         rows = self._step.rows.astype(np.int64)
         known, room = self._batch.num_tokens[rows], self._batch.room[rows]
         for row, request in self._new.items():
@@ -279,7 +279,7 @@ class _StepCheck:
         self._require(not len(wrong), field, f"token {wrong[:1].tolist()} is not below {size}")
 
     def _check_entries(self, group: int, block_ids: Int32Array, field: str) -> None:
-        """Checks entries of a block table. Groups of recurrent layers may have null entries."""
+        """Checks entries of a block table. Groups of recurrent layers may have the null block."""
         holds_states = group >= self._limits.first_state_group
         self._check_block_ids(block_ids[block_ids != 0] if holds_states else block_ids, field)
 

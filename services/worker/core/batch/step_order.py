@@ -4,9 +4,9 @@ from services.worker.core.errors import InvalidStep
 
 
 class StepOrder:
-    """Checks that all steps of a stream have the same generation of the pool, and that their
-    numbers increase. The first step may be an empty step 0, which opens the generation. Another
-    step 0 may follow it.
+    """Checks that all steps of a stream have the same generation (the pool's number, which
+    increases when the scheduler opens it again), and that their numbers increase. The stream may
+    begin with an empty step 0, after which another step 0 may follow.
     """
 
     def __init__(self) -> None:
@@ -14,8 +14,8 @@ class StepOrder:
         self._last = -1
 
     def follow(self, generation: int, step: int, *, is_empty: bool) -> None:
-        """Accepts the next step. Raises InvalidStep if its generation differs from the generation
-        of the stream, or if its number is not greater than the last step's number.
+        """Accepts the next step. Raises InvalidStep if its generation is not the stream's, or if
+        its number is not greater than the last step's number.
         """
         if self._generation is None:
             self._generation = generation

@@ -1,9 +1,9 @@
 """Proposes drafts from a draft model: a smaller model of the same vocabulary that decodes greedily.
 
-The draft model's keys and values are stored in the same slots of the same blocks as the target
-model's, and are addressed by the same block tables. When a step ends, each block that it filled has
-the keys and values of both models. Therefore everything that reuses or copies full blocks works for
-both models: prefix hits, resumption after a preemption, and the tier of offloaded blocks.
+The draft model's keys and values have the same block tables and slots as the target model's, in
+blocks with memory for both. When a step fills a block, both models' keys and values are in it at
+the end of the step. Therefore everything that reuses or copies full blocks works for both models:
+prefix hits, resumption after a preemption, and the tier of host memory for offloaded blocks.
 
 In a step that begins with n known tokens of a request:
 
@@ -12,12 +12,12 @@ In a step that begins with n known tokens of a request:
    previous step were accepted, these are the last two tokens, because the draft model never
    computes the last draft of a step.
 2. The most likely next token is the first draft. Each further draft requires a run of the draft
-   model over one token of each request. With k drafts, these runs write slots n to n + k - 2. The
-   step has these slots, because the target model verifies k drafts in them.
+   model over one token of each request. With k drafts, these runs write slots n to n + k - 2. These
+   slots are allocated, because the target model verifies k drafts in the same step.
 3. After verification, accepted drafts count as computed. The slots of rejected drafts are
    overwritten.
-4. In requests without drafts, and in requests whose last draft was accepted, known tokens are
-   computed when they fill a block, or when drafts are requested again.
+4. The draft model skips requests for which no drafts are requested. It computes their known tokens
+   when these fill a block, or when drafts are requested again.
 
 vLLM's method "draft_model" proposes drafts at the end of a step, and therefore needs additional
 slots. Here they are proposed at the beginning of the step that verifies them.
@@ -38,7 +38,7 @@ from services.worker.models.model import Model
 
 
 class DraftModel(DraftSource):
-    """A DraftSource on the CPU.
+    """A DraftSource that runs a draft model on the CPU.
 
     `attention` has as many blocks as the target model's attention, with as many tokens in each
     block. `group` is the KV-cache group of the target model whose block tables are used. The group
@@ -63,11 +63,12 @@ class DraftModel(DraftSource):
         self._longest = limits.max_model_len
         rows, most = limits.max_num_seqs, limits.num_speculative_tokens
         self._num_computed = np.full(rows, self._longest, np.int32)
-        """For each row, the number of tokens whose keys and values are computed. For a new request
-        it is an upper bound, until `_settle` lowers it to the number of tokens in full blocks.
+        """For each row of the batch, how many of its tokens the draft model has computed. For a new
+        request this is an upper bound, until `_settle` lowers it to the number of tokens in full
+        blocks.
         """
         self._guesses = np.zeros((rows, most), np.int32)
-        """For each row, the computed drafts that follow its `_num_computed` tokens."""
+        """For each row, computed drafts that follow the tokens counted in `_num_computed`."""
         self._num_guesses = np.zeros(rows, np.int32)
 
     def forget(self, rows: Int32Array) -> None:
@@ -81,12 +82,12 @@ class DraftModel(DraftSource):
     def propose(
         self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
     ) -> list[list[int]]:
-        """Proposes drafts, and computes the step's own tokens of requests that fill a block."""
+        """Proposes drafts. Also computes the tokens of requests that fill a block in this step."""
         rows = step.rows
         self._settle(rows, step.num_computed_tokens, batch)
         starts = self._num_computed[rows]
         ends = np.minimum(step.num_computed_tokens + step.num_scheduled_tokens, self._max_model_len)
-        # For each request, the number of drafts after the forced drafts
+        # For each request, the number of drafts that the draft model proposes after the forced ones
         num_own = np.zeros(len(rows), np.int32)
         for want in wanted:
             known = batch.num_tokens[want.row]
@@ -106,10 +107,10 @@ class DraftModel(DraftSource):
         self._compute_due(batch, rows, starts, ends, np.zeros(len(rows), np.int32))
 
     def _settle(self, rows: Int32Array, num_computed: Int32Array, batch: InputBatch) -> None:
-        """Counts accepted drafts that were computed, and drops rejected drafts. The target model
-        has computed `num_computed` tokens. If a row counts more tokens as computed than these, its
-        count becomes the number of these tokens in full blocks, because every full block has the
-        keys and values of both models.
+        """Counts as computed the accepted drafts that the draft model has computed, and drops the
+        others. `num_computed` is how many tokens the target model has computed. If the draft
+        model's count is higher, it becomes the number of tokens in full blocks, because only full
+        blocks are sure to have the keys and values of both models.
         """
         own, places = self._num_computed[rows], np.arange(self._guesses.shape[1])
         at = np.minimum(own[:, None] + places, batch.token_ids.shape[1] - 1)
@@ -129,7 +130,7 @@ class DraftModel(DraftSource):
         num_drafts: Int32Array,
     ) -> None:
         """Computes tokens `starts` to `ends` of requests that need drafts or fill a block. Then
-        writes each request's `num_drafts` drafts after these tokens.
+        writes `num_drafts` drafts after the tokens of each request.
         """
         fills_block = ends // self._block_size > starts // self._block_size
         due = np.flatnonzero(fills_block | (num_drafts > 0))
@@ -149,8 +150,8 @@ class DraftModel(DraftSource):
         num_drafts: Int32Array,
         tokens: Int32Array,
     ) -> None:
-        """Writes `num_drafts` drafts of each request from position `ends` on. `tokens` are the
-        first drafts. Each run of the model computes one further draft of each request.
+        """Writes `num_drafts` drafts for each request, from position `ends` on. `tokens` are the
+        first drafts. Each run of the draft model gives one more draft to each request.
         """
         while len(rows):
             batch.token_ids[rows, ends] = tokens
@@ -185,8 +186,8 @@ class DraftModel(DraftSource):
         return found[samples]
 
     def _take(self, batch: InputBatch, want: WantedDrafts, num_own: int) -> list[int]:
-        """Returns the drafts that were written for a request, and records which of them were
-        computed: all except the last one if the model proposed any, otherwise none.
+        """Returns the drafts that were written for a request. Records that the draft model has
+        computed all of them except the last one, or none if all are forced.
         """
         row, count = want.row, len(want.forced) + num_own
         known = batch.num_tokens[row]

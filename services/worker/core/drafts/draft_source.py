@@ -1,4 +1,6 @@
-"""Sources of a step's drafts. One call proposes drafts for all requests of the step."""
+"""The interface of a source of drafts, and sources that use a Proposer or suffix trees. One call
+proposes drafts for all requests of a step.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,11 +11,11 @@ from services.worker.core.step import Int32Array, NewRequest, StepInput
 from services.worker.speculation.proposer import Proposer
 
 
-@dataclass(slots=True)  # not frozen, as StepInput
+@dataclass(slots=True)  # not frozen, see StepInput
 class WantedDrafts:
-    """A request for up to `most` drafts. `index` is the request's index in the step, and `row` its
-    row in the batch. `forced` has the next tokens, at most `most`, that a grammar forces. They are
-    the first drafts.
+    """Asks for up to `most` drafts for a request. `index` is the request's index in the step, and
+    `row` its row in the batch. `forced` has the tokens, at most `most`, that the request's grammar
+    forces next. They are the first drafts.
     """
 
     index: int
@@ -22,17 +24,17 @@ class WantedDrafts:
     forced: list[int]
 
     def possible(self, proposed: Sequence[int]) -> Sequence[int]:
-        """The proposed drafts if they begin with the forced drafts, otherwise the forced drafts."""
+        """Returns the proposed drafts if they begin with the forced tokens, else these tokens."""
         forced = self.forced
         begins_so = not forced or list(proposed[: len(forced)]) == forced
         return proposed if begins_so else forced
 
 
 class DraftSource:
-    """Proposes drafts, the same ones on all ranks of a model. By default it ignores all events."""
+    """Proposes drafts, equal ones on all ranks of a model. By default it ignores all events."""
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
-        """Called when these requests have entered rows of the batch that were free."""
+        """Called when these requests have been added to rows of the batch."""
 
     def propose(
         self, step: StepInput, batch: InputBatch, wanted: Sequence[WantedDrafts]
@@ -40,8 +42,8 @@ class DraftSource:
         """Returns up to `most` drafts for each entry of `wanted`, in its order.
 
         Called once for each step that computes tokens, even if `wanted` is empty. `step` does not
-        contain drafts, so all its tokens are known. It computes the last known token of each
-        request in `wanted`. Entries of `batch.token_ids` after the known tokens may be overwritten.
+        contain drafts yet, so all its tokens are known. For requests in `wanted`, it computes their
+        last known token. Entries of `batch.token_ids` after the known tokens may be overwritten.
         """
         raise NotImplementedError
 
@@ -50,7 +52,7 @@ class DraftSource:
 
     def verified(self, rows: Int32Array, batch: InputBatch) -> None:
         """Called after the drafts of these rows were verified. The batch then has the accepted
-        drafts and one more token, which is not computed yet.
+        drafts and one more token, which the next step computes.
         """
 
     def forget(self, rows: Int32Array) -> None:
@@ -85,9 +87,10 @@ class ProposerSource(DraftSource):
 
 
 class SuffixSource(DraftSource):
-    """A DraftSource over SuffixDecoding. A response is the tokens sampled here since its request
-    entered the batch, so that a preempted request's tokens are not counted twice. All responses are
-    dropped when the batch is cleared, so that all ranks have the same trees.
+    """A DraftSource that uses suffix trees over responses (see SuffixDecoding). A response consists
+    of the tokens sampled since its request was added to the batch, so that tokens before a
+    preemption are not counted again. When the batch is cleared, all responses are dropped, so that
+    all ranks have the same trees.
     """
 
     def __init__(self, trees: SuffixDecoding) -> None:

@@ -2,7 +2,7 @@
 
 The scheduler plans a step while the previous step runs. It counts the previous step's drafts as
 accepted, and sets the ids of new drafts to -1. When the step begins, the worker has verified the
-previous drafts, and proposes new drafts after its own tokens.
+previous drafts, and proposes new drafts after the tokens that are now known.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ from services.worker.core.drafts.draft_source import DraftSource, WantedDrafts
 from services.worker.core.step import Int32Array, StepInput, no_ints
 
 _MOST_EMPTY = 2
-"""After this many verifications without an accepted draft, fewer drafts are proposed."""
+"""After this many steps in a row with only rejected drafts, a request gets fewer drafts."""
 _FIRST_REST, _LONGEST_REST = 8, 64
-"""The lengths in steps of the first and of the longest pause."""
+"""For how many steps a request gets no drafts in its first and in its longest pause."""
 
 
 class DraftLength:
     """The number of drafts of one request: 1 to `most`, or 0 during a pause.
 
-    Rejected drafts waste rows of a step. If all drafts are accepted, the number is doubled. If no
-    draft is accepted twice in a row, the number is halved. If it is 1 already, drafting pauses for
-    some steps. Each pause is twice as long as the previous one, because a text that has not
-    repeated itself is likely to continue without repetition.
+    Rejected drafts waste computation. If all drafts of a step are accepted, the number is doubled.
+    If all are rejected in _MOST_EMPTY steps in a row, it is halved, or, if it is 1 already, the
+    request gets no drafts for some steps. Each such pause is twice as long as the previous one,
+    because a text that has not repeated itself is likely to continue without repetition.
     """
 
     def __init__(self, most: int) -> None:
@@ -68,7 +68,7 @@ _NO_DRAFTS = no_ints()
 class Drafter:
     """Fills in the drafts of steps, which `source` proposes.
 
-    Each request gets as many drafts as the scheduler has planned, or fewer if few drafts were
+    A request gets as many drafts as the scheduler has planned, or fewer if few of its drafts were
     accepted.
     """
 
@@ -88,8 +88,8 @@ class Drafter:
         self._lengths.clear()
 
     def sampled(self, tokens: StepTokens, batch: InputBatch) -> None:
-        """Records the tokens that a step sampled, and the accepted drafts. A request's accepted
-        drafts are all its sampled tokens except the last one.
+        """Records the tokens that a step sampled, and how many drafts were accepted: a request's
+        sampled tokens are its accepted drafts and one more token.
         """
         every = tokens.layouts[0].rows
         self.source.sampled(every, batch)
@@ -117,7 +117,7 @@ class Drafter:
 
         `num_computed_tokens` has the numbers that `apply_step` returned. Drafts with id -1 are
         replaced by proposals, or removed if there is no proposal. `forced` returns the tokens that
-        a grammar forces after a row's output.
+        the grammar of a row's request forces next.
         """
         known = _without_drafts(step, num_computed_tokens)
         if not len(step.num_draft_tokens):
@@ -142,7 +142,7 @@ class Drafter:
 
 
 def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInput:
-    """Returns the step with known tokens only, and with the given numbers of computed tokens."""
+    """Returns the step without its drafts, and with the given numbers of computed tokens."""
     has_drafts = len(step.num_draft_tokens) > 0
     if not (has_drafts or np.count_nonzero(num_computed_tokens != step.num_computed_tokens)):
         return step

@@ -12,4 +12,4 @@ class FreeMemory:
     """Bytes that the largest step needs in addition to the weights and the KV cache."""
     used_bytes: int = 0
     of_what: str = "available after loading"
-    """Describes `of_bytes` in the explanation of the cache's size."""
+    """What `of_bytes` is, for the sentence that explains the KV cache's size."""

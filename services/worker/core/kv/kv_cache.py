@@ -1,8 +1,8 @@
 """Computes the number of KV-cache blocks, and a sentence that explains it.
 
-The KV cache's memory is a setting. By default it is a fraction of the memory that is available
-after the weights were loaded, minus the memory for a step's activations. The KV cache never has
-more blocks than the batch can use.
+The memory for the KV cache is a setting. By default it is a fraction of the memory that is
+available after the weights were loaded, minus the memory for a step's activations. The KV cache
+never has more blocks than a full batch can use.
 """
 
 from bisect import bisect_right
@@ -27,7 +27,7 @@ class Tier(Protocol):
 
     def take_ended(self, *, is_idle: bool) -> tuple[EndedTierLoad, ...]:
         """Returns the loads that have ended since the last call. `is_idle` means that the step
-        computes nothing, so that the call may wait a moment for a running load.
+        computes nothing. The call may then wait a moment for a running load.
         """
 
     def reset(self) -> None:
@@ -53,9 +53,9 @@ class KVCacheDemand:
     """Whether the operator set `max_model_len`."""
     groups: tuple[LayerGroup, ...]
     num_steps_in_flight: int = 2
-    """The number of steps that are planned or running at once. It is 2, because an asynchronous
-    scheduler plans a step while another step runs. With more than two pipeline stages, it is the
-    number of stages.
+    """The number of steps that are planned or running at once. An asynchronous scheduler plans a
+    step while another one runs. With more than two pipeline stages, there are as many steps as
+    stages.
     """
 
     @property
@@ -85,8 +85,8 @@ class KVCacheDemand:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheMemory:
-    """The settings for the KV cache's size: its number of blocks or, if that is None, its number of
-    bytes. If both are None, the size is computed from `free`.
+    """The settings for the KV cache's size: `num_blocks` or, if it is None, a number of bytes. If
+    both are None, the size is computed from `free`.
     """
 
     num_blocks: int | None
@@ -97,7 +97,7 @@ class KVCacheMemory:
 @dataclass(frozen=True, slots=True)
 class KVCacheSizing:
     """The number of blocks in the KV cache, including the null block, the maximum length of a
-    sequence, and a text that explains the number of blocks.
+    sequence, and a sentence that explains the number of blocks.
     """
 
     num_blocks: int
@@ -108,9 +108,9 @@ class KVCacheSizing:
 def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing:
     """Computes the number of blocks for this demand.
 
-    If the operator did not set `max_model_len`, it is lowered until one sequence fits. Raises
-    KVCacheTooSmall if one sequence of the configured length, or of a single block, does not fit.
-    Raises NotEnoughMemory if the settings demand more memory than is available.
+    If the settings do not name `max_model_len`, it is lowered until one sequence of this length
+    fits. Raises KVCacheTooSmall if not even one sequence of the configured length, or of a single
+    block, fits. Raises NotEnoughMemory if the settings demand more memory than is available.
     """
     fitting, reason = _fitting_blocks(demand, memory)
     num_blocks = min(fitting, demand.most_blocks)

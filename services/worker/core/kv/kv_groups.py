@@ -1,23 +1,22 @@
 """Divides the layers of a model into KV-cache groups. The layers of a group share a block table.
-All groups share the memory of the cache.
+All groups share the memory of the KV cache.
 
-Layers with the same window form a group, because the pool frees their blocks at the same time. All
-groups get blocks from one pool, so a block must occupy the same memory in each group. Therefore a
-group has as many layers as the rarest kind of layer, and each other kind of layer forms several
-groups. A block has one page for each layer of its group, and the i-th layers of all groups share
-their pages. This is the rule of vLLM's hybrid KV-cache manager.
+Layers with the same attention window form a group, because the pool frees their blocks at the same
+time. All groups get blocks from one pool, so a block must occupy the same memory in each group.
+Therefore a group has as many layers as the rarest kind of layer, and each other kind of layer forms
+several groups. A block has one page for each layer of its group, and the i-th layers of all groups
+share their pages. This is the rule of vLLM's hybrid KV-cache manager.
 
-If layers with different windows have keys of different shapes, as in Gemma 4, layers with smaller
-keys have more tokens in a block. For example, a block has twice as many tokens if the keys are half
-as large.
+If layers with different windows have keys of different sizes, as in Gemma 4, layers with smaller
+keys have more tokens in a block: twice as many if the keys are half as large.
 
 A group with fewer layers than other groups leaves pages of its blocks unused. For example, Gemma 3
 27B has 52 layers with a window and 10 layers without. Groups have room for 10 layers. The layers
 without windows form one group. The layers with windows form six groups of 8 or 9 layers, so 8 of 70
-pages are unused. In return, a sequence of n tokens has blocks for n tokens in one group only. In
-each of the other six groups it has at most a window's blocks.
+pages are unused. In return, the blocks for all tokens of a sequence are needed in one group only.
+In each of the other six groups a sequence has at most a window's blocks.
 
-Recurrent layers are one more kind of layer. A block of such a group stores one state of each layer.
+Recurrent layers are one more kind of layer. A block of their groups stores one state of each layer.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ class LayerKind:
 
     `window` is None for full attention. `heads` is the number and the size of key heads, or None if
     all kinds have the same heads. `block_scale` is described in LayerGroup. Only recurrent layers
-    have a `mamba_cache_mode`.
+    have a `mamba_cache_mode`, vLLM's name for which states are kept.
     """
 
     window: int | None = None
@@ -48,12 +47,12 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share a block table. `layers` has their numbers in ascending order, and `window`
+    """Layers that share a block table. `layers` has their indexes in ascending order, and `window`
     is None for full attention.
 
-    A group of recurrent layers has a `mamba_cache_mode`. Recurrent layers are numbered separately
-    from attention layers. `block_scale` is the number of tokens in the group's blocks, divided by
-    the number in the smallest attention blocks.
+    Only a group of recurrent layers has a `mamba_cache_mode`. Recurrent layers are numbered
+    separately from attention layers. `block_scale` is the number of tokens in the group's blocks,
+    divided by the number in the smallest attention blocks.
     """
 
     window: int | None
@@ -66,10 +65,10 @@ class LayerGroup:
         return self.mamba_cache_mode is not None
 
     def kv_cache_group(self, block_size: int, max_model_len: int) -> KVCacheGroup:
-        """Returns the group as the scheduler and the pool need it, without layer indices.
+        """Returns the group as the scheduler and the pool need it, without indexes of layers.
         `block_size` is the number of tokens in the smallest blocks.
 
-        If each step overwrites the state in place, a sequence has one block, which covers
+        If each step overwrites the recurrent state in place, a sequence has one block, which covers
         `max_model_len` tokens.
         """
         count = len(self.layers)
@@ -92,11 +91,11 @@ def layer_kinds(
 ) -> list[LayerKind]:
     """Returns the kind of each attention layer.
 
-    Layers with different windows and key shapes become separate kinds under two conditions: blocks
-    may have different numbers of tokens (`scales_blocks`), and the size of a token's largest keys
-    is a multiple of each other size. Otherwise all layers are of one kind without a window, whose
-    group keeps the blocks of all tokens. If all layers have the same window, or the same shape,
-    shapes are ignored.
+    Layers with different windows and key shapes become separate kinds under two conditions:
+    `scales_blocks` allows blocks with different numbers of tokens, and the size of a token's
+    largest keys is a multiple of each other size. Otherwise all layers are of one kind without a
+    window, whose group keeps the blocks of all tokens. If all layers have the same window, or all
+    keys have the same shape, shapes are ignored.
     """
     shapes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
     if len(set(shapes)) == 1 or len({layer.window for layer in layers}) == 1:
@@ -116,8 +115,8 @@ def group_layers(
     num_state_layers: int = 0,
     mamba_cache_mode: MambaCacheMode = MambaCacheMode.ALIGN,
 ) -> tuple[LayerGroup, ...]:
-    """Divides layers of these kinds into groups. Groups are in the order of each kind's first
-    layer, with groups of recurrent layers at the end.
+    """Divides layers of these kinds into groups, ordered by each kind's first layer. Groups of
+    recurrent layers are last.
 
     If a kind has several groups, its layers are assigned to them round-robin, as in vLLM.
     """
@@ -141,7 +140,7 @@ def group_layers(
 
 
 def block_scales(groups: Sequence[LayerGroup]) -> tuple[int, ...]:
-    """The `block_scale` of each group of attention layers, or nothing if all are 1."""
+    """The `block_scale` of each group of attention layers, or an empty tuple if all are 1."""
     scales = tuple(group.block_scale for group in groups if not group.holds_states)
     return scales if max(scales, default=1) > 1 else ()
 

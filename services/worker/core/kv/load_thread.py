@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
 
 IDLE_WAIT_SECONDS = 0.005
-"""Maximum time that an empty step waits for a load to end. Without this wait, repeated empty steps
-would slow the load down. A request that arrives during the wait is delayed by it.
+"""Maximum time that a step without tokens waits for a load to end. Without this wait, repeated
+empty steps would compete with the load for the processor. A request that arrives is delayed by the
+wait.
 """
 
 
@@ -16,7 +17,7 @@ class LoadThread:
     """Runs loads one after the other. Its methods are called by the thread that runs steps."""
 
     def __init__(self, load: Callable[[TierBlocks], Int32Array]) -> None:
-        """`load` copies blocks, and returns the blocks that were not loaded."""
+        """`load` copies blocks, and returns the target blocks that were not loaded."""
         self._load = load
         self._loads: queue.SimpleQueue[TierLoad] = queue.SimpleQueue()
         self._changed = threading.Condition()

@@ -1,1 +1,1 @@
-"""The simulated device: a worker without weights. A profile predicts the times of its steps."""
+"""The simulated device: a worker without weights, whose steps take the predicted time."""

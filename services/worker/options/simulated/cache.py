@@ -1,10 +1,11 @@
 """The KV cache of the simulated device. It has one key and one value of 8 bytes per token.
 
-Attention of layer 0 stores the numbers of a step's tokens as keys, and attention of layer 1 stores
-them as values. For each token, both return a sum over all windows of the shape's layers. A window
-contributes the numbers that the token sees, times the factors of their positions. All numbers are
-read through the block tables, after the step's own numbers were stored. Therefore a wrong block, a
-block that was freed too early, or a token that was not computed changes the sum.
+Attention of layer 0 stores one number for each of a step's tokens as its key, and attention of
+layer 1 stores one as its value. For each token, both layers return a sum over the attention windows
+of all layers in the shape. A window contributes the numbers of the tokens in it, times factors of
+their positions. All numbers are read through the block tables, after the step's own numbers were
+stored. Therefore a wrong block, a block that was freed too early, or a token that was not computed
+changes the sum.
 """
 
 from collections.abc import Sequence
@@ -28,11 +29,11 @@ _LAYER = np.uint64(1 << 56)
 
 
 class SimulatedCache:
-    """A PagedAttention with one page, [2, num_blocks, tokens of the largest block]. Groups with
-    smaller blocks leave the end of each block unused.
+    """A PagedAttention with one page, [2, num_blocks, tokens of the largest block]. KV-cache groups
+    with smaller blocks leave the end of each block unused.
 
-    A group stores the numbers of its first layer. The numbers of its other layers are computed from
-    these. Therefore a shape with the same layers in one group has the same sums.
+    A group stores the numbers of its first layer, from which those of its other layers are
+    computed. Therefore the sums do not depend on the division into groups.
     """
 
     def __init__(self, shape: AttentionShape) -> None:
@@ -85,7 +86,7 @@ class SimulatedStep:
         more: np.uint64,
         sums: UInt64Array,
     ) -> None:
-        """Adds a layer's sums to `sums`. The layer's numbers are the stored numbers plus `more`."""
+        """Adds a layer's sums to `sums`. Its numbers are the stored numbers plus `more`."""
         factors = self.cache.factors.up_to(int(layout.seq_lens.max()))
         starts, size = layout.query_starts.tolist(), layout.block_size
         for index, (row, length) in enumerate(
@@ -104,7 +105,7 @@ class SimulatedStep:
 
 
 def _sums_of_last(terms: UInt64Array, count: int, window: int | None) -> UInt64Array:
-    """For each of the last `count` terms, the sum of its window, which ends with the term."""
+    """For each of the last `count` terms, returns the sum of the window that ends with the term."""
     totals = np.zeros(len(terms) + 1, np.uint64)
     np.add.accumulate(terms, out=totals[1:])
     sums: UInt64Array = totals[-count:]

@@ -1,4 +1,4 @@
-"""The simulated device, which does the work that is queued on it, one piece after the other."""
+"""The simulated device. Work that is queued on it takes time, one piece after the other."""
 
 import time
 from collections.abc import Callable
@@ -10,11 +10,11 @@ _LONGEST_SLEEP_SECONDS = 60.0
 
 @dataclass(eq=False)
 class SimulatedDevice:
-    """Computes when the work of steps ends. A piece of work starts when its step was queued and the
-    previous piece has ended. Therefore the time between steps does not depend on how late a thread
-    wakes up.
+    """Computes when the work of steps ends, by `clock` in seconds. A piece of work starts when its
+    step was queued and the previous piece has ended. Therefore the time between steps does not
+    depend on how late a thread wakes up.
 
-    `clock` returns seconds, and `sleep` waits for about a number of seconds.
+    `sleep` waits for about a number of seconds.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -24,20 +24,19 @@ class SimulatedDevice:
     ends: float = -inf
     """The time, by `clock`, at which all queued work ends."""
     _queued: float = -inf
-    """The time at which the current step was queued."""
+    """The time at which the current step was queued, or at which its input arrived."""
     _starts: float | None = None
-    """The time at which the current step's first piece of work starts. None before it is queued."""
+    """The start of the current step's first piece of work, or None if none is queued yet."""
 
     def begin_step(self) -> None:
-        """Starts a new step, to which the work queued from now on belongs."""
+        """Starts a new step, to which all work belongs that is queued from now on."""
         self._queued, self._starts = self.clock(), None
 
     def received(self) -> None:
-        """Delays the step's work until now, because its input has arrived only now."""
+        """Delays the current step's work to the present, because its input has arrived only now."""
         self._queued = self.clock()
 
     def queue(self, seconds: float) -> None:
-        """Queues work that takes `seconds`."""
         starts = max(self._queued, self.ends)
         if self._starts is None:
             self._starts = starts
@@ -49,6 +48,5 @@ class SimulatedDevice:
         return self._queued if self._starts is None else self._starts
 
     def wait_until(self, end: float) -> None:
-        """Waits until the time `end`. Callable from any thread."""
         while (left := end - self.clock()) > 0:
             self.sleep(min(left, _LONGEST_SLEEP_SECONDS))

@@ -48,7 +48,7 @@ class DeviceFault(InternalError):
 
 
 class Counter(Enum):
-    """The counter that triggers a rule."""
+    """What a rule counts: seconds or steps, or neither for faults at the start."""
 
     STARTS = "starts"
     SECONDS = "seconds"
@@ -84,7 +84,7 @@ class Rule:
 
 @dataclass(eq=False)
 class Faults:
-    """Injects the rules' faults into a device. `end_process` ends the process with a status."""
+    """Injects faults into a device. `end_process` ends the process with an exit status."""
 
     rules: Sequence[Rule]
     device: SimulatedDevice
@@ -104,7 +104,7 @@ class Faults:
 
     def at_step(self) -> None:
         """Injects the faults that are due in a step, before the step's work is queued. Raises
-        DeviceFault and NotEnoughMemory.
+        DeviceFault for a failing step, and NotEnoughMemory.
         """
         now = self.device.clock()
         if self._began is None:
@@ -138,8 +138,8 @@ class Faults:
 
 
 def read_rules(script: str, rank: int, replica: int) -> list[Rule]:
-    """Reads a script's rules for one rank of a local replica. A text without a colon is the path of
-    a script. Raises SettingError.
+    """Reads a script's rules for one rank of a local replica. `script` may also be the path of a
+    script, which is recognized because it has no colon. Raises SettingError.
     """
     if script and ":" not in script:
         try:

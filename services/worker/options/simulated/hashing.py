@@ -1,7 +1,7 @@
 """The numbers of the simulated model: 64-bit integers that wrap around.
 
 `mix` is the last part of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
-generators"). It maps different numbers to different, unrelated numbers.
+generators"). It maps different numbers to different, seemingly unrelated numbers.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def numbers_from(start: int, stop: int) -> UInt64Array:
 
 
 class PositionFactors:
-    """An odd factor for each position. With these factors, a sum of numbers changes if two
+    """An odd factor for each position. A sum of numbers times these factors changes if two
     different numbers are exchanged.
     """
 

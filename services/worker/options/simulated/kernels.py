@@ -1,4 +1,4 @@
-"""The kernels of the simulated device: its cache, its adapters, and a sampler of logits."""
+"""The kernels of the simulated device: its KV cache, its LoRA adapters, and a sampler of logits."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,15 +1,16 @@
 """The simulated model, whose next token is a hash of the keys and values that attention reads.
 
 A token's key is the token's id, combined with the LoRA adapter of the request. A token's value is a
-hash of the keys that the token sees. Therefore a value depends on the whole sequence before it, as
-in later layers of a real model, and a block with the right tokens after the wrong prefix is
-detected. The hash of the keys and values that a token sees determines the next token.
+hash of the keys that the token attends to. Therefore a value depends on the whole sequence before
+it, as in later layers of a real model, and a block that has the right tokens but was computed after
+another prefix changes the output. The next token follows from the hash of the keys and values that
+the last token attends to.
 
 The next token has by far the largest logit, so that it is drawn at any usual temperature. All other
 logits are noise, from which a grammar or a logit bias selects.
 
-Every pipeline stage computes the same hashes from its own cache. It sends its keys and hashes to
-the next stage, but alters a hash that differs from the previous stage's. Therefore the answer does
+Every pipeline stage computes the same hashes from its own KV cache. It sends its keys and hashes to
+the next stage. The next stage alters each hash that differs from its own. Therefore the output does
 not depend on the number of stages, unless the cache of one stage is wrong.
 
 A draft model also computes the same hashes from its own cache. Some bits of a hash determine
@@ -32,17 +33,17 @@ from services.worker.profiles.profile import ModelSize
 from services.worker.sampling.arrays import Float32Array, UInt64Array
 
 _PEAK = 40.0
-"""The logit of the next token. Other logits are between 0 and 1."""
+"""The logit of the next token. All other logits are between 0 and 1."""
 _NUM_WINDOWS = 1 << 16
 _ADAPTER = np.uint64(32)
-"""The lowest bit of the adapter's number in a key."""
+"""In a key, the adapter's number begins at this bit."""
 _CHANCE = np.uint64(0x5851F42D4C957F2D)
 """Mixed into the hash of the next token, to decide whether a draft is right."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLora:
-    """A PackedLora. `number` has 16 bits of the hash of the adapter's weights."""
+    """A LoRA adapter. `number` has 16 bits of the hash of the adapter's weights."""
 
     number: int
     num_bytes: int
@@ -63,7 +64,7 @@ class SimulatedModel:
     until the next step. If the model pools, hidden states are float32 [n, hidden_size], and logits
     are class scores.
 
-    `end_token_ids` end an answer. The first of them follows a token with the probability 1 /
+    `end_token_ids` end an output. Their first one follows each token with the probability 1 /
     `mean_output_tokens`, or never if that is 0. A pipeline stage `receives` and `sends` hidden
     states as elements of `dtype`, [n, hidden_size].
     """
@@ -168,14 +169,13 @@ class SimulatedModel:
         return torch.from_numpy(logits)
 
     def _pack(self, *parts: UInt64Array) -> torch.Tensor:
-        """Returns hidden states that begin with these numbers, as bytes of [n, hidden_size]."""
+        """Returns hidden states [n, hidden_size] whose bytes begin with these numbers."""
         hidden = torch.zeros(len(parts[0]), self.size.hidden_size, dtype=self._dtype)
         raw = hidden.view(torch.uint8).numpy()
         raw[:, : 8 * len(parts)] = np.stack(parts, axis=1).view(np.uint8)
         return hidden
 
     def _noise_of(self, hashes: UInt64Array, rows: Float32Array | None = None) -> Float32Array:
-        """Returns a row of noise for each hash, [n, width]. Writes to `rows` if it is given."""
         found = np.empty((len(hashes), self._width), np.float32) if rows is None else rows
         for row, start in zip(found, (hashes >> np.uint64(48)).tolist(), strict=True):
             row[:] = self._noise[start : start + self._width]

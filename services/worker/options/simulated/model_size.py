@@ -36,7 +36,7 @@ class Sizes:
         self, attention: tuple[AttentionLayer, ...], stage: StageLayers, num_ranks: int
     ) -> ModelSize:
         """Returns the size of a pipeline stage, or of one rank's part of it. `attention` has all
-        layers of the model, with the heads of the rank. Inner widths of MLPs and the output
+        layers of the model, with only this rank's heads. Inner widths of MLPs and the output
         projection are divided evenly among ranks.
         """
         config, own = self.config, attention[stage.start : stage.stop]
@@ -66,7 +66,7 @@ class Sizes:
     def _weights(
         self, config: ModelConfig, attention: AttentionLayer, index: int, num_ranks: int
     ) -> tuple[int, int]:
-        """Returns the number of a layer's weights, and how many of them a token uses."""
+        """Returns the number of a layer's weights, and how many of them are used for one token."""
         heads = attention.num_heads + attention.num_kv_heads
         projections = 2 * config.hidden_size * heads * attention.head_dim
         experts = config.layers[index].experts
@@ -88,7 +88,7 @@ class Sizes:
         return num_weights * self.dtype.itemsize
 
     def _head_bytes(self, num_ranks: int) -> int:
-        """Returns the bytes of the output projection, which is also quantized at load."""
+        """Returns the bytes of the output projection, which may be quantized while it is loaded."""
         itemsize = self.dtype.itemsize
         if self.quantization is not QuantizationSetting.AUTO:
             itemsize = _BITS_AT_LOAD // 8

@@ -42,8 +42,10 @@ from services.worker.settings import WorkerSettings
 def select_simulated(
     settings: WorkerSettings, checkpoint_reached: Callable[[], None], group: Group | None
 ) -> Platform:
-    """Implements SelectPlatform: selects the simulated device if the settings name it, otherwise a
-    real platform. Raises SettingError for a missing or unusable profile, and KernelsUnavailable.
+    """Selects the simulated device if the settings name it, otherwise a real platform (see
+    `select_platform`). For the simulated device, raises SettingError if the profile or the script
+    of faults is missing or invalid, and KernelsUnavailable if the settings require compiled
+    kernels, for sampling, and there are none.
     """
     if settings.device is not DeviceSetting.SIMULATED:
         for name, value in (
@@ -62,8 +64,8 @@ def select_simulated(
 
 
 class SimulatedPlatform:
-    """A Platform without weights. A step computes hashes on the CPU from the contents of the cache,
-    and its duration is the time that the profile predicts.
+    """A Platform without weights. A step computes hashes on the CPU from the contents of the KV
+    cache, and takes the time that the profile predicts.
     """
 
     torch_device = CPU
@@ -95,7 +97,7 @@ class SimulatedPlatform:
 
     def open(self, directory: Path) -> Checkpoint:
         """Returns a checkpoint without tensors. Raises UnsupportedModel if the architecture has no
-        native implementation, because the shape of the cache is then unknown.
+        native implementation, because the shape of the KV cache is then unknown.
         """
         name = read_architecture(directory)
         if not is_native(name, pools=True) or takes_whole_prompts(directory):
@@ -112,8 +114,8 @@ class SimulatedPlatform:
         wait_for_ranks: Callable[[], None],
     ) -> LoadedModel:
         """Returns a SimulatedModel with the shapes that config.json describes. Each rank has the
-        whole model, but only its own part of the cache's memory. Raises UnsupportedModel if there
-        are more stages than layers.
+        whole model, but the memory of its KV cache is that of a rank's part. Raises
+        UnsupportedModel if there are more stages than layers.
         """
         directory, pooling = checkpoint.directory, options.pooling
         config = read_model_config(directory)
@@ -167,8 +169,9 @@ class SimulatedPlatform:
         return sum(2 * 8 * max(shape.block_sizes) for shape in shapes)
 
     def runner(self, parts: RunnerParts) -> TimedRunner:
-        """Creates a runner whose caches have one layer for each KV-cache group of the whole model,
-        so that the caches of all stages and of the draft model return the same sums.
+        """Creates a runner. Its KV caches have one layer for each KV-cache group of the whole
+        model, so that the caches of all pipeline stages and of the draft model return the same
+        sums.
         """
         model, draft, profile = _model(parts.loaded), parts.draft_model, self._profile
         stage, times = parts.stage, profile.step_times(model.size)

@@ -20,10 +20,10 @@ from services.worker.options.simulated.faults import Faults
 
 @dataclass(frozen=True, slots=True)
 class TimedModel:
-    """A Model whose runs take time on the simulated device.
+    """A Model that queues the time of each run on the simulated device.
 
-    `sends` means that the model is a pipeline stage before the last one. It returns its hidden
-    states when their time is over. Other models return at once. `faults` are injected in each run.
+    With `sends`, the model is a pipeline stage before the last one, and `forward` returns when the
+    run's time is over. Otherwise `forward` returns at once. `faults` are injected in each run.
     """
 
     model: Model
@@ -65,7 +65,7 @@ class TimedModel:
 
 @dataclass(frozen=True, slots=True)
 class TimedOutput:
-    """A PendingOutput with a known output, which is available when the step's time is over."""
+    """The PendingOutput of a step. The output is known, but `wait` waits for the step's end."""
 
     output: StepOutput
     device: SimulatedDevice
@@ -92,8 +92,9 @@ class TimedRunner:
         self.runner.reset()
 
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
-        """Runs a step. The first step of a generation waits for all earlier work, so that a hanging
-        device is detected before new requests are sent to it.
+        """Runs a step. The first step after the scheduler has opened the KV pool again (a new
+        generation) waits for all earlier work, so that a hanging device is detected before new
+        requests are sent to it.
         """
         if not step.step:
             self.device.wait_until(self.device.ends)
