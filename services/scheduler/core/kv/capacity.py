@@ -1,4 +1,4 @@
-"""Computes the longest request that fits in the pool, and detects unusable configurations."""
+"""Computes the longest request that fits in the pool, and detects conflicting settings."""
 
 from bisect import bisect_right
 
@@ -9,10 +9,10 @@ def max_request_tokens(config: SchedulerConfig) -> int:
     """The number of tokens of the longest request that fits in the empty pool, at most
     `max_model_len`.
 
-    All KV-cache groups allocate from the same pool. Full attention needs blocks for all tokens.
-    Sliding windows and states need as many blocks as a request can hold at one time. The number is
-    largest when as many of the largest steps as possible are in flight, or when a step verifies
-    drafts while drafts of the previous step may still be rejected.
+    All KV-cache groups allocate from this pool. Full attention needs blocks for all tokens. Sliding
+    windows and states need as many blocks as a request can hold at one time. This number is largest
+    when as many of the largest steps as possible are in flight, or when a step verifies drafts
+    while drafts of the previous step may still be rejected.
     """
     num_tokens_in_flight = max(config.max_in_flight_tokens, 1 + 2 * config.num_speculative_tokens)
     num_tokens_in_flight += config.num_lookahead_tokens
@@ -28,7 +28,7 @@ def max_request_tokens(config: SchedulerConfig) -> int:
 
 
 def config_conflict(config: SchedulerConfig) -> str | None:
-    """A sentence that explains why no request can be served with this configuration, or None."""
+    """Why no request can be served with this configuration, as a sentence. None if some can."""
     if config.enable_prefix_caching and config.overwrites_states:
         return (
             "prefixes cannot be found where each step overwrites the states of recurrent layers: "

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from services.scheduler.core.policies.retention import Retention
 
 _Filling = tuple[int, int, Request]
-"""A request's admission number, its known computed tokens after the step, and the request."""
+"""A request whose blocks a step fills: its admission number, the number of its known tokens that
+are computed after the step, and the request.
+"""
 
 
 class KVCacheManager:
@@ -36,24 +38,24 @@ class KVCacheManager:
         self._config = config
         self._pool = pool
         self.pending = PendingOperations()
-        """Operations that the next transaction executes first."""
+        """Operations with which the next transaction begins."""
         self.block_ids_to_zero: list[BlockId] = []
         """Blocks that were allocated since the last step and must be zeroed before use."""
         self.copies: list[BlockCopy] = []
-        """Block copies that the pool requested for this step. Their blocks are not free yet."""
+        """Block copies that the workers must make before this step."""
         self._hash_block_size = config.hash_block_size
         self.needs_steps = config.aligns_states and config.enable_prefix_caching
-        """Whether each step must begin with the operation BeginStep."""
+        """Whether the pool must be told where each step begins (operation BeginStep)."""
         self.step_begins = False
-        """Whether BeginStep has not been sent yet for the step that is planned now."""
+        """Whether BeginStep must still be sent for the step that is planned now."""
         self._num_lookahead_tokens = config.num_lookahead_tokens
 
     def num_slots(self, num_tokens: int) -> int:
-        """Number of slots that a running request needs for its first `num_tokens` tokens."""
+        """Number of slots (for one token each) of a running request with `num_tokens` tokens."""
         return min(num_tokens + self._num_lookahead_tokens, self._config.max_model_len)
 
     def needs_slots(self, request: Request, num_tokens: int) -> bool:
-        """Whether a running request may need more slots for its first `num_tokens` tokens."""
+        """Whether a running request may need further slots for its first `num_tokens` tokens."""
         config, num_slots = self._config, request.num_slots
         if not config.only_grows:
             return True
@@ -70,12 +72,14 @@ class KVCacheManager:
         steps: PlannedSteps,
         traceparent: str,
     ) -> ops.Stop | None:
-        """Allocates blocks for the scheduled tokens of `growing`, publishes the blocks that the
-        step fills, and looks up the cached prefixes of `looked_up`, which wait.
+        """Allocates blocks for the scheduled tokens of the running requests `growing`, publishes
+        the blocks that the step fills, and looks up the prefixes of the waiting requests
+        `looked_up`.
 
-        `leaving` are the requests that leave the fast path after this step. Other requests on the
-        fast path fill no block in this step. Blocks are published after all blocks are allocated,
-        so that no block of a preempted request is published. `steps` are the earlier steps.
+        `leaving` are the requests that leave the fast path (see `RunningRequests`) after this step.
+        Other requests on the fast path fill no block. `steps` are the earlier steps. Blocks are
+        published only after all blocks are allocated, so that no block of a preempted request is
+        published.
 
         Returns None if all blocks were allocated. Otherwise returns the stop at the request that
         lacks blocks. The requests before it then have their blocks, and nothing was published or
@@ -107,8 +111,9 @@ class KVCacheManager:
         return outcome.stop
 
     async def catch_up(self, requests: Sequence[Request]) -> None:
-        """Allocates and publishes the blocks of steps that were skipped without planning. Enough
-        blocks must be free, all requests must decode, and block tables must never shrink.
+        """Allocates and publishes the blocks of steps that a simulation skipped without planning
+        them. Enough blocks must be free, all requests must decode, and all layers must have full
+        attention.
         """
         operations: list[Operation] = []
         growing = [one for one in requests if self.needs_slots(one, one.num_computed_tokens)]
@@ -134,9 +139,11 @@ class KVCacheManager:
 
     def resume_prefix(self, builder: StepBuilder, request: Request, steps: PlannedSteps) -> None:
         """Prepares the admission of a request that holds blocks. Its computed tokens become its
-        prefix hit. Steps of a session's last turn may still be in flight. The tokens of these steps
-        are dropped, but the steps still read blocks of earlier sliding windows. To keep these
-        blocks, `num_stored` does not count the tokens in flight.
+        prefix hit.
+
+        If the request is a session (with several turns), steps of its last turn may still be in
+        flight. Their tokens will be discarded, but the steps still read blocks of earlier sliding
+        windows. To keep these blocks, `num_stored` does not count the tokens in flight.
         """
         prefixes, num_tokens = builder.prefixes, request.num_computed_tokens
         prefixes.hits[request] = num_tokens
@@ -146,7 +153,7 @@ class KVCacheManager:
             request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
 
     async def admit(self, admissions: Sequence[Admission], traceparent: str) -> Outcome:
-        """Allocates the blocks of waiting requests, up to the first request that lacks blocks."""
+        """Allocates the blocks of waiting requests, up to the first that lacks blocks."""
         operations: list[Operation] = [ops.Admit(admissions)] if admissions else []
         if self._retention is not None:
             operations = self._retention.rank() + operations
@@ -165,7 +172,7 @@ class KVCacheManager:
         return outcome.reset_done
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Makes the next transaction publish the full blocks of a request's first tokens."""
+        """Makes the next transaction publish the full blocks of the first `num_tokens` tokens."""
         num_full = num_tokens // self._hash_block_size
         if num_full > request.num_committed_blocks and self._config.enable_prefix_caching:
             hashes = self._unsent_hashes(request, num_full)
@@ -178,20 +185,22 @@ class KVCacheManager:
         request.num_hashes_sent = max(request.num_hashes_sent, num_full)
 
     def release(self, request: Request, context: ContextId | None = None) -> None:
-        """Makes the next transaction free a request's blocks, or turn them into `context`."""
+        """Makes the next transaction free a request's blocks. With `context`, they stay cached
+        under this id for the next request of the agent.
+        """
         if request.known_to_pool:
             self.pending.release(request.key, context)
 
     def check_all_free(self) -> None:
-        """Raises PoolLost if blocks are in use, because a lost release would reduce the pool's
-        capacity for ever. Must be called only if no request has blocks and no operation is pending.
+        """Raises PoolLost if blocks are in use, although no request has blocks and no operation is
+        pending, which the caller has checked. Such blocks would never be freed.
         """
         if num_used := self._config.num_blocks - 1 - self.num_free_blocks:
             error = f"the kvpool was lost: {num_used} blocks are in use without a request"
             raise PoolLost(error, suspects=[])
 
     def forget(self) -> None:
-        """Resets the state for an empty pool. Drops the pending operations."""
+        """Resets the state, because the pool is opened again and empty."""
         self.pending.clear()
         self.block_ids_to_zero.clear()
         self.copies.clear()
@@ -205,15 +214,14 @@ class KVCacheManager:
         return operations
 
     def _in_step(self, operations: list[Operation]) -> list[Operation]:
-        """Inserts BeginStep before the first operations of a step."""
         if operations and self.step_begins:
             self.step_begins = False
             return [ops.BeginStep(), *operations]
         return operations
 
     def _grow(self, builder: StepBuilder, growing: Sequence[Request], steps: PlannedSteps) -> Grow:
-        """Builds the operation that allocates blocks for `growing`. Sliding windows do not advance
-        past tokens that steps in flight compute, because these steps may still read earlier blocks,
+        """Builds the operation that allocates blocks for `growing`. It frees no block that the
+        sliding windows of steps in flight still include, because these steps may read the block,
         and their drafts may be rejected.
         """
         starts = running_requests.num_computed_tokens_of(growing)
@@ -234,7 +242,7 @@ class KVCacheManager:
     def _note_growth(
         self, builder: StepBuilder, growing: Sequence[Request], growth: Grow, outcome: Outcome
     ) -> None:
-        """Records the new blocks of `growing`. Raises PoolLost if their number is wrong."""
+        """Records the new blocks of `growing`. Raises PoolLost if the number of blocks is wrong."""
         size, appended = self._config.block_size, builder.plan.appended_blocks
         only_grows = self._config.only_grows
         for request, blocks, needed in zip(growing, outcome.grown, growth.num_slots, strict=False):
@@ -267,8 +275,7 @@ class KVCacheManager:
 
     def _filled(self, requests: Sequence[Request]) -> list[_Filling]:
         """The decoding requests with full blocks that are not published yet. With asynchronous
-        scheduling, the last computed token does not count, because a step is planned before the
-        previous step has sampled its token.
+        scheduling, the last computed token does not count, because it is still being sampled.
         """
         size, num_unknown = self._hash_block_size, int(self._config.async_scheduling)
         return [
@@ -308,21 +315,21 @@ class KVCacheManager:
         builder.prefixes.divergent_hits.update(zip(looked_up, outcome.divergent_hits, strict=False))
 
     def _unsent_hashes(self, request: Request, num_blocks: int | None = None) -> list[BlockHash]:
-        """The hashes of the first `num_blocks` blocks, or of all full blocks, that were not sent to
-        the pool yet. A Commit must not contain hashes of blocks that it does not publish, because
-        the last token of a session may still be removed.
+        """The hashes of the first `num_blocks` blocks (without a number, of all full blocks) that
+        were not sent to the pool yet. A Commit operation must contain only hashes of blocks that it
+        publishes, because the end of a session's turn may remove the last token of later blocks.
         """
         request.hash_full_blocks(self._config.fingerprint, self._hash_block_size)
         return request.block_hashes[request.num_hashes_sent : num_blocks]
 
     async def _transact(self, operations: Sequence[Operation], traceparent: str) -> Outcome:
-        """Makes one transaction. Without operations, only returns the number of free blocks."""
+        """Makes one transaction. Without operations, returns an outcome without asking the pool."""
         if not operations:
             return Outcome(self.num_free_blocks)
         return self._keep(await self._pool.transact(operations, traceparent))
 
     def _keep(self, outcome: Outcome) -> Outcome:
-        """Stores the parts of an outcome that do not belong to a single operation."""
+        """Stores the parts of a transaction's outcome that do not belong to a single operation."""
         self.num_free_blocks = outcome.num_free_blocks
         self.block_ids_to_zero += outcome.block_ids_to_zero
         self.copies += outcome.copies

@@ -8,19 +8,20 @@ from services.common.pool.ids import BlockId, ContextId, RequestKey
 
 
 class PendingOperations:
-    """Collects pool operations, and merges operations of the same kind. Blocks are published before
-    blocks are freed, so that later requests can hit the last full block of an ended request.
+    """Collects pool operations, and merges operations of the same kind. Publishes blocks (caches
+    them for prefix hits) before it frees blocks, so that later requests can hit the last full block
+    of an ended request.
     """
 
     def __init__(self) -> None:
         self.commits: dict[RequestKey, tuple[int, list[BlockHash]]] = {}
-        """Maps a request to its number of stored tokens and its new block hashes."""
+        """Maps a request to its number of stored tokens, and the hashes of its new full blocks."""
         self.evictions: list[BlockId] = []
         """Blocks whose hashes the pool must remove."""
         self._releases: dict[RequestKey, ContextId | None] = {}
-        """Maps requests whose blocks are freed to the contexts that these blocks become."""
+        """Maps released requests to the context (of an agent) as which their blocks stay cached."""
         self._early_releases: list[ops.Operation] = []
-        """Operations that free blocks before `_releases` do."""
+        """Operations that must free blocks before the operation of `_releases`."""
 
     def __bool__(self) -> bool:
         return bool(self.commits or self._releases or self.evictions or self._early_releases)
@@ -38,7 +39,7 @@ class PendingOperations:
         self.give_back_in_order(ops.RemoveSkippedBlocks([key], [num_computed_tokens]))
 
     def give_back_in_order(self, operation: ops.Operation) -> None:
-        """Adds an operation that frees blocks. It runs after earlier and before later releases."""
+        """Adds an operation that frees blocks after earlier releases and before later releases."""
         if self._releases:
             self._early_releases.append(self._release())
             self._releases = {}

@@ -9,13 +9,13 @@ from services.scheduler.core.config import SchedulerConfig
 
 
 class WindowClock:
-    """Computes the token counts at which a KV-cache group allocates or frees a block. A token count
-    is a request's number of computed tokens before a step.
+    """Computes the token counts (numbers of computed tokens before a step) at which a request's
+    KV-cache group allocates or frees a block.
 
     A group allocates a block when the tokens, lookahead tokens included, fill its present blocks. A
-    group frees a block when its window or state has advanced by one block of stored tokens. Tokens
-    of steps in flight count as computed, but are not stored yet. Because the number of steps in
-    flight varies, the token counts for every possible number of steps are included.
+    group frees a block when its sliding window or state has advanced by one block of stored tokens.
+    Tokens of steps in flight count as computed, but are not stored yet. Because the number of steps
+    in flight varies, the token counts for every possible number of steps are included.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

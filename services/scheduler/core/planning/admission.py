@@ -1,4 +1,4 @@
-"""Plans the admissions of waiting requests by arithmetic, without a transaction with the pool."""
+"""Plans the admissions of waiting requests by arithmetic, without asking the pool of KV blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,17 +21,16 @@ if TYPE_CHECKING:
 class PlannedAdmission:
     request: Request
     terms: Admission
-    """The operation for the pool."""
+    """The pool's operation, which allocates the request's blocks."""
     num_new_tokens: int
     """Number of tokens that the request's first step computes, without drafts."""
     num_asked: int
-    """Number of tokens that the step would compute without the encoder's limits."""
+    """Number of tokens that the step would compute if the encoder (of images) had no limits."""
     num_drafts: int
     """Number of empty draft tokens in the first step. `terms.num_slots` includes them."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the step's budget that the admission uses."""
         return self.num_new_tokens + self.num_drafts
 
 
@@ -43,31 +42,31 @@ class PassedOver:
     reason: WaitReason
     num_computed_tokens: int = 0
     num_asked: int = 0
-    """For `reason` ENCODER: number of tokens without the encoder's limits. Otherwise 0."""
+    """With `reason` ENCODER, the number of tokens as in `PlannedAdmission`. Otherwise 0."""
     error: str = ""
-    """Why the request can never run. Empty if it may run later."""
+    """Why the request can never be admitted. Empty if a later step may admit it."""
 
 
 @dataclass(slots=True)
 class AdmissionPlan:
-    """Planned admissions of waiting requests."""
+    """Planned admissions of the candidates, the first waiting requests."""
 
     decisions: list[PlannedAdmission | PassedOver] = field(default_factory=list)
-    """One for each examined request. A decision is valid only if earlier admissions succeed."""
+    """One decision for each examined candidate, valid if all earlier admissions succeed."""
     admissions: list[PlannedAdmission] = field(default_factory=list)
     """The admissions in `decisions`."""
     wait_reason: WaitReason | None = None
-    """Why the plan stopped early. None if it did not, or if `has_old_hits` is true."""
+    """Why the plan stopped before the last candidate. None if it did not, or if `has_old_hits`."""
     refused: PlannedAdmission | None = None
     """The admission of the first candidate, if the pool certainly has too few free blocks."""
     has_old_hits: bool = False
-    """Whether the plan stopped because an earlier admission may have changed the prefix hit of the
-    next candidate. That candidate must be looked up again. An admission can evict cached blocks.
-    With sliding windows or states, only the pool knows which blocks an admission publishes.
+    """Whether the plan stopped at a candidate that must be looked up again, because an earlier
+    admission may change its prefix hit. An admission can evict cached blocks. With sliding windows
+    or states, only the pool knows which blocks an admission publishes (caches for prefix hits).
     """
 
     def stop(self, reason: WaitReason, *, hit_is_old: bool = False) -> "AdmissionPlan":
-        """Sets `reason`, or `has_old_hits` if `hit_is_old` is true. Returns the plan."""
+        """Sets `wait_reason`, or `has_old_hits` if `hit_is_old` is true. Returns the plan."""
         if hit_is_old:
             self.has_old_hits = True
         else:
@@ -77,14 +76,14 @@ class AdmissionPlan:
 
 @dataclass(slots=True)
 class _Trial:
-    """The state of the step if all admissions planned so far succeed."""
+    """What the step would be if all admissions planned so far succeeded."""
 
     budget: int
     published: set[BlockHash]
     """Hashes of the blocks that the planned admissions publish."""
     passing_over: PassingOver
     encoder: step_encoder.StepEncoder | None = None
-    """A copy of the step's encoder state. None until a candidate has encoder items."""
+    """A copy of the step's `StepEncoder`. None until a candidate has items for the encoder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +105,11 @@ class AdmissionPlanner:
         """Plans admissions of the candidates in order, until the rows of the batch or the token
         budget are used up.
 
-        The prefix hit of a candidate is the result of its last lookup in the pool. If
-        `config.foretells_hits` is true, blocks that earlier admissions of the step publish extend
-        the hit. Otherwise the plan stops at a candidate whose hit may have changed, because only
-        the pool can compute the new hit. If the first candidate certainly needs more blocks than
-        are free, nothing is planned. This saves a transaction in every step until its blocks fit.
+        The prefix hit of a candidate is the result of its last lookup in the pool, extended by the
+        blocks that earlier admissions of the step publish, if `config.foretells_hits` is true.
+        The plan stops at a candidate if only the pool can compute its new hit. If the first
+        candidate certainly needs more blocks than are free, nothing is planned. This saves a
+        transaction in every step until enough blocks are free.
         """
         prefixes = builder.prefixes
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
@@ -157,7 +156,7 @@ class AdmissionPlanner:
         self, builder: StepBuilder, trial: _Trial, request: Request, *, is_first: bool
     ) -> tuple[int, bool]:
         """The length of a request's prefix hit in tokens, and whether an earlier admission of the
-        plan may have changed the hit. The hit of a request that already holds blocks never changes.
+        plan may change the hit. The hit of a request that already holds blocks never changes.
         """
         hit, foretells_hits = builder.prefixes.hits[request], self.config.foretells_hits
         if request.holds_blocks:
@@ -197,7 +196,8 @@ class AdmissionPlanner:
         self, builder: StepBuilder, request: Request, start: int, budget: int
     ) -> int:
         """Number of tokens that a request's first step computes. 0 if the prompt must not be
-        chunked and exceeds the budget, or if no chunk can end where a state can be cached.
+        chunked and exceeds the budget, or if no chunk can end where a recurrent state can be
+        cached.
         """
         gap = builder.cap(request.num_tokens - start)
         if gap > budget and not self.config.enable_chunked_prefill:
@@ -246,8 +246,8 @@ class AdmissionPlanner:
     def _padding(
         self, builder: StepBuilder, request: Request, start: int, end: int, budget: int
     ) -> int:
-        """The number of empty drafts of a request that has one token to compute. With them it has
-        as many tokens in the step as each decoding request. 0 if
+        """The number of empty drafts that are added to a request with one token to compute, so that
+        it has as many tokens in the step as each decoding request. 0 if
 
         * the request has more than one token to compute;
         * the number of drafts depends on the number of requests;
@@ -256,8 +256,8 @@ class AdmissionPlanner:
         * the drafts exceed `max_model_len`, the step's whole token budget, or the limit on the
           tokens of one request in the step.
 
-        If the drafts exceed `budget`, the limit on the tokens of one request is not applied. The
-        request then waits for a later step.
+        If the drafts exceed only `budget`, their number is returned, so that the request waits for
+        a later step.
         """
         num_drafts = self.config.num_speculative_tokens
         if self.config.num_speculative_rows or end - start != 1 or end != request.num_tokens:
@@ -273,14 +273,14 @@ class AdmissionPlanner:
         if num_tokens <= budget:
             num_tokens = builder.cap(num_tokens)
             if self.config.aligns_states:
-                # If the chunk must end before the drafts, the request has no drafts.
+                # If the chunk must end before its last draft, the request gets no drafts.
                 num_tokens = aligned_chunk(self.config, request, start, num_tokens)
         return num_drafts if num_tokens > num_drafts else 0
 
     def _blocks_needed(self, planned: PlannedAdmission) -> int:
-        """A lower bound on the number of blocks that an admission needs: the blocks of the
-        KV-cache groups of full-attention layers, and the watermark. 0 if the request holds blocks
-        and its groups may have freed some, because only the pool knows how many are left.
+        """A lower bound on the number of blocks that must be free for an admission. Counts the
+        watermark, and blocks of KV-cache groups of full-attention layers. 0 if the request holds
+        blocks of which some may have been freed, because only the pool knows how many are left.
         """
         terms = planned.terms
         if terms.holds_blocks and not self.config.only_grows:

@@ -1,4 +1,4 @@
-"""Divides prompts into chunks that end where the states of recurrent layers can be cached."""
+"""Divides prompts into chunks that end where states of recurrent layers (Mamba) can be cached."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,9 @@ from services.scheduler.core.request import Request
 
 
 def aligned_chunk(config: SchedulerConfig, request: Request, start: int, num_tokens: int) -> int:
-    """Returns how many of the `num_tokens` tokens from position `start` on a step computes, so that
-    the chunk ends where a state can be cached. Returns 0 if the tokens do not reach such a
-    position. Returns `num_tokens` for a decoding request. The rules are those of vLLM's "align"
-    mode:
+    """Shortens a chunk of `num_tokens` tokens from position `start`, so that it ends where a state
+    can be cached. Returns its number of tokens, or 0 if the chunk does not reach such a position.
+    Returns `num_tokens` for a decoding request. The rules are those of vLLM's "align" mode:
 
     1. A chunk that does not reach the end of the prompt ends at a block boundary. If a block is
        larger than any step, the chunk may end inside a block.

@@ -1,5 +1,5 @@
 """Tracks which encoder outputs are cached on the workers. An output is the embeddings of one prompt
-item, such as an image. All requests with the same item share one output. An output that no request
+item, such as an image. All requests with equal items share one output. An output that no request
 uses stays cached until its space is needed. Sizes count embeddings. Ideas and names follow vLLM's
 EncoderCacheManager.
 """
@@ -11,12 +11,12 @@ from services.scheduler.core.request import Request
 
 
 class EncoderCacheManager:
-    """Tracks which items have an output in the cache, and which requests use each output."""
+    """Tracks which items have a cached output, and which requests use each output."""
 
     def __init__(self, cache_size: int) -> None:
         self._size = cache_size
         self.evicted: list[str] = []
-        """Items that were evicted since the last call of `take_evicted`."""
+        """Items whose outputs were evicted since the last call of `take_evicted`."""
         self._empty()
 
     def _empty(self) -> None:
@@ -37,16 +37,16 @@ class EncoderCacheManager:
 
     @property
     def unused(self) -> Sequence[str]:
-        """Items that no request uses, in the order in which they are evicted."""
+        """Items that no request uses, in the order in which they would be evicted."""
         return list(self._unused)
 
     @property
     def used(self) -> Mapping[str, set[Request]]:
-        """Maps each item in use to the requests that use its output."""
+        """Maps the identifier of each item in use to the requests that use its output."""
         return {identifier: users for identifier, users in self._users.items() if users}
 
     def copy(self) -> "EncoderCacheManager":
-        """A copy of the state, for trying decisions."""
+        """A copy, for trying decisions that may be undone."""
         copy = EncoderCacheManager(self._size)
         copy.restore(self)
         return copy
@@ -60,7 +60,7 @@ class EncoderCacheManager:
         self.evicted = list(earlier.evicted)
 
     def reset(self) -> None:
-        """Removes all outputs, including outputs in use. They are not added to `evicted`."""
+        """Removes all outputs, including outputs in use, without adding them to `evicted`."""
         self.evicted = []
         self._empty()
 
@@ -69,7 +69,7 @@ class EncoderCacheManager:
         return self._num_embeds.get(identifier)
 
     def use_cached(self, request: Request, index: int) -> bool:
-        """Marks the cached output of item `index` as used. Returns False if there is none."""
+        """Marks the output of item `index` as used. Returns False if the output is not cached."""
         identifier = request.encoder_inputs[index].identifier
         users = self._users.get(identifier)
         if users is None:
@@ -112,7 +112,7 @@ class EncoderCacheManager:
             self._free_input(request, index)
 
     def take_evicted(self) -> list[str]:
-        """Returns the items that were evicted since the last call and are not cached again."""
+        """Returns the items in `evicted` that are not cached again, and clears `evicted`."""
         evicted, self.evicted = self.evicted, []
         return [identifier for identifier in evicted if identifier not in self._users]
 

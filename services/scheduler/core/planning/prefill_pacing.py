@@ -5,21 +5,20 @@ from services.scheduler.core.planning.step_builder import StepBuilder
 
 
 class PrefillPacing:
-    """Limits how often a step contains prompts while requests decode. Equivalent to vLLM's
-    `prefill_schedule_interval`.
+    """Limits how often a step computes prompt tokens while requests decode (vLLM's
+    `prefill_schedule_interval`), because such a step takes longer and delays decoding requests.
 
-    A step with prompts takes longer than a decode-only step and delays every decoding request. With
-    an interval of n, at least n - 1 decode-only steps lie between two steps with prompts. The
-    interval is ignored if the last step that could admit prompts left requests waiting, because
-    prompts then arrive faster than the interval allows.
+    With an interval of n, at least n - 1 decode-only steps lie between two steps with prompt
+    tokens. The interval is ignored if the last step that could admit prompts left requests waiting,
+    because prompts then arrive faster than the interval allows.
     """
 
     def __init__(self, interval: int) -> None:
         self.is_on = interval > 1
-        """Whether the interval has an effect."""
+        """False if every step may contain prompts."""
         self._interval = interval
         self._num_steps_between = interval
-        """Number of steps that computed tokens since the last step with prompts."""
+        """Number of decode-only steps since the last step with prompts."""
         self.left_waiting = False
         """Whether the last step that could admit prompts left requests waiting."""
 
@@ -31,8 +30,8 @@ class PrefillPacing:
         return any(not request.is_prefill_chunk for request in running)
 
     def planned(self, builder: StepBuilder) -> None:
-        """Counts a planned step. Must be called before the step's tokens are counted as computed. A
-        running request that recomputes tokens after a failed load does not count as a prompt.
+        """Counts a planned step. Must be called before the step's tokens count as computed. Tokens
+        that a running request computes again after a failed KV load do not count as a prompt.
         """
         if builder.plan.requests:
             has_prefills = any(

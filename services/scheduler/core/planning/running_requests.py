@@ -1,11 +1,10 @@
 """The running requests, and which of them the next step must examine.
 
 Most running requests decode: each step computes one more token of each request. While nothing else
-about a request changes, it is on the fast path, and no step updates its attributes. The number of
-computed tokens is then the sum of two numbers: `origin`, which belongs to the request, and a clock
-that all requests on the fast path share. Planning a step advances the clock, which increases the
-count of every request on the fast path. Other modules read and set `num_computed_tokens`, and do
-not depend on this representation.
+about a request changes, it is on the *fast path*: steps schedule it without examining it, and do
+not update its attributes. Its number of computed tokens is then the sum of `origin`, an attribute
+of the request, and a clock that all requests on the fast path share. Planning a step advances the
+clock, and so increases the number for each of them.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ _admission_number = attrgetter("admission_number")
 
 
 class RunningRequests:
-    """The running requests, in the order of their admission. A request on the fast path is
-    scheduled without being examined. It stays there for a number of steps that is known in advance.
-    A calendar maps each step to the requests that leave the fast path before that step. The
-    calendar is a timing wheel (Varghese and Lauck, 1987).
+    """The running requests, in the order of their admission. It is known in advance for how many
+    steps a request stays on the fast path. A calendar (a timing wheel: Varghese and Lauck, 1987)
+    maps each step to the requests that leave the fast path before that step.
     """
 
     def __init__(self) -> None:
@@ -78,16 +76,16 @@ class RunningRequests:
         return [request for request in requests if self.index(request) >= begin]
 
     def take_due_off_fast_path(self) -> None:
-        """Removes the requests whose steps on the fast path have passed from the fast path."""
+        """Removes requests from the fast path that must leave it before the next step."""
         if due := self._calendar.pop(self._clock.now, None):
             self._leave_fast_path(due)
 
     def leaving_fast_path(self) -> Collection[Request]:
-        """The requests for which the next step is the last on the fast path, in any order."""
+        """The requests that leave the fast path after the next step, in any order."""
         return self._calendar.get(self._clock.now + 1, ())
 
     def enter_fast_path(self, requests: Mapping[Request, int]) -> None:
-        """Puts requests on the fast path, each for the given number of steps, at least one."""
+        """Puts each request on the fast path for the given number of steps, which is at least 1."""
         clock, now, calendar = self._clock, self._clock.now, self._calendar
         for request, num_steps in requests.items():
             request.origin -= now
@@ -106,14 +104,14 @@ class RunningRequests:
             self._leave_fast_path((request,))
 
     def _leave_fast_path(self, requests: Collection[Request]) -> None:
-        """Stops the counts of computed tokens of these requests at their present values."""
+        """Separates the requests' numbers of computed tokens from the shared clock."""
         for request in requests:
             request.origin += request.clock.now
             request.clock, request.is_on_fast_path = _STOPPED, False
         self._off_fast_path.update(requests)
 
     def advance(self, num_steps: int = 1) -> None:
-        """Counts planned steps. Each adds a computed token to every request on the fast path."""
+        """Counts planned steps, which each compute a token of all requests on the fast path."""
         self._clock.now += num_steps
 
     @property
@@ -122,8 +120,8 @@ class RunningRequests:
         return bool(self._off_fast_path)
 
     def skip(self, num_steps: int) -> None:
-        """Counts `num_steps` steps that were not planned, each with one token of every request. The
-        next step examines the requests that should have left the fast path.
+        """Counts `num_steps` steps that computed a token of every request without being planned.
+        Requests that should have left the fast path in these steps leave it now.
         """
         for request in self._off_fast_path:
             request.origin += num_steps
@@ -138,12 +136,12 @@ class StepClock:
 
 
 _STOPPED = StepClock()
-"""The clock of requests off the fast path. It stays at 0."""
+"""The clock of requests off the fast path, which stays at 0."""
 
 
 @dataclass(slots=True, eq=False)
 class ComputedTokens:
-    """The base class of `Request`. Stores the number of computed tokens."""
+    """The base class of `Request`, which stores the number of computed tokens."""
 
     is_on_fast_path: bool = field(init=False, default=False)
     """Whether each step computes exactly one more token of the request, in the same blocks."""
@@ -161,7 +159,7 @@ class ComputedTokens:
 
 
 def num_computed_tokens_of(requests: Iterable[Request]) -> list[int]:
-    """`num_computed_tokens` of each request. Avoids a property call for each request."""
+    """`num_computed_tokens` of each request, without calling the property, which is slower."""
     return [request.origin + request.clock.now for request in requests]
 
 

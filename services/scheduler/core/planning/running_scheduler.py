@@ -17,7 +17,7 @@ from services.scheduler.core.request import Request, RequestStatus
 
 class RunningScheduler:
     """Divides a step's token budget among the running requests, and preempts requests if blocks are
-    missing. A request on the fast path gets one token in each step without being examined.
+    missing. A request on the fast path (see `RunningRequests`) gets one token without examination.
     """
 
     def __init__(self, state: ReplicaState, waiting_scheduler: WaitingScheduler) -> None:
@@ -32,13 +32,13 @@ class RunningScheduler:
         self._has_drafts = config.num_speculative_tokens > 0
         self._may_drop_drafts = self._has_drafts and config.num_speculative_rows > 0
         self._feeds_forward = config.async_scheduling or config.pipeline_parallel_size == 1
-        """Whether a token can be planned while the previous token is still in flight, because
-        workers feed their own sampled tokens into the next step.
+        """Whether a step can be planned while the previous step still samples a request's token,
+        because the workers themselves feed sampled tokens into the next step.
         """
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> None:
         """Divides the budget among the running requests and allocates their blocks. If blocks are
-        missing, a victim is preempted, and planning resumes at the request that lacks blocks.
+        missing, preempts a request, and resumes planning at the request that lacks blocks.
         """
         begin, num_decided = 0, None
         while True:
@@ -54,7 +54,7 @@ class RunningScheduler:
 
     def update_after_schedule(self, builder: StepBuilder, steps: PlannedSteps) -> None:
         """Counts the tokens of a planned step as computed, so that the next step can be planned
-        while this step runs. Puts requests on the fast path. `steps` does not contain this step.
+        while this step runs. Puts requests on the fast path. `steps` are the earlier steps.
         """
         self._running.advance()
         if not builder.off_fast_path:
@@ -72,7 +72,7 @@ class RunningScheduler:
             if is_prefill_chunk:
                 prefill_chunks.append(request)
             if self._has_drafts:
-                # The workers propose these drafts in the planned step.
+                # Placeholders for drafts that the workers will propose in the planned step.
                 request.draft_token_ids = [] if is_prefill_chunk else [-1] * num_placeholders
             if num_drafts:
                 continue
@@ -96,10 +96,10 @@ class RunningScheduler:
         """Preempts the last waiting request that holds blocks. Must only be called if no request
         runs and the first waiting request lacks blocks.
 
-        This prevents a deadlock of two sessions, if the next turn of each session needs blocks that
-        the other session holds. If only the first waiting request holds blocks, and no session is
-        between two turns, the first request itself is preempted. Otherwise a session with
-        state-space layers that holds all blocks of the pool would wait forever.
+        This prevents a deadlock of two sessions (requests with several turns), if the next turn of
+        each session needs blocks that the other session holds. If only the first waiting request
+        holds blocks, and no session is between two turns, the first request itself is preempted.
+        Otherwise a session with state-space layers that holds all blocks would wait forever.
 
         Sessions between two turns keep their blocks. Nothing is preempted while KV transfers, steps
         in flight or pending operations are about to free blocks.
@@ -124,8 +124,8 @@ class RunningScheduler:
             self._preempt(victim)
 
     def _promote(self, transfers: Transfers) -> bool:
-        """Makes the waiting requests whose loads have ended ready for admission, so that they can
-        be preempted. Returns whether a request has freed its blocks because its load failed.
+        """Makes waiting requests whose KV loads have ended ready for admission, so that they can be
+        preempted. Returns whether this has freed the blocks of a request whose load failed.
         """
         queues = self._state.queues
         promoted = [request for request in queues.kv_waiting if transfers.promote(request)]
@@ -145,9 +145,9 @@ class RunningScheduler:
         one token and no encoder items, and if the budget suffices for one token of each later
         request.
 
-        `num_decided` is set after a preemption. It is the number of tokens that were scheduled for
-        the request at `begin` before the preemption. As in vLLM, the request gets no more tokens
-        than these, and later requests can use the budget that the victim frees.
+        After a preemption, `num_decided` is the number of tokens that were scheduled before for the
+        request at `begin`. As in vLLM, the request gets no more than this number of tokens, and
+        later requests can use the budget that the preempted request frees.
         """
         running = self._running
         growing: list[Request] = []
@@ -181,7 +181,7 @@ class RunningScheduler:
 
     def _schedule_run(self, builder: StepBuilder, begin: int, end: int) -> None:
         """Schedules one token of each running request from index `begin` up to, but not including,
-        `end`. Requests that exceed the budget get no token.
+        `end`. The last requests get no token if the budget is smaller.
         """
         if begin < end:
             last = min(end, begin + builder.token_budget)
@@ -192,9 +192,9 @@ class RunningScheduler:
     def _schedule_one(
         self, builder: StepBuilder, request: Request, start: int, num_new: int, *, aligns: bool
     ) -> int:
-        """Schedules up to `num_new` tokens of a request from position `start` on, within the
-        budgets of the step and of the encoder. Returns the number of scheduled tokens. If `aligns`
-        is true, the chunk ends where a state of recurrent layers can be cached.
+        """Schedules up to `num_new` tokens of a request from position `start` on, within the step's
+        token budget and the encoder's limits. If `aligns` is true, the chunk ends where a state of
+        recurrent layers can be cached. Returns the number of scheduled tokens.
         """
         num_new = min(num_new, builder.token_budget)
         if aligns:
@@ -211,11 +211,11 @@ class RunningScheduler:
         return max(num_new, 0)
 
     def _num_new_tokens(self, builder: StepBuilder, request: Request, num_computed: int) -> int:
-        """Number of tokens, drafts included, that the step may compute of a running request."""
+        """Number of tokens of a running request, drafts included, that the step may compute."""
         num_tokens = len(request.token_ids)
         num_new = num_tokens - num_computed
         if num_new <= 0:
-            # A step in flight samples the next token, which may be the request's last.
+            # All known tokens are computed. A step in flight samples the next, perhaps last, token.
             if not self._feeds_forward or num_tokens + 1 >= request.max_num_tokens:
                 return 0
             num_new = 1
@@ -226,8 +226,8 @@ class RunningScheduler:
 
     def _fast_path_end(self, request: Request) -> int:
         """The number of computed tokens at which a decoding request must leave the fast path,
-        because it needs a block, is about to reach its maximum length, or has filled a block. 0 if
-        the request cannot use the fast path.
+        because it needs a block, has filled a block, or is about to reach its maximum length. 0 if
+        the request must not be on the fast path.
         """
         if request.sampling.repetition_detection is not None:
             return 0
@@ -262,17 +262,17 @@ class RunningScheduler:
         return transfers.defer_frees(self._state.policy.victim(self._running), in_flight)
 
     async def _end(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
-        """Ends the plan before `request`. This request and later requests get no tokens."""
+        """Removes `request` and all later requests from the plan."""
         builder.unschedule_from(request)
         for later in self._running.between(self._running.index(request), len(self._running)):
             self._running.leave_fast_path(later)
         await self._grow(builder, (), traceparent)
 
     def _make_room(self, builder: StepBuilder, request: Request) -> tuple[int, int | None]:
-        """Preempts the policy's victim because `request` lacks blocks. If only `request` runs and
-        blocks of an ended request are kept, these blocks are freed instead. Returns the index of
-        the running request at which planning resumes, and the number of tokens that were scheduled
-        for `request`. The number is None if `request` is the victim.
+        """Preempts the request that the policy selects (the victim), because `request` lacks
+        blocks. If only `request` runs and the policy keeps blocks of an ended request, frees these
+        blocks instead. Returns the index of the running request at which planning resumes, and the
+        number of tokens that were scheduled for `request`, or None if it is the victim.
         """
         num_decided = builder.unschedule_from(request)
         index = self._running.index(request)
@@ -296,7 +296,7 @@ class RunningScheduler:
     def _preempt(self, request: Request) -> None:
         state, steps = self._state, self._state.steps
         state.take_out(request)
-        # If a token in flight is dropped, all later tokens in flight are dropped with it.
+        # If a token in flight will be discarded, all later tokens in flight must be discarded too.
         if self._config.requires_kv_delivery or steps.drops(request):
             steps.drop([request])
         request.awaited_step = steps.last_awaited(request)
@@ -309,10 +309,10 @@ class RunningScheduler:
 
 
 def _moving(scheduled: Mapping[Request, int], steps: PlannedSteps) -> Collection[Request]:
-    """The requests that have more than one token in this step, or more than one token in all steps
-    in flight. Their sliding windows may move by more than one token in a step, and drafts may be
-    rejected. `scheduled` maps each request of the step to its number of computed tokens after the
-    step.
+    """The requests that must not be on the fast path, because they have more than one token in this
+    step or in the steps in flight. Their sliding windows may move by more than one token in a step,
+    or drafts may be rejected. `scheduled` maps each request of the step to its number of computed
+    tokens after the step.
     """
     num_in_flight = steps.num_tokens()
     return {

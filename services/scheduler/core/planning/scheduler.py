@@ -27,9 +27,9 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class Scheduler(ReplicaState):
-    """Plans the engine steps of one replica, with the same decisions as vLLM V1's scheduler. The
-    base class stores the running and the waiting requests. Blocks are allocated in transactions
-    with the kvpool service. Calls must not overlap, so only one engine loop may use a scheduler.
+    """Plans the engine steps of one replica, with the same decisions as vLLM V1's scheduler.
+    Allocates blocks in transactions with the kvpool service. Calls must not overlap, so only one
+    engine loop may use a scheduler. The base class stores the running and the waiting requests.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Scheduler(ReplicaState):
         connect: Connect | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`connect` creates the transfers of a KV connector. It must be set if and only if
+        """`connect` creates the scheduler's side of a KV connector, and must be set if and only if
         `config.kv_role` is set. `clock` returns seconds. Only some policies read it.
         """
         if (connect is None) != (config.kv_role is None):
@@ -60,7 +60,7 @@ class Scheduler(ReplicaState):
 
     @property
     def only_frees(self) -> bool:
-        """Whether a step would only free blocks of ended requests."""
+        """Whether a step would only free blocks and batch rows of ended requests."""
         has_commits = bool(self.kv_cache_manager.pending.commits)
         return not (self.running or self.queues or has_commits or self.has_transfers)
 
@@ -112,27 +112,28 @@ class Scheduler(ReplicaState):
             self.retention.arrived(request)
 
     def end_turn(self, context: ContextId, tool: str, *, ends: bool = False) -> None:
-        """Records which tool runs after the turn that left `context`. If `ends` is true, the turn
-        was the last turn of its program. Does nothing if the context is unknown.
+        """Records which tool an agent runs after the request that left `context` (KV blocks for the
+        agent's next request) in the pool. If `ends` is true, the agent sends no further request.
+        Does nothing if the context is unknown.
         """
         if self.retention is not None:
             self.retention.end_turn(context, tool, ends=ends)
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Adds the next input of a session that has not ended. None ends the session: at once if
-        the session is between two turns, otherwise after its present turn.
+        """Adds the next input of a session (a request with several turns) that has not ended. None
+        ends the session: at once if it is between two turns, otherwise after its present turn.
         """
         if session.status is not RequestStatus.WAITING_FOR_CHUNK:
             session.chunks.append(chunk)
         elif chunk is None:
-            session.finish(FinishReason.ABORT)  # the step log has no entry of an abort for it
+            session.finish(FinishReason.ABORT)  # not `abort`, which the step log would record
             self.remove(session)
         else:
             self.queues.begin_turn(session, chunk, self.config.max_model_len)
 
     def is_held_up_by_sessions(self, plan: SchedulerOutput) -> bool:
         """Whether the next step would be empty like `plan`, because all requests wait for blocks or
-        batch rows of idle sessions, and no pending operation frees blocks.
+        batch rows of sessions between two turns, and no pending operation frees blocks.
         """
         return (
             bool(self.queues.between_turns or self.queues.kv_waiting)
@@ -174,28 +175,27 @@ class Scheduler(ReplicaState):
         self.queues.admit_only(requests)
 
     def pause(self, mode: PauseMode) -> None:
-        """Pauses the engine until `resume` is called. With WAIT, the caller continues to plan steps
-        for the requests that have blocks, and no other request is admitted. With ABORT, the caller
-        must abort all requests.
+        """Pauses the engine until `resume` is called. In mode WAIT, the caller continues to plan
+        steps, which admit only requests that have blocks. In mode ABORT, the caller must abort all
+        requests.
         """
         self.pause_mode = mode
 
     def resume(self) -> None:
-        """Ends a pause."""
         self.pause_mode = None
 
     async def schedule(
         self, traceparent: str = "", *, throttle_prefills: bool = False
     ) -> SchedulerOutput:
-        """Plans one step: chooses the tokens that it computes, and allocates blocks for them.
+        """Plans one step: chooses the tokens that the step computes, and allocates their blocks.
 
         There is no prefill phase and no decode phase. Each request has a list of tokens, and
         `num_computed_tokens` counts how many of them are computed. Each step divides a budget of
         tokens among the requests, so that every count catches up with its list:
 
         1. Running requests are scheduled first, in the order of their admission. One transaction
-           with the pool allocates all their blocks. If blocks are missing, the policy chooses a
-           running request to preempt. Planning then resumes at the request that lacked blocks.
+           with the pool allocates all their blocks. If blocks are missing, a running request that
+           the policy selects is preempted, and planning resumes at the request that lacked blocks.
         2. If no request was preempted, waiting requests are admitted from the head of the queue.
            The cached prefix of a prompt counts as computed. Admission stops when the token budget,
            the rows of the batch or the free blocks are used up. A request that cannot be admitted
@@ -203,7 +203,7 @@ class Scheduler(ReplicaState):
            its position in the queue, and the next request is tried.
 
         With `throttle_prefills`, prompts wait while requests decode (see `PrefillPacing`). During a
-        pause the step computes nothing, unless the pause mode is WAIT.
+        pause of the engine, the step computes nothing, unless the pause mode is WAIT.
         """
         builder, pause_mode = self._new_builder(), self.pause_mode
         if pause_mode is not None and pause_mode is not PauseMode.WAIT:
@@ -244,7 +244,7 @@ class Scheduler(ReplicaState):
     def update_from_output(
         self, plan: SchedulerOutput, output: ModelRunnerOutput
     ) -> EngineCoreOutputs:
-        """Applies the output of a step. Appends the sampled tokens, also to requests that were
+        """Applies the output of a step. Appends the sampled tokens, even to requests that were
         preempted while the step ran. Discards tokens of requests that ended while the step ran, and
         of requests in `plan.dropped`. Ends complete requests. A session whose turn is complete
         begins its next turn if the input has arrived, and otherwise waits for the input.
@@ -252,18 +252,18 @@ class Scheduler(ReplicaState):
         return self._update.update(plan, output)
 
     def end_failed(self) -> list[Request]:
-        """Ends and returns, in order of arrival, the requests that can never run."""
+        """Ends waiting requests that can never be admitted. Returns them in order of arrival."""
         return self._update.end_failed()
 
     def preempt_all(self) -> list[Request]:
-        """Preempts every running request, and returns them. Tokens that steps in flight sample for
-        these requests will be discarded. The requests are queued in their order of admission.
+        """Preempts and returns all running requests. They are queued in their order of admission.
+        Tokens that steps in flight sample for them will be discarded.
         """
         self.steps.drop(list(self.running))
         return self._running_scheduler.preempt_all()
 
     def forget_pool(self) -> list[Request]:
-        """Resets the state for an empty pool and empty workers. Returns the preempted requests."""
+        """Preempts and returns all running requests, because the pool and the workers are lost."""
         victims = self._running_scheduler.preempt_all()
         if self.transfers is not None:
             self.transfers.forget()
@@ -279,15 +279,15 @@ class Scheduler(ReplicaState):
         return victims
 
     async def flush(self) -> None:
-        """Frees all blocks that are kept for ended requests. Sends the pending operations to the
-        pool now, instead of with the next step.
+        """Frees all blocks that the policy keeps for ended requests. Sends the pending operations
+        to the pool now, and not with the next step.
         """
         if self.retention is not None:
             self.retention.release_all()
         await self.kv_cache_manager.flush()
 
     async def reset_prefix_cache(self) -> bool:
-        """Removes every cached prefix. Returns False, and removes none, if requests use blocks."""
+        """Removes all cached prefixes. If requests use blocks, removes none and returns False."""
         if self.retention is not None:
             self.retention.release_all()
         return await self.kv_cache_manager.reset_prefix_cache()
@@ -297,11 +297,11 @@ class Scheduler(ReplicaState):
         self.encoder_cache.reset()
 
     def _make_room(self) -> bool:
-        """Releases an ended request whose blocks are kept. Returns False if there is none."""
+        """Frees blocks that are kept for an ended request. Returns False if none are kept."""
         return self.retention is not None and self.retention.make_room()
 
     def _release(self, waiting: Iterable[Request]) -> None:
-        """Frees the blocks of waiting requests. Their tokens are computed again."""
+        """Frees the blocks of waiting requests, whose tokens must then be computed again."""
         released = list(waiting)
         self.queues.release(released)
         for request in reversed(released):
@@ -318,7 +318,7 @@ class Scheduler(ReplicaState):
         )
 
     def _long_prefill_token_threshold(self) -> int:
-        """Limit on the tokens of each request in the step. 0 (no limit) for a single request."""
+        """Limit on the tokens of each request in the step. 0 (no limit) if there is one request."""
         config, queues = self.config, self.queues
         num_requests = len(self.running) + len(queues.kv_waiting) + len(queues.waiting)
         if num_requests <= 1:
@@ -354,8 +354,8 @@ class Scheduler(ReplicaState):
 
 
 def _held_in(plan: SchedulerOutput, blocks: Iterable[BlockId]) -> list[BlockId]:
-    """The `blocks` that requests of the step hold. The step must not zero blocks that a preempted
-    request has lost. A KV transfer, which is not ordered with steps, may be loading them.
+    """The `blocks` that requests of the step hold. The step must not zero blocks of a request that
+    was preempted, because a KV transfer, which is not ordered with steps, may be filling them.
     """
     tables = chain.from_iterable((*plan.block_tables.values(), *plan.appended_blocks.values()))
     held = set(chain.from_iterable(tables))

@@ -1,7 +1,7 @@
 """Steady steps: every running request computes one token, and no request begins or ends.
 
-A simulation knows the outputs of steady steps without planning each step, and skips them. One
-transaction allocates and publishes the blocks of all skipped steps.
+A simulation skips steady steps without planning them, because it can compute their outputs. One
+transaction allocates and publishes (caches for prefix hits) the blocks of all skipped steps.
 """
 
 from bisect import bisect_right
@@ -12,10 +12,10 @@ from services.scheduler.core.planning.scheduler import Scheduler
 
 
 def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput, max_num_blocks: int) -> int:
-    """The number of steady steps after `plan` if no request arrives and none is aborted. Together
-    these steps need at most `max_num_blocks` free blocks. `plan` must be the last planned step, and
-    the only step in flight. 0 if `plan` itself is not steady. Configurations with sliding windows,
-    states, partial hits or drafts have no steady steps.
+    """The number of steady steps that follow `plan` if no request arrives or is aborted, limited to
+    steps that together need at most `max_num_blocks` free blocks. `plan` must be the last planned
+    step, and the only step in flight. 0 if `plan` itself is not steady, or if the configuration has
+    sliding windows, states, partial hits or drafts.
     """
     config, running, num_requests = scheduler.config, scheduler.running, len(plan.requests)
     is_steady = (
@@ -41,7 +41,7 @@ def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput, max_num_blocks
             for num, slots in zip(computed, held, strict=True)
         )
 
-    # The steps with the last two tokens of a request are planned as usual.
+    # The steps of a request's last two tokens are not skipped.
     num_steps = max(0, longest - 2)
     if num_new_blocks(num_steps) <= max_num_blocks:
         return num_steps
@@ -49,8 +49,8 @@ def num_steady_steps(scheduler: Scheduler, plan: SchedulerOutput, max_num_blocks
 
 
 def next_is_empty(scheduler: Scheduler) -> bool:
-    """Whether a step planned now would be empty, because the step in flight computes the last token
-    of every running request, and no other request or operation waits.
+    """Whether a step planned now would be empty, because the step in flight samples the last token
+    of every running request, and no other request or pool operation waits.
     """
     return scheduler.is_steady and all(
         len(request.token_ids) + 1 >= request.max_num_tokens
@@ -66,8 +66,8 @@ async def skip_steps(
     token_ids: Sequence[Sequence[int]],
 ) -> None:
     """Changes the scheduler, its pool and `plan` as if `num_steps` further steps had been planned
-    and their outputs applied. `token_ids` has `num_steps` sampled tokens for each request of the
-    plan. No token may end a request.
+    and their outputs applied. `token_ids` contains `num_steps` sampled tokens for each request of
+    the plan. No token may end a request.
     """
     for request, tokens in zip(plan.requests, token_ids, strict=True):
         request.token_ids += tokens

@@ -13,7 +13,7 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PlannedSteps:
-    """Counts the planned steps. Lists the steps in flight (without output yet), oldest first."""
+    """Counts planned steps, and lists the steps in flight (without output yet), oldest first."""
 
     def __init__(self) -> None:
         self.in_flight: list[SchedulerOutput] = []
@@ -22,19 +22,19 @@ class PlannedSteps:
         """Number of the last step whose output was applied."""
 
     def add(self, plan: SchedulerOutput) -> None:
-        """Counts a planned step. The step is in flight if it computes tokens."""
+        """Counts a planned step, which is in flight from now on if it computes tokens."""
         self.next_number += 1
         if plan.requests:
             self.in_flight.append(plan)
 
     def updated(self, plan: SchedulerOutput) -> None:
-        """Records that the outputs up to the output of this step were applied."""
+        """Records that the outputs of this step and of all earlier steps were applied."""
         self.last_updated = plan.step
         while self.in_flight and self.in_flight[0].step <= plan.step:
             del self.in_flight[0]
 
     def skip(self, num_steps: int) -> None:
-        """Counts `num_steps` more planned and updated steps. The caller renumbers the plan."""
+        """Counts `num_steps` more planned and updated steps. The caller renumbers its plan."""
         self.next_number += num_steps
         self.last_updated += num_steps
 
@@ -53,12 +53,12 @@ class PlannedSteps:
         return any(request in plan.dropped for plan in self.in_flight)
 
     def last_awaited(self, request: Request) -> int | None:
-        """Number of the last step in flight whose tokens for a request are kept, or None."""
+        """Number of the last step in flight that samples a request's tokens to keep, or None."""
         awaited = (one for one in reversed(self.in_flight) if request not in one.dropped)
         return next((plan.step for plan in awaited if request in plan.requests), None)
 
     def num_tokens(self) -> Callable[[Request], int]:
-        """Returns a function that counts a request's tokens in the present steps in flight."""
+        """Returns a function from a request to its number of tokens in the steps in flight."""
         steps = [
             dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True))
             for plan in self.in_flight
@@ -75,18 +75,17 @@ class WaitingPrefixes:
     external: dict[Request, int] = field(default_factory=dict)
     """Maps a request to the number of tokens after its hit that the connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
-    """Maps a request to its number of tokens that are cached for full-attention layers, even if
-    they are not cached for other layers. Empty if `config.hits_may_diverge` is false.
+    """Maps a request to its number of tokens that full-attention layers have cached, even if other
+    layers have not. Empty if `config.hits_may_diverge` is false.
     """
     diverging: set[Request] = field(default_factory=set)
     """Requests whose entry in `hits` counts tokens that only full-attention layers have cached."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """Maps a request to its number of stored tokens. Contains only requests with fewer stored than
-    computed tokens, because steps of their last turn are in flight. Sliding windows advance only
-    past stored tokens.
+    """Maps a session to its number of stored tokens, if steps of its last turn are in flight, so
+    that fewer tokens are stored than computed. Sliding windows advance only past stored tokens.
     """
     published: set[BlockHash] = field(default_factory=set)
-    """Hashes that admissions of this step publish. Later admissions of the step can hit them."""
+    """Hashes of blocks that this step's admissions publish. Its later admissions can hit them."""
 
     _cut_hits: dict[Request, int] = field(default_factory=dict)
 
@@ -96,8 +95,8 @@ class WaitingPrefixes:
         request.shared_prefix_boundary = shared_prefix_boundary
 
     def cut_hit(self, request: Request, num_tokens: int) -> None:
-        """Sets a request's hit to `num_tokens` tokens, in whole blocks. The connector loads the
-        tokens after these blocks, and the states of state-space layers.
+        """Sets a request's hit to `num_tokens` tokens (whole blocks). The KV connector loads the
+        tokens after these, and the states of state-space layers.
         """
         self.hits[request] = num_tokens
         self.diverging.add(request)
@@ -120,8 +119,8 @@ class PassingOver:
 
     A request is skipped if it cannot be admitted in this step for a reason of its own, such as an
     adapter that is not loaded. It keeps its position in the queue, and requests behind it may be
-    admitted. A request that lacks blocks or budget is not skipped. Admission stops at it, because
-    requests behind it would use up the blocks or the budget.
+    admitted. At a request that lacks blocks or budget, admission stops instead, because requests
+    behind it would use up the blocks or the budget.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class PassingOver:
             self._adapters = {request.adapter_digest for request in running} - {b""}
 
     def copy(self) -> "PassingOver":
-        """A copy for planning admissions that may fail."""
+        """A copy for planning admissions that may not succeed."""
         if self._max_loras is None:
             return self
         copy = PassingOver(self._max_loras, (), self._last_updated_step)
@@ -165,7 +164,7 @@ class PassingOver:
 
 @dataclass  # without slots: cached properties are stored in the instance
 class StepBuilder:
-    """A step while it is planned. `plan` is the result. The rest is discarded."""
+    """A step while it is planned. Only `plan` is kept when planning is complete."""
 
     plan: SchedulerOutput
     token_budget: int
@@ -174,11 +173,13 @@ class StepBuilder:
     make_passing_over: Callable[[], PassingOver]
     make_encoder: Callable[[], StepEncoder]
     defers_prefills: bool = False
-    """Whether the step schedules no prompts. They wait for a later step."""
+    """Whether the step schedules no prompts, so that they wait for a later step."""
     off_fast_path: dict[Request, int] = field(default_factory=dict)
-    """Maps scheduled requests off the fast path to their computed tokens after the step."""
+    """Maps scheduled requests that are not on the fast path (see `RunningRequests`) to their number
+    of computed tokens after the step.
+    """
     failed: dict[Request, str] = field(default_factory=dict)
-    """Maps requests that can never run to their errors."""
+    """Maps requests that can never be admitted to their errors."""
 
     @cached_property
     def prefixes(self) -> WaitingPrefixes:
@@ -190,11 +191,10 @@ class StepBuilder:
 
     @cached_property
     def encoder(self) -> StepEncoder:
-        """Plans the encoder's work on prompt items (such as images)."""
+        """Decides which prompt items (such as images) the encoder computes in the step."""
         return self.make_encoder()
 
     def cap(self, num_tokens: int) -> int:
-        """Returns `num_tokens`, limited by `long_prefill_token_threshold`."""
         threshold = self.long_prefill_token_threshold
         return threshold if 0 < threshold < num_tokens else num_tokens
 
@@ -206,9 +206,7 @@ class StepBuilder:
         self.token_budget -= len(requests)
 
     def schedule(self, request: Request, num_tokens: int) -> None:
-        """Schedules `num_tokens` tokens of a request off the fast path. The last of these tokens
-        are the request's drafts, if it has any.
-        """
+        """Schedules `num_tokens` tokens of a request off the fast path, drafts included."""
         plan, num_computed_tokens = self.plan, request.num_computed_tokens
         plan.requests.append(request)
         plan.num_scheduled_tokens.append(num_tokens)
@@ -232,7 +230,6 @@ class StepBuilder:
         return num_tokens
 
     def unschedule(self, request: Request) -> None:
-        """Removes a request from the step, if it was scheduled."""
         if request in self.plan.requests:
             index = self.plan.requests.index(request)
             self.plan.appended_blocks.pop(request, None)

@@ -1,5 +1,5 @@
-"""Decides which items of prompts (such as images) the encoder computes in a step. A chunk of a
-prompt ends before an item that the encoder cannot compute in the step.
+"""Decides which items of prompts (such as images) the encoder computes in a step. A prompt chunk
+ends before the first item that the encoder cannot compute in the step.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,17 @@ class EncoderDecision:
     """Which tokens and items of a request a step computes."""
 
     num_tokens: int
-    """Number of tokens that the step computes. Equals `num_asked` if the encoder can compute all
-    items that overlap these tokens. Otherwise the chunk ends before the first item that the encoder
-    cannot compute in this step.
-    """
+    """Number of tokens that the step computes, at most `num_asked`."""
     budget: int
     """The encoder's remaining budget after computing `inputs`, in embeddings."""
     num_asked: int
-    """Number of tokens that the step would compute without the encoder's limits."""
+    """Number of tokens that the step would compute if the encoder had no limits."""
     inputs: list[int] = field(default_factory=list)
     """Indexes of the items that the encoder computes."""
     repeated: list[int] = field(default_factory=list)
     """Indexes of items that equal an earlier item in `inputs` and share its output."""
     mismatch: str = ""
-    """Identifier of an item whose cached output has another size. Empty if there is none."""
+    """Identifier of an item whose size differs from its cached output's size. Empty if none."""
 
 
 @dataclass(slots=True)
@@ -42,19 +39,18 @@ class StepEncoder:
     decisions: dict[Request, EncoderDecision] = field(default_factory=dict)
     """Decisions for running requests with items, in the order in which they were made."""
     kept: dict[Request, EncoderDecision] = field(default_factory=dict)
-    """Decisions for requests that caused a preemption, used again when planning resumes."""
+    """Decisions for requests that lacked blocks. Planning uses them again after a preemption."""
     _marks: list[tuple[Request, int, EncoderCacheManager]] = field(default_factory=list)
-    """For each decision, in order: the request, and budget and cache before the decision."""
+    """The request, and the budget and the cache before the decision, for each decision in order."""
 
     def copy(self) -> "StepEncoder":
-        """A copy of the budget and the cache, for planning admissions that may fail."""
+        """A copy of the budget and the cache, for planning admissions that may not succeed."""
         return StepEncoder(self.config, self.cache.copy(), self.budget)
 
     def decide(self, request: Request, start: int, num_tokens: int) -> EncoderDecision:
         """Decides which items the encoder must compute for the `num_tokens` tokens from position
-        `start` on. These are the items that overlap the tokens and are not cached. An item is
-        computed as a whole. Marks the cached outputs of overlapping items as used. Evicts unused
-        outputs if the cache lacks space.
+        `start` on: the items that overlap these tokens and have no cached output. Marks cached
+        outputs of overlapping items as used. Evicts unused outputs if the cache lacks space.
         """
         decision, end = EncoderDecision(num_tokens, self.budget, num_tokens), start + num_tokens
         sizes: dict[str, int] = {}
@@ -96,7 +92,7 @@ class StepEncoder:
             self.cache.use_cached(request, index)
 
     def admit(self, request: Request, start: int, num_tokens: int) -> list[int]:
-        """Like `schedule`, for an admitted request. Returns the indexes of the computed items."""
+        """Like `schedule`, for an admitted request. Returns the indexes of the items to compute."""
         decision = self.decide(request, start, num_tokens)
         self.allocate(request, decision)
         return decision.inputs
@@ -127,19 +123,19 @@ class StepEncoder:
             self.decide(request, request.num_computed_tokens, num_asked)
 
     def keep(self, request: Request) -> None:
-        """Keeps the decision for a request that caused another request's preemption."""
+        """Keeps the decision for a request that lacks blocks, while another is preempted for it."""
         if request in self.decisions:
             self.kept[request] = self.decisions[request]
             self._mark(request)
 
     def refuse(self, request: Request, start: int, num_tokens: int) -> None:
-        """Evicts the outputs that the admission of a request that lacks blocks would evict."""
+        """Evicts outputs as if a request that lacks blocks were admitted, as in vLLM."""
         if start < request.num_encoded_tokens:
             self.decide(request, start, num_tokens)
             self.cache.free(request)
 
     def give_back(self, request: Request, inputs: Sequence[int]) -> None:
-        """Returns the embeddings of `inputs`, a preempted request's items, to the budget."""
+        """Adds the embeddings of a preempted request's items to the budget again."""
         self.budget += sum(request.encoder_inputs[index].num_embeds for index in inputs)
 
     def _mark(self, request: Request) -> None:
@@ -147,5 +143,4 @@ class StepEncoder:
 
 
 def mismatch_error(identifier: str) -> str:
-    """The error of an item whose size differs from its cached output's size."""
     return f"the item {identifier!r} has another size than the one cached under this identifier"

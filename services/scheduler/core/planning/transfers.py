@@ -1,4 +1,6 @@
-"""The interface of transfers of keys and values, to and from host memory or another replica."""
+"""The interface through which a scheduler transfers keys and values between the KV cache and a KV
+connector, such as host memory or another replica.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -11,26 +13,26 @@ from services.scheduler.core.planning.step_builder import StepBuilder
 from services.scheduler.core.request import Request
 
 Answer = None | bool | list[int | bool]
-"""The result of one call of a KV connector, as JSON.
+"""The result of one call of a KV connector, in the form in which the step log records it.
 
-`[tokens, is_async]` is the number of tokens that can be loaded, and whether they are loaded between
-steps. None means that the number is not known yet. A Boolean is the result of one of two calls:
-whether transfers still read blocks of an ended request, or whether transfers will free blocks.
+`[tokens, is_async]` says how many tokens can be loaded, and whether they are loaded between steps.
+None means that the number is not known yet. A Boolean says whether transfers still read blocks of
+an ended request or, in another call, whether transfers will free blocks.
 """
 
 
 class Transfers(Protocol):
-    """What a scheduler calls if it has a KV connector. Implemented by
+    """The scheduler's side of a KV connector. Implemented by
     `services.scheduler.options.transfers.core.kv_transfers`.
     """
 
     @property
     def is_busy(self) -> bool:
-        """Whether a transfer is in progress, whose end only the output of a step reports."""
+        """Whether a transfer is in progress. Only the output of a step reports its end."""
 
     @property
     def is_moving(self) -> bool:
-        """Whether a transfer is in progress, or blocks are to be freed at the end of a step."""
+        """Whether a transfer is in progress, or blocks will be freed with the output of a step."""
 
     # Called while a step is planned
 
@@ -40,9 +42,10 @@ class Transfers(Protocol):
     async def plan(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> AdmissionPlan | None:
-        """Looks up a waiting request. Returns None if the request may be admitted now. In that case
-        `builder.prefixes.external` has the number of tokens to load within the step. Otherwise
-        begins an asynchronous load or skips the request, and returns the plan of this decision.
+        """Looks up the prefix of a waiting request in the pool and the connector. Returns None if
+        the request may be admitted now, and sets `builder.prefixes.external` to the number of
+        tokens to load within the step. Otherwise begins an asynchronous load or skips the request,
+        and returns a plan that contains this decision.
         """
 
     def promote(self, request: Request) -> bool:
@@ -59,7 +62,7 @@ class Transfers(Protocol):
         """
 
     def defer_frees(self, victim: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
-        """Whether to wait for transfers or steps that free blocks, instead of preempting."""
+        """Whether to wait for transfers or steps that free blocks, and not to preempt `victim`."""
 
     def defer_copies(self, copies: Sequence[BlockCopy], step: int) -> bool:
         """Returns True if the blocks of `copies` are freed after the output of the step that makes
@@ -88,12 +91,12 @@ class Transfers(Protocol):
         running: Iterable[Request],
     ) -> set[Request]:
         """Passes the transfer results of a step to the connector. Frees the blocks that were kept
-        until this step's output. Resets the computed tokens of requests to the start of the first
-        block whose load failed.
+        until this step's output arrived. If a block of a request could not be loaded, resets the
+        request's computed tokens to the start of the first such block.
 
-        The step and the steps in flight were planned as if all loads had succeeded. With the
-        failure policy RECOMPUTE, returns the requests whose output of these steps is invalid. With
-        the policy FAIL, returns all requests that have a block whose load failed.
+        With the load-failure policy RECOMPUTE, returns the requests whose outputs of this step and
+        of the steps in flight are invalid, because these steps were planned as if all loads had
+        succeeded. With the policy FAIL, returns all requests with a block that was not loaded.
         """
 
     def finished(self, results: KVTransferResults, in_flight: Sequence[SchedulerOutput]) -> None:
@@ -120,7 +123,7 @@ class Transfers(Protocol):
 
 class LoggedAnswers(Protocol):
     """Reads the results of a connector's calls from a step log, in order. Each method returns the
-    next result, and raises an error if it is missing or has another form.
+    next result, and raises an error if it is missing or is not of the method's type.
     """
 
     def match(self) -> tuple[int, bool] | None:

@@ -13,8 +13,8 @@ class WaitingRequests:
     """The queues of a replica's waiting requests, each in the order of the scheduling policy.
 
     Requests that hold blocks are in `kv_waiting`. A step tries to admit them before the requests in
-    `waiting`. A request that cannot be admitted even if all resources are free is skipped (passed
-    over). It keeps its position in the queue.
+    `waiting`. A step skips (passes over) a request that it could not admit even if all blocks and
+    rows were free. The request keeps its position in the queue.
     """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -22,18 +22,18 @@ class WaitingRequests:
         self.kv_waiting: RequestQueue = policy.create_request_queue()
         self.waiting: RequestQueue = policy.create_request_queue()
         self.held_back: dict[Request, None] = {}
-        """Requests that must not be admitted now, in the order in which they were held back."""
+        """Requests outside the queues, because `admitted_only` does not contain them."""
         self.admitted_only: Collection[Request] | None = None
-        """The only requests that may be admitted. None if all requests may be admitted."""
+        """The only requests that may be admitted, while a fault is searched. None means all."""
         self.between_turns: dict[Request, None] = {}
-        """Sessions that wait for input, the longest waiting first. Each counts as running."""
+        """Sessions between two turns, the longest waiting first. They count as running requests."""
         self.passed_over: dict[Request, WaitReason] = {}
         """Maps skipped requests to the reason of the last skip. A request whose grammar or adapter
         must be prepared has an entry from its arrival on.
         """
         self._lost_blocks: dict[Request, None] = {}
-        """Requests in `kv_waiting` that lost their blocks because the load of every block failed.
-        They keep their position until they are skipped.
+        """Requests in `kv_waiting` that lost their blocks because the KV load of every block
+        failed. They keep their position until a step skips them.
         """
         self._passed_without_blocks: list[Request] = []
 
@@ -50,7 +50,7 @@ class WaitingRequests:
 
     @property
     def ready(self) -> Iterator[Request]:
-        """The queued requests that were not skipped, and so wait for resources."""
+        """The queued requests that were not skipped. They wait for blocks, rows or budget."""
         return (request for request in self.queued if request not in self.passed_over)
 
     @property
@@ -65,7 +65,7 @@ class WaitingRequests:
 
     @property
     def has_admissible_with_blocks(self) -> bool:
-        """Whether a request that holds blocks can be admitted without waiting for an event."""
+        """Like `has_admissible`, for requests that hold blocks."""
         return any(not request.status.is_blocked for request in self.kv_waiting)
 
     def add(self, request: Request) -> None:
@@ -83,7 +83,7 @@ class WaitingRequests:
             self.held_back[request] = None
 
     def begin_turn(self, session: Request, chunk: InputChunk, max_model_len: int) -> None:
-        """Begins the next turn of a session that waits for input, and reorders its queue."""
+        """Begins the next turn of a session that waits for input, and sorts the session's queue."""
         del self.between_turns[session]
         session.begin_turn(chunk, max_model_len)
         if session not in self.held_back:
@@ -109,7 +109,7 @@ class WaitingRequests:
             self._passed_without_blocks.append(request)
 
     def requeue_without_blocks(self) -> None:
-        """Moves requests that lost their blocks and were skipped to the front of `waiting`."""
+        """Moves requests that lost their blocks and were then skipped to the front of `waiting`."""
         for request in reversed(self._passed_without_blocks):
             del self._lost_blocks[request]
             self.kv_waiting.remove(request)
@@ -139,7 +139,7 @@ class WaitingRequests:
             self._lost_blocks.pop(request, None)
 
     def put_in_order(self) -> None:
-        """Sorts the queues, because a session's last input may have changed its rank."""
+        """Sorts the queues, because the ranks of requests may have changed."""
         self.kv_waiting.put_in_order()
         self.waiting.put_in_order()
 

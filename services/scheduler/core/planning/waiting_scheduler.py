@@ -1,4 +1,4 @@
-"""The second part of planning a step: waiting requests are admitted."""
+"""The second part of planning a step: the admission of waiting requests."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -32,7 +32,7 @@ class WaitingScheduler:
         self._transfers = state.transfers
 
     async def schedule(self, builder: StepBuilder, traceparent: str) -> WaitReason | None:
-        """Admits requests from the head of the queue. Returns why the other requests wait."""
+        """Admits requests from the head of the queue. Returns why the remaining requests wait."""
         if not self._queues.has_queued:
             return WaitReason.HELD_BACK if self._queues.held_back else None
         reason = await self._admit_candidates(builder, traceparent)
@@ -62,9 +62,9 @@ class WaitingScheduler:
         return self._why_others_wait(builder)
 
     def _batches(self, builder: StepBuilder) -> Iterator[list[Request]]:
-        """Yields lists of candidates whose admissions are planned together. With a KV connector,
-        each list is a single request, because earlier admissions change how many tokens the
-        connector can load for it.
+        """Yields lists of waiting requests whose admissions are planned together. With a KV
+        connector, each list contains one request, because each admission may change how many tokens
+        the connector can load for the next request.
         """
         if self._transfers is None:
             while candidates := self.candidates(builder):
@@ -78,7 +78,7 @@ class WaitingScheduler:
     async def _carry_out(
         self, builder: StepBuilder, planned: AdmissionPlan, traceparent: str
     ) -> WaitReason | None:
-        """Executes a plan's transaction, and admits requests. Returns why admission must stop."""
+        """Executes planned admissions with the pool. Returns why admission must stop, or None."""
         if not planned.admissions:
             self._decide(builder, planned, ())
             self._refuse(builder, planned.refused)
@@ -105,7 +105,7 @@ class WaitingScheduler:
         return None
 
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
-        """Why requests still wait although no candidate is left."""
+        """Why requests still wait although the step can examine no further request."""
         first = next(self._queues.queued, None)
         if first is None:
             return WaitReason.HELD_BACK if self._queues.held_back else None
@@ -119,14 +119,14 @@ class WaitingScheduler:
 
     @property
     def _looked_at(self) -> Iterable[Request]:
-        """Requests that may be admitted. During a pause: the requests that hold blocks."""
+        """Requests that may be admitted. During a pause, only requests that hold blocks."""
         return self._queues.queued if self._state.pause_mode is None else self._queues.kv_waiting
 
     def candidates(self, builder: StepBuilder) -> list[Request]:
-        """The first requests of the queue that were not skipped in this step yet, as many as the
-        free rows of the batch, the token budget and `LOOKUP_BATCH` allow. The list also contains
-        requests that this step will skip, so that the plan records the reason. These do not count
-        toward the limits.
+        """The first requests of the queue, as many as the free rows of the batch, the token budget
+        and `LOOKUP_BATCH` allow. Requests that this step has already skipped are left out. Requests
+        that it will skip are included, so that the plan records the reason, but do not count toward
+        the limits.
         """
         candidates: list[Request] = []
         num_ready = min(self._state.num_free_places, builder.token_budget, LOOKUP_BATCH)
@@ -140,8 +140,8 @@ class WaitingScheduler:
         return candidates
 
     def not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
-        """The candidates whose cached prefix must be looked up, because they hold no blocks. The
-        hit of a candidate that holds blocks is set to its computed tokens.
+        """The candidates whose cached prefix must be looked up. A candidate that holds blocks needs
+        no lookup: its computed tokens become its prefix hit.
         """
         not_looked_up: list[Request] = []
         for request in candidates:
@@ -156,8 +156,8 @@ class WaitingScheduler:
     def _decide(
         self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
     ) -> None:
-        """Applies the decisions up to the first admission that got no blocks. `admitted` has the
-        block tables of the admissions that succeeded, in order.
+        """Applies the decisions before the first admission that got no blocks. `admitted` contains
+        the block tables of the admissions that succeeded, in order.
         """
         tables = iter(admitted)
         for decision in planned.decisions:
@@ -174,14 +174,14 @@ class WaitingScheduler:
         self._queues.pass_over(request, reason)
         if passed.num_asked:
             builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
-        if request.grammar is GrammarStatus.FAILED:  # also with an empty error
+        if request.grammar is GrammarStatus.FAILED:  # even if `error` is empty
             builder.failed[request] = request.error
         elif passed.error:
             builder.failed[request] = passed.error
 
     def _refuse(self, builder: StepBuilder, refused: admission.PlannedAdmission | None) -> None:
-        """Evicts the encoder outputs that the admission of a request that lacks blocks would have
-        evicted. vLLM evicts them before it allocates blocks, and does not undo the evictions.
+        """Evicts the encoder outputs that the admission of a request would have evicted, although
+        the request lacks blocks. vLLM evicts outputs before it allocates blocks, too.
         """
         if refused is not None:
             start = refused.terms.num_computed_tokens
