@@ -59,7 +59,6 @@ class Console:
         self._write(self._own_line(text, level))
 
     def _own_line(self, text: str, level: str) -> str:
-        """Formats a line of the command itself. Only JSON includes the level."""
         if not self._raw:
             return f"{self._prefix('up')}{text}"
         clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

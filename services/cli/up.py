@@ -149,7 +149,6 @@ async def _supervise(
 
 
 def _check_replicas(settings: UpSettings) -> None:
-    """Raises CommandError for addresses and files that several replicas would share."""
     for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
         if settings.replicas > 1 and getattr(settings, name) is not None:
             flag = f"--{name.replace('_', '-')}"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command. Imports it here, since other programs need only parts of this package."""
+    """Runs the command. It is imported here, since other programs import parts of this package."""
     from services.cli.bench import command  # noqa: PLC0415
 
     return command.main(argv)

@@ -159,7 +159,6 @@ class BenchRun:
     def _sending(
         self, server: OpenAIServer, budget: Budget, observer: Observer, records: list[RequestRecord]
     ) -> Coroutine[Any, Any, None]:
-        """Returns the coroutine that sends the whole load and fills `records`."""
         settings, load = self.settings, LoadRun(self._clock, budget)
         at_most = settings.max_concurrency if settings.is_open else None
         limit = None if at_most is None else asyncio.Semaphore(at_most)

@@ -55,7 +55,6 @@ def _fault(name: str) -> Fault:
 
 
 def _clock() -> Callable[[str], None]:
-    """Returns a function that prints a line after the number of seconds since now."""
     begun = time.monotonic()
 
     def say(line: str) -> None:

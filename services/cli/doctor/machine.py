@@ -125,7 +125,6 @@ def _version(package: str) -> str | None:
 
 
 def _compiler() -> str | None:
-    """The first line of the C++ compiler's version text. None without a compiler."""
     command = shutil.which(os.environ.get("CXX", "c++"))
     if command is None:
         return None

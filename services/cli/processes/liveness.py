@@ -23,7 +23,8 @@ class LivenessPolicy:
     kills and restarts add load to a slow machine.
     """
     longest_seconds: float = 60.0
-    """The upper bound of the multiplied limit, unless the child's own limit is higher."""
+    """The multiplied limit does not exceed this value, or the child's own limit if that is longer.
+    """
     loading_seconds: float = 60.0
     """The minimum of the limit for a child that is not ready yet."""
     stopped_share: float = 0.5

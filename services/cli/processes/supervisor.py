@@ -279,7 +279,6 @@ class Supervisor:
         await asyncio.gather(*stops)
 
     async def _until_ended(self, ended: asyncio.Future[Any], stop_seconds: float) -> None:
-        """Waits until `ended` is done, `stop_seconds` have passed, or `kill_now` is set."""
         kill_now = asyncio.ensure_future(self.kill_now.wait())
         either: set[asyncio.Future[Any]] = {ended, kill_now}
         await asyncio.wait(either, timeout=stop_seconds, return_when=asyncio.FIRST_COMPLETED)

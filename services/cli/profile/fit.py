@@ -73,7 +73,6 @@ def fit_times(measured: Sequence[Measurement]) -> Fit:
 
 
 def _fit(measured: Sequence[Measurement]) -> StepCosts:
-    """The costs with the least sum of squared relative errors."""
     seconds = np.array([one.seconds for one in measured])
     places = _places([one.num_tokens for one in measured])
     rows = np.array([_features(one, places) for one in measured])

@@ -131,7 +131,6 @@ class MeasuredWorker:
         self._step += 1
 
     def _request(self, row: int, num_tokens: int, room: int) -> NewRequest:
-        """A request with blocks for `room` tokens in each KV-cache group."""
         limits = self._limits
         tables = []
         for size in limits.block_sizes:

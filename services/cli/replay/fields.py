@@ -38,7 +38,9 @@ def _readable(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A value with its path. Methods raise FieldError if the value's type or range is wrong."""
+    """A JSON value and its position in its document (`path`). Methods raise FieldError if the
+    value's type or range is wrong.
+    """
 
     value: Any
     path: FieldPath = ()

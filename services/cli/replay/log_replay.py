@@ -66,7 +66,6 @@ class LogReplay(SchedulerRun):
     """Replays the entries of a log in order, and stores the history for a what-if run."""
 
     def __init__(self, header: Header, write: Write | None = None) -> None:
-        """If `write` is set, it is called with the records of each step."""
         self._recorded: list[Entry] = []
         self._now = 0.0
         """The clock's time in the last entry that has a time."""
@@ -224,7 +223,6 @@ class LogReplay(SchedulerRun):
         )
 
     def _read_chunk(self, entry: Field) -> InputChunk | None:
-        """The next input of a session, or None for its end."""
         if "tokens" not in entry.members():
             return None
         token_ids = entry["tokens"].integers()

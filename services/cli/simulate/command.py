@@ -69,7 +69,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    """Runs the conformance tests of policies. Returns the exit status, 1 if a policy fails."""
     name, number = arguments.check_policy, arguments.programs
     try:
         check_policy(name, number, arguments.seed)

@@ -60,7 +60,6 @@ def _headline(trace: Document, total: float) -> Text:
 
 
 def _wrapped(line: Text, width: int) -> list[Text]:
-    """Wraps a line. Continuation lines are indented by two more characters."""
     if len(line) <= width:
         return [line]
     indent = " " * (len(line.plain) - len(line.plain.lstrip()))
@@ -103,7 +102,7 @@ def _span(span: Document, total: float, name_width: int, bar_width: int) -> Text
 
 
 def is_wait(span: Document) -> bool:
-    """Whether a request waited during the span, so that an attribute has the wait's reason."""
+    """Whether the span is a wait of a request. Its attributes then include the wait's reason."""
     return any(name.endswith(_WAIT_REASON) for name in span["attributes"])
 
 
@@ -116,7 +115,6 @@ def _bar(start: float, seconds: float, total: float, width: int, fill: str) -> s
 
 
 def _notes(span: Document, *, every_attribute: bool) -> Iterator[Text]:
-    """The attributes and events of a span, as lines below the span's bar."""
     indent = " " * (2 * span["depth"] + 2)
     if span["error"] is not None:
         yield Text(f"{indent}{span['error']}", style="red")

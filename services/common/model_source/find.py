@@ -54,6 +54,6 @@ def _find(text: str, *, with_weights: bool) -> Path:
 
 
 def _with_configuration(directory: Path) -> Path:
-    """Returns `directory`, or the directory generated for its model if that is a GGUF file."""
+    """Returns `directory` or, if the model is a GGUF file, the directory generated for the file."""
     file = single_gguf(directory)
     return directory if file is None else gguf_directory(file)

@@ -160,7 +160,6 @@ def _cached(name: HubName) -> Path | None:
 
 
 def _missing(directory: Path, with_weights: bool) -> str | None:
-    """The first needed file that a snapshot lacks, or None if it has all of them."""
     if any(directory.glob("*.gguf")):
         return None
     if not (directory / "config.json").exists():

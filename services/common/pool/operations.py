@@ -380,7 +380,6 @@ def block_tables(groups: Sequence[GroupBlocks]) -> list[BlockTables]:
 
 
 def _tables_of_group(group: GroupBlocks) -> list[list[BlockId]]:
-    """The blocks of each request in one group. Usually each request has one new block."""
     num_blocks, block_ids = group.num_blocks, group.block_ids
     if len(num_blocks) == len(block_ids) == num_blocks.count(1):
         return [[block_id] for block_id in block_ids]

@@ -62,7 +62,6 @@ class HealthFile:
             self._try_to_write()
 
     def _try_to_write(self) -> None:
-        """Writes the file. Logs each failure, such as a full disk, once."""
         failure = ""
         try:
             self.write()

@@ -82,7 +82,6 @@ class GrammarCompiler:
 
 
 def _grammar(wanted: StructuredOutputs) -> str:
-    """Converts structured outputs to llguidance's format. Raises ValueError for invalid ones."""
     if wanted.kind is StructuredOutputsKind.JSON:
         schema = held_schema(json.loads(wanted.text))
         return LLMatcher.grammar_from_json_schema(

@@ -259,7 +259,6 @@ class LocalStream:
             self._loop.remove_reader(self._connection)
 
     def _is_complete(self) -> bool:
-        """Whether the incomplete frame in `_begun` has become complete or is invalid."""
         if len(self._begun) < _HEADER_BYTES:
             return False
         kind, length = _HEADER.unpack_from(self._begun)

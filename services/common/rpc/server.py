@@ -271,7 +271,6 @@ def _allow(_: Context) -> None:
 
 
 def _with_statuses(handler: Any, method: str, check: Check) -> Any:
-    """Wraps a handler (a grpc named tuple) so that StepwellErrors become statuses."""
     watch = handler.unary_stream if method.startswith(f"/{health.SERVICE_NAME}/") else None
     if watch is not None and not isasyncgenfunction(watch):
         return handler  # grpc's own handler, which raises no StepwellError

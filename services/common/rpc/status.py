@@ -148,7 +148,6 @@ def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
 
 
 def _connection_end(details: str) -> str:
-    """Describes why a connection failed. Unknown messages of grpc are quoted."""
     meanings = (meaning for words, meaning in _CONNECTION_ENDS if re.search(words, details))
     return next(meanings, f"is gone: {details}")
 

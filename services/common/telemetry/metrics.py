@@ -52,8 +52,6 @@ def serving_metrics(render: Render, address: str | None) -> Iterator[str | None]
 
 
 class _MetricsServer(ThreadingHTTPServer):
-    """Returns the metrics for every GET."""
-
     daemon_threads = True
 
     def __init__(self, host: str, port: int, render: Render) -> None:

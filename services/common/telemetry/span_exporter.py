@@ -20,7 +20,6 @@ class OtlpExporter(OTLPSpanExporter):
     """OpenTelemetry's exporter with a faster encoder. A failed export raises NotTaken."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` is a URL, http://host:port or https://host:port."""
         self._collector = f"the collector at {endpoint}"
         self._error: grpc.RpcError | None = None
         super().__init__(endpoint=endpoint, insecure=not endpoint.startswith("https://"))

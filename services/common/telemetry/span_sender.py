@@ -113,7 +113,6 @@ class SpanSender(SpanProcessor):
                     return
 
     def _take(self) -> list[ReadableSpan]:
-        """Removes and returns the queued spans, at most one batch."""
         batch: list[ReadableSpan] = []
         with contextlib.suppress(IndexError):  # shutdown() may empty the queue at the same time
             while len(batch) < self._max_batch:
@@ -140,7 +139,6 @@ class SpanSender(SpanProcessor):
             self._outage.exported(self.num_dropped, failure, is_caught_up=is_caught_up)
 
     def _keep_or_drop(self, batch: list[ReadableSpan]) -> None:
-        """Queues rejected spans again if the collector may accept them later, or drops them."""
         since = self._away_since
         if self._is_stopped:
             self._drop(len(batch), DropReason.SHUTDOWN)

@@ -1,1 +1,1 @@
-"""The pool service's adapters: gRPC, metrics, spans, and the directories of events."""
+"""The pool service's adapters: gRPC, metrics, spans, and the directories of cached prefixes."""

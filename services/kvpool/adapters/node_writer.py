@@ -227,7 +227,6 @@ class NodeWriter:
                 await self._write_snapshot(cached)
 
     async def _changes_before(self, when: float) -> bool:
-        """Waits for changes, at most until time `when`. Returns whether there are changes."""
         if not len(self.changes) and not self.changes.must_restart:
             self._news.clear()
             with suppress(TimeoutError):
@@ -302,7 +301,6 @@ class NodeWriter:
         return holds
 
     async def _write_snapshot(self, cached: list[int]) -> None:
-        """Writes a snapshot of all keys as they are after the last entry."""
         times = self._times
         snapshot = NodeSnapshot(self._epoch, self._sequence, self._log_id)
         self._snapshot_at = asyncio.get_running_loop().time() + times.snapshot_seconds

@@ -128,7 +128,6 @@ class PoolConfig:
 
 
 def _window_conflict(group: KVCacheGroup) -> str | None:
-    """Returns a sentence on why the window of a group is invalid. None if it is valid."""
     window, size = group.window, group.block_size
     match group.attention_type:
         case AttentionType.FULL if window:

@@ -341,7 +341,6 @@ class RequestBlocks:
 
 
 def _has_changed(hit: PrefixHit, admission: ops.Admission) -> bool:
-    """Whether a hit differs from the hit that the admission was planned with."""
     if hit.num_tokens != admission.num_hit_tokens:
         return True
     boundary = admission.shared_prefix_boundary
@@ -349,7 +348,6 @@ def _has_changed(hit: PrefixHit, admission: ops.Admission) -> bool:
 
 
 def _need(admission: ops.Admission) -> Need:
-    """The slots and tokens that a request needs in its first step."""
     num_slots, num_tokens = admission.num_slots, admission.num_tokens
     return Need(num_slots, num_slots if num_tokens is None else num_tokens)
 

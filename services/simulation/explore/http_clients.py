@@ -86,7 +86,6 @@ async def _end_during(asking: Any, gateway: str, path: str) -> None:
 
 
 async def _break_off(asking: Any, seconds: float) -> None:
-    """Leaves a session during a turn."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await asking
@@ -212,7 +211,6 @@ async def _read_reply(
 
 
 async def _begin_reading(reader: asyncio.StreamReader) -> tuple[int, AsyncIterator[bytes]]:
-    """Returns the status of a reply, and an iterator over the pieces of its body."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
     length = head.partition("content-length: ")[2].partition("\r\n")[0]
     return int(head.split()[1]), _pieces(reader, int(length) if length else None)
@@ -240,7 +238,6 @@ def _take(body: Any, answer: Answer, turn: int | None) -> None:
 
 
 def _text(choice: Any) -> str:
-    """Returns the text of a completion, or the text and the tool calls of a chat completion."""
     if "text" in choice:
         return str(choice["text"])
     message = choice.get("message") or choice["delta"]

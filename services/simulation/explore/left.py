@@ -45,7 +45,6 @@ def what_is_left(fleet: Fleet, num_gateways: int) -> list[str]:
 
 
 def _contexts_of(fleet: Fleet, scheduler: str) -> set[ContextId]:
-    """The contexts (blocks kept for a program's next request) in the pool of a scheduler."""
     pool = fleet.services[scheduler.replace("scheduler", "pool")].process.inside
     return {one for hosted in pool.host.pools() for one in hosted.pool.context_ids}
 

@@ -159,8 +159,6 @@ def _complaints(plan: Plan, arrival: Arrival, answer: Answer) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Run:
-    """One run of a plan."""
-
     plan: Plan
     fleet: Fleet
     network: Network
@@ -195,7 +193,6 @@ class _Run:
         await self._stop()
 
     async def _serve(self) -> None:
-        """Runs the load together with the faults."""
         plan, network = self.plan, self.network
         must_end = len(plan.faults) == 1
         injecting = [

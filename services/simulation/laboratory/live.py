@@ -17,8 +17,6 @@ def sampling_of(max_tokens: int) -> SamplingParams:
 
 @dataclass(slots=True, eq=False)
 class LiveProgram:
-    """A program that has begun."""
-
     program: Program
     began: float
     context: Context

@@ -155,7 +155,6 @@ def _turns(
     shared: int,
     first_own: float,
 ) -> list[Turn]:
-    """Returns the turns of an agent before the first one that would exceed the token limit."""
     turns: list[Turn] = []
     context = shared
     for number in range(num_turns):

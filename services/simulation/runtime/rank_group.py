@@ -126,7 +126,6 @@ class MemoryGroup(Group):
         return isinstance(meeting, Meeting) and network().reaches(self.process, meeting.process)
 
     def _wait_for(self, condition: Callable[[], bool], why: str) -> None:
-        """Waits for a condition. Raises GroupBroken with the reason `why` after a time-out."""
         end = network().loop.time() + self._timeouts.join_seconds
         while not self.wait(condition, _LOOK_SECONDS):
             self._checkpoint_reached()

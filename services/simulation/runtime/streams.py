@@ -240,7 +240,6 @@ class MemoryTransport(asyncio.Transport):
                 self.close()
 
     def _lose(self, _: str) -> None:
-        """Called when the peer has closed the connection."""
         self._is_closing = True
         while self._received and not self._is_reading_paused:
             self._deliver()

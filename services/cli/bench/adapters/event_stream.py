@@ -94,7 +94,6 @@ def _text_of(event: bytes) -> str:
 
 
 def _parsed(event: bytes) -> Any:
-    """The parsed data of an event, or None if the data is not JSON."""
     lines = (line.partition(b":") for line in event.split(b"\n"))
     data = b"\n".join(value.removeprefix(b" ") for name, _, value in lines if name == b"data")
     try:

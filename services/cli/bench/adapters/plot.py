@@ -56,7 +56,6 @@ def _draw_distribution(
 
 
 def _draw_load(axes: "Axes", done: Sequence[RequestRecord]) -> None:
-    """Draws output tokens per second and the number of running requests."""
     end = max(record.ended or 0.0 for record in done)
     width = max(end / _MAX_COLUMNS, 0.05)
     num_columns = max(1, math.ceil(end / width))

@@ -47,7 +47,7 @@ def watch_addresses(addresses: Callable[[], Iterable[str]]) -> Callable[[float],
 
 
 def watch_self() -> Callable[[float], Reading]:
-    """As `watch_pids`, for this process, which watches itself. Readings have no other watcher."""
+    """As `watch_pids`, for a process that watches itself."""
     return partial(_reading, pids=(os.getpid(),), watcher=False)
 
 
