@@ -45,11 +45,11 @@ NUM_RUNNING = _specs.gauge(
 SPECS = _specs.all
 
 MAX_TENANTS = 256
-"""Limit on the number of tenants with their own time series. Counters have series for the tenants
-that were counted first, and gauges for the tenants with the most sequences.
+"""Limit on the number of tenants with their own time series in each metric: the tenants that were
+counted first in counters, and the tenants with the most sequences in gauges.
 """
 OTHERS = "(others)"
-"""The label of all other tenants together."""
+"""The label of the tenants beyond MAX_TENANTS together."""
 
 
 class TenantMetrics(Collector):

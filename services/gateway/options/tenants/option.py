@@ -139,8 +139,8 @@ class Tenants(Option):
     async def _limited(
         self, record: RequestRecord, context: CallContext | None
     ) -> AsyncIterator[None]:
-        """Counts a call towards its tenant's limits. The trailing metadata of a successful call
-        contains the remaining amounts of these limits.
+        """Counts a call towards its tenant's limits while the `async with` block runs. The trailing
+        metadata of a successful call contains the remaining amounts of the limits.
         """
         with self._observer.counting_refusals(record, record.caller):
             allowance = await self._limits.admit(record.caller)

@@ -22,7 +22,7 @@ class Tenant(Caller):
     are scheduled earlier.
     """
     models: frozenset[str] | None = None
-    """The models that the request's API key may use. None means all models."""
+    """The models that the API key may use. None means all models."""
     cache_salt: str = ""
     """Tenants with different salts do not share cached prompts."""
 

@@ -36,7 +36,9 @@ class ApiKeys(Access):
         self.needs_key = bool(plain) or store is not None
 
     async def authenticate(self, authorization: str) -> Caller:
-        """Returns the caller of a request. Looks up a key in the store if it is not in memory."""
+        """Returns the caller of a request. A key that is not in memory is looked up in the
+        store.
+        """
         caller = self._known(authorization)
         if caller is not None:
             return caller

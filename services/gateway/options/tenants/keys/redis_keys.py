@@ -1,10 +1,10 @@
-"""API keys in Redis. Keys that were used are cached in memory.
+"""API keys in Redis. Keys that clients have used are cached in memory.
 
 1. The look-up of a key that is not in memory takes at most LOOK_UP_SECONDS.
 2. Every REFRESH_SECONDS, the version number of the keys in Redis is read. If it has changed, the
    keys in memory are read again. So a key is refused at most REFRESH_SECONDS after it was revoked.
 3. While Redis is unreachable, or after it has lost its data, keys in memory are accepted for
-   `cache_seconds`. A request with any other key fails with Unavailable, and not with
+   `cache_seconds`. A request with a key that is not in memory fails with Unavailable, and not with
    Unauthenticated, because the key may exist in Redis.
 """
 
@@ -79,7 +79,7 @@ class RedisKeys:
             await self._redis.close()
 
     async def _refresh(self) -> None:
-        """Reads the keys in memory again if any may have changed."""
+        """Reads the keys that are in memory again, if any may have changed in Redis."""
         version = (await look_up(self._redis, ())).version
         if not version and self._keys:
             self._lost("it holds no API keys any more")

@@ -9,7 +9,7 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
-    """An API key's record in a store, and the tenant of requests with this key."""
+    """An API key's record in a store, and the tenant to which the key belongs."""
 
     record: KeyRecord
     tenant: Tenant
@@ -42,7 +42,7 @@ class KeyStore(Protocol):
 
     async def find(self, key_id: str) -> KnownKey | None:
         """Looks up a key that is not in memory. Returns None if the key does not exist. Raises
-        Unavailable if the look-up is not possible at the moment.
+        Unavailable if the store cannot be read at the moment.
         """
         ...
 

@@ -1,10 +1,10 @@
 """Counts tenants' requests and tokens in Redis, for all gateways together. While Redis is
 unreachable, each gateway applies its own part of the limits.
 
-No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. After a failed call
-to Redis, this gateway counts in memory until it has renewed its lease in Redis. In memory, it
-applies the limits divided by the last known number of gateways with a lease. A tenant's levels in
-memory start from the tenant's last levels in Redis, divided by the same number.
+No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. Each gateway has a
+lease in Redis, by which gateways are counted. After a failed call, a gateway counts in memory until
+it has renewed its lease. It then applies each limit divided by the last known number of gateways,
+and starts from the tenant's last levels (remaining amounts) in Redis, also divided by this number.
 """
 
 import asyncio
@@ -46,9 +46,9 @@ logger = logging.getLogger(__name__)
 class RedisLimits:
     """A LimitStore in Redis. When `run` is cancelled, it closes the connection.
 
-    Each concurrent request of a tenant occupies a slot, which has a lease in Redis. `local` also
-    has the slots of this gateway. This gateway renews the leases of all slots in `local`. While
-    Redis is unreachable, only the slots in `local` are counted.
+    Each concurrent request of a tenant occupies a slot, which has a lease in Redis. This gateway's
+    slots are also in `local`, and this gateway renews their leases. While Redis is unreachable,
+    only the slots in `local` are counted.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RedisLimits:
         self._local = local
         self._is_lost = False
         self._last: dict[str, Standing] = {}
-        """Maps tenants' ids to the levels of their limits in the last answer from Redis."""
+        """Maps tenants' ids to the levels (remaining amounts) in the last answer from Redis."""
         self._unreleased: deque[tuple[LimitSet, str]] = deque(maxlen=_MAX_UNRELEASED)
         """Slots that no request uses any more, but that may still be occupied in Redis."""
         self._in_flight = asyncio.Semaphore(_MAX_CALLS)
@@ -176,7 +176,7 @@ class RedisLimits:
         """Renews this gateway's lease. Success shows that Redis is reachable."""
         arguments = (_LEASE_MILLIS, self._process_name)
         num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, _RENEW_CALL_SECONDS)
-        if self._is_lost:  # Calls for requests must succeed in less time than this call.
+        if self._is_lost:  # _take_seconds is shorter than the time limit of this call.
             num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, self._take_seconds)
         self.num_gateways = max(1, num_gateways)
         if self._is_lost:

@@ -1,4 +1,4 @@
-"""Estimates the number of cached tokens at the replica that has cached the most of a prompt."""
+"""Estimates how many tokens of a prompt are cached, at the replica that has cached most of it."""
 
 from collections.abc import Callable, Iterable
 

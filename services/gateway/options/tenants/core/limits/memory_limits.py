@@ -30,7 +30,9 @@ class _State:
 
 
 class MemoryLimits:
-    """A LimitStore in memory. A slot expires `lease_millis` after the last change with HOLD."""
+    """A LimitStore in memory. Each concurrent request of a tenant occupies a slot, which expires
+    `lease_millis` after the last change with HOLD.
+    """
 
     def __init__(self, now_millis: Callable[[], int], lease_millis: int = FOREVER_MILLIS) -> None:
         self._now_millis = now_millis
@@ -79,8 +81,8 @@ class MemoryLimits:
         )
 
     def begin(self, limits: LimitSet, requests_level: int, tokens_level: int) -> None:
-        """Sets the levels of a tenant's limits, unless they are already counted here. The levels
-        are this gateway's part of the tenant's levels in Redis.
+        """Sets the levels of a tenant's limits, the amounts that are left, unless they are already
+        counted here. The given levels are this gateway's part of the tenant's levels in Redis.
         """
         state = self._states.setdefault(limits.tenant_id, _State(at=self._now_millis()))
         if state.requests is None and state.tokens is None:
@@ -101,9 +103,8 @@ class MemoryLimits:
 def _refusal(
     limits: LimitSet, change: Change, requests: int, tokens: int, slots: dict[str, int]
 ) -> tuple[Quota | None, int]:
-    """Returns the limit that refuses a change at these levels, and the milliseconds until the
-    change would be allowed, or 0 if this time is not known. If no limit refuses the change,
-    returns None and 0.
+    """Returns the limit that refuses a change at these levels, or None if no limit refuses it, and
+    the milliseconds until the change would be allowed, or 0 if this time is not known.
     """
     limit = limits.requests_per_minute
     if limit is not None and change.num_requests > 0:

@@ -1,10 +1,10 @@
 """The rule by which tenants' limits are counted. It uses integers, so that the store in memory and
-the store in Redis compute the same results.
+the store in Redis compute equal results.
 
 A limit per minute is a token bucket. Its capacity is one minute's amount. It starts full, so a
-burst of one minute's amount is allowed. Levels are in units of 1/60,000 of a request or token, so
-a bucket with a limit of n per minute gains n units per millisecond. A level is negative if an
-answer used more tokens than were reserved for it.
+burst of one minute's amount is allowed. The level of a bucket, the amount that is left, is in units
+of 1/60,000 of a request or token, so a bucket with a limit of n per minute gains n units per
+millisecond. A level is negative if an answer used more tokens than were reserved for it.
 
 Each concurrent request of a tenant occupies a slot, which has a name and a deadline. The gateway
 renews the slot before the deadline, so the slots of a dead gateway become free.
@@ -17,8 +17,8 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 UNITS = 60_000
 MAX_ELAPSED_MILLIS = 3_600_000
-"""A longer time between two changes of a bucket counts as this time. This keeps products below
-2**53. Redis computes with doubles, in which larger integers are not exact.
+"""A longer time between two changes of a bucket counts as this time, which keeps products below
+2**53, because Redis computes with doubles, in which larger integers are not exact.
 """
 
 
@@ -57,8 +57,8 @@ class LimitSet:
         )
 
     def divided(self, num_gateways: int) -> "LimitSet":
-        """Returns one gateway's part of the limits, which are divided among `num_gateways`. Each
-        limit is at least 1.
+        """Returns one gateway's part of the limits, of which each of `num_gateways` gateways has an
+        equal part. A part is at least 1.
         """
 
         def share(limit: int | None) -> int | None:
@@ -88,8 +88,8 @@ class Change:
     not at all. A negative number returns requests or tokens that were taken earlier.
 
     If `must_fit` is false, the change is always applied. If it is true, the change is refused if a
-    level is too low, or if it needs a slot and none is free. A change without tokens is also
-    refused if no token is left.
+    level is too low (even a change of 0 tokens needs a token left), or if it needs a slot and none
+    is free.
     """
 
     slot: str

@@ -1,4 +1,4 @@
-"""Takes amounts from a tenant's limits for each request, and returns the unused amounts later."""
+"""Reserves amounts of a tenant's limits for each request, and returns unused amounts later."""
 
 import itertools
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class LimitStore(Protocol):
         ...
 
     def give_back(self, limits: LimitSet, change: Change) -> None:
-        """Applies a change whose `must_fit` is false, at once or soon after the call."""
+        """Applies a change, whose `must_fit` must be false, at once or soon after the call."""
         ...
 
     async def run(self) -> None:
@@ -56,7 +56,9 @@ _NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
 
 
 class LimitReached(QuotaExceeded):
-    """A tenant has exceeded one of its limits. `standing` has the levels of all limits."""
+    """A tenant has exceeded one of its limits. `standing` has the remaining amounts of all
+    limits.
+    """
 
     def __init__(self, limits: LimitSet, standing: Standing, num_tokens: int = 0) -> None:
         quota = standing.refused_by or Quota.CONCURRENCY
@@ -179,8 +181,8 @@ class Allowance:
         self._generation, self._num_reserved = generation, num_tokens
 
     def close(self, *, was_refused: bool = False) -> None:
-        """Ends the request. If `was_refused` is true, the request was refused for another reason
-        than its tenant's limits, and does not count towards the requests per minute.
+        """Ends the request. If `was_refused` is true, the request does not count towards the
+        requests per minute, because it was refused for another reason than its tenant's limits.
         """
         kept = self._kept_source()
         num_used = self._num_reserved if kept is not None else self._num_used()
@@ -198,14 +200,18 @@ class Allowance:
             kept.when_making_ends(self._give_back_unused)
 
     def _kept_source(self) -> KeptSource | None:
-        """Returns the source that may continue to generate the answer after the request's end."""
+        """Returns the source that may continue to generate the answer after the request's end, if
+        there is one.
+        """
         generation = self._generation
         if generation is None or len(generation.finish_reasons()) == len(generation.choices):
             return None
         return generation.source
 
     def _give_back_unused(self, made: Made) -> None:
-        """Returns unused tokens to the limit, for an answer that continued without its client."""
+        """Returns unused tokens to the limit, after the end of an answer that was generated further
+        without its client.
+        """
         if self._generation is None:
             return
         num_used = 0

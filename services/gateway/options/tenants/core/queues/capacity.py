@@ -1,5 +1,5 @@
-"""The number of slots of all ready replicas, and how fast the replicas complete requests. A slot
-for one running sequence is called a place in the code.
+"""The number of slots for running sequences of all ready replicas, and how fast the replicas
+complete requests. Names in the code call a slot a place.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:
     """Returns the capacity of replicas together, or None if there are no replicas, or if the number
     of slots of any replica is not known.
 
-    A replica without measured times is assumed to complete as many requests per slot as the other
-    replicas.
+    A replica without measured times is assumed to complete as many requests per slot as the
+    replicas with measured times.
     """
     num_places, num_measured, rate = 0, 0, 0.0
     service_seconds: list[float] = []

@@ -31,17 +31,17 @@ class FairQueue(Generic[T]):
     """Serves tenants with waiting items in proportion to their weights, measured in tokens.
 
     Each tenant has a virtual token counter: its charged tokens divided by its weight. The next item
-    is the first item of the tenant with the lowest counter. A tenant cannot save up service for
-    later: when it adds an item and has no other waiting items, its counter is raised to the counter
-    of the tenant served last, minus a credit. With the credit, a tenant with few requests is served
-    first even if some of its requests arrive together. The counters, without the credit, are from
-    Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
+    is the first item of the tenant with the lowest counter. So that a tenant cannot save up service
+    for later, its counter is raised when it adds an item and has no other waiting items: to the
+    counter of the tenant served last, minus a credit. With the credit, a tenant with few requests
+    is served first even if some of its requests arrive together. The counters, without the credit,
+    are from Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
     """
 
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._served_last = 0.0
-        """The counter of the tenant served last, before the tenant was charged for this service."""
+        """The counter of the tenant served last, before its last item was charged."""
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -97,7 +97,6 @@ class FairQueue(Generic[T]):
             yield line.tenant, lag * line.tenant.weight
 
     def forget(self, tenant: Tenant) -> None:
-        """Removes a tenant's counter, unless the tenant has waiting items."""
         line = self._lines.get(tenant.caller_id)
         if line is not None and not line.items:
             del self._lines[tenant.caller_id]

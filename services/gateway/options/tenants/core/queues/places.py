@@ -1,5 +1,5 @@
-"""Divides the replicas' slots for running sequences fairly among tenants. In the code, a slot is
-called a place. A replica has `max_num_seqs` slots.
+"""Divides the replicas' slots for running sequences fairly among tenants. A replica has
+`max_num_seqs` slots. Names in the code call a slot a place.
 """
 
 import math
@@ -12,35 +12,33 @@ from services.gateway.options.tenants.core.tenant import Tenant
 ACTIVE_SECONDS = 10.0
 """Seconds after its last request during which a tenant without sequences still has a share."""
 _PLACES_PER_RESERVED = 16
-"""At most one of this number of slots is reserved for future sequences of tenants below their
-shares. The slots reserved for these tenants' waiting sequences have no such limit.
+"""At most 1/16 of all slots are reserved for future sequences of tenants below their shares. Slots
+that are reserved for waiting sequences of these tenants are not limited.
 """
 _PLACES_PER_QUEUED = 16
-"""A single tenant may queue one sequence at the replicas for each 16 slots, so that the sequence
-can use a freed slot in the next step.
+"""If there is only one tenant, it may queue one sequence at the replicas for each 16 slots, so that
+a freed slot can be used in the next step.
 """
 _LEAST_STARTING = 2
-"""Every tenant may have this number of starting sequences. A sequence is starting until its replica
-reports its first step.
+"""Every tenant may have this number of starting sequences. A sequence is called starting from when
+it is sent until its replica reports its first step.
 """
 _SHARE_PER_STARTING = 8
 """A tenant may have one starting sequence for each 8 slots of its share."""
 _SHARE_PER_STARTING_AT_MOST = 2
-"""Let n be the number of a tenant's sequences that are expected to end while a sequence starts. The
-tenant may have n starting sequences, but at most its share divided by this number. The largest of
-the three limits on starting sequences applies.
+"""A tenant may have as many starting sequences as it has sequences that are expected to end while a
+sequence starts, but at most its share divided by this number. The largest of the three limits on
+starting sequences applies.
 """
 _STEPS_TO_START = 4
-"""Assumed number of engine steps from sending a sequence until its first step is reported. Two of
-these steps are already in flight when the sequence arrives.
+"""Assumed number of engine steps from sending a sequence until its first step is reported,
+including two steps that are already in flight when the sequence arrives.
 """
 
 
 @dataclass(slots=True)
 class TenantUsage:
-    """The numbers of waiting, starting and running sequences of one tenant, and measurements of the
-    tenant's sequences.
-    """
+    """The numbers of waiting, starting and running sequences of one tenant, and their measures."""
 
     tenant: Tenant
     num_waiting: int = 0
@@ -54,11 +52,13 @@ class TenantUsage:
     mean_output_tokens: float = 128.0
     service_time: ServiceTime = field(default_factory=ServiceTime)
     lag: float = 0.0
-    """The tenant's lag in tokens behind other waiting tenants, as `FairQueue.lags` defines it."""
+    """How many tokens the tenant has been served less than other tenants with waiting sequences, as
+    `FairQueue.lags` defines it.
+    """
 
     def tokens_of(self, num_answers: float) -> float:
-        """Returns the tokens that `num_answers` answers of the tenant's mean length are charged,
-        without their prompts.
+        """Returns the number of tokens that the tenant is charged for `num_answers` answers of its
+        mean length, without their prompts.
         """
         return num_answers * OUTPUT_WEIGHT * self.mean_output_tokens
 
@@ -77,25 +77,24 @@ class FairShares:
        least 1. A tenant below its share may occupy any free slot. If no slot is free, a sequence of
        the tenant furthest above its share is preempted.
     2. For tenants below their shares, one slot is reserved for each waiting sequence, and one more
-       for each tenant that would still be below its share if these sequences ran. A tenant above
-       its share may occupy a free slot only if more slots are free than are reserved. Reserved
-       slots make preemptions rare (trunk reservation; Kelly, "Loss networks", 1991).
+       for each tenant that would still be below its share if its waiting sequences ran. A tenant
+       above its share may occupy a free slot only if more slots are free than are reserved.
+       Reserved slots make preemptions rare (trunk reservation; Kelly, "Loss networks", 1991).
     3. The number of slots that a tenant needs varies by the square root of its mean (Halfin and
        Whitt, 1981). Let r be the square root of the tenant's share. The tenant may have r
        additional slots if its `lag` is at least r answers of mean length. No other tenant is
        preempted for additional slots. The tenant does not lose them by preemption while its `lag`
        is above 0.
-    4. Only a few sequences of a tenant may be starting at the same time. Otherwise all prompts of a
-       burst would be computed before the prompts of later requests. If answers are short, more
-       sequences may start: as many as are expected to end in the same time. Otherwise slots would
-       stay free.
+    4. Only a few sequences of a tenant may be starting at one time, because otherwise all prompts
+       of a burst would be computed before the prompts of later requests. If answers are short, more
+       sequences may start: as many as are expected to end meanwhile, so that no slots stay free.
     5. If there is only one tenant, it may occupy every slot, and queue a few sequences at the
        replicas.
     """
 
     def __init__(self, usages: Collection[TenantUsage], num_free: int, num_places: int) -> None:
-        """`num_free` of the `num_places` slots are free. `num_free` is negative while sequences
-        wait at replicas.
+        """`num_free` of all `num_places` slots are free. It is negative while sequences wait at
+        replicas.
         """
         self._usages = usages
         self._num_free = num_free
@@ -146,7 +145,7 @@ class FairShares:
         return share + _variation(share) if lags_behind else share
 
     def _excess(self, usage: TenantUsage) -> int:
-        """Returns the number of slots that the tenant may lose by preemption."""
+        """Returns how many slots the tenant may lose by preemption."""
         share = self._share(usage)
         return usage.num_running - share - (_variation(share) if usage.lag > 0 else 0)
 
@@ -167,7 +166,7 @@ class Places:
         return iter(self._usages.values())
 
     def usage(self, tenant: Tenant) -> TenantUsage:
-        """Returns the usage of a tenant, which may be new. The caller may modify the usage."""
+        """Returns the TenantUsage of a tenant, which the caller may modify. Makes it if needed."""
         usage = self._usages.get(tenant.caller_id)
         if usage is None:
             usage = self._usages[tenant.caller_id] = TenantUsage(tenant, asked_at=self._now())
@@ -207,7 +206,7 @@ class Places:
         self, num_free: int, num_places: int, lags: Iterable[tuple[Tenant, float]] = ()
     ) -> FairShares:
         """Returns the tenants' shares of `num_places` slots, of which `num_free` are free. `lags`
-        has pairs of a tenant and its lag in tokens, which replace earlier lags.
+        has pairs of a tenant and its new `TenantUsage.lag`.
         """
         for tenant, lag in lags:
             if (usage := self._usages.get(tenant.caller_id)) is not None:

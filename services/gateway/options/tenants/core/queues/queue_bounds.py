@@ -19,7 +19,7 @@ class TenantQueueFull(QuotaExceeded):
 @dataclass(frozen=True, slots=True)
 class QueueBounds:
     """The limits of each tenant's queue. A queue has at most `max_num_waiting` sequences, and at
-    most the tenant's share of `max_total_waiting`. A sequence waits for at most
+    most the tenant's share (by weight) of `max_total_waiting`. A sequence waits for at most
     `max_queue_seconds`, where 0 means no limit.
     """
 

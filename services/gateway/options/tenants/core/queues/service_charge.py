@@ -11,12 +11,13 @@ _DEVIATIONS = 2.0
 
 @dataclass(slots=True)
 class ServiceTime:
-    """The moving means of a tenant's running times and of their deviation, in seconds. Both are
-    computed like round-trip times in Jacobson, "Congestion avoidance and control" (SIGCOMM 1988).
+    """The moving means of the running times of a tenant's sequences and of their deviation, in
+    seconds, computed like round-trip times in Jacobson, "Congestion avoidance and control" (SIGCOMM
+    1988).
 
-    Under overload, many requests start with just enough time to end before their deadlines. If the
-    mean running time counted as enough, half of these requests would miss their deadlines.
-    Therefore `longest_usual` adds two deviations to the mean.
+    Under overload, many requests are sent to a replica when just enough time for them is left
+    before their deadlines. If the mean running time counted as enough, half of these requests would
+    miss their deadlines. Therefore `longest_usual` adds two deviations to the mean.
     """
 
     mean: float = 0.0
@@ -43,7 +44,7 @@ OUTPUT_WEIGHT = 2.0
 @dataclass(frozen=True, slots=True)
 class ServiceCharge:
     """The estimated charge for a sequence that is sent to a replica. If the sequence already has
-    output, its prompt is not charged again, so a tenant is not charged for recomputation.
+    output, its prompt is not charged again, because a tenant does not pay for recomputation.
     """
 
     num_prompt_tokens: int
@@ -80,10 +81,9 @@ def charge_for(
 
 
 def measure(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
-    """Adds the running time of a sequence to the tenant's running times.
-
-    Omits a sequence that already had output when it was sent. Omits a sequence that left its
-    replica before its end, unless it ran longer than usual.
+    """Adds the running time of a sequence to the tenant's running times, unless the sequence
+    already had output when it was sent, or left its replica before its end. A sequence that left
+    early counts nevertheless if it ran longer than usual.
     """
     if charge.num_output_tokens_before:
         return

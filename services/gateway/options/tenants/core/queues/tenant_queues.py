@@ -1,5 +1,6 @@
-"""Queues tenants' sequences, and sends them while the replicas have free slots. A slot for one
-running sequence is called a place in the code. Each tenant has a fair share of the slots.
+"""Queues tenants' sequences (the prompt and one answer of a request), and sends them while the
+replicas have free slots. Each tenant has a fair share of the slots for running sequences. Names in
+the code call a slot a place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +38,8 @@ _SHARE_OF_NEWEST = 0.1
 _SWEEP_SECONDS = 0.1
 """Seconds between two searches for sequences that can no longer start in time."""
 _ENDED_AT_A_TIME = 2
-"""Limit on the number of sequences that time out in one iteration of the event loop. All sequences
-of a burst time out at the same time, and writing an error to each client takes time.
+"""Limit on the number of sequences that time out in one iteration of the event loop, because all
+sequences of a burst time out together, and writing an error to each client takes time.
 """
 
 
@@ -55,8 +56,8 @@ class TenantQueues(Admission):
     3. If no slot is free while a tenant below its share waits, sequences of tenants above their
        shares are preempted. A preempted sequence is aborted at its replica, and queued again with
        its generated tokens.
-    4. When a sequence is sent, the tenant is charged for the prompt tokens and for the expected
-       output tokens. The charge is corrected after the sequence has left its replica.
+    4. When a sequence is sent, its tenant is charged for the prompt tokens and for the expected
+       output tokens. When the sequence leaves its replica, the charge is corrected.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class TenantQueues(Admission):
         send: Callable[[Inflight], object],
     ) -> None:
         """`arrivals` counts the requests that will be queued next. `capacity` returns the current
-        capacity of all ready replicas. While it returns None, sequences are sent without regard to
-        slots and shares. `send` sends a sequence to a replica.
+        capacity of all ready replicas. While it is unknown (None), sequences are sent without
+        regard to slots and shares. `send` sends a sequence to a replica.
         """
         self.places = Places(clock.time)
         self._clock = clock
@@ -172,9 +173,9 @@ class TenantQueues(Admission):
             self._clock.call_at(self._clock.time(), self.admit)
 
     def candidates(self, inflight: Inflight, replicas: Sequence[Replica]) -> Sequence[Replica]:
-        """Returns the replicas with a free slot, or all replicas if none has a free slot. If the
-        request's previous sequence has the same prompt and was sent to one of these replicas,
-        returns only this replica, so that the sequences share KV blocks.
+        """Returns the replicas with a free slot, or all replicas if none has a free slot. If an
+        earlier sequence of the request with the same prompt was just sent to one of these replicas,
+        returns only this replica, so that both sequences share the prompt's KV blocks.
         """
         if not isinstance(inflight.request.caller, Tenant):
             return replicas
@@ -226,7 +227,7 @@ class TenantQueues(Admission):
         return True
 
     def _free_place(self, inflight: Inflight) -> None:
-        """Frees a sequence's slot, and corrects its charge by the number of generated tokens."""
+        """Frees a sequence's slot, and replaces the estimate in its charge by the real tokens."""
         charge = self._charges.pop(inflight)
         self._end_start(inflight)
         tenant = _tenant(inflight)
@@ -240,8 +241,8 @@ class TenantQueues(Admission):
         return lambda tenant: shares.may_take_place(self.places.usage(tenant))
 
     def _preempt(self) -> FairShares | None:
-        """Preempts sequences until no tenant must free a slot. Returns the resulting shares, or
-        None if the replicas' capacity is not known.
+        """Preempts sequences until no tenant must free a slot. Returns the tenants' shares after
+        that, or None if the replicas' capacity is not known.
         """
         while (capacity := self._capacity()) is not None:
             lags = self._queue.lags()
@@ -289,8 +290,8 @@ class TenantQueues(Admission):
         self._send(inflight)
 
     def _credit(self, usage: TenantUsage, capacity: Capacity | None) -> float:
-        """Returns the tenant's credit in the FairQueue: the charge for one answer of mean length
-        for each slot of the tenant's share.
+        """Returns the tenant's credit in the FairQueue: the charge for as many answers of mean
+        length as the tenant's share has slots.
         """
         if capacity is None:
             return 0.0
@@ -304,8 +305,8 @@ class TenantQueues(Admission):
             self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Lets sequences fail that can no longer start in time: at most _ENDED_AT_A_TIME now, and
-        the others in later iterations of the event loop.
+        """Ends at most _ENDED_AT_A_TIME sequences that can no longer start in time, and further
+        ones in later iterations of the event loop.
         """
         self._is_sweeping = False
         capacity = self._capacity()
@@ -318,7 +319,7 @@ class TenantQueues(Admission):
         self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
 
     def _is_too_late(self, waiter: Waiter, capacity: Capacity | None) -> bool:
-        """Whether a sequence can no longer start in time. It is false for preempted sequences."""
+        """Whether a sequence can no longer start in time. For a preempted sequence it is false."""
         if waiter.was_preempted:
             return False
         request = waiter.inflight.request

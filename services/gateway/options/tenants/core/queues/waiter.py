@@ -1,4 +1,4 @@
-"""A sequence that waits in its tenant's queue, and the reason of the wait."""
+"""A sequence (a request's prompt and one answer) in its tenant's queue, with the wait's reason."""
 
 import enum
 from dataclasses import dataclass
@@ -31,9 +31,9 @@ class Waiter:
     began: float
     """Time when the wait began, in seconds on the event loop's clock."""
     was_preempted: bool = False
-    """Whether the sequence was preempted. The limit on the waiting time does not apply to it."""
+    """Whether the sequence was preempted, so that the limit on the waiting time does not apply."""
     has_to_wait: bool = False
-    """Whether the sequence was not sent at once, so that its wait is recorded when it is sent."""
+    """Whether the sequence was not sent at once. If true, its wait is recorded when it is sent."""
 
 
 def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
