@@ -119,4 +119,4 @@ class StepCosts:
             return mean_seconds / 2, mean_seconds / (2 * mean_requests)
         slope = fsum((n - mean_requests) * (s - mean_seconds) for n, s in self._decoding) / spread
         slope = min(max(0.0, slope), mean_seconds / mean_requests)
-        return mean_seconds - slope * mean_requests, slope
+        return max(0.0, mean_seconds - slope * mean_requests), slope

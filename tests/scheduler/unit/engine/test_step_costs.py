@@ -116,3 +116,19 @@ def test_the_fastest_load_tells_the_speed_of_loads() -> None:
     for num_tokens, seconds in ((32, 0.02), (3200, 0.16), (64, 0.5)):
         costs.observe_load(num_tokens, seconds)
     assert costs.seconds_per_loaded_token == pytest.approx(5e-5)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=MIN_STEPS, max_size=20),
+    st.sampled_from([1e-4, 3e-3, 0.7]),
+)
+def test_no_cost_is_negative(steps: list[tuple[int, int]], each: float) -> None:
+    """If the times of steps are proportional to their numbers of requests, the cost of a step is 0
+    but for rounding. A negative cost would make a gain of the policy `program` negative.
+    """
+    costs = StepCosts()
+    for num_requests, num_slow in steps:
+        costs.observe(num_requests, num_requests, each * (num_requests + num_requests * num_slow))
+    assert costs.seconds_per_step >= 0
+    assert costs.seconds_per_decode >= 0
+    assert costs.slowdown(1, 4) >= 1
