@@ -27,7 +27,7 @@ POLICY_SETTINGS = (*PROGRAM_SETTINGS, *RETENTION_SETTINGS)
 
 _MEMBERS = "uses_priority", "create_request_queue", "victim"
 check_policy = one_of_or_class(POLICIES, *_MEMBERS)
-"""Returns a complaint if its argument is not the name of a policy."""
+"""Returns an error text if its argument names no policy, otherwise None."""
 
 
 def find_policy(name: str) -> type[SchedulingPolicy]:
@@ -38,22 +38,22 @@ def find_policy(name: str) -> type[SchedulingPolicy]:
 
 
 def unused_settings(name: str, given: Collection[str]) -> list[str]:
-    """The settings in `given` that are settings of policies, but not of this policy. A policy lists
-    its settings in its attribute `settings`. Raises InvalidArgument if there is no such policy.
+    """The settings in `given` that belong to other policies than `name`. A policy class lists its
+    settings in its attribute `settings`. Raises InvalidArgument if there is no such policy.
     """
     used = getattr(find_policy(name), "settings", ())
     return [one for one in POLICY_SETTINGS if one in given and one not in used]
 
 
 def retains_contexts(name: str) -> bool:
-    """Whether a policy decides which contexts of ended requests stay cached, from its attribute
-    `retains_contexts`. Raises InvalidArgument if there is no such policy.
+    """Whether a policy decides which contexts (KV blocks of ended requests of agents) stay cached.
+    This is an attribute of its class. Raises InvalidArgument if there is no such policy.
     """
     return bool(getattr(find_policy(name), "retains_contexts", False))
 
 
 def holds_ended(name: str) -> bool:
-    """Whether ended requests may keep their blocks under a policy, from its attribute
-    `holds_ended`. Raises InvalidArgument if there is no such policy.
+    """Whether ended requests may keep their blocks under a policy. This is an attribute of its
+    class. Raises InvalidArgument if there is no such policy.
     """
     return bool(getattr(find_policy(name), "holds_ended", False))

@@ -29,7 +29,7 @@ class FCFSRequestQueue(deque[Request]):
     prepend = deque[Request].appendleft
 
     def reorder(self) -> None:
-        """Does nothing, because the order does not depend on attributes of requests."""
+        """Does nothing, because the order does not depend on attributes that change."""
 
     def put_in_order(self) -> None:
         """Does nothing, because the queue is always in order."""

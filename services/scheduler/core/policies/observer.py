@@ -1,4 +1,6 @@
-"""Reports programs to metrics. A program is the requests (turns) of one run of an agent."""
+"""Reports programs to metrics. A program is the requests (turns) of one run of an agent. Its
+context is the KV blocks that its last turn has left in the pool for the next turn.
+"""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -11,7 +13,7 @@ class RecomputationCause(Enum):
     """Why tokens of a program were computed again."""
 
     EVICTED = "evicted"
-    """Blocks of the context were given to other requests during the pause before the turn."""
+    """Other requests got blocks of the context during the pause before the turn."""
     PREEMPTED = "preempted"
     """The turn was preempted."""
     LOST = "lost"
@@ -19,28 +21,28 @@ class RecomputationCause(Enum):
 
 
 class ProgramObserver:
-    """Observes programs. The methods of this base class do nothing."""
+    """Observes programs. This base class does nothing."""
 
     def began(self, *, is_named: bool) -> None:
-        """Called when a program has begun. `is_named` is whether the client named the program."""
+        """Called when a program has begun. `is_named` says whether the client named it."""
 
     def returned(self, tool: str, pause_seconds: float) -> None:
         """Called when the next turn of a program has arrived after a pause."""
 
     def ended(self, seconds: float, num_turns: int) -> None:
         """Called when a program has ended or is presumed to have ended. `seconds` is the time from
-        its first arrival to the end of its last turn.
+        its first turn's arrival to its last turn's end.
         """
 
     def taken(self, num_blocks: int, *, waits: bool) -> None:
-        """Called when a context has lost blocks. `waits` is whether its next turn has arrived."""
+        """Called when a context lost blocks. `waits` says whether its next turn has arrived."""
 
     def recomputed(self, num_tokens: int, cause: RecomputationCause) -> None:
-        """Called when a turn has computed `num_tokens` tokens again. The number may be 0."""
+        """Called twice when a turn has ended, with the tokens that it computed again, perhaps 0."""
 
 
 class Recomputations:
-    """Counts the tokens that turns compute again, and finds the cause."""
+    """Counts the tokens that turns compute again, and determines the cause."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -54,7 +56,7 @@ class Recomputations:
             self._lost.add(request)
 
     def lost(self, requests: Iterable[Request], last: ContextId) -> None:
-        """Records that the blocks of these turns, and of all contexts up to `last`, were lost."""
+        """Records that the blocks of `requests`, and of all contexts up to `last`, were lost."""
         self._lost.update(requests)
         self._last_lost = last
 

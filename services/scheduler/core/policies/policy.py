@@ -1,4 +1,4 @@
-"""The port of scheduling policies, which order admissions and choose requests to preempt."""
+"""The interface of scheduling policies, which order admissions and select requests to preempt."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ from services.scheduler.core.request import Request
 
 
 class RequestQueue(Protocol):
-    """Waiting requests. Iterates in the order of admission, from the head."""
+    """A queue of waiting requests. Iterates over them in the order of admission."""
 
     def add(self, request: Request, /) -> None:
         """Queues a request that arrived."""
 
     def prepend(self, request: Request, /) -> None:
-        """Queues a preempted request, either at the head or at the position of its priority."""
+        """Queues a preempted request, at the head or where the policy's order puts it."""
 
     def reorder(self) -> None:
-        """Must be called after the change of an attribute on which the order depends."""
+        """Must be called after a change of an attribute on which a request's position depends."""
 
     def put_in_order(self) -> None:
-        """Sorts the requests by their present attributes."""
+        """Sorts the requests by the present values of their attributes."""
 
     def remove(self, request: Request, /) -> None:
         """Removes a request. Raises ValueError if it is not in the queue."""
@@ -45,20 +45,20 @@ class PolicyParts:
     step_costs: StepCosts
     """Estimates how long steps take."""
     release: Callable[[RequestKey], None] = lambda _key: None
-    """Makes the next transaction free the blocks of a request in `Retention.held`."""
+    """Frees the blocks of a request in `Retention.held` with the next pool transaction."""
 
 
 class SchedulingPolicy(Protocol):
     """The scheduling policy of one scheduler."""
 
     uses_priority: bool
-    """Whether `Request.priority` has an effect. If False, requests with a priority are refused."""
+    """Whether `Request.priority` has an effect. If False, requests with one are refused."""
 
     def __init__(self, parts: PolicyParts, /) -> None: ...
 
     @property
     def retention(self) -> Retention | None:
-        """Decides which contexts of ended requests stay cached. May be missing or None."""
+        """Decides which contexts (KV blocks of ended requests) stay cached. Optional."""
 
     def create_request_queue(self) -> RequestQueue:
         """An empty waiting queue."""

@@ -9,7 +9,7 @@ from services.scheduler.core.request import Request
 
 
 class PriorityPolicy:
-    """Admits the smallest (priority, arrival time) first, and preempts the largest."""
+    """Admits the request with the smallest (priority, arrival time) first, preempts the largest."""
 
     uses_priority = True
     retention = None
@@ -28,9 +28,9 @@ def _rank(request: Request) -> tuple[int, float, str]:
 
 
 class PriorityRequestQueue(list[Request]):
-    """Waiting requests, preempted or not, sorted by (priority, arrival time, id), the smallest
-    first. A sorted list is faster than a heap, because a heap makes more comparisons, and Python
-    code compares the requests.
+    """Waiting requests, sorted by (priority, arrival time, id), the smallest first. Preempted
+    requests are treated like others. A sorted list is faster than a heap, because a heap makes more
+    comparisons, and Python code compares the requests.
     """
 
     def add(self, request: Request, /) -> None:
@@ -39,11 +39,11 @@ class PriorityRequestQueue(list[Request]):
     prepend = add
 
     has_misplaced = False
-    """Whether the rank of a request has changed since the queue was last sorted."""
+    """Whether a request's priority or arrival time has changed since the queue was last sorted."""
 
     def reorder(self) -> None:
-        """Puts the requests in the order in which vLLM's heap would return them. vLLM's heap does
-        not move a request when its rank changes, only when requests are added or removed.
+        """Puts the requests in the order in which vLLM's heap would return them. vLLM moves a
+        request only when requests are added or removed, and not when its rank changes.
         """
         self.has_misplaced = True
         self[:] = _given_out([self[index] for index in _layout(len(self))])
@@ -55,7 +55,7 @@ class PriorityRequestQueue(list[Request]):
 
 
 def _layout(count: int) -> list[int]:
-    """The layout of a heap of `count` indexes that were pushed in reverse order."""
+    """A heap into which the indexes below `count` were pushed in reverse order, as a list."""
     heap: list[int] = []
     for index in reversed(range(count)):
         heappush(heap, index)
@@ -63,6 +63,6 @@ def _layout(count: int) -> list[int]:
 
 
 def _given_out(heap: list[Request]) -> list[Request]:
-    """The requests of a heap, in which one may be misplaced, in the order of being popped."""
+    """The requests of a heap, which may contain one misplaced request, in popping order."""
     ranked = [(_rank(request), index, request) for index, request in enumerate(heap)]
     return [heappop(ranked)[2] for _ in heap]

@@ -19,26 +19,26 @@ from services.scheduler.core.request import Request
 PROGRAM_SETTINGS = ("program_idle_seconds", "max_num_programs")
 """The fields of SchedulerConfig that this module uses."""
 _MAX_DEPTH = 32
-"""Limit on the number of ancestors of a program. A program beyond it has no parent."""
+"""Limit on the number of a program's ancestors. A program that would have more gets no parent."""
 CHILD = "child"
-"""Takes the place of a tool's name while a program waits for programs that it started."""
+"""Used in place of a tool's name while a program waits for programs that it started."""
 
 
 @dataclass(slots=True, eq=False)
 class Program:
-    """A program, and what its turns have done so far."""
+    """A program, with sums over its turns."""
 
     application: BlockHash | None
     arrived: float
     tenant: bytes = b""
     weight: float = 1.0
-    """The tenant's weight when retained blocks are divided among tenants."""
+    """The tenant's weight when blocks of contexts are divided among tenants."""
     label: str = ""
-    """The client's id of the program, or a number with a # before it."""
+    """The id that the client gave the program, or # and a number."""
     last_active: float = 0.0
     """The time at which a turn of the program last ended."""
     name: "ProgramName | None" = None
-    """None if the client does not name the program."""
+    """The client's name for the program. None if it gave none."""
     parent: "Program | None" = None
     num_children: int = 0
     """Number of programs that this program started and that have not ended."""
@@ -47,12 +47,12 @@ class Program:
     num_turns: int = 0
     """Number of turns that have arrived."""
     num_running: int = 0
-    """Number of turns that have arrived and not ended."""
+    """Number of turns that have arrived and have not ended."""
     num_tokens: int = 0
-    """Number of tokens of all ended turns that were not cached, generated tokens included."""
+    """Number of tokens of ended turns that were not cached, including output tokens."""
     has_ended: bool = False
     contexts: dict[ContextId, "Context"] = field(default_factory=dict)
-    """The program's paused contexts, the oldest first."""
+    """The program's contexts whose next turn has not arrived, the oldest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,29 +65,29 @@ class Context:
     num_tokens: int
     paused_at: float
     prompt_hash: BlockHash | None = None
-    """The hash of the last full block of the turn's prompt. None if the prompt fills no block, or
-    if a session was aborted before its last input was hashed.
+    """Hash of the last full block of the turn's prompt. None if the prompt fills no block, or if
+    the turn was aborted before the block was hashed.
     """
     num_prompt_tokens: int = 0
     tool: str = ""
     traceparent: str = ""
-    """The trace context of the turn that left this context."""
+    """The `traceparent` of the turn that left this context."""
     num_blocks: int = 0
     """Number of the context's blocks that are still cached, as last reported by the pool."""
     num_own_blocks: int = 0
-    """Number of these blocks that are free and in no other context."""
+    """Number of the context's cached blocks that are free and in no other context."""
     returned_at: float | None = None
     """The time at which the next turn arrived. None during the pause."""
     num_turns: int = 1
-    """Number of turns so far in the conversation of which this context is part."""
+    """Number of turns so far in the conversation. A program has several if its turns overlap."""
     began: float = 0.0
     """The time at which the conversation's first turn arrived."""
     keep_seconds: int = 0
-    """How long, from the beginning of the pause, the client wants the context to be kept."""
+    """How long, from the end of the turn, the client wants the context to be kept."""
 
     @property
     def reason(self) -> str:
-        """The tool that runs in the pause. CHILD if the program waits for its children."""
+        """The tool that runs in the pause, or CHILD if the program waits for its children."""
         return CHILD if self.program.num_children else self.tool
 
     def paused_program(self, now: float) -> PausedProgram:
@@ -104,7 +104,7 @@ class Context:
         )
 
     def describe(self, request: Request, now: float) -> None:
-        """Describes the pause in the `program_turn` of the request whose arrival ends the pause."""
+        """Describes the pause that a request's arrival ends, in the request's `program_turn`."""
         turn = request.program_turn
         assert turn is not None
         turn.tool, turn.pause_seconds = self.reason, now - self.paused_at
@@ -116,31 +116,30 @@ class Context:
 
 
 ProgramName = tuple[bytes, bytes, str, str]
-"""The tenant, the adapter, the cache salt and the client's id of a program."""
+"""A program's name: tenant, adapter, cache salt, and the client's id for the program."""
 
 
 class NamedPrograms:
     """The programs that clients name."""
 
     def __init__(self, most: int) -> None:
-        """If more than `most` programs are stored, the longest idle programs are forgotten."""
+        """If there are more than `most` programs, the longest idle programs are forgotten."""
         self._most = most
         self._programs: OrderedDict[ProgramName, Program] = OrderedDict()
-        """The least recently used program is first."""
+        """In the order of use, the least recently used program first."""
 
     def __len__(self) -> int:
         return len(self._programs)
 
     def find(self, request: Request) -> Program | None:
-        """The program that a request names. None if it names none, or if the program has ended."""
+        """The program that a request names. None if it names no known program."""
         name = _name_of(request)
         program = None if name is None else self._programs.get(name)
         return None if program is None or program.has_ended else program
 
     def add(self, request: Request, program: Program) -> Program | None:
-        """Stores a program under the name that a request gives it, and sets the program's parent.
-        If too many programs were stored, returns the program that is forgotten. Does nothing if the
-        request names no program.
+        """Stores a program under the name that a request gives it, if any, and sets the program's
+        parent. Returns a program that is forgotten because too many are stored, or None.
         """
         name, declared = _name_of(request), request.program
         if name is None or declared is None:
@@ -174,7 +173,7 @@ class NamedPrograms:
 
 
 def _may_start(parent: Program, child: Program) -> bool:
-    """Whether `parent` can be the parent of `child`. Links to parents must not form a cycle."""
+    """Whether `parent` can be the parent of `child`. Programs must not be their own ancestors."""
     return parent.depth < _MAX_DEPTH and not _descends(parent, child)
 
 
@@ -195,20 +194,21 @@ def _name_of(request: Request) -> ProgramName | None:
 
 
 class KnownPrograms:
-    """The programs that clients name, and the programs that are found by hashes of contexts.
+    """All programs. A request belongs to a program if it names the program, or if it begins with
+    the tokens of one of the program's contexts.
 
-    A context is found by the hash of its last full block, or of the last full block of its prompt.
-    The prompt is needed because many chat templates write an answer differently when it is part of
-    the next prompt: without the reasoning, or with other spaces in the arguments of tool calls.
+    A context is found by the hash of its last full block, or of the last full block of its turn's
+    prompt. The prompt's hash is needed because many chat templates write an answer differently when
+    it is part of the next prompt: without the reasoning, or with other spaces in tool calls.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._idle_seconds = config.program_idle_seconds
         self._most = config.max_num_programs
         self._paused: dict[ContextId, Context] = {}
-        """The paused contexts that are not in `_kept`, the longest paused context first."""
+        """Contexts whose next turn has not arrived, except those in `_kept`, oldest first."""
         self._kept: dict[ContextId, Context] = {}
-        """The paused contexts that clients want to be kept for longer than `_idle_seconds`."""
+        """Contexts that clients want to be kept longer than `_idle_seconds`, oldest first."""
         self._by_hash: dict[BlockHash, Context] = {}
         self._next_id = 1
         self._num_begun = 0
@@ -216,7 +216,6 @@ class KnownPrograms:
 
     @property
     def last_context(self) -> ContextId:
-        """The id of the context whose pause began last."""
         return ContextId(self._next_id - 1)
 
     @property
@@ -224,7 +223,7 @@ class KnownPrograms:
         return len(self._paused) + len(self._kept)
 
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument if a request's program started the parent that it names."""
+        """Raises InvalidArgument if a request names a parent that its own program started."""
         program = self._named.find(request)
         if program is not None and _descends(self._named.parent_of(request), program):
             raise InvalidArgument(
@@ -232,14 +231,14 @@ class KnownPrograms:
             )
 
     def find(self, request: Request) -> tuple[Program | None, Context | None]:
-        """The program and the paused context that a request continues. The request's full blocks
-        must be hashed. The context is the longest one of the request's tenant whose tokens the
-        request begins with.
+        """The program and the context that a request continues, or None. The request's full blocks
+        must be hashed. The context is the longest context of the request's tenant with which the
+        request begins.
 
         If the request names a known program, only contexts of this program are considered. If it
-        names an unknown program, two kinds of contexts are considered: contexts of programs without
-        a name, and contexts of other names that the request contains as a whole. The client then
-        seems to give each turn another name.
+        names an unknown program, contexts of programs without a name are considered. In this case,
+        contexts of other names are considered, too, if the request contains them as a whole,
+        because the client then seems to give each turn another name.
         """
         program, declared = self._named.find(request), request.program
         is_named = declared is not None and bool(declared.id)
@@ -249,7 +248,7 @@ class KnownPrograms:
                 continue
             is_whole = one == context.last_hash
             if not is_whole and request.num_tokens <= context.num_prompt_tokens:
-                continue  # the client sends the same prompt again
+                continue  # not a next turn: the client has sent the turn's prompt again
             theirs = context.program
             is_free = theirs.name is None or (
                 is_whole
@@ -268,15 +267,15 @@ class KnownPrograms:
         return Program(application, now, request.tenant, request.tenant_weight, label)
 
     def add(self, request: Request, program: Program) -> Program | None:
-        """Stores a program's name, if the request has one. Returns a forgotten program or None."""
+        """Stores a program's name, if the request has one. See `NamedPrograms.add`."""
         return self._named.add(request, program)
 
     def pause(
         self, request: Request, program: Program, now: float, block_size: int
     ) -> tuple[Context, Context | None]:
-        """Begins the pause after an ended request that has a published block. Returns the context
-        that the request left. Also returns an older context with the same last block, if any, whose
-        pause ends.
+        """Begins the pause after an ended request that has a published block (cached for prefix
+        hits). Returns the context that the request left. If an older context has the same last
+        block, ends its pause, and returns it, too.
         """
         hashes, num_in_prompt = request.block_hashes, request.num_prompt_tokens // block_size
         context = Context(
@@ -317,9 +316,9 @@ class KnownPrograms:
                 del self._by_hash[one]
 
     def idle(self, now: float) -> Iterator[Context]:
-        """Yields the contexts whose pause has been too long. If there are too many contexts, also
-        yields the longest paused contexts. The limit is MAX_KEEP_SECONDS for contexts that clients
-        want to be kept for long. The caller must end the pause of each yielded context.
+        """Yields the contexts whose pause exceeds the limit: `_idle_seconds`, or MAX_KEEP_SECONDS
+        if the client wants a longer time. If there are too many contexts, also yields the oldest.
+        The caller must end the pause of each yielded context.
         """
         for of, limit in (self._paused, self._idle_seconds), (self._kept, MAX_KEEP_SECONDS):
             while of:
@@ -329,7 +328,7 @@ class KnownPrograms:
                 yield context
 
     def end(self, program: Program) -> list[Context]:
-        """Ends a program, and the pauses of its contexts. Returns these contexts."""
+        """Ends a program and the pauses of its contexts. Returns the contexts."""
         program.has_ended = True
         self._named.remove(program)
         if program.parent is not None:

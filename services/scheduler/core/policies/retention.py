@@ -1,5 +1,5 @@
-"""The port of policies that decide which contexts stay cached. A context is the blocks of an ended
-request, which the next request of the same program (a run of an agent) is likely to continue.
+"""The interface of policies that decide which contexts stay cached. A context is the KV blocks of
+an ended request, kept for the next request of the same program (a run of an agent).
 """
 
 from collections.abc import Collection, Iterable
@@ -12,27 +12,27 @@ from services.scheduler.core.request import Request
 
 
 class Retention(Protocol):
-    """Decides which contexts stay in the pool, and which requests may be given their blocks. The
-    methods are called at each event that concerns a request.
+    """Decides which contexts stay in the pool, and which requests may evict their blocks. The
+    scheduler calls the methods at each event that concerns a request.
     """
 
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument if a request's program contradicts an earlier description."""
+        """Raises InvalidArgument if a request contradicts what is known of its program."""
 
     def arrived(self, request: Request) -> None:
         """Called when a request was queued for the first time."""
 
     def admitted(self, request: Request, waiting: Iterable[Request]) -> None:
-        """Called when a request was admitted. `waiting` may include the request."""
+        """Called when a request was admitted. `waiting` may still include the request."""
 
     def ended(self, request: Request) -> ContextId | None:
-        """Called when a request has ended. Returns the context that its blocks become, or None if
-        the pool caches its blocks like any others.
+        """Called when a request has ended. Returns the context that its blocks become. None if the
+        pool caches its blocks like any other blocks.
         """
 
     def end_turn(self, context: ContextId, tool: str, *, ends: bool) -> None:
-        """Called when the tool that runs after a turn is known. `context` is the context that the
-        turn left. `tool` is empty if none runs. If `ends` is true, the turn was its program's last.
+        """Called when it is known which tool runs after the turn (request) that left `context`.
+        `tool` is empty if none runs. If `ends` is true, the turn was its program's last.
         """
 
     @property
@@ -40,10 +40,10 @@ class Retention(Protocol):
         """Ended requests that keep their blocks until the policy calls `PolicyParts.release`."""
 
     def sweep(self) -> None:
-        """Called before each step is planned. Releases requests that were `held` long enough."""
+        """Called before each step is planned. Releases `held` requests whose time is over."""
 
     def make_room(self) -> bool:
-        """Releases a `held` request, because blocks are missing. Returns False if none is held."""
+        """Releases a `held` request, because blocks are missing. Returns False if there is none."""
 
     def release_all(self) -> None:
         """Releases all `held` requests, because every block must become free."""
@@ -55,26 +55,23 @@ class Retention(Protocol):
         """The pool operations that must precede the admissions of a step."""
 
     def note(self, outcome: Outcome) -> None:
-        """Called with the outcome of each transaction."""
+        """Called with the outcome of each pool transaction."""
 
     def limit(self, terms: Admission, request: Request, num_running: int) -> None:
-        """Limits, in `terms`, the blocks that the admission of `request` may use beside
-        `num_running` running requests.
-        """
+        """Sets in `terms` which blocks an admission beside `num_running` requests may use."""
 
     def held_up(self, num_running: int) -> str:
         """Called when the next request was not admitted only because contexts keep their blocks.
-        Returns a text for people: which context is kept, and why.
+        Returns a text that explains which context is kept, and why.
         """
 
     def paused(self, most: int, now: float) -> list[PausedProgram]:
-        """At most `most` programs that pause between two turns, the latest pause first. The caller
-        reads the policy's clock and passes the time `now`, because a view must not change
-        decisions.
+        """At most `most` programs that pause between two turns, the latest pause first. Must use
+        the time `now`, because a step log must contain all times that a policy reads itself.
         """
 
     def forget(self) -> None:
-        """Called when the pool has become empty."""
+        """Called when the pool was opened again, and is empty."""
 
 
 class NoRetention:

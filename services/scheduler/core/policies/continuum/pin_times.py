@@ -10,15 +10,15 @@ from services.scheduler.core.engine.step_costs import StepCosts
 
 FIXED_SECONDS = 2.0
 LEAST_PAUSES = 100
-"""More pauses than this number must be known before they are used. The paper calls it K."""
+"""A tool's pauses are used only if more than this number is known. The paper calls it K."""
 _NUM_KEPT = 400
 _NUM_WAITS = 100
 _MAX_TOOLS = 256
 
 
 class Pauses:
-    """The lengths, in seconds, of the latest pauses of all tools and of each tool. If there are too
-    many tools, the least recently used tool is forgotten.
+    """The lengths, in seconds, of the latest pauses, in total and by tool. If there are too many
+    tools, the least recently used tool is forgotten.
     """
 
     def __init__(self) -> None:
@@ -38,9 +38,7 @@ class Pauses:
 
 
 class FixedTimes:
-    """Pins for two seconds. There is no pin for a tool whose pauses are longer on average. A tool
-    without a known pause counts as quick.
-    """
+    """Pins turns for two seconds, but not after a tool whose known pauses are longer on average."""
 
     def __init__(self) -> None:
         self.pauses = Pauses()
@@ -50,17 +48,17 @@ class FixedTimes:
         return 0.0 if known and fmean(known) > FIXED_SECONDS else FIXED_SECONDS
 
     def waited(self, seconds: float) -> None:
-        """Does nothing, because the time of a pin does not depend on waits."""
+        """Does nothing, because pins have a fixed time."""
 
     def program_ended(self, num_turns: int) -> None:
-        """Does nothing, because the time of a pin does not depend on numbers of turns."""
+        """Does nothing, because pins have a fixed time."""
 
 
 class OptimalTimes:
-    """Pins for the time t that maximizes P(pause <= t) * benefit - t. The benefit of a pin is the
-    time that it saves: the time to compute the context again, plus the mean wait of turns whose
-    program has no pin, times `regularity`. The paper multiplies both terms by the context's
-    fraction of the memory, which does not change the maximum.
+    """Pins a turn for the time t that maximizes P(pause <= t) * benefit - t. The benefit of a pin
+    is the time that it saves: the time to compute the turn's tokens again, plus `regularity` times
+    the mean wait of turns whose program has no pin. The paper multiplies benefit and t by the
+    turn's fraction of the memory, which does not change the maximum.
     """
 
     def __init__(self, costs: StepCosts, token_budget: int) -> None:
@@ -70,14 +68,14 @@ class OptimalTimes:
         self._waits: deque[float] = deque(maxlen=_NUM_WAITS)
         self._num_turns: deque[int] = deque(maxlen=_NUM_KEPT)
         self._regularity: float | None = None
-        """The result of `regularity`. None after a program has ended."""
+        """The stored result of `regularity`. None if it must be computed."""
 
     def seconds(self, tool: str, num_tokens: int) -> float:
-        """The time, in seconds, for which a context of `num_tokens` tokens is pinned."""
+        """Seconds for which a turn of `num_tokens` tokens is pinned while `tool` runs."""
         reload_seconds = self._costs.seconds_of_prompt(num_tokens, 0, self._token_budget)
         wait = fmean(self._waits) if self._waits else 0.0
         if len(self.pauses.all) <= LEAST_PAUSES:
-            # Presumes exponential pauses with a mean of one second, and a regularity of 1.
+            # The optimum for exponential pauses with a mean of one second, and a regularity of 1.
             benefit = wait + reload_seconds
             return log(benefit) if benefit > 1 else 0.0
         known = self.pauses.of(tool)
@@ -94,9 +92,9 @@ class OptimalTimes:
         self._regularity = None
 
     def regularity(self) -> float:
-        """Minus the correlation between a turn's number in its program and the number of turns that
-        remain after it, over all turns of ended programs. 1 if all programs have equally many
-        turns. 0 if the two numbers are independent. 1 while undefined.
+        """Minus the correlation, over all turns of ended programs, between a turn's number in its
+        program and the number of turns that remain after it. 1 if all programs have equally many
+        turns, 0 if the numbers are independent, 1 while undefined.
         """
         if self._regularity is None:
             self._regularity = _regularity(self._num_turns)
@@ -104,8 +102,8 @@ class OptimalTimes:
 
 
 def best_time(pauses: deque[float], benefit: float) -> float:
-    """The time t with the largest P(pause <= t) * benefit - t. It is 0 or one of the pauses, and
-    the smallest if several are equally good.
+    """The time t with the largest P(pause <= t) * benefit - t: 0 or one of the pauses. If several
+    times are equally good, the smallest.
     """
     best, best_gain = 0.0, 0.0
     for number, seconds in enumerate(sorted(pauses), 1):

@@ -19,8 +19,8 @@ from services.scheduler.core.program_turn import PausedProgram, ProgramTurn
 from services.scheduler.core.request import Request, RequestStatus
 
 UNDECIDED_SECONDS = 0.5
-"""The longest time for which the blocks of a turn are kept while the tool after it is unknown. A
-gateway names the tool shortly after the turn's end. It names none if the answer calls no tool.
+"""Limit on the time for which the blocks of a turn are kept while the tool after it is unknown. A
+gateway reports the tool shortly after the turn's end, or no tool if the answer calls none.
 """
 _WHOLE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
@@ -31,10 +31,10 @@ class PinTimes(Protocol):
     pauses: Pauses
 
     def seconds(self, tool: str, num_tokens: int) -> float:
-        """Seconds for which a context of `num_tokens` is pinned while this tool runs. 0: no pin."""
+        """Seconds for which a turn of `num_tokens` tokens is pinned while `tool` runs, or 0."""
 
     def waited(self, seconds: float) -> None:
-        """Records how long a turn of a known program without a pin waited."""
+        """Records how long a turn waited whose program was known but had no pin."""
 
     def program_ended(self, num_turns: int) -> None:
         """Records that a program has ended after `num_turns` turns."""
@@ -45,23 +45,23 @@ class EndedTurn:
     context: Context
     key: RequestKey
     deadline: float
-    """The time at which the turn's pin ends, if it has a pin."""
+    """The time at which the turn's pin ends, if the turn is pinned."""
 
 
 class Pins(NoRetention):
     """The pins and the programs of a replica.
 
-    When a turn has ended, its blocks are kept until the tool after it is known, but at most for
-    `UNDECIDED_SECONDS`. Then the turn is pinned for the time that `times` decides, counted from its
-    end, or its blocks are freed. A new pin of a program ends the program's earlier pin. The end of
-    a program ends all its pins. A pin does not end at its deadline while a turn of its program
-    waits. A turn that was aborted or failed is not pinned.
+    When a turn has ended, its blocks are kept until it is known which tool runs next, but at most
+    for `UNDECIDED_SECONDS`. Then the turn is pinned for the time that `times` returns, counted from
+    the turn's end. If this is 0, its blocks are freed. A new pin of a program ends the program's
+    earlier pin. The end of a program ends all its pins. While a turn of a program waits, the
+    program's pins do not end at their deadlines. A turn that was aborted or failed is not pinned.
     """
 
     def __init__(self, parts: PolicyParts, times: PinTimes, *, follows_paper: bool = False) -> None:
         """With `follows_paper`, a pin ends in the step after the admission of its program's next
-        turn. If blocks are missing, the pin that ends first is the pin of the latest program.
-        Without `follows_paper`, it is the pin with the latest deadline.
+        turn. If blocks are missing, one pin ends early: with `follows_paper`, the pin of the
+        program that arrived last, otherwise the pin with the latest deadline.
         """
         self._config = parts.config
         self._clock = parts.clock
@@ -72,15 +72,15 @@ class Pins(NoRetention):
         self._programs: dict[Request, Program] = {}
         """Maps waiting and running requests to their programs."""
         self._undecided: dict[ContextId, EndedTurn] = {}
-        """Ended turns whose tool is not known yet."""
+        """Ended turns for which it is not known yet which tool runs next."""
         self._pinned: dict[RequestKey, EndedTurn] = {}
         self._pinned_of: dict[Program, list[EndedTurn]] = {}
         self._without_pin: dict[Request, float] = {}
-        """Maps waiting requests whose known programs had no pin to their times of arrival."""
+        """Maps waiting requests of known programs without a pin to their arrival times."""
         self._first_deadline = math.inf
         """A lower bound on the deadlines of all pins."""
         self.version = 0
-        """Increases when the order of the queue may have changed."""
+        """Increases when the order of waiting requests may have changed."""
         self.observer = ProgramObserver()
         self._recomputations = Recomputations(self._config.hash_block_size)
 
@@ -91,7 +91,7 @@ class Pins(NoRetention):
         return self._programs.get(request) in self._pinned_of
 
     def program_arrival(self, request: Request) -> float:
-        """The arrival of the first turn of a request's program. Infinity without a program."""
+        """When the first turn of a request's program arrived. Infinity without a program."""
         program = self._programs.get(request)
         return math.inf if program is None else program.arrived
 
@@ -231,8 +231,8 @@ class Pins(NoRetention):
         return True
 
     def _priority_of_release(self, turn: EndedTurn) -> tuple[bool, float]:
-        """The sort key of `make_room`. The turn with the largest key is released. Turns whose tool
-        is unknown are released before other turns.
+        """The sort key by which `make_room` releases the turn with the largest key. Turns for which
+        the next tool is unknown come first.
         """
         latest = turn.context.program.arrived if self._follows_paper else turn.deadline
         return turn.context.id in self._undecided, latest

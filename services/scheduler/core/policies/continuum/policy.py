@@ -1,5 +1,5 @@
 """The order of requests under the policies `continuum-fixed` and `continuum-ttl`. A pin is an ended
-request that keeps its blocks. A program is the requests of one run of an agent.
+request that keeps its blocks for the next request of its program (a run of an agent).
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ _Rank = tuple[bool, bool, float, int]
 
 class FixedPolicy:
     """The policy of the code published with Continuum. Requests of programs with a pin are admitted
-    first, then requests of the oldest programs. The victim is the last admitted request whose
-    program has no pin.
+    first, then requests of the oldest programs. If blocks are missing, the last admitted request
+    whose program has no pin is preempted.
     """
 
     uses_priority = False
@@ -31,7 +31,7 @@ class FixedPolicy:
         return ProgramOrder(self.retention, self._rank)
 
     def victim(self, running: RunningRequests) -> Request:
-        """The last admitted request whose program has no pin. If all have pins, the last one."""
+        """The last admitted request whose program has no pin, or else the last admitted request."""
         last = next(reversed(running))
         return next(filter(self._has_no_pin, reversed(running)), last)
 
@@ -46,7 +46,7 @@ class FixedPolicy:
 class TTLPolicy:
     """The policy of the paper on Continuum. Preempted requests are admitted first, then requests of
     programs with a pin, then requests of the oldest programs. A pin ends when the next turn of its
-    program is admitted. The victim is a request of the program that arrived last.
+    program is admitted. The program that arrived last is preempted first.
     """
 
     uses_priority = False
@@ -75,7 +75,7 @@ class TTLPolicy:
 
 
 class ProgramOrder(list[Request]):
-    """Waiting requests. They are in order only after `put_in_order` was called."""
+    """Waiting requests, which are in order only after a call of `put_in_order`."""
 
     def __init__(self, pins: Pins, rank: Callable[[Request], _Rank]) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""Statistics of ended programs, from which the remaining work of programs is estimated. A program
-is the requests (turns) of one run of an agent.
+"""Statistics of ended programs (runs of agents; turns are their requests), from which the remaining
+work of programs is estimated. Programs whose first prompts begin with the same tokens belong to the
+same application.
 """
 
 from collections import OrderedDict, deque
@@ -11,17 +12,17 @@ from services.common.pool.block_hash import BlockHash
 from services.scheduler.core.policies.programs import Program
 
 _LEAST_ENDED = 5
-"""Number of programs of an application that must have ended before its statistics are used."""
+"""An application's statistics are used only after this number of its programs has ended."""
 _NUM_KEPT = 400
 _MAX_APPLICATIONS = 1024
 """Limit on the number of applications whose statistics are stored."""
 _FIRST_TURNS = 8.0
-"""The number of turns that a program is expected to have while too few programs have ended."""
+"""Expected number of turns of a program while too few programs have ended."""
 
 
 @dataclass(slots=True)
 class _Ended:
-    """The numbers of turns and of tokens of ended programs."""
+    """The numbers of turns and tokens of ended programs."""
 
     turns: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
     tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_NUM_KEPT))
@@ -47,8 +48,8 @@ class _Ended:
             self.expected.clear()
 
     def expected_tokens(self, num_turns: int) -> float:
-        """The expected number of tokens of a program's turns after the first `num_turns`. If no
-        program had more turns, half the tokens of a mean turn.
+        """The expected number of tokens of a program's turns after the first `num_turns` turns. If
+        no ended program had more turns, half the mean number of tokens of a turn.
         """
         if (known := self.expected.get(num_turns)) is None:
             known = self.expected[num_turns] = self._expected_tokens(num_turns)
@@ -63,13 +64,13 @@ class _Ended:
 
 
 class EndedPrograms:
-    """Statistics of ended programs, by application (the first tokens of the first prompt)."""
+    """Statistics of ended programs by application."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[BlockHash | None, _Ended] = OrderedDict()
-        """By application, the least recently used application first."""
+        """Maps applications to statistics, the least recently used application first."""
         self._first = _Ended()
-        """The first programs of all applications. A new application is expected to be like them."""
+        """Statistics of each application's first programs, used for applications that are new."""
         self._presumed = set[Program]()
         """Paused programs that count as ended until they return."""
 
@@ -92,14 +93,13 @@ class EndedPrograms:
             self._first.presume(program)
 
     def returned(self, program: Program) -> None:
-        """No longer counts a program that was presumed to have ended."""
+        """Stops counting a program that was presumed to have ended."""
         if program in self._presumed:
             self._presumed.remove(program)
             self._first.returned(program)
             self._own(program).returned(program)
 
     def _own(self, program: Program) -> _Ended:
-        """The statistics of a program's application."""
         own = self._of.setdefault(program.application, _Ended())
         self._of.move_to_end(program.application)
         if len(self._of) > _MAX_APPLICATIONS:
@@ -107,9 +107,8 @@ class EndedPrograms:
         return own
 
     def expected_tokens(self, application: BlockHash | None, num_before: int) -> float:
-        """The expected remaining work, in tokens, of a program that has had `num_before` turns. A
-        program of a new application is expected to be like the first programs of other
-        applications.
+        """The expected remaining work, in tokens, of a program that has had `num_before` turns. For
+        a new application, uses the first programs of other applications.
         """
         own = self._of.get(application)
         for ended in (own, self._first):
@@ -119,5 +118,7 @@ class EndedPrograms:
 
 
 def application_of(hashes: Sequence[BlockHash], block_size: int) -> BlockHash | None:
-    """The hash of the first 64 tokens, rounded up to blocks, of a program's first prompt."""
+    """A program's application: the hash of the first 64 tokens (in whole blocks) of its first
+    prompt.
+    """
     return hashes[min(len(hashes), -(-64 // block_size)) - 1] if hashes else None

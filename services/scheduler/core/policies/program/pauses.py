@@ -9,15 +9,15 @@ from itertools import islice
 
 _NUM_KEPT = 400
 _LEAST = 10
-"""Number of pauses of a tool that must be known before they are used."""
+"""A tool's pauses are used only if this number of them is known."""
 _REFRESH = 10
-"""Number of new pauses after which the indexes of a tool are computed again."""
+"""Number of new pauses of a tool after which its indexes (see `PausesOfTool`) are out of date."""
 _PER_DOUBLING = 4
-"""An index is computed at this number of ages for each doubling of the age."""
+"""Number of pause lengths, for each doubling of the length, for which an index is computed."""
 _MAX_TOOLS = 1024
 """Limit on the number of pairs of tenant and tool whose pauses are stored."""
 _USUAL_SHARE = 0.95
-"""The share of returning programs that return within the usual time."""
+"""The fraction of returning programs that return within the usual time of a tool."""
 NEVER = math.inf
 """The length of a pause whose program never returned."""
 
@@ -27,11 +27,11 @@ class PauseStatistics:
 
     def __init__(self) -> None:
         self._of_tool: OrderedDict[tuple[bytes | None, str], PausesOfTool] = OrderedDict()
-        """By tenant (None for all tenants) and tool, the least recently used pair first."""
+        """Maps tenant (None: all) and tool to pauses, the least recently used pair first."""
         self._all = PausesOfTool()
 
     def ended(self, tenant: bytes, tool: str, seconds: float) -> None:
-        """Adds a pause. The length is NEVER if the program is presumed to have ended."""
+        """Adds an ended pause. Its length is NEVER if the program is presumed to have ended."""
         for key in ((tenant, tool), (None, tool)):
             pauses = self._of_tool.get(key)
             if pauses is None:
@@ -43,8 +43,8 @@ class PauseStatistics:
         self._all.add(seconds)
 
     def note_ongoing(self, pauses: Iterable[tuple[bytes, str, float]]) -> None:
-        """Replaces the ongoing pauses. Each has a tenant, a tool, and the seconds since it began.
-        Ongoing pauses are used so that a tool after which no program returns is soon recognized.
+        """Sets the pauses that have not ended: tenant, tool, and seconds so far. They are counted
+        so that a tool after which programs rarely return is recognized soon.
         """
         ongoing = defaultdict[tuple[bytes | None, str], list[float]](list)
         for tenant, tool, seconds in pauses:
@@ -56,16 +56,17 @@ class PauseStatistics:
             of_tool.note_ongoing(ongoing.get(key, ()))
 
     def index(self, tenant: bytes, tool: str, age: float) -> float:
-        """`PausesOfTool.index` of a context that has paused for `age` seconds. Uses the tenant's
-        pauses of the tool. If these are too few, uses the tool's pauses of all tenants, or else all
-        pauses. If all pauses are too few, the index is 1 / (age + 1).
+        """The value, in 1 / second, of keeping a context (KV blocks for a program's next request)
+        that has paused for `age` seconds, from the tenant's pauses of the tool (see
+        `PausesOfTool.index`). If these are too few, uses the tool's pauses of all tenants, or else
+        all pauses, or else 1 / (age + 1).
         """
         pauses = self._of(tenant, tool)
         return 1 / (age + 1) if pauses is None else pauses.index(age)
 
     def best(self, tenant: bytes, tool: str, age: float) -> tuple[float, float]:
-        """The probability and the time that give the index: a program returns within this time, in
-        seconds, with this probability.
+        """The probability with which, and the number of seconds within which, a program returns,
+        for the time that maximizes `index`.
         """
         pauses = self._of(tenant, tool)
         if pauses is None:
@@ -74,9 +75,7 @@ class PauseStatistics:
         return chance, seconds
 
     def is_unusual(self, tenant: bytes, tool: str, age: float) -> bool:
-        """Whether a pause has lasted more than twice as long as nearly all pauses of its tool that
-        ended with a return.
-        """
+        """Whether a pause is more than twice as long as 95 % of its tool's ended pauses."""
         pauses = self._of(tenant, tool)
         return pauses is not None and age > 2 * pauses.usual
 
@@ -97,7 +96,7 @@ class PausesOfTool:
         """The lengths so far, in seconds, of ongoing pauses."""
         self._num_new = 0
         self._indexes: dict[int, float] = {}
-        """The computed indexes, by the number of the age (see `_PER_DOUBLING`)."""
+        """The computed indexes, by the number of the pause length (see `_PER_DOUBLING`)."""
         self._usual: float | None = None
 
     def __len__(self) -> int:
@@ -114,7 +113,7 @@ class PausesOfTool:
 
     @property
     def usual(self) -> float:
-        """The seconds within which 95 of 100 returns occurred. NEVER after fewer than ten."""
+        """The seconds within which 95 of 100 returns occurred. NEVER if under ten are known."""
         if self._usual is None:
             returned = sorted(one for one in self._latest if one != NEVER)
             few = len(returned) < _LEAST
@@ -122,7 +121,8 @@ class PausesOfTool:
         return self._usual
 
     def index(self, age: float) -> float:
-        """The value, in 1 / second, of keeping a context whose pause has lasted for `age` seconds.
+        """The value, in 1 / second, of keeping a context (KV blocks for a program's next request)
+        whose pause has lasted for `age` seconds.
 
         This is Gittins's index: the maximum, over all times t, of P(the program returns within t) /
         E[seconds of the pause within t] (J. C. Gittins, "Bandit processes and dynamic allocation
@@ -138,10 +138,10 @@ class PausesOfTool:
         return found
 
     def best(self, age: float) -> tuple[float, float, float]:
-        """The index at this age, the time t that gives the index, and the probability of a return
-        within t, in the order index, probability, time. An additional pause of 2 * age + 1 seconds
-        is assumed, so that the index is above 0 even if all pauses were shorter than `age`. An
-        ongoing pause counts with its length so far, and without a return.
+        """The index at this age, the time t that maximizes it, and the probability of a return
+        within t, in the order index, probability, time. One more return after 2 * age + 1 seconds
+        is assumed, so that the index is above 0 even if all known pauses were shorter than `age`. A
+        pause that has not ended counts with its length so far, and without a return.
         """
         ended = [(one - age, True) for one in self._latest if one > age]
         ongoing = [(one - age, False) for one in self._ongoing if one > age]

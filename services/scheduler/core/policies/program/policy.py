@@ -1,4 +1,6 @@
-"""The order of requests under the policy `program`."""
+"""The order of requests under the policy `program`. A program is the requests (turns) of one run of
+an agent. Its context is the KV blocks that its last turn has left in the pool.
+"""
 
 from services.scheduler.core.planning.running_requests import RunningRequests
 from services.scheduler.core.policies.policy import PolicyParts
@@ -11,9 +13,8 @@ _Rank = tuple[int, int, float, float, int]
 
 
 class ProgramPolicy:
-    """Admits requests in this order: by priority; requests with at least half of their context
-    cached first; by the expected remaining work of their programs, the least first; by the age of
-    their programs, the oldest first.
+    """Admits requests by priority. Within a priority, requests with at least half of their context
+    cached come first, then those with the least expected work of their programs, then the oldest.
     """
 
     uses_priority = True
@@ -27,7 +28,7 @@ class ProgramPolicy:
         return ProgramQueue(self)
 
     def victim(self, running: RunningRequests) -> Request:
-        """The running request that is last by priority, expected work and age."""
+        """The running request that is last by priority, expected work and program's age."""
         return max(running, key=self._cost)
 
     def _cost(self, request: Request) -> tuple[int, float, float, int]:
@@ -35,7 +36,7 @@ class ProgramPolicy:
 
 
 class ProgramQueue(list[Request]):
-    """Waiting requests. They are in order only after `put_in_order` was called."""
+    """Waiting requests, which are in order only after a call of `put_in_order`."""
 
     def __init__(self, policy: ProgramPolicy) -> None:
         super().__init__()

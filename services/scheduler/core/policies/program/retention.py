@@ -45,7 +45,7 @@ class Turns:
 
     @property
     def cold_comes_first(self) -> bool:
-        """Whether a cold request must be admitted before all others."""
+        """Whether a cold request must be admitted before all other requests."""
         return self.num_warm >= self._config.max_warm_admissions
 
     @property
@@ -64,7 +64,7 @@ class ProgramRetention(NoRetention):
         self._size = config.hash_block_size
         self._headroom = int(config.retention_headroom * (config.num_blocks - 1))
         self._contexts: dict[ContextId, Context] = {}
-        """The retained contexts, in the order in which their pauses began."""
+        """The contexts that stay cached, in the order in which their pauses began."""
         self._ended = EndedPrograms()
         self.worth = Worth(parts, self._contexts, self._ended)
         self._known = KnownPrograms(config)
@@ -74,13 +74,13 @@ class ProgramRetention(NoRetention):
         """Maps waiting requests to the contexts that they continue."""
         self._dropped: list[ContextId] = []
         self._last_lost = ContextId(0)
-        """The last context that was lost with a pool. Later contexts have larger ids."""
+        """The last context that was lost with the pool's blocks. Later contexts have larger ids."""
         self._num_other_blocks = config.num_blocks - 1
         """Number of free blocks that belong to no context."""
         self._sent: Ranked | None = None
         """The order of contexts that was last sent to the pool."""
         self._max_retained: dict[bytes, int] = {}
-        """Maps tenants to limits on the blocks of their contexts. Other tenants have no limit."""
+        """Maps tenants to limits on the blocks of their contexts. A missing tenant has no limit."""
         self.observer = ProgramObserver()
         self._recomputations = Recomputations(self._size)
         self.num_retained_blocks = 0
@@ -89,7 +89,7 @@ class ProgramRetention(NoRetention):
         self.first_cold: Request | None = None
         """The cold request that must be admitted before all others, if any."""
         self.version = 0
-        """Increases when the order of the queue may have changed."""
+        """Increases when the order of waiting requests may have changed."""
 
     # Called when requests arrive, are admitted, or end.
 
@@ -97,7 +97,7 @@ class ProgramRetention(NoRetention):
         self._known.check(request)
 
     def arrived(self, request: Request) -> None:
-        """Finds or begins the program of a request that was queued for the first time."""
+        """Assigns a new request to a known or new program."""
         now, config = self._clock(), self._config
         if config.pooling or not config.enable_prefix_caching:
             return
@@ -125,8 +125,8 @@ class ProgramRetention(NoRetention):
         self.version += 1
 
     def _turn(self, program: Program, context: Context | None, now: float) -> ProgramTurn:
-        """Describes a turn, which is already counted in `program.num_turns`. A turn that continues
-        no context begins a new conversation if other turns of the program wait or run.
+        """Describes a turn, which `program.num_turns` already counts. If it continues no context,
+        and other turns of the program wait or run, it begins a new conversation.
         """
         num_turns = program.num_turns
         if context is not None:
@@ -146,7 +146,7 @@ class ProgramRetention(NoRetention):
         self._known.end_pause(context)
 
     def _supersede(self, program: Program, request: Request, now: float) -> None:
-        """Drops a program's contexts, because its next turn continues none of them. The client has
+        """Drops a program's contexts, because its next turn continues none of them: the client has
         shortened the conversation, or branched off.
         """
         *others, latest = program.contexts.values()
@@ -156,7 +156,7 @@ class ProgramRetention(NoRetention):
             self._drop(context)
 
     def admitted(self, request: Request, waiting: Iterable[Request]) -> None:
-        """Counts an admission. The request's context is now in use, and no longer retained."""
+        """Counts an admission. Stops retaining the context that the request continues."""
         is_cold = request is self.first_cold or self.is_cold(request)
         self.first_cold = None
         self.turns.admitted(is_warm=not is_cold, cold_waits=any(map(self.is_cold, waiting)))
@@ -169,7 +169,7 @@ class ProgramRetention(NoRetention):
 
     def ended(self, request: Request) -> ContextId | None:
         """Returns the context that the blocks of an ended request become. None if the request has
-        no full block or its program has ended.
+        no full block, or if its program has ended.
         """
         program = self._programs.pop(request, None)
         continued = self._continued.pop(request, None)
@@ -193,7 +193,7 @@ class ProgramRetention(NoRetention):
             return None
         context, same = self._known.pause(request, program, now, self._size)
         context.tool = "" if declared is None else declared.tool
-        if self._config.only_grows:  # otherwise the pool reports which blocks are left
+        if self._config.only_grows:  # otherwise the pool reports how many blocks are left
             context.num_blocks = num_blocks * len(self._config.all_groups)
         self._contexts[context.id] = context
         if same is not None:
@@ -215,13 +215,13 @@ class ProgramRetention(NoRetention):
     # Called for the transactions with the pool.
 
     def note(self, outcome: Outcome) -> None:
-        """Records how many blocks contexts still have, and how many other blocks are free."""
+        """Records how many blocks each context still has, and how many other blocks are free."""
         self.num_retained_blocks = outcome.num_retained_blocks
         self._num_other_blocks = outcome.num_free_blocks - outcome.num_retained_blocks
         for change in outcome.contexts:
             context = self._contexts.get(change.context)
             if context is None:
-                if change.num_blocks:  # the context was dropped before its blocks were free
+                if change.num_blocks:  # dropped before the pool had freed the request's blocks
                     self._dropped.append(change.context)
                 continue
             if change.num_blocks != context.num_blocks and context.returned_at is not None:
@@ -236,7 +236,7 @@ class ProgramRetention(NoRetention):
             self._drop_above_limits()
 
     def _drop_above_limits(self) -> None:
-        """Drops contexts of tenants above their limits, the longest paused context first."""
+        """Drops contexts of tenants that exceed their limits, the tenant's oldest context first."""
         num_retained = Counter[bytes]()
         for context in self._contexts.values():
             num_retained[context.program.tenant] += context.num_own_blocks
@@ -254,7 +254,9 @@ class ProgramRetention(NoRetention):
         return [DropContexts(dropped)]
 
     def rank(self) -> list[Operation]:
-        """Sends the order of contexts by value, the smallest first, if the pool may need it."""
+        """Returns an operation with the order in which the pool may evict contexts, the least
+        valuable first. Returns none if the pool needs no new order.
+        """
         if not self._is_short:
             return []
         ranked = self.worth.ranked(self._clock())
@@ -264,7 +266,7 @@ class ProgramRetention(NoRetention):
         return [RankContexts([context.id for _, context in ranked])]
 
     def forget(self) -> None:
-        """Records that the pool is empty. Programs and pauses continue without blocks."""
+        """Records that the pool is empty. Programs and their pauses continue."""
         self.first_cold = None
         self._num_other_blocks = self._config.num_blocks - 1
         for context in self._contexts.values():
@@ -278,8 +280,8 @@ class ProgramRetention(NoRetention):
     # Decisions about waiting requests.
 
     def is_warm(self, request: Request) -> bool:
-        """Whether at least half of a request's context is cached. If groups free blocks while a
-        request runs, whether any block of it is cached.
+        """Whether at least half of a request's context is cached. If KV-cache groups free blocks
+        while a request runs (sliding windows, states), whether any block of the context is cached.
         """
         context = self._continued.get(request)
         if context is None or not self._config.only_grows:
@@ -292,7 +294,7 @@ class ProgramRetention(NoRetention):
         return not (request.num_preemptions or self.is_warm(request))
 
     def expected_work(self, request: Request) -> tuple[float, float]:
-        """The expected remaining tokens of a request's conversation, and its time of arrival."""
+        """The expected remaining tokens of a request's conversation, and the time when it began."""
         program, turn = self._programs.get(request), request.program_turn
         if program is None or turn is None:
             return 0.0, 0.0
@@ -324,8 +326,8 @@ class ProgramRetention(NoRetention):
         return self._num_other_blocks < num_needed * len(config.all_groups) + self._headroom
 
     def _forget_idle(self) -> None:
-        """Ends the programs whose pauses have been too long. If there are too many contexts, also
-        ends the longest paused programs.
+        """Ends the programs whose pauses exceed `program_idle_seconds`. If there are too many
+        contexts, also ends the programs that have paused for the longest time.
         """
         for context in self._known.idle(self._clock()):
             program = context.program
@@ -350,7 +352,7 @@ class ProgramRetention(NoRetention):
         return self._known.num_paused
 
     def _presume_ended(self, program: Program) -> None:
-        """Ends a program that has been idle for so long that it is not expected to return."""
+        """Ends a program that is not expected to continue."""
         for context in program.contexts.values():
             self.worth.pauses.ended(program.tenant, context.reason, NEVER)
         self._end(program)
@@ -364,7 +366,7 @@ class ProgramRetention(NoRetention):
             self._drop(context)
 
     def _drop(self, context: Context) -> None:
-        """Stops retaining a context. Does nothing if it is not retained."""
+        """Stops retaining a context, if it is retained."""
         if self._contexts.pop(context.id, None) is None:
             return
         self.worth.changed()

@@ -1,4 +1,6 @@
-"""Compares the worth of keeping contexts with the gain of admitting another request."""
+"""Compares the worth of keeping contexts (KV blocks of ended requests of agents) in the pool with
+the gain of admitting another request.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -10,30 +12,30 @@ from services.scheduler.core.policies.program.pauses import PauseStatistics
 from services.scheduler.core.policies.programs import Context
 
 _RANK_SECONDS = 0.01
-"""The time for which a computed order of contexts is used."""
+"""Seconds for which a computed order of contexts is used."""
 _ONGOING_SECONDS = 2.0
-"""The time after which the lengths of ongoing pauses are updated."""
+"""Interval, in seconds, at which the lengths of pauses that have not ended are updated."""
 _WAIT_SMOOTHING = 0.1
 _RETURN_SMOOTHING = 0.05
 _LEAST_WAIT = 0.05
 
 Ranked = list[tuple[float, Context]]
-"""Contexts with their values in 1 / second, the smallest value first."""
+"""Pairs of a context's value, in 1 / second, and the context, the smallest value first."""
 
 
 class Worth:
     """Compares the worth of contexts with the gain of running the next request beside them.
 
     A context is the blocks that an ended turn of a program (a run of an agent) leaves in the pool.
-    Its worth is the time to compute its blocks again, in seconds, times its value, in 1 / second.
-    The value is large if the program is likely to return soon. The gain is the fraction of the
-    engine's time that one more running request saves. So worth and gain have the same unit.
+    Its worth is the time to compute its blocks again, in seconds, times its value, in 1 / second,
+    which is large if the program's next turn will probably arrive soon. The gain is the fraction of
+    the engine's time that one more running request saves. Both are numbers without a unit.
     """
 
     def __init__(
         self, parts: PolicyParts, contexts: Mapping[ContextId, Context], ended: EndedPrograms
     ) -> None:
-        """`contexts` is the policy's mapping of the contexts that it retains. `ended` receives the
+        """`contexts` are the contexts that the policy retains, and changes later. `ended` receives
         paused programs that have probably ended.
         """
         self._ended = ended
@@ -46,17 +48,17 @@ class Worth:
         self._contexts = contexts
         self.pauses = PauseStatistics()
         self._noted_at = -_ONGOING_SECONDS
-        """The time at which the lengths of ongoing pauses were last updated."""
+        """The time at which the lengths of pauses that have not ended were last updated."""
         self._ranked: Ranked | None = None
-        """The result of `ranked` at the time `_ranked_at`."""
+        """The stored result of `ranked`, computed at the time `_ranked_at`."""
         self._ranked_at = 0.0
         self._mean_wait = 1.0
         self._credit = 0.0
         self._held_up_since: float | None = None
         self._why_held_up = ""
         self._num_loaded = self._num_recomputed = 0.0
-        """Means, over recent returns of programs, of the numbers of context tokens that were loaded
-        from host memory, and that were computed again.
+        """Means of two numbers over recent returns of programs: how many context tokens were loaded
+        from host memory, and how many were computed again.
         """
 
     @property
@@ -65,29 +67,28 @@ class Worth:
         return self._held_up_since is not None
 
     def changed(self) -> None:
-        """Must be called after the set of contexts that have blocks has changed."""
+        """Must be called after a change of the set of contexts that have blocks."""
         self._ranked = None
 
     def admitted(self, waited: float | None) -> None:
-        """Called when a request was admitted. `waited` is the time, in seconds, that it has waited
-        while its context was kept. None if it has no context.
+        """Called when a request was admitted. `waited` is the number of seconds for which it waited
+        while its context was kept. None if it continues no kept context.
         """
         self._credit, self._held_up_since = 0.0, None
         if waited is not None:
             self._mean_wait += _WAIT_SMOOTHING * (waited - self._mean_wait)
 
     def returned(self, num_loaded: int, num_recomputed: int) -> None:
-        """Called when a program has returned and tokens of its context were no longer cached. Of
-        these tokens, `num_loaded` were loaded from host memory, and `num_recomputed` were computed
-        again.
+        """Called when a program's turn has ended whose context was not fully cached: `num_loaded`
+        of its tokens were loaded from host memory, and `num_recomputed` computed again.
         """
         self._num_loaded += _RETURN_SMOOTHING * (num_loaded - self._num_loaded)
         self._num_recomputed += _RETURN_SMOOTHING * (num_recomputed - self._num_recomputed)
 
     def held_up(self, num_running: int, now: float) -> str:
         """Called when the next request was not admitted only because contexts are kept. The
-        request's credit grows while it waits, and lets it evict contexts later. Returns a text for
-        people: which context is kept, and why.
+        request's credit grows while it waits, so that it may evict contexts later. Returns a text
+        that explains which context is kept, and why.
         """
         if self._held_up_since is None:
             self._why_held_up = self._explanation(num_running, now)
@@ -105,8 +106,8 @@ class Worth:
         )
 
     def _num_blocks_below(self, most: float, ranked: Iterable[tuple[float, Context]]) -> int:
-        """Number of blocks of the first contexts that together cost at most `most`. A context costs
-        its `seconds` times its value in `ranked`.
+        """Number of blocks of the first contexts of `ranked` that together cost at most `most`. The
+        cost of a context is its `seconds` times its number in `ranked`.
         """
         num_blocks = 0
         for value, context in ranked:
@@ -117,14 +118,14 @@ class Worth:
         return num_blocks
 
     def seconds(self, context: Context) -> float:
-        """Seconds to compute or load again what would be lost with the context's own blocks."""
+        """Seconds to compute or load the context's tokens again, if its own blocks were evicted."""
         if self._is_whole:
             return self._seconds_per_token() * context.num_tokens if context.num_own_blocks else 0.0
         num_tokens = context.num_own_blocks * self._size / self._num_groups
         return self._seconds_per_token() * num_tokens
 
     def ranked(self, now: float) -> Ranked:
-        """The contexts that have blocks, in the order of their values."""
+        """The contexts that have blocks, ordered by value."""
         if self._ranked is not None and now - self._ranked_at < _RANK_SECONDS:
             return self._ranked
         self._note_ongoing(now)
@@ -152,8 +153,8 @@ class Worth:
         return self._ranked
 
     def _wished_index(self, context: Context, age: float) -> float:
-        """The value of a context that the client wants to be kept for `keep_seconds`. Until this
-        time has passed, the value is at least half of the value at the beginning of the pause.
+        """The value of a context that the client wants to be kept for `keep_seconds`. For this
+        time, it is at least half of the value at the beginning of the pause.
         """
         tenant, reason = context.program.tenant, context.reason
         index = self.pauses.index(tenant, reason, age)
@@ -162,8 +163,9 @@ class Worth:
         return index
 
     def tenants_factors(self) -> dict[bytes, float]:
-        """For each tenant, the number of its retained blocks divided by the number that its weight
-        entitles it to, at least 1. Empty if only one tenant has contexts.
+        """Maps each tenant to the number by which its contexts' values are divided: its number of
+        blocks in contexts, divided by the number to which its weight entitles it, and at least 1.
+        Empty if only one tenant has contexts.
         """
         blocks, weights = Counter[bytes](), dict[bytes, float]()
         for context in self._contexts.values():
@@ -190,15 +192,15 @@ class Worth:
                 self._ended.presume(program)
 
     def _gain(self, num_running: int) -> float:
-        """The fraction of the engine's time per token that one more running request saves."""
+        """The fraction of the engine's time per token that one further running request saves."""
         fixed, each = self._costs.seconds_per_step, self._costs.seconds_per_decode
         whole = fixed + num_running * each
         return (fixed / whole if whole else 1.0) / (num_running + 1)
 
     def _seconds_per_token(self) -> float:
-        """The time, in seconds, to compute or load a token of a context again. The fraction of
-        loaded tokens is presumed to be the same as in recent returns. A load counts only if it is
-        faster than computing.
+        """Seconds to compute or load a token of a context again. Assumes that the fraction of
+        tokens that are loaded from host memory is the same as in recent returns of programs. A load
+        counts only if it is faster than computing.
         """
         costs = self._costs
         each = costs.seconds_per_prompt_token or costs.seconds_per_decode or 1e-6
@@ -208,7 +210,7 @@ class Worth:
         return each
 
     def _explanation(self, num_running: int, now: float) -> str:
-        """A text for people about the kept context with the smallest value."""
+        """A text that explains why the context with the smallest value is kept."""
         kept = next((one for _, one in self.ranked(now) if one.num_own_blocks), None)
         if kept is None:
             return ""
