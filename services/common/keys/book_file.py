@@ -54,7 +54,7 @@ def _replace(path: Path, text: str) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     written = Path(name)
     try:
-        with os.fdopen(descriptor, "w") as file:  # mkstemp has set the mode 0600
+        with os.fdopen(descriptor, "w") as file:  # mkstemp has made it private to its owner
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -80,7 +80,7 @@ def _make(directory: Path, file: Path) -> Path:
     (made / file.stem / f"model{SUFFIX}").symlink_to(file.resolve())
     try:
         made.rename(directory.parent)
-    except OSError:  # another process was faster
+    except OSError:  # another process has created the directory
         for path in (*(made / file.stem).iterdir(), made / file.stem, made):
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     return directory

@@ -25,7 +25,7 @@ _WEIGHTS = (
     re.compile(r"[^/]+\.safetensors"),
     re.compile(r"[^/]+\.gguf"),
 )
-"""Name patterns of weights. The files that match the first applicable pattern are read."""
+"""Name patterns of weights. Only the first pattern that matches any file is used."""
 _INDEX = "model.safetensors.index.json"
 _CACHE_FOLDER = "models--"
 
@@ -142,8 +142,8 @@ def _why(name: HubName, error: Exception, with_weights: bool) -> str:
 
 
 def _cached(name: HubName) -> Path | None:
-    """Returns the directory of a model's snapshot in the cache, or None. The function of
-    huggingface_hub is not used, since it finds only snapshots with all files of the model.
+    """Returns the directory of a model's snapshot in the cache, or None. huggingface_hub's own
+    function would find only snapshots with all files of the model.
     """
     try:
         from huggingface_hub import constants  # noqa: PLC0415 - not in every image
@@ -168,7 +168,7 @@ def _missing(directory: Path, with_weights: bool) -> str | None:
         return None
     index = directory / _INDEX
     if index.exists():
-        with suppress(ValueError, AttributeError):  # a damaged index is reported later
+        with suppress(ValueError, AttributeError):  # loading the weights reports a damaged index
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             return next((file for file in files if not (directory / file).exists()), None)
     weights = (".safetensors", ".bin", ".pth", ".pt")

@@ -20,7 +20,7 @@ _GROUP_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
 def group_salt(group: int) -> int:
-    """The value with which a group's keys are XORed. It is 0 for the first group."""
+    """The value, 0 for the first group, with which keys are XORed to differ between groups."""
     return group * _GROUP_MULTIPLIER & _KEY_MASK
 
 

@@ -180,7 +180,7 @@ class Admission:
     or 0. If this length has changed, the hit counts as changed, unless `diverges` is set.
     """
     diverges: bool = False
-    """Whether the hit is the full-attention groups' hit. The KV connector loads other groups."""
+    """Whether only the full-attention groups have the whole hit. The connector loads the rest."""
     num_stored_tokens: int | None = None
     """Blocks that no query after this number of tokens can see are freed. None means
     `num_computed_tokens`. The number is smaller if the last computed tokens are computed again, or

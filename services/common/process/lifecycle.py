@@ -65,8 +65,8 @@ def run_service(
     configure_logs(service, settings.log_level, settings.log_format)
 
     async def main() -> None:
-        # Imported objects are never freed. A full collection that visits them takes tens of
-        # milliseconds, during which no step is planned.
+        # Garbage collections must not visit the imported objects, which are never freed. A visit
+        # takes tens of milliseconds, during which no step is planned.
         gc.freeze()
         gc.enable()
         stop = asyncio.Event()

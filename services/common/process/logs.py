@@ -22,7 +22,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
     "asctime",
     "taskName",
-    "color_message",  # uvicorn's, for terminals
+    "color_message",  # uvicorn adds it for terminals
 }
 
 _GRPC = "grpc._cython.cygrpc"
@@ -59,7 +59,7 @@ def configure_logs(service: str, level: LogLevel, style: LogFormat) -> None:
 
 def _says_more_than_that_a_peer_left(record: logging.LogRecord) -> bool:
     """Returns False for tracebacks that grpc.aio logs when a client disconnects during a write.
-    They are not needed, since the disconnection also ends the call with an error.
+    Such a traceback is not needed, since the disconnection also ends the call with an error.
     """
     error = record.exc_info[0] if record.exc_info else None
     return error is None or error.__name__ != _WRITE_FAILED

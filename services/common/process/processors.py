@@ -1,5 +1,5 @@
 """Finds the processors that this process may use, from its affinity mask, the online processors,
-and the limits of its control groups (cgroups). Numbers of threads and parallel jobs depend on them.
+and the limits of its control groups (cgroups).
 """
 
 import math
@@ -79,8 +79,8 @@ def control_groups(proc: Path, cgroup: Path, controller: str) -> list[Path]:
         if hierarchy == "0":
             roots = [cgroup]
         elif controller in controllers.split(","):
-            # Version 1 mounts several controllers together under a joint name. Most systems also
-            # have a link under the name of each controller.
+            # Version 1 mounts several controllers under a joint name. Only most systems also have a
+            # link under each controller's name, so both names are tried.
             roots = [cgroup / controller, cgroup / controllers]
         else:
             continue
@@ -104,7 +104,7 @@ def _status(proc: Path, key: str) -> str:
 
 
 def _core(number: int, devices: Path) -> int:
-    """The lowest processor on the same core. Without a list of siblings, it is the processor."""
+    """The lowest processor on the same core, or `number` if the kernel lists no siblings."""
     topology = devices / f"cpu{number}" / "topology"
     siblings = cpu_list(
         read_text(topology / "core_cpus_list") or read_text(topology / "thread_siblings_list")

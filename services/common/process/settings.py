@@ -4,8 +4,8 @@ and environment variables.
 The worker's field `max_num_seqs` is the flag `--max-num-seqs` and the variable
 `STEPWELL_WORKER_MAX_NUM_SEQS`. A flag overrides a variable, and a variable overrides the default. A
 value that does not parse or fails its check ends the process with one sentence and exit status 2.
-So does an unknown flag, and any variable `STEPWELL_…` that no Stepwell program reads, since a
-misspelled variable could leave a server open or a limit unset.
+An unknown flag also ends it, and so does any variable `STEPWELL_…` that no Stepwell program reads,
+since a misspelled variable could leave a server open or a limit unset.
 
 A secret, such as a key, can also be read from a file, so that neither the command line nor the
 environment shows it. The path of the file is in the variable whose name has the suffix `_FILE`.

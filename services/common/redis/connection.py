@@ -50,8 +50,8 @@ class RedisConnection:
     """A connection to Redis, which is opened when a call needs it. Calls may overlap."""
 
     def __init__(self, url: str, *, blocking: bool = False) -> None:
-        """`blocking` permits commands that block at the server: socket operations then have no time
-        limit, only whole calls. Raises SettingError if a file that the URL names is missing.
+        """`blocking` permits commands that block at the server, by removing the time limit of
+        socket operations. Raises SettingError if a file that the URL names is missing.
         """
         self.name = without_secrets(url)
         if (complaint := missing_file(url)) is not None:
@@ -149,7 +149,7 @@ def why_unusable(error: BaseException) -> str | None:
 async def _is_cluster(client: Redis) -> bool:
     try:
         return bool((await client.info("cluster")).get("cluster_enabled"))
-    except exceptions.NoPermissionError:  # the Redis user may only access certain keys
+    except exceptions.NoPermissionError:  # the Redis user may not run INFO
         return False
 
 

@@ -65,8 +65,8 @@ class QueueState:
         has_output: bool = False,
         num_waiting: int | None = None,
     ) -> ResourceExhausted | None:
-        """Returns the error that rejects a request behind `num_waiting` others. None if it may be
-        queued. The default of `num_waiting` is the length of the queue.
+        """Returns the error that rejects a request behind `num_waiting` requests (by default, all
+        queued requests). None if the request may be queued.
         """
         longest = self.longest_wait(timeout_seconds, has_output=has_output)
         return self.refusal_within(longest, num_waiting)

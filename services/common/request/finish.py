@@ -11,7 +11,7 @@ from services.common.request.sampling import SamplingParams
 
 
 class FinishReason(enum.Enum):
-    """Why a request ended. Reasons that OpenAI's API or vLLM also has have the same names there."""
+    """Why a request ended. OpenAI's API and vLLM have some of these reasons, by the same names."""
 
     STOP = "stop"
     LENGTH = "length"

@@ -216,7 +216,7 @@ class _Call:
             self._stream.close()
             return
         self._handler = server.handlers.get(method)
-        if self._stream.has_lost_peer:  # for example while a signal had stopped this process
+        if self._stream.has_lost_peer:  # perhaps while a signal had stopped this process
             self._stream.close()
         elif self._handler is None:
             self._refuse(code_pb2.UNIMPLEMENTED, f"no stream is served by the name {method}")

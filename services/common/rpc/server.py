@@ -223,7 +223,7 @@ def _listen(local: LocalServer, path: str) -> None:
 
 
 def _why_not(address: str) -> str:
-    """Finds the reason why an address cannot be bound. grpc's error does not have it."""
+    """Finds the reason why an address cannot be bound, which grpc's error does not have."""
     try:
         if is_unix_address(address):
             Path(unix_path(address)).parent.lstat()

@@ -143,7 +143,7 @@ def _head(metric: Metric) -> str:
 
 
 def _line(sample: Sample, added: Mapping[str, str], *, exemplars: bool) -> str | None:
-    """Formats a sample with added labels. Returns None if it has one of them with another value."""
+    """Formats a sample with added labels. None if an added label already has another value."""
     labels = {**added, **sample.labels}
     if any(labels[name] != value for name, value in added.items()):
         return None

@@ -2,10 +2,10 @@
 Spans of the gateway follow the OpenTelemetry GenAI conventions.
 """
 
-# Spans. A request's trace has the gateway's server span and the parts of that span. For each
-# replica to which the request was sent, the trace has `scheduler.request`, the request's phases
-# with their parts, and `kvpool.admit`. A step's trace has the spans step, transact and execute. A
-# wait in a phase is a span `wait.REASON`.
+# Spans. A request's trace has the gateway's server span and its child spans. For each replica to
+# which the request was sent, the trace has `scheduler.request`, the request's phases with their
+# child spans, and `kvpool.admit`. A wait in a phase is a span `wait.REASON`. A step's trace has the
+# spans step, transact and execute.
 SPAN_GATEWAY_ADMIT = "gateway.admit"
 SPAN_GATEWAY_READ = "gateway.read"
 SPAN_GATEWAY_PARSE = "gateway.parse"

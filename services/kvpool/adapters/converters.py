@@ -1,4 +1,4 @@
-"""Converts messages of stepwell.kvpool.v1. Their operations are converted by `services.common`."""
+"""Converts messages of stepwell.kvpool.v1, except transactions (`services.common.pool`)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict

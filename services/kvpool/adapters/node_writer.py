@@ -137,7 +137,7 @@ class NodeWriter:
         if not self._epoch:
             return
         keys = self._keys
-        with suppress(RedisUnavailable, TimeoutError):  # then the node ends when its lease expires
+        with suppress(RedisUnavailable, TimeoutError):  # the lease's expiry also removes the node
             async with asyncio.timeout(_LEAVE_SECONDS):
                 if await self._is_superseded():
                     return

@@ -83,8 +83,8 @@ class Coordinator:
     def find_divergent_cache_hit(self, chain: Sequence[BlockHash], max_tokens: int) -> PrefixHit:
         """Returns the hit of the full-attention groups. The hits of other groups may be shorter:
         each table has the blocks of its own group's hit. If another group's hit is longer, or all
-        hits are equally long, the result is the hit of `find_longest_cache_hit`. A KV connector
-        that transfers states together with the tokens after a hit can supply the missing states.
+        hits are equally long, the result is the hit of `find_longest_cache_hit`. A KV connector can
+        load what the other groups lack.
         """
         common = self.find_longest_cache_hit(chain, max_tokens)
         first = self._kinds[0]

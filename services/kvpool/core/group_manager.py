@@ -311,12 +311,10 @@ class GroupManager:
 def _replay_boundaries(
     num_prompt_tokens: int, hit_block_size: int, *, drops_last: bool
 ) -> list[int]:
-    """Token counts at which a request with the same or a longer prompt continues.
+    """Token counts at which a later request continues if its prompt equals or extends this prompt.
 
-    The same prompt hits all tokens except the last one, which is computed again. If the last block
-    of a hit is dropped, the hit is one block shorter. A longer prompt then continues one block
-    before the end of this prompt. The two positions differ only if the prompt's length is a
-    multiple of `hit_block_size`.
+    An equal prompt hits at most all tokens but the last one, which must be computed again. With
+    `drops_last`, a hit ends at a multiple of `hit_block_size`, and then loses its last block.
     """
     if not drops_last:
         return [num_prompt_tokens - 1]

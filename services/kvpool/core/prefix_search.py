@@ -49,7 +49,7 @@ class PrefixSearch:
         raise NotImplementedError
 
     def eagle_margin(self) -> int:
-        """The number of tokens after a hit that are looked up and then dropped."""
+        """The number of tokens after a hit that are looked up and dropped for a draft head."""
         return self._block_size
 
     def _blocks_at(self, chain: Sequence[BlockHash], num_tokens: int) -> list[BlockId] | None:

@@ -122,8 +122,8 @@ class AlignedStateManager(GroupManager):
 
     def extend(self, table: BlockTable, need: Need) -> list[BlockId]:
         """Adds blocks for the state after the tokens and for the states after draft tokens. Blocks
-        that the step skips get null entries. Draft blocks that are no longer needed at their
-        positions move to the end of the table.
+        that the step skips get null entries. Blocks for draft tokens that are no longer needed at
+        their positions move to the end of the table.
         """
         blocks, num_before = table.blocks, len(table.blocks)
         num_wanted = -(-need.num_tokens // self._block_size) + self._num_speculative
@@ -181,7 +181,7 @@ class AlignedStateManager(GroupManager):
         position, table.shared_tail = table.shared_tail, None
         assert position is not None
         source = table.blocks[position]
-        if not table.has_state:  # a hit of another request's state
+        if not table.has_state:  # the state is a hit, and the request continues in the copy
             table.blocks[position] = target
             self._pool.copy(self._group, source, target, adds_holder_of=target)
             return

@@ -43,8 +43,8 @@ _END_GATEWAYS = Kind.CRASH, Kind.TERMINATE, Kind.STOP
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault of a service. It begins at `at_seconds` and lasts `seconds`. With `peer`, it affects
-    the network between both services. `rule` describes when and how a worker's device fails.
+    """A fault of a service, or of its network to `peer`. It begins at `at_seconds` and lasts
+    `seconds`. `rule` describes when and how a worker's device fails.
     """
 
     at_seconds: float
@@ -60,7 +60,7 @@ class Fault:
 
     @property
     def hang_seconds(self) -> float:
-        """Limit on the time for which the device hangs in steps that were given up."""
+        """Limit on the time for which a device still hangs in steps that schedulers gave up."""
         return _HANG_SECONDS * self.rule.count(_HANG)
 
     def __str__(self) -> str:
@@ -79,8 +79,8 @@ def draw_faults(
     seconds: float,
     moments: list[float],
 ) -> list[Fault]:
-    """Draws faults of services, and of the network between `pairs` of services. Many of them begin
-    soon after one of `moments`, when services are busy. Most faults of a run may be of one kind.
+    """Draws faults of services, and of the network between `pairs` of services. Many begin soon
+    after one of `moments`, when services are busy. In some runs most faults are of one kind.
     """
     faults, kinds = [], [*Kind, Kind.DEVICE]
     if rng.random() < _FOCUS:

@@ -26,7 +26,7 @@ class Service:
     process: Process
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     is_told_to_stop: bool = False
-    """Whether the service was told to stop. (The service itself may clear `stop`.)"""
+    """Whether the service was told to stop. Stays True if the service clears `stop`."""
     task: "asyncio.Task[None] | None" = None
 
     def tell_to_stop(self) -> None:
@@ -91,8 +91,8 @@ class Fleet:
         self._replace(self.services[name], process)
 
     async def restart(self, name: str) -> bool:
-        """Stops a service as SIGTERM does, or kills it if that takes too long. Then starts it
-        again. Returns whether it did not have to be killed.
+        """Stops a service as SIGTERM does, and starts it again. If stopping takes too long, kills
+        the service and returns False.
         """
         service = self.services[name]
         process, task = service.process, service.task

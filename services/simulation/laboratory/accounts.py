@@ -62,7 +62,7 @@ class Accounts:
         self.last_end = now
 
     def _known(self, sent: SentTurn, address: str) -> tuple[int, int]:
-        """The numbers of prompt tokens that this replica, and that any replica, has computed."""
+        """How many prompt tokens the replica at `address` has computed, and how many any has."""
         live = sent.live
         program = live.program
         holders = self._shared_known[program.application, program.num_shared_tokens]

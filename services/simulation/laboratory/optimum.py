@@ -38,7 +38,7 @@ class KnownFutureQueue(FreeQueue):
     def __init__(self, blocks: Sequence[BlockId]) -> None:
         super().__init__(blocks)
         self.owners: dict[BlockId, Owner] = {}
-        """Maps each block that a request has released to the program that will use it again."""
+        """Maps each block that a request has released to the owner that will use it again."""
         self._by_owner: dict[Owner, OrderedDict[BlockId, None]] = {}
 
     @property

@@ -10,7 +10,8 @@ from services.common.pool.block_hash import BlockHash
 _FIRST_OWN = 1 << 30
 """Tokens of applications are smaller than this number. Tokens of programs are not."""
 _APPLICATIONS = 1 << 31
-"""Owners of blocks: applications are numbered from here on, programs below."""
+"""Numbers of blocks' owners: applications have this number or a greater one, programs smaller ones.
+"""
 _HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 
 
@@ -35,7 +36,7 @@ class Turn:
     """The name of the tool that runs before this turn."""
     runs: tuple[tuple[int, int], ...] | None = None
     """The whole prompt as pairs of a first token and a number of consecutive tokens, for traces
-    that specify which blocks are equal. None means that the prompt continues the program's context.
+    that specify which blocks are equal. None means that the prompt continues the program's tokens.
     """
 
 

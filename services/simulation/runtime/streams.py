@@ -63,7 +63,7 @@ class MemoryStreams:
         listener = network.listeners.get(address)
         if isinstance(listener, MemoryListener):
             refused = partial(refuse, listener)
-            listener.process.at_end.append(refused)  # in case it dies before the attempt arrives
+            listener.process.at_end.append(refused)  # if the process ends before the arrival
             Pipe(network, client, listener.process).send(arrived, listener)
         else:
             network.loop.call_later(network.delay(client.name, address), answered, None)

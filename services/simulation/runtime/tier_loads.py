@@ -9,7 +9,7 @@ from services.worker.core.kv.load_thread import IDLE_WAIT_SECONDS
 from services.worker.core.step import EndedTierLoad, Int32Array, TierBlocks, TierLoad
 
 _LOAD_SECONDS = 0.02, 0.02, 0.3
-"""The longest times of loads, in seconds. Each load draws one of them at random."""
+"""Limits in seconds, one of which is drawn at random for each load's time."""
 
 
 class VirtualLoads:
