@@ -15,8 +15,8 @@ CALLER: ContextVar[Caller] = ContextVar("caller", default=ANYONE)
 
 
 class Access:
-    """Accepts requests with a known API key. If no keys are configured, accepts every request. An
-    optional part of the gateway may have a subclass with further keys.
+    """Accepts requests with a known API key. If no keys are configured, accepts every request. The
+    option `tenants` has a subclass with further keys.
     """
 
     def __init__(self, keys: Mapping[str, Caller] | None = None) -> None:
@@ -42,8 +42,8 @@ class Access:
         return caller
 
     def recognize(self, authorization: str) -> Caller | None:  # noqa: ARG002
-        """Returns the caller if the request may be counted and served without a look-up of its key
-        or a check of limits. Returns None if `authenticate` must determine the caller.
+        """Returns the caller if it is known without a look-up, and has no limits. Returns None if
+        `authenticate` must determine the caller.
         """
         return None if self.needs_key else ANYONE
 

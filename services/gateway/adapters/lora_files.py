@@ -52,8 +52,8 @@ def within(allowed: Path, path: str) -> Path:
 
 
 def _resolved(path: Path) -> Path:
-    """Returns the path without links. Raises OSError or RuntimeError if it is a link to itself.
-    `resolve` of Python 3.13 would return such a link unchanged.
+    """Returns the path without links. Raises OSError or RuntimeError if it is a link to itself,
+    which Python 3.13's `resolve` alone would return unchanged.
     """
     resolved = path.resolve()
     if resolved.is_symlink():

@@ -17,11 +17,11 @@ schedulers, tracing and libraries.
 
 
 def give_memory_back() -> None:
-    """Configures glibc to return large blocks to the system as soon as they are freed.
+    """Configures glibc to return large memory blocks to the system as soon as they are freed.
 
-    By default, glibc raises the size limit for such blocks after large blocks were freed, and gives
-    threads their own heaps. So the memory of a burst of large requests would never be returned.
-    Other C libraries are not configured.
+    By default, glibc keeps more and larger freed blocks after a large block was freed, and gives
+    threads their own heaps, so that the memory of a burst of large requests is never returned. Does
+    nothing with other C libraries.
     """
     if not sys.platform.startswith("linux"):
         return

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 Replicas = Callable[[], Iterable[Replica]]
 _SWEEP_IDLE_SECONDS = 0.1
 _SWEEP_PART_SECONDS = 0.002
-"""Pauses of `sweep`, in seconds: _SWEEP_IDLE_SECONDS while the index has no invalid entries, and
-_SWEEP_PART_SECONDS between two parts of a sweep.
+"""`sweep` sleeps for _SWEEP_PART_SECONDS between two parts of the index, and for
+_SWEEP_IDLE_SECONDS while the index has no invalid entries.
 """
 
 
@@ -54,7 +54,7 @@ def make_follower(
 
 
 class RedisFollower:
-    """Follows the directory of cached prefixes in Redis, for the model that the replicas serve."""
+    """Follows the directory of cached prefixes in Redis, for the gateway's current model."""
 
     def __init__(self, index: PrefixIndex, redis_url: str, replicas: Replicas) -> None:
         try:
@@ -81,15 +81,15 @@ class RedisFollower:
             tasks.create_task(self._reader.run(self._fingerprint))
 
     def _fingerprint(self) -> bytes | None:
-        """Returns the fingerprint of the model in use. Refused replicas, which serve another model,
-        are ignored.
+        """Returns the fingerprint of the gateway's current model. Ignores replicas that are refused
+        because they serve another model.
         """
         return next((served.fingerprint for served in _served(self._replicas())), None)
 
 
 class PoolFollower:
-    """Follows the event stream of each pool. A single pool is not followed, because routing needs
-    no index for one replica, and each step would cost a message.
+    """Follows the event stream of each pool. If there is only one pool, it is not followed, because
+    routing needs no index for one replica, and each step would cost a message.
     """
 
     def __init__(self, index: PrefixIndex, replicas: Replicas, tls: "Tls | None") -> None:
@@ -101,8 +101,7 @@ class PoolFollower:
     def counts(self) -> ReaderCounts:
         return self._watchers.counts
 
-    async def require_usable(self) -> None:
-        """Does nothing, since pools need no settings."""
+    async def require_usable(self) -> None: ...
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -119,7 +118,9 @@ class PoolFollower:
 
 
 def _served(replicas: Iterable[Replica]) -> Iterator[ReplicaDescription]:
-    """Yields the descriptions of the connected replicas that are not refused."""
+    """Yields the descriptions of the connected replicas, except refused replicas, which serve
+    another model.
+    """
     for replica in replicas:
         if replica.is_connected and replica.description is not None and not replica.refusal:
             yield replica.description

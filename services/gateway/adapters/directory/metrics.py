@@ -13,18 +13,20 @@ from services.gateway.core.prefix_index.prefix_index import PrefixIndex
 
 @dataclass(slots=True)
 class ReaderCounts:
-    """Counts of the index's reader since the gateway's start. A node is a replica's KV pool."""
+    """Counts of the reader that updates the index, since the gateway's start. A node is a replica's
+    KV pool, whose changes arrive as entries of a log or as messages.
+    """
 
     entries: int = 0
     """Number of applied entries of Redis's log, or of messages from pools."""
     damaged: int = 0
-    """Number of entries, records, leases and snapshots that were skipped because they could not be
-    decoded.
+    """Number of log entries, and of nodes' records, leases and snapshots, that were skipped because
+    they could not be decoded.
     """
     gaps: int = 0
     """Number of times that entries of a node were missing."""
     drifts: int = 0
-    """Number of times that the digest of a node's keys differed from the digest in the index."""
+    """Number of times that a node's digest of its block keys differed from the index's digest."""
     loads: int = 0
     failures: int = 0
     """Number of failed calls of Redis, or failed streams of pools."""
@@ -32,7 +34,7 @@ class ReaderCounts:
 
 class IndexCollector(Collector):
     """The state of the index and the counts of its reader, read at each scrape. Each possible state
-    has a series, which is 1 for the current state and 0 for the others.
+    has a series, whose value is 1 for the current state and 0 for any other state.
     """
 
     def __init__(self, index: PrefixIndex, counts: ReaderCounts) -> None:

@@ -62,7 +62,7 @@ class PoolWatchers:
         tasks: dict[PoolAddress, asyncio.Task[None]] = {}
         try:
             while True:
-                wanted = dict.fromkeys(pools())  # in their order, so that runs are reproducible
+                wanted = dict.fromkeys(pools())  # keeps the order, so that runs are reproducible
                 self._index.contact = DirectoryState.EXACT if wanted else DirectoryState.UNUSED
                 for pool in [pool for pool in tasks if pool not in wanted]:
                     tasks[pool].cancel()
@@ -112,7 +112,7 @@ class PoolWatchers:
 
 class PoolReader:
     """Reads the messages of one pool's stream into the index, where the pool is a node. Each
-    snapshot starts a new epoch of the node.
+    snapshot starts a new epoch of the node, which replaces all its keys.
     """
 
     def __init__(
@@ -127,8 +127,8 @@ class PoolReader:
         self._epoch = 0
 
     async def apply(self, message: kvpool_pb2.WatchEventsResponse) -> None:
-        """Applies a message. If messages before it are missing, the node is marked as degraded. A
-        pool sends a new snapshot if the gateway reads too slowly.
+        """Applies a message. If messages before it are missing, marks the node as degraded: its
+        keys may be wrong.
         """
         self._counts.entries += 1
         if message.snapshot:
@@ -171,8 +171,8 @@ class PoolReader:
         self._counts.loads += 1
 
     def _begin(self, sequence: int) -> None:
-        """Starts an empty epoch. `sequence` is one less than the number of the batch that clears
-        the pool.
+        """Starts a new epoch of the node, without keys. `sequence` is the number of the last
+        message before it.
         """
         self._epoch = next(self._epochs)
         self._index.load(self._node, self._epoch, self._groups, sequence).finish()

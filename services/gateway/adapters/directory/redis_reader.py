@@ -3,15 +3,15 @@ KV pool. The directory has one log, whose entries list the block keys that nodes
 Each node also has a record, a lease, which expires when the node stops, and a snapshot of its keys.
 
 Requests never wait for this reader. One task reads the log. Once a second, it also reads the
-records and leases of the nodes:
+records and leases of the nodes. An epoch of a node is the time between two resets of its pool.
 
 1. A node is removed if it has no lease, or if its lease and its record have different epochs.
 2. A node is loaded from its snapshot if its epoch is new, if entries of the log are missing, or if
-   its digest differs from the digest in the index. The log is then read again from the snapshot's
-   position. Entries that are already applied to other nodes are skipped.
-3. After a failed call, the index is `degraded`. If a call fails when the last contact was longer
-   ago than the duration of a lease, the index is `fallback`. The keys in the index are kept. If
-   Redis can be reached again and has the same epochs, reading continues.
+   its digest of its keys differs from the index's digest. The log is then read again from the
+   snapshot's position. Entries that were already applied to other nodes are skipped.
+3. After a failed call, the index is `degraded`: its matches may be wrong. If calls fail for longer
+   than the duration of a lease, the index is `fallback`: it returns no matches, but keeps its keys.
+   If Redis can be reached again and the nodes' epochs are unchanged, reading continues.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _BEGINNING = "0-0"
 _ENTRIES_PER_READ = 256
 _KEYS_PER_TURN = 2048
-"""Number of keys that are applied, in about two milliseconds, before other tasks may run."""
+"""Number of keys that are applied before other tasks may run. Applying them takes about 2 ms."""
 _SNAPSHOT_SECONDS = 5.0
 
 
@@ -47,13 +47,15 @@ class ReaderTimes:
     lease_seconds: float = 3.0
     """Seconds without contact after which leases may have expired."""
     watchdog_seconds: float = 0.5
-    """Seconds by which a read of the log may exceed the time that Redis waits for new entries."""
+    """A read of the log fails this number of seconds after the time that Redis waits for
+    entries.
+    """
     first_backoff_seconds: float = 0.05
     max_backoff_seconds: float = 0.5
 
 
 class RedisReader:
-    """Mirrors the directory of one model in the index."""
+    """Mirrors the directory of cached prefixes of one model in the index."""
 
     def __init__(
         self,
@@ -75,8 +77,8 @@ class RedisReader:
         self._refresh_at = 0.0
         self._contact_at = 0.0
         self._behind: dict[str, int] = {}
-        """Maps nodes to the sequence numbers of their views, if the views were behind the nodes'
-        leases at the last check.
+        """The nodes whose views in the index lacked log entries at the last check, with the numbers
+        of the views' last entries at that time.
         """
         self._loaded: dict[str, tuple[int, int]] = {}
         """Maps nodes to the epoch and sequence number of the last loaded snapshot."""
@@ -86,8 +88,8 @@ class RedisReader:
         self._applied_since_turn = 0
 
     async def run(self, fingerprint: Callable[[], bytes | None]) -> None:
-        """Reads until cancelled. `fingerprint` returns the fingerprint of the model in use, or None
-        while it is not known. When the fingerprint changes, the index is cleared.
+        """Reads until cancelled. `fingerprint` returns the fingerprint of the gateway's current
+        model, or None while it is not known. When the fingerprint changes, the index is cleared.
         """
         loop, times = asyncio.get_running_loop(), self._times
         backoff = times.first_backoff_seconds
@@ -147,7 +149,7 @@ class RedisReader:
     # The log.
 
     async def _read_log(self, wait_seconds: float) -> None:
-        """Applies the next entries of the log. Waits up to `wait_seconds` for the first of them."""
+        """Applies the next entries of the log. If there is none, waits up to `wait_seconds`."""
         millis = max(1, int(1000 * wait_seconds))
         answer = await self._tail.call(
             lambda client: client.xread(
@@ -267,8 +269,7 @@ class RedisReader:
         if lease.sequence <= view.sequence or not self._is_at_end:
             self._behind.pop(record.node, None)
             return False
-        # Entries may still be in transit. If no entry arrived since the last check, entries are
-        # missing.
+        # No entry arrived since the last check, so entries are missing and not only late.
         if self._behind.get(record.node) == view.sequence:
             self.counts.gaps += 1
             self._index.degrade(record.node)
@@ -285,8 +286,8 @@ class RedisReader:
         found = None if value is None else self._decode(value)
         loaded_before = self._loaded.get(record.node)
         if found is None or (found[0].epoch, found[0].sequence) == loaded_before:
-            # A snapshot that was loaded before did not repair the node. The pool writes a new
-            # snapshot when it finds that its snapshot is missing.
+            # This snapshot was loaded before and did not repair the node. If it is missing, the
+            # pool writes a new one.
             await self._redis.call(lambda client: client.delete(key))
             if self._index.view(record.node) is None:
                 self._index.begin(record.node, record.epoch, record.groups)
@@ -319,6 +320,5 @@ class RedisReader:
 
 
 def _position(log_id: str) -> tuple[int, int]:
-    """Returns the id of a stream entry as a tuple that can be compared."""
     millis, _, number = log_id.partition("-")
     return int(millis), int(number or 0)

@@ -140,8 +140,8 @@ class _Registry:
 
 
 async def _resolve(value: str) -> set[str]:
-    """Returns all addresses of dns:NAME:PORT, each with the port. Raises Unavailable if the name
-    cannot be resolved. The system's resolver bounds the duration, usually to a few seconds.
+    """Returns all addresses of dns:NAME:PORT, each with the port. Raises Unavailable if the
+    system's resolver cannot resolve the name, usually after at most a few seconds.
     """
     name, port = split_host_port(value.removeprefix(DNS))
     try:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from services.common.request.grammar_compiler import GrammarCompiler
 
 MAX_COMPILE_SECONDS = 2.0
-"""Limit on the processor time of one compilation, in seconds. Workers have no such limit, because
-measured times vary, and a worker could refuse a grammar that the gateway accepted.
+"""Limit on the processor time of one compilation, in seconds. Workers, which compile the grammar
+again, have no limit, because measured times vary, so that a worker could refuse a grammar that the
+gateway has accepted.
 """
 _MAX_WAITING = 64
 _MAX_KEPT = 256
@@ -24,9 +25,8 @@ _Vocabulary = tuple[int, tuple[int, ...]]
 
 
 class GrammarJudge:
-    """Implements the core's Grammars. One thread compiles, so that a hostile grammar uses at most
-    one core, and the event loop is not blocked. Verdicts are cached. The compiler is imported when
-    the first grammar is checked.
+    """Implements the core's Grammars. A single thread compiles, so that the event loop is not
+    blocked, and a hostile grammar uses at most one core. Verdicts are cached.
     """
 
     def __init__(self, tokenizer_json: Callable[[], str]) -> None:

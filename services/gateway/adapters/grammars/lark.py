@@ -53,8 +53,8 @@ class Lark:
         return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
 
     def wanted(self, form: StructuredOutputs) -> str:
-        """Adds a rule for a client's structured-output constraint. Raises InvalidArgument, or
-        ValueError for a malformed grammar.
+        """Adds a rule for a client's structured-output constraint. Raises ValueError if the
+        constraint is a malformed grammar, and InvalidArgument if it cannot be enforced otherwise.
         """
         form.validate()
         if form.kind is StructuredOutputsKind.JSON:
@@ -90,8 +90,8 @@ class Lark:
         return self.rule(f"{before} {tail}")
 
     def text_without(self, literals: Sequence[str]) -> str:
-        """Adds a rule for text without the first pieces of these literals. The pieces of a literal
-        are its markers and the texts between them.
+        """Adds a rule for text in which none of these literals can begin: it lacks the first piece
+        of each literal, which is the literal's first marker or the text before it.
         """
         parts = [_ANY]
         for literal in literals:
@@ -109,8 +109,8 @@ class Lark:
 
 
 async def make_lark(tokenizer: Tokenizer, literals: Sequence[str]) -> Lark:
-    """Makes an empty grammar. `literals` are the literals that the grammar will contain. The token
-    ids of their markers are looked up.
+    """Makes an empty grammar, and looks up the token ids of the markers in `literals`, the literals
+    that the grammar will contain.
     """
     markers = list({found for literal in literals for found in _MARKER.findall(literal)})
     encoded = await tokenizer.encode(
@@ -145,10 +145,10 @@ _SPACE = r"/[ \n\t]{0,4}/"
 async def after_reasoning(
     form: StructuredOutputs, reasoning: PromptedReasoning, tokenizer: Tokenizer
 ) -> StructuredOutputs:
-    """Returns the constraint of a whole answer. The part after the reasoning must match `form`.
+    """Returns the constraint of a whole answer whose part after the reasoning must match `form`.
 
-    vLLM applies its masks only after the reasoning. Here the grammar has an unconstrained part for
-    the reasoning, so that an answer cannot end within the reasoning.
+    vLLM applies its token masks only after the reasoning. Here the grammar has an unconstrained
+    part for the reasoning instead, so that an answer cannot end within the reasoning.
     """
     if reasoning.state is ReasoningState.OVER:
         return form
@@ -170,7 +170,7 @@ def reasoning_literals(reasoning: PromptedReasoning | None) -> list[str]:
 
 
 def thought(lark: Lark, reasoning: PromptedReasoning | None) -> str:
-    """Returns a rule for the reasoning before the answer, or an empty text if there is none."""
+    """Returns a rule for the reasoning before the answer, or "" if `reasoning` is None."""
     if reasoning is None or reasoning.state is ReasoningState.OVER:
         return ""
     inside = lark.rule(f"{lark.text_to(reasoning.form.end)} {_SPACE}")

@@ -1,5 +1,5 @@
-"""Refuses grammars that the gateway wrote but that cannot be compiled. The errors name fields of
-the client's request.
+"""Refuses requests for which the gateway wrote a grammar that cannot be compiled. The errors name
+the fields of the client's request from which the grammar was written.
 """
 
 import json
@@ -28,11 +28,11 @@ async def check_written(
     wanted: StructuredOutputs | None,
     check: Check,
 ) -> None:
-    """Raises InvalidArgument if a written grammar cannot be compiled. The grammar was written from
-    the schemas of `tools`, whose keys are field names, and from the client's constraint `wanted`.
+    """Raises InvalidArgument if `grammar` cannot be compiled. It was written from the schemas of
+    `tools`, whose keys are names of request fields, and from the client's constraint `wanted`.
 
-    The error names the tool or the constraint that cannot be compiled by itself. If each can be
-    compiled by itself, the error names all tools.
+    The error names the tool or the constraint that cannot be compiled alone. If each can be
+    compiled alone, the error names all tools.
     """
     try:
         grammar.validate()

@@ -119,8 +119,8 @@ class _Tags:
         return self._lark.schema(schema)
 
     def _tag(self, tag: Mapping[str, Any], after: str) -> str:
-        """Returns a rule for a tag. `after` is the trigger, which another rule has already matched,
-        so this rule omits it.
+        """Returns a rule for a tag, without its beginning `after` (the trigger), which another rule
+        matches.
         """
         begin, content, end = _text(tag, "begin"), tag.get("content"), tag.get("end")
         ends = [end] if isinstance(end, str) else end

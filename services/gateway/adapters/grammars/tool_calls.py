@@ -1,6 +1,4 @@
-"""Writes grammars that force tool calls, or that constrain the calls that a model decides to
-make.
-"""
+"""Writes grammars that force tool calls, or constrain the calls that a model decides to make."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,8 +22,8 @@ _NOTES = frozenset({"title", "description", "examples", "$comment", "default", "
 _BY_NAME = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
-"""Keywords of JSON Schema whose values map names to schemas. These names are not keywords, even if
-they equal a keyword in _NOTES.
+"""Keywords of JSON Schema whose values map names to schemas. The mapped names are kept, even if a
+name equals one of the keywords in _NOTES, which are removed.
 """
 _VALUES = frozenset({"const", "enum"})
 """Keywords whose values are arbitrary JSON values, not schemas."""
@@ -138,8 +136,8 @@ async def _lark_of_calls(
 
 
 def _calls(lark: Lark, tools: Sequence[CallableTool], envelope: Envelope, after: str = "") -> str:
-    """Returns alternatives that match a call of one of the tools. `after` is a common beginning of
-    all calls, which another rule has already matched, so the alternatives omit it.
+    """Returns alternatives that match a call of one of the tools, without the common beginning
+    `after` of all calls, which another rule matches.
     """
     calls = []
     for tool in tools:

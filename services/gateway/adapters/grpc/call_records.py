@@ -34,10 +34,10 @@ class CallRecords:
     def recording(
         self, method: str, operation: str, context: Context, *, in_trailer: bool = True
     ) -> Iterator[RequestRecord]:
-        """A context that records a gRPC call, or one turn of a GenerateSession call. Sets the
-        context variable CALL_RECORD to the record. If `in_trailer` is true, the request id and
-        trace id are sent in the trailing metadata. A GenerateSession call has several records, so
-        its ids are not sent.
+        """Records a gRPC call, or one turn of a GenerateSession call, while the `with` block runs.
+        Sets the context variable CALL_RECORD to the record. If `in_trailer` is true, the record's
+        request id and trace id are sent in the trailing metadata. It is false for turns, because a
+        GenerateSession call has several records.
         """
         call = Call("grpc", "POST", method, client_of(context))
         record = self._recorder.begin(call, operation, metadata_of(context))

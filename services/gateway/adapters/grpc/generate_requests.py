@@ -43,8 +43,8 @@ class GenerateRequests:
         *,
         is_continuation: bool = False,
     ) -> ClientRequest:
-        """Converts a message to a request of the core. If `is_continuation` is true, the text
-        continues an earlier text, so the tokenizer adds no special tokens. Raises InvalidArgument
+        """Converts a message to a request of the core. If `is_continuation` is true, the tokenizer
+        adds no special tokens, because the text continues an earlier text. Raises InvalidArgument
         or OutOfRange.
         """
         if request.request_id:

@@ -85,8 +85,8 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
 
     def arriving(self, context: Context) -> Arrival:
         """Begins to count a call as arriving, before its message is read. The returned Arrival
-        counts the call until its sequences are queued. Raises an error if the gateway or the engine
-        has no room for the call.
+        counts the call until its sequences are queued for a replica. Raises an error if the gateway
+        or the replicas have no room for the call.
         """
         caller, record = CALLER.get(), CALL_RECORD.get()
         with self._observer.counting_refusals(record, caller):

@@ -23,12 +23,12 @@ from services.gateway.core.request.inference import Inference
 class StreamReaderTimeout:
     """Ends a stream's request if the client reads no message for `timeout_seconds`.
 
-    The object is a context for the duration of the stream. Call `sending` before each write, and
-    `sent` after it. These calls only set attributes, which a timer checks at intervals. On a
-    timeout, `work`, the stack of the call's contexts, is closed at once with an error. This aborts
-    the sequences, and the request no longer counts as a concurrent request. The gRPC call itself
-    cannot end during a write. If the client reads again, it receives the messages that were sent
-    before, and then the error, which `sent` raises.
+    The object is a context manager for the duration of the stream. `sending` must be called before
+    each write, and `sent` after it. They only set attributes, which a timer checks at intervals. On
+    a timeout, `work`, the stack of the call's context managers, is closed at once with an error, so
+    that the sequences are aborted and the request no longer counts as a concurrent request. The
+    gRPC call itself cannot end during a write. If the client reads again, it receives the messages
+    that were written before the timeout, and then the error, which `sent` raises.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ logger = logging.getLogger(__name__)
 
 
 class MessageStream:
-    """Writes one message for each non-empty piece of an answer. During a write, `is_ready` is
-    false, and the delivery merges the pieces that arrive.
+    """Writes one message for each non-empty piece of an answer. During a write `is_ready` is false,
+    so that the Delivery merges the pieces that arrive.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class AnswerStreams:
         arrival: Arrival,
         work: AsyncExitStack,
     ) -> None:
-        """Runs a generation and writes its pieces. `work` is the stack of the call's contexts. If
-        the client stops reading, the stack is closed with an error. `arrival` is ended just before
-        the sequences are sent to replicas.
+        """Runs a generation and writes its pieces. `work` is the stack of the call's context
+        managers, which is closed with an error if the client stops reading. `arrival` is ended just
+        before the sequences are sent to replicas.
         """
         with StreamReaderTimeout(
             work, self._reader_timeout_seconds, self._reader_timed_out

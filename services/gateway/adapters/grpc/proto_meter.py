@@ -29,7 +29,7 @@ def check_message(raw: bytes, kind: type[Message], max_items: int) -> None:  # n
         place, end, descriptor = left.pop()
         while place < end:
             tag = raw[place]
-            if tag < 0x80:  # most tags have one byte; calling _varint would double the time
+            if tag < 0x80:  # most tags have one byte, and calling _varint would double the time
                 place += 1
             else:
                 tag, place = _varint(raw, place, end)

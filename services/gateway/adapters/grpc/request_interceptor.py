@@ -27,10 +27,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Authenticates each call, sets the context variable CALLER, and reads the request message
-    itself.
+    """Authenticates each call, sets the context variable CALLER, and then reads the request message
+    itself, because grpc would read and parse the message before it calls a handler.
 
-    Otherwise grpc would read and parse the message before the handler could authenticate the call.
     The health service needs no API key. The number of concurrent health watches and calls of other
     services, such as reflection, is limited.
     """
@@ -51,8 +50,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         single request to the type of the request. `stream_types` maps methods with a request stream
         to the type of its messages.
 
-        The functions in `arriving` are called before the message is read, to count the call. A
-        function raises an error to refuse the call. The Arrival that it returns is the value of
+        The method's function in `arriving` is called before the message is read. It counts the
+        call, or raises an error to refuse it. The Arrival that it returns is the value of
         CALL_ARRIVAL during the call, and ends with the call. `operations` maps methods that run the
         model to the names of their operations in traces and metrics.
         """
@@ -159,7 +158,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             try:
                 with self._counted():
                     await handler.unary_stream(request, context)
-            except ResourceExhausted as error:  # StatusInterceptor skips the health service
+            except ResourceExhausted as error:  # StatusInterceptor does not handle health calls.
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message)
 
         return watch

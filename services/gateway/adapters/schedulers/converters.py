@@ -43,7 +43,7 @@ _CLIENT_REASONS = {
     "LONGER_THAN_MODEL": CONTEXT_LENGTH_EXCEEDED,
     "LARGER_THAN_POOL": CONTEXT_LENGTH_EXCEEDED,
 }
-"""Maps the scheduler's error reasons to the reasons that clients see, if they differ."""
+"""Maps error reasons of the scheduler to different reasons that clients get instead."""
 
 _CLIENT_FIELDS = {
     "parent_id": "program.parent_id",
@@ -51,7 +51,7 @@ _CLIENT_FIELDS = {
     "output_token_ids": "prompt",
     "adapter": "model",
 }
-"""Maps fields of AddRequest to the names in clients' requests, if they differ."""
+"""Maps fields of AddRequest to their names in clients' requests, if the names differ."""
 
 
 def client_sampling_from_proto(
@@ -59,9 +59,9 @@ def client_sampling_from_proto(
 ) -> SamplingParams:
     """Converts a client's sampling parameters. Absent fields have the values of `defaults`.
 
-    Raises InvalidArgument if a field is set that only the gateway may set (eos_token_ids), if there
-    are too many bad words, if the logit-bias arrays have unequal lengths, or if they repeat a
-    token. Other fields are checked later.
+    Raises InvalidArgument if eos_token_ids is set, which only the gateway may set, if there are too
+    many bad words, or if the logit-bias arrays have unequal lengths or repeat a token. Other fields
+    are checked later.
     """
     if len(message.logit_bias_token_ids) != len(message.logit_bias_values):
         raise errors.InvalidArgument(
@@ -83,11 +83,9 @@ def client_sampling_from_proto(
 
 
 def inflight_to_proto(handle: int, inflight: Inflight, now: float) -> scheduler_pb2.AddRequest:
-    """Converts a sequence with all its output so far. If the sequence has output, the replica
-    resumes it.
-
-    `now` is the current time on the clock of the request's deadline. The message contains the time
-    left until the deadline.
+    """Converts a sequence with all its output so far, after which the replica continues it. The
+    message contains the time left until the request's deadline. `now` is the current time on the
+    deadline's clock.
     """
     request = inflight.request
     sampling = sampling_to_proto(request.sampling)
@@ -128,8 +126,8 @@ def tenant_digest(caller_id: str) -> bytes:
 
 
 def chunk_to_proto(handle: int, inflight: Inflight, num_tokens: int) -> scheduler_pb2.AddChunk:
-    """Converts the tokens that a turn adds to the prompt of a client's session. The first
-    `num_tokens` tokens of the prompt are at the replica already.
+    """Converts the next turn of a client's session. The first `num_tokens` tokens of its prompt are
+    at the replica already, from earlier turns, so only the tokens after them are sent.
     """
     request = inflight.request
     return scheduler_pb2.AddChunk(
@@ -207,7 +205,7 @@ def finish_from_proto(message: scheduler_pb2.Finished) -> Finish | errors.Stepwe
 
 
 def turn_end_from_proto(message: scheduler_pb2.Finished) -> Finish:
-    """Converts the end of a session's turn. A turn never ends with an error."""
+    """Converts the end of a turn of a client's session. A turn never ends with an error."""
     end = finish_from_proto(message)
     if isinstance(end, errors.StepwellError):
         raise AssertionError(f"the turn of a session ended with an error: {end.message}")
@@ -220,7 +218,7 @@ def is_rejection_known(message: scheduler_pb2.Rejection) -> bool:
 
 
 def rejection_from_proto(message: scheduler_pb2.Rejection) -> errors.StepwellError:
-    """Converts a refusal by a scheduler to an error with the field and reason that clients know."""
+    """Converts a refusal by a scheduler to an error with the clients' names of field and reason."""
     kind = _REJECTIONS.get(message.code, errors.InternalError)
     field = message.field.rpartition(".")[2]
     return kind(

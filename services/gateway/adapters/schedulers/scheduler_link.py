@@ -45,15 +45,17 @@ _MAX_AWAY_BACKOFF_SECONDS = 5.0
 _CHECKS_PER_TIMEOUT = 8
 _MOST_TIMEOUTS = 2
 _UNREAD_BYTES = 512
-"""Number of bytes that gRPC may receive before the gateway reads them: the tokens of a few steps.
-Results of further steps stay at the scheduler, which merges them into one message.
+"""Number of bytes that gRPC may receive before the gateway reads them. It is small (the tokens of a
+few steps), so that later results stay at the scheduler, which merges them into one message.
 """
 _LAST_CALLS_SECONDS = 1.0
-"""Seconds for which calls such as GetStats may continue after the link is closed."""
+"""Seconds for which other calls, such as GetStats, may continue after the session was closed."""
 
 
 class SchedulerLink:
-    """Implements the core's Link over gRPC. An ended session is reopened after a growing delay."""
+    """Implements the core's Link over gRPC. When the session ends, a new one is opened, after
+    delays that grow with each failed attempt.
+    """
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class SchedulerLink:
         self._channel = open_channel(address, tls, lookahead_bytes=_UNREAD_BYTES)
         self._stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self.admin = SchedulerAdmin(address, self._channel)
-        # The messages of sequences are built just before they are written, since a request may have
-        # hundreds of sequences, and each message contains the whole prompt.
+        # The outbox has sequences and not their messages, because a request may have hundreds of
+        # sequences, and each message contains the whole prompt.
         self._outbox: list[Mail] = []
         self._has_mail = asyncio.Event()
 
@@ -114,8 +116,8 @@ class SchedulerLink:
         self._post(scheduler_pb2.SessionRequest(end_turn=end_turn))
 
     def keep_trace(self, request_id: str, trace: TraceHeaders) -> None:
-        """Asks the scheduler to export the spans of a sequence whose trace was not sampled. The
-        spans become children of the span in `trace`.
+        """Asks the scheduler to export its spans of a sequence, as children of the span in `trace`,
+        although the request was not sampled.
         """
         keep = scheduler_pb2.KeepTrace(
             request_id=request_id, traceparent=trace.traceparent, tracestate=trace.tracestate
@@ -123,7 +125,7 @@ class SchedulerLink:
         self._post(scheduler_pb2.SessionRequest(keep=keep))
 
     async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
-        """Queries statistics of the queue and the KV pool, and totals. Raises AioRpcError."""
+        """Queries the scheduler's statistics. Raises AioRpcError."""
         response: scheduler_pb2.GetStatsResponse = await self._stub.GetStats(
             scheduler_pb2.GetStatsRequest(), timeout=timeout_seconds
         )
@@ -174,9 +176,9 @@ class SchedulerLink:
 
     def _rest(self, began: float) -> float:
         """Returns the seconds to wait before the next session. `began` is the start of the last
-        session. If the last session was not ended by a wrong message, the wait is 0. Otherwise it
-        grows with the number of recent wrong messages, so that most requests are sent to other
-        schedulers.
+        session. If an invalid message of the scheduler ended that session, the wait is positive and
+        grows with repetitions, so that most requests are sent to other schedulers. Otherwise it is
+        0.
         """
         if self._wrong_at < began:
             self._rest_seconds = max(self._rest_seconds / 2, _FIRST_BACKOFF_SECONDS)
@@ -241,7 +243,7 @@ class SchedulerLink:
             self._deltas.sent(handle, inflight)
 
     def _count_timeout(self, *, is_late: bool) -> None:
-        """Counts consecutive timeouts of sessions. At _MOST_TIMEOUTS, renews the channel."""
+        """Counts consecutive timeouts of sessions. After _MOST_TIMEOUTS, makes a new channel."""
         self._num_timeouts = self._num_timeouts + 1 if is_late else 0
         if self._num_timeouts == _MOST_TIMEOUTS:
             self._num_timeouts = 0
@@ -301,18 +303,18 @@ class SchedulerLink:
 
     @property
     def _heard_at(self) -> float:
-        """Returns the time of the last received message. If sent messages have been unacknowledged
-        since an earlier time, returns that time.
+        """Returns the time since which the scheduler has been silent: when the last message was
+        received, or, if it is earlier, since when sent messages have been unacknowledged.
         """
         if not self._numbering.has_untaken:
             return self._received_at
         return min(self._received_at, self._numbering.untaken_since)
 
     async def _watch(self, alarm: asyncio.Timeout, replica: Replica) -> None:
-        """Makes `alarm` expire if no message was received, or no sent message acknowledged, for the
-        session's timeout. In the second half of the timeout, `Silence` measures the time, so that a
-        delay of this process does not count as the scheduler's silence. Also repeats unanswered
-        aborts, unless the replica cannot run steps.
+        """Makes `alarm` expire when the scheduler has been silent (see `_heard_at`) for the
+        session's timeout. `Silence` measures the second half of the timeout, because it does not
+        count delays of this process. Also repeats aborts to which the scheduler has not replied,
+        unless the replica cannot run steps.
         """
         loop, silence = asyncio.get_running_loop(), None
         interval, heard_at = self._session_timeout / _CHECKS_PER_TIMEOUT, self._heard_at
@@ -337,9 +339,9 @@ class SchedulerLink:
                 return
 
     def _abort_again(self, latest: float) -> None:
-        """Repeats aborts that were sent at `latest` or earlier and are still unanswered. The
-        scheduler ignores aborts of requests that have ended. Without the repetition, a client's
-        session between two turns would keep its KV blocks for ever if its abort was lost.
+        """Repeats aborts that were sent at `latest` or earlier and to which the scheduler has not
+        replied. Otherwise, if an abort of a client's session between two turns was lost, the
+        replica would keep the session's KV blocks for ever. Aborts of ended requests are ignored.
         """
         late = self._deltas.unanswered_aborts(latest) if self._deltas is not None else {}
         for handle, was_stopped in late.items():
@@ -362,7 +364,7 @@ class SchedulerLink:
                     self._numbering.number(message, loop.time())
                     await call.write(message)
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            return  # The reader handles the end of the call.
+            return  # `_read` handles the end of the call.
 
     def _post(self, mail: Mail) -> None:
         self._outbox.append(mail)
@@ -370,9 +372,9 @@ class SchedulerLink:
 
 
 def longest_backoff(away_seconds: float) -> float:
-    """Returns the longest delay in seconds between two attempts to open a session, if no session
-    was open for `away_seconds`. The delay is a tenth of `away_seconds`, within bounds. Attempts
-    become rarer because each costs a millisecond of processor time, and a registry may list many
-    dead schedulers.
+    """Returns the longest delay in seconds between two attempts to open a session, after no session
+    was open for `away_seconds`: a tenth of `away_seconds`, within bounds. Attempts become rarer
+    because each costs a millisecond of processor time, and a registry may list many dead
+    schedulers.
     """
     return min(max(_MAX_BACKOFF_SECONDS, away_seconds / 10), _MAX_AWAY_BACKOFF_SECONDS)

@@ -1,4 +1,6 @@
-"""Makes the links to all known schedulers. Each link has a task that keeps its session open."""
+"""Makes the links (connections) to all known schedulers. For each link a task keeps a session, a
+gRPC stream, open.
+"""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -17,7 +19,6 @@ class SchedulerLinks:
     def __init__(
         self, gateway_id: str, session_timeout_seconds: float, tls: "Tls | None" = None
     ) -> None:
-        """The arguments are passed to each SchedulerLink."""
         self._gateway_id = gateway_id
         self._session_timeout = session_timeout_seconds
         self._tls = tls
@@ -26,7 +27,7 @@ class SchedulerLinks:
         self._to_open: asyncio.Queue[tuple[SchedulerLink, Replica]] = asyncio.Queue()
 
     def __getitem__(self, address: str) -> SchedulerLink:
-        """The newest link to an address."""
+        """Returns the link that was made last for an address."""
         return self._links[address]
 
     def all(self) -> list[SchedulerLink]:
@@ -52,7 +53,9 @@ class SchedulerLinks:
             task.cancel()
 
     async def run(self) -> None:
-        """Keeps the sessions open until cancelled. A defect in one session ends all of them."""
+        """Keeps the sessions open until cancelled. An unexpected exception in one session ends
+        all.
+        """
         async with asyncio.TaskGroup() as tasks:
             while True:
                 link, replica = await self._to_open.get()

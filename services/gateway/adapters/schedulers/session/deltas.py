@@ -34,8 +34,10 @@ class _Abort(NamedTuple):
 
 
 class SessionDeltas:
-    """Keeps the sequences of one session with a scheduler, and delivers their results. A message is
-    delivered only if all of it is valid.
+    """Keeps the sequences of one session (a gRPC stream) with a scheduler, and delivers their
+    results. A message is delivered only if all of it is valid.
+
+    A client's session is something else: a series of requests (turns) that continue one sequence.
     """
 
     def __init__(self, replica: Replica, limits: ModelLimits) -> None:
@@ -44,10 +46,12 @@ class SessionDeltas:
         self._limits = limits
         self._sent: dict[int, Sent] = {}
         self._aborted: dict[int, _Abort] = {}
-        """Maps handles to aborts that the scheduler has not answered, the oldest first."""
+        """Maps the handles of aborted sequences to their aborts, the oldest first, until the
+        scheduler reports the end of the sequence.
+        """
         self._crossed: dict[int, None] = {}
-        """Handles of client sessions that the scheduler ended, perhaps before it received an input
-        that the gateway had sent. The scheduler rejects such an input after the session's end.
+        """Handles of clients' sessions that the scheduler has ended. It rejects a turn that the
+        gateway sent before it learned of the end.
         """
         self._step = self._num_ended = 0
         self._steady: SteadySteps | None = None
@@ -59,9 +63,8 @@ class SessionDeltas:
         self._steady = None
 
     def aborted(self, handle: int, now: float, *, was_stopped: bool = False) -> None:
-        """Records that a sequence or a client's session was aborted. Its end is still delivered,
-        but its other results are ignored. `was_stopped` is true if a stop string ended the
-        sequence.
+        """Records that a sequence or a client's session was aborted. Only its end is still
+        delivered. `was_stopped` is true if a stop string ended the sequence.
         """
         if (sent := self._sent.get(handle)) is not None:
             sent.is_leaving = True
@@ -69,8 +72,8 @@ class SessionDeltas:
             self._aborted[handle] = _Abort(now, was_stopped)
 
     def unanswered_aborts(self, latest: float) -> dict[int, bool]:
-        """Removes and returns the aborts that were sent at `latest` or earlier and have not led to
-        an end. The result maps handles to the argument `was_stopped` of `aborted`.
+        """Removes and returns the aborts that were sent at `latest` or earlier and whose sequences
+        have not ended, as a map from handles to the argument `was_stopped` of `aborted`.
         """
         found: dict[int, bool] = {}
         for handle, abort in self._aborted.items():
@@ -128,8 +131,8 @@ class SessionDeltas:
         counts: list[int],
         token_ids: list[int],
     ) -> bool:
-        """Checks all parts of a message except queue state and load. Returns True if `SteadySteps`
-        has checked the message. Such a message contains only tokens.
+        """Checks all parts of a message except queue state and load. Returns True if the fast check
+        of `SteadySteps` sufficed, because the message contains only tokens.
         """
         self._check_numbers(deltas, counts, token_ids)
         totals = list(deltas.num_output_tokens)
@@ -245,7 +248,8 @@ class SessionDeltas:
     ) -> None:
         replica, running = self._replica, self._replica.running
         self._step, self._num_ended = deltas.step, deltas.num_ended
-        # The queue's state is from before the step, so it still counts the admitted requests.
+        # The message has the queue's state before the step, which still counts the requests that
+        # were admitted in the step as waiting.
         if deltas.HasField("queue"):
             replica.queue_changed(queue_state_from_proto(deltas.queue))
         if not is_steady:
@@ -296,8 +300,8 @@ class SessionDeltas:
             replica.rejected(rejected.handle, rejection_from_proto(rejected))
 
     def _is_late(self, rejected: scheduler_pb2.Rejection, ends: Sequence[int]) -> bool:
-        """Whether a rejection concerns input for a client's session that has ended, or that the
-        same message ends.
+        """Whether a rejection concerns a turn of a client's session that has already ended, or
+        whose handle is in `ends`, because the message ends it.
         """
         sent = self._sent.get(rejected.handle)
         if sent is None:

@@ -9,7 +9,7 @@ from services.gateway.adapters.schedulers.converters import inflight_to_proto
 from services.gateway.core.request.inflight import Inflight
 
 Mail = scheduler_pb2.SessionRequest | tuple[int, Inflight]
-"""A message to send, or a pair of a handle and a sequence to send."""
+"""A message to send, or a sequence to send with its handle, the number that identifies it."""
 
 _ADDED_BYTES = 64 * 1024
 """Limit on the size in bytes of a message with several sequences."""

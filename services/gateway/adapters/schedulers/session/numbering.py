@@ -16,19 +16,18 @@ class Numbering:
 
     def __init__(self) -> None:
         self.untaken_since = 0.0
-        """The time when the oldest unacknowledged message was sent, or the time of the latest
-        acknowledgement if it is later.
+        """The time when the oldest unacknowledged message was sent, or the latest acknowledgement
+        arrived, whichever is later.
         """
         self._num_sent = self._num_received = 0
         self._untaken: deque[tuple[int, int]] = deque()
-        """The unacknowledged messages. Each item has the message's number, and the number of
-        requests that were sent up to and including this message.
+        """The unacknowledged messages: the message's number, and the number of requests in all
+        messages up to this one.
         """
         self._num_requests = self._taken_number = self._num_taken_requests = 0
 
     @property
     def has_untaken(self) -> bool:
-        """Whether there are unacknowledged messages."""
         return bool(self._untaken)
 
     def number(self, message: scheduler_pb2.SessionRequest, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Checks of a scheduler's reports: its model, its queue, its load."""
+"""Checks a scheduler's reports about its model, its queue and its load."""
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -10,7 +10,7 @@ _MOST_TOKENS = 2**31 - 1
 
 
 def check_opened(opened: scheduler_pb2.SessionOpened) -> None:
-    """Raises WrongMessage if the description of a model is impossible."""
+    """Raises WrongMessage if the model's description has an impossible value."""
     lengths = opened.max_model_len, opened.max_request_tokens, opened.vocab_size
     is_sane = all(0 < length <= _MOST_TOKENS for length in lengths) and opened.block_size > 0
     require(

@@ -16,8 +16,8 @@ FLOAT_BYTES = 4
 def check_rows(
     rows: common_pb2.Logprobs, token_ids: Sequence[int], num_top: int, vocab_size: int
 ) -> None:
-    """Raises WrongMessage unless there is exactly one row for each token. A row has the token
-    itself, then the `num_top` most probable tokens in descending order.
+    """Raises WrongMessage unless `rows` has exactly one valid row for each token. A row has the
+    token itself, then the `num_top` most probable tokens in descending order.
     """
     width, num_rows = 1 + num_top, len(token_ids)
     cells, values, ranks = list(rows.token_ids), list(rows.logprobs), list(rows.ranks)

@@ -1,4 +1,4 @@
-"""The sequences that a session has sent, and the checks of their results."""
+"""The sequences that were sent to a scheduler in a session, and the checks of their results."""
 
 from stepwell.common.v1 import common_pb2
 from stepwell.scheduler.v1 import scheduler_pb2
@@ -33,15 +33,13 @@ class Sent:
     )
 
     def __init__(self, inflight: Inflight, *, continues: bool = False) -> None:
-        """`continues`: whether this is a later turn of a client's session."""
+        """`continues` is true if the sequence is a turn of a client's session after the first."""
         self.continues = continues
         sampling = inflight.request.sampling
         self.inflight = inflight
         self.is_admitted = False
         self.is_leaving = False
-        """Whether the gateway has aborted the sequence. The scheduler may not have received the
-        abort yet.
-        """
+        """Whether the gateway has sent an abort of the sequence."""
         self.is_between_turns = False
         self.max_tokens = MAX_INT32 if sampling.max_tokens is None else sampling.max_tokens
         self.min_tokens = sampling.min_tokens
@@ -55,8 +53,8 @@ class Sent:
 
     @property
     def needs_more(self) -> bool:
-        """Whether the sequence's tokens need further checks besides the checks of token counts and
-        stop tokens.
+        """Whether the sequence's tokens need more checks than the checks of counts and stop
+        tokens.
         """
         return self.is_leaving or self.wants_rows or self.repetition is not None
 

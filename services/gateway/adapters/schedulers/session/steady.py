@@ -9,7 +9,8 @@ from services.gateway.adapters.schedulers.session.sent import Sent
 
 class SteadySteps:
     """The requests of a step whose results were checked one by one. If a later step adds one token
-    to each of the same requests and ends none, that step is checked by comparing whole lists.
+    to each of exactly these requests and ends none, its results are checked by comparing whole
+    lists.
     """
 
     def __init__(self, handles: list[int], totals: list[int], sent: Sequence[Sent]) -> None:
@@ -25,7 +26,9 @@ class SteadySteps:
     def after(
         cls, handles: list[int], totals: list[int], sent: dict[int, Sent]
     ) -> "SteadySteps | None":
-        """Makes the object after a step. Returns None if any request needs more checks."""
+        """Makes the object after a step whose results were checked one by one. Returns None if a
+        request needs checks that lists do not cover.
+        """
         found = [sent[handle] for handle in handles]
         if not found or any(one.needs_more for one in found):
             return None
