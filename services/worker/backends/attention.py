@@ -1,8 +1,8 @@
 """The interface between a model's layers and the paged KV cache.
 
 The layout of a step is computed once, before the first layer. Each layer then calls the step's
-attention with its queries, keys and values. The implementation determines how the cache is shaped,
-written and read.
+attention with its queries, keys and values. The attention implementation determines how the cache
+is shaped, written and read.
 """
 
 import math
@@ -31,14 +31,15 @@ class StepLayout:
     group.
 
     Tokens of a request are consecutive. Requests with one token (decodes) come first, in ascending
-    order of `seq_lens`. `num_decodes` is the number of decodes. Chunks of several tokens follow.
+    order of `seq_lens`. `num_decodes` is the number of decodes. Requests with several tokens
+    (chunks) follow.
 
     * `query_starts` int32 [num_reqs + 1]: index of each request's first token, then the total
       number of tokens.
     * `seq_lens` int32 [num_reqs]: the number of tokens of each request after the step.
     * `tables` int32 [any, any], each row contiguous: block tables, of which row `rows[i]` is for
       request i. Entries after the request's last block, and before the first block in the group's
-      window, are undefined. The array belongs to the batch, and later steps change it.
+      attention window, are undefined. The array belongs to the batch, and later steps change it.
     * `rows` int32 [num_reqs].
 
     The properties are computed at their first use.
@@ -114,11 +115,12 @@ class LayerAttention(Protocol):
         rotation: Rotation | None,
     ) -> torch.Tensor:
         """Rotates queries and keys, stores the step's keys and values of `layer`, and computes the
-        attention of each token to itself and to earlier tokens. Returns [n, num_heads * head_dim].
+        attention of each token to itself and to earlier tokens of its request. Returns [n,
+        num_heads * head_dim].
 
-        `query` [n, num_heads, head_dim], `key` and `value` [n, num_kv_heads, head_dim], in the
-        layout's order. Each head is contiguous. Queries and keys may be overwritten. n is at least
-        the layout's number of tokens. Further rows are padding, and their outputs are finite.
+        `query` is [n, num_heads, head_dim], `key` and `value` are [n, num_kv_heads, head_dim], in
+        the layout's order. Each head is contiguous. Queries and keys may be overwritten. n is at
+        least the layout's number of tokens. Further rows are padding, and their outputs are finite.
         """
 
 
@@ -128,23 +130,21 @@ class PagedAttention(Protocol):
     def begin_step(self, layouts: Sequence[StepLayout]) -> LayerAttention:
         """Prepares a step. The result is for all layers, and is valid until the next step begins.
 
-        There is one layout for each KV-cache group. Layouts differ only in `tables` and
+        There is one layout for each KV-cache group. The layouts differ only in `tables` and
         `block_size`.
         """
 
     def zero_blocks(self, block_ids: Int32Array) -> None:
-        """Clears blocks in all layers. Must be called before the step that uses the
-        blocks begins.
-        """
+        """Clears blocks in all layers. Must be called before the step that uses them begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """Attention parameters of one layer.
 
-    Scores are multiplied by `scale`. With a `softcap` c the scores are then replaced by c *
-    tanh(score / c). A token attends to itself and to all earlier tokens. With a `window` w, it
-    attends to itself and to the w - 1 tokens before it.
+    Scores are multiplied by `scale`. With a `softcap` c, each score s is then replaced by c *
+    tanh(s / c). A token attends to itself and to all earlier tokens. With a `window` w, it attends
+    to itself and to the w - 1 tokens before it.
     """
 
     num_heads: int
@@ -156,15 +156,15 @@ class AttentionLayer:
 
 
 def head_elements(layer: AttentionLayer, kv_cache_dtype: KVCacheDtype) -> int:
-    """Page elements that a key of one head occupies. A value occupies the same number."""
+    """The number of page elements that a head's key occupies. A value occupies the same number."""
     has_codes = kv_cache_dtype is KVCacheDtype.INT8_PER_TOKEN_HEAD
     return bytes_of_head(layer.head_dim) if has_codes else layer.head_dim
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """The state that one recurrent layer stores for a sequence instead of keys and values.
-    `tensors`: the shape and data type of each tensor of the state.
+    """The state that one recurrent layer stores for a sequence in place of keys and values.
+    `tensors` has the shape and data type of each tensor of the state.
     """
 
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -177,12 +177,13 @@ class StateLayer:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The shape of the model's attention and of its cache.
+    """The shape of the model's attention and of its KV cache.
 
-    The i-th layers of all groups share their pages. A block belongs to the group whose block table
-    lists it. Pages are equally large in all groups: pages of layers with fewer or smaller heads
-    have more tokens. If there is only one group, its layers may differ in `window`, `num_kv_heads`
-    or `head_dim`. If there are several groups, the layers of a group must have the same values.
+    A block belongs to the KV-cache group whose block table lists it. The i-th layers of all groups
+    share their pages. All groups have pages of the same size, so pages of layers with fewer or
+    smaller heads have more tokens. If there is only one group, its layers may differ in `window`,
+    `num_kv_heads` or `head_dim`. If there are several groups, the layers of a group must be equal
+    in these properties.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -192,21 +193,19 @@ class AttentionShape:
     """Data type of queries, keys, values and outputs."""
     device: torch.device = CPU
     groups: tuple[tuple[int, ...], ...] = ()
-    """The KV-cache groups, each with the indexes of its layers. Every layer is in one group. If
-    empty, one group has all layers.
+    """The KV-cache groups, each with the indexes of its layers. Every layer is in one group. An
+    empty tuple stands for one group of all layers.
     """
     states: tuple[StateLayer, ...] = ()
     """States of the recurrent layers, which are numbered separately from attention layers."""
     state_groups: tuple[tuple[int, ...], ...] = ()
     """KV-cache groups of recurrent layers, numbered after `groups`. A block of such a group stores
-    a state of each of the group's layers.
+    one state of each of the group's layers.
     """
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     """Data type of cached keys and values."""
     block_scales: tuple[int, ...] = ()
-    """For each group, the number of tokens in its blocks, as a multiple of `block_size`. If empty,
-    all multiples are 1.
-    """
+    """For each group, tokens in a block, divided by `block_size`. Empty if all are 1."""
 
     @property
     def has_codes(self) -> bool:
@@ -241,9 +240,7 @@ class AttentionShape:
 
     @property
     def pages_of(self) -> tuple[int, ...]:
-        """For each layer, the index of its page in a block, which is the layer's index in its
-        group.
-        """
+        """For each layer, the index of its page in a block: the layer's index in its group."""
         pages = {layer: i for group in self.layer_groups for i, layer in enumerate(group)}
         return tuple(pages[layer] for layer in range(len(self.layers)))
 
@@ -253,7 +250,7 @@ class AttentionShape:
         return max(self.layer_groups, key=len)
 
     def layer_pages(self, pages: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """For each layer, a view of its pages with the shape `page_shape(layer)`. `pages`: the
+        """For each layer, a view of its pages with the shape `page_shape(layer)`. `pages` are the
         allocated pages, in the shapes of `page_layers`.
         """
         return [
@@ -277,9 +274,9 @@ class AttentionShape:
 
     @property
     def block_size_for_states(self) -> int:
-        """The smallest multiple of `block_size` with which the keys and values of a block need at
-        least as many bytes as the states of a block. Then blocks of attention layers have no unused
-        bytes (as in vLLM).
+        """The smallest multiple of `block_size` with which a block's keys and values need at least
+        as many bytes as its states. Blocks of attention layers then have no unused bytes (as in
+        vLLM).
         """
         per_size = sum(self.page_bytes)
         return self.block_size * max(1, -(-sum(self.state_bytes) // per_size))

@@ -8,7 +8,7 @@ BIND_AUTO, BIND_NONE = "auto", "nobind"
 
 
 def bind_problem(value: str) -> str | None:
-    """The problem of a value of `cpu_omp_threads_bind`, or None."""
+    """Returns why a value of `cpu_omp_threads_bind` is invalid, or None if it is valid."""
     try:
         is_right = value in (BIND_AUTO, BIND_NONE) or all(map(cpu_list, value.split("|")))
     except ValueError:
@@ -17,8 +17,8 @@ def bind_problem(value: str) -> str | None:
 
 
 class DeviceSetting(enum.Enum):
-    """The device of a worker. AUTO selects CUDA if possible, and the CPU otherwise. With SIMULATED,
-    no model is computed, and steps take as long as a profile defines.
+    """The device of a worker. AUTO selects CUDA if possible, otherwise the CPU. With SIMULATED, no
+    model is computed, and steps take the time that a profile predicts.
     """
 
     AUTO = "auto"
@@ -29,7 +29,7 @@ class DeviceSetting(enum.Enum):
 
 class KernelsSetting(enum.Enum):
     """The kernels of a worker on the CPU. NATIVE: compiled kernels. TORCH: torch's operations.
-    AUTO: compiled kernels if they are available, and torch's operations otherwise.
+    AUTO: compiled kernels if they are available, otherwise torch's operations.
     """
 
     AUTO = "auto"
@@ -42,8 +42,9 @@ class SumOrder(enum.Enum):
     last bits.
 
     PAIRS: of each pair of products, the second is added to the total, then the first. This is the
-    order of AVX-512's VDPBF16PS, also when other instructions compute it. TILES: the order of Intel
-    AMX. DOT_PRODUCTS: the order of ARM's BFDOT, which rounds the sum of a pair once.
+    order of AVX-512's VDPBF16PS, and of kernels that do the same with other instructions. TILES:
+    the order of Intel AMX. DOT_PRODUCTS: the order of ARM's BFDOT, which rounds the sum of a pair
+    once.
     """
 
     PAIRS = "pairs"

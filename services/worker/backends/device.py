@@ -1,7 +1,8 @@
 """Devices that store tensors, and copies between devices and the host.
 
-The host runs ahead of a CUDA device. Uploads and downloads are queued after the device's current
-work and do not wait for it. No other operation between two steps may wait for the device either.
+The host runs ahead of a CUDA device: it queues work without waiting for results. Uploads and
+downloads are queued after the device's current work. No other operation between two steps may wait
+for the device.
 """
 
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class Device(Protocol):
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Returns a function that repeats `work`. `work` must use the same memory in every call,
-        and must never wait for the device. A call overwrites the memory of the previous result.
+        and must never wait for the device. A call overwrites the result of the previous call.
         """
 
 
@@ -66,7 +67,7 @@ class CpuDevice:
         return torch.from_numpy(array)
 
     def download(self, tensor: torch.Tensor) -> Download:
-        """Copies the tensor, since the next step may overwrite it."""
+        """Copies the tensor, because the next step may overwrite it."""
         return _FinishedDownload(tensor.clone().numpy())
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

@@ -1,13 +1,13 @@
 """The cache of a model that has both attention layers and recurrent layers.
 
-All groups of layers get their blocks from one pool. So the same memory of a block stores either
-keys and values, or the states of a group's recurrent layers. The bytes of a state are stored in the
-page of keys, then in the page of values, then in extra memory that only states use. vLLM's hybrid
-models have the same layout, in pages of the larger of the two sizes.
+All KV-cache groups get their blocks from one pool. Therefore the same memory of a block stores
+either keys and values, or the states of a group's recurrent layers. A state fills the page of keys,
+then the page of values, then extra memory that only states use. vLLM's hybrid models have the same
+layout, in pages of the larger of the two sizes.
 
 A step reads a request's state from the block that the block table lists for the last token before
-the step. It writes the new state to the block that the table lists for the step's last token. Both
-may be the same block.
+the step. It writes the new state to the block that the table lists for the step's last token. The
+two may be the same block.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from services.worker.backends.kernels import Kernels
 
 
 class PagesOfKeys(PagedAttention, Protocol):
-    """Attention on the CPU whose memory can store states too.
+    """Attention on the CPU whose memory can also store states of recurrent layers.
 
     `pages`: the memory of all blocks. Each page is a contiguous tensor [2, num_blocks, ...] of keys
     and values. Tensors [1, num_blocks, ...] follow if states need more memory.
@@ -43,10 +43,10 @@ class PagesOfKeys(PagedAttention, Protocol):
 class StateRun:
     """Sequences of a step that a recurrent layer computes in one call.
 
-    `tokens`: the tokens of the sequences, one sequence after the other, with equally many tokens
-    each. `sources` and `targets` have an int64 array [num_sequences] for each group of recurrent
-    layers: the blocks with the initial states, and the blocks for the final states. `sources` is
-    None if the sequences have no computed tokens.
+    `tokens`: the indexes of the sequences' tokens, sequence by sequence. All sequences have the
+    same number of tokens. `sources` and `targets` have an int64 array [num_sequences] for each
+    group of recurrent layers: the blocks with the initial states, and the blocks for the final
+    states. `sources` is None if the sequences have no computed tokens.
     """
 
     tokens: slice
@@ -99,8 +99,8 @@ class HybridCache:
                 plane[target] = plane[source]
 
     def read(self, layer: int, run: StateRun) -> tuple[torch.Tensor, ...] | None:
-        """The initial states of a recurrent layer for a run's sequences, as new tensors
-        [num_sequences, ...], or None if the sequences have no computed tokens.
+        """Returns the initial states of a recurrent layer for the sequences of a run, as new
+        tensors [num_sequences, ...], or None if the sequences have no computed tokens.
         """
         if run.sources is None:
             return None
@@ -118,7 +118,7 @@ class HybridCache:
         )
 
     def write(self, layer: int, run: StateRun, tensors: Sequence[torch.Tensor]) -> None:
-        """Stores the states after the run's last tokens."""
+        """Stores a recurrent layer's states after the last tokens of a run's sequences."""
         group, page = self._places[layer]
         flat = (tensor.contiguous().view(run.num_sequences, -1) for tensor in tensors)
         packed = torch.cat([tensor.view(torch.uint8) for tensor in flat], 1)
@@ -129,7 +129,7 @@ class HybridCache:
 
 @dataclass(frozen=True, slots=True)
 class HybridStep:
-    """A LayerAttention. Recurrent layers use `states` and `runs`."""
+    """A LayerAttention for attention layers. Recurrent layers use its `states` and `runs`."""
 
     attention: LayerAttention
     states: HybridCache
@@ -140,9 +140,7 @@ class HybridStep:
 
 
 def cache_of(kernels: Kernels, shape: AttentionShape) -> tuple[PagedAttention, HybridCache | None]:
-    """Allocates a cache on the CPU. Returns its attention, and the same object again as a
-    HybridCache if it stores states.
-    """
+    """Allocates a cache on the CPU. Returns its attention, and its HybridCache if it has states."""
     attention = kernels.paged_attention(shape)
     if not shape.states:
         return attention, None
@@ -151,14 +149,15 @@ def cache_of(kernels: Kernels, shape: AttentionShape) -> tuple[PagedAttention, H
 
 
 def state_runs(layouts: Sequence[StepLayout]) -> list[StateRun]:
-    """The calls of recurrent layers in a step: one for all sequences with a state and a single
-    token, and one for each other sequence. `layouts`: one for each group of recurrent layers.
+    """Returns the calls of a recurrent layer in a step: one for all sequences with a single token
+    and a state, and one for each other sequence. `layouts` has one for each group of recurrent
+    layers.
     """
     first = layouts[0]
     counts = np.diff(first.query_starts)
     computed = first.seq_lens - counts
-    # Sequences with a single token come first, in ascending order of lengths. So the sequences
-    # without computed tokens are at the beginning.
+    # Sequences with a single token come first, in ascending order of length, so those without
+    # computed tokens are at the beginning.
     decodes = range(int(np.count_nonzero(computed[: first.num_decodes] == 0)), first.num_decodes)
     runs = [_run(layouts, computed, decodes)] if decodes else []
     alone = (*range(decodes.start), *range(decodes.stop, len(counts)))
@@ -170,7 +169,7 @@ def _run(layouts: Sequence[StepLayout], computed: Int32Array, sequences: range) 
     starts = layouts[0].query_starts
 
     def blocks(num_tokens: Int32Array) -> tuple[torch.Tensor, ...]:
-        """For each group, the blocks of the sequences' states after `num_tokens` tokens."""
+        """Returns, for each group, the blocks with the states after `num_tokens` tokens."""
         last = num_tokens[own] - 1
         found = (each.tables[each.rows[own], last // each.block_size] for each in layouts)
         return tuple(torch.from_numpy(block_ids.astype(np.int64)) for block_ids in found)

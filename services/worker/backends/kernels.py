@@ -1,6 +1,6 @@
 """The interface of the operations that decoders call. An implementation determines how weights are
-packed and caches are laid out. So layers do not depend on devices, instruction sets or page
-layouts.
+packed and how KV caches are laid out. Therefore layers do not depend on devices, instruction sets
+or page layouts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,12 +37,12 @@ class Linear(Protocol):
     out_features: int
 
     def __call__(self, x: torch.Tensor, delta: Delta | None = None) -> torch.Tensor:
-        """Maps [n, in] to [n, out]. n must be a result of `Kernels.padded_rows`. `delta`: what LoRA
-        adapters add to the product before gates are applied.
+        """Maps [n, in] to [n, out]. n must be a result of `Kernels.padded_rows`. `delta` is what
+        LoRA adapters add to the product before gates are applied.
         """
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32, if possible without rounding to x's data type first."""
+        """The product in float32, if possible without first rounding it to x's data type."""
 
 
 class Mlp(Protocol):
@@ -52,7 +52,8 @@ class Mlp(Protocol):
         self, hidden: torch.Tensor, num_tokens: int, deltas: LayerDeltas = NO_DELTAS
     ) -> torch.Tensor:
         """Maps [n, hidden_size] to [n, hidden_size]. Rows from `num_tokens` on are padding. Their
-        outputs are finite if their inputs are. `deltas`: what LoRA adapters add to the projections.
+        outputs are finite if their inputs are. `deltas` is what LoRA adapters add to the
+        projections.
         """
 
 
@@ -76,8 +77,8 @@ class LayerWeights:
     """The weights of one decoder layer: attention and an MLP, each after a norm.
 
     `query_norm` and `key_norm` [head_dim] are None without query-key norm. The output norms
-    [hidden_size] are None if outputs are not normalized. native/library.py builds the compiled
-    library's structure from these fields, with the fields of GatedMlp in place of `mlp`.
+    [hidden_size] are None if outputs are not normalized. From these fields, native/library.py
+    creates the structure for the compiled library, with the fields of GatedMlp in place of `mlp`.
     """
 
     input_norm: torch.Tensor
@@ -99,19 +100,17 @@ class DecoderWeights:
     """[vocab_size, hidden_size]. In pipeline stages after the first it has no rows."""
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor | None
-    """The norm after the last layer. `norm` and `head` are None in stages before the last."""
+    """The norm after the last layer. `norm` and `head` are None before the last pipeline stage."""
     head: Linear | None
     ranks: Ranks = ALONE
-    """The ranks that layers are divided over. The outputs of attention and of MLPs are summed over
-    these ranks.
-    """
+    """The ranks over which layers are divided. They sum the outputs of attention and of MLPs."""
     head_ranks: Ranks = ALONE
-    """The ranks that the head is divided over, with equally many columns on each."""
+    """The ranks over which the head is divided, with equally many output columns on each."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConstants:
-    """The numbers that a decoder computes with in addition to its weights."""
+    """The numbers with which a decoder computes in addition to its weights."""
 
     embedding_scale: float
     rotations: tuple[Rotation, ...]
@@ -137,8 +136,9 @@ class FusedDecoder(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Maps token ids, int64 [n], to hidden states [n, hidden_size] and the logits, float32, of
         the tokens at the indexes `wanted` (see Model.forward). Hidden states are normalized if the
-        decoder has a final norm. Without a head there are no logits. `embedded` [n, hidden_size]
-        replaces the embeddings of the ids if it is not None. `lora`: the LoRA adapters of the rows.
+        decoder has a final norm. Without a head there are no logits. If `embedded` [n, hidden_size]
+        is not None, it replaces the embeddings of the ids. `lora` has the LoRA adapters of the
+        rows.
         """
 
 
@@ -155,36 +155,34 @@ class Kernels(Protocol):
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether bfloat16 is about as fast as float32, or faster."""
+        """Whether the kernels compute in bfloat16 about as fast as in float32, or faster."""
 
     @property
     def bfloat16_order(self) -> SumOrder:
-        """The order in which products of bfloat16 are added. Keys, values and logits in bfloat16
-        depend on this order.
-        """
+        """The order of the sums of bfloat16 products, on which the bits of results depend."""
 
     def padded_rows(self, num_rows: int) -> int:
-        """The number of rows to compute instead of `num_rows`. It is at least `num_rows`."""
+        """The number of rows to compute in place of `num_rows`: at least `num_rows`."""
 
     def padded_torch_rows(self, num_rows: int) -> int:
-        """As `padded_rows`, for operations that torch computes even if kernels are compiled."""
+        """Like `padded_rows`, for operations that torch computes even if kernels are compiled."""
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """A projection. The weight is packed, and the caller's tensor is not kept. A quantized
-        weight may be stored dequantized, rounded to the data type of the computation. Inputs are
-        then not quantized.
+        """Creates a projection. The weight is packed, and the caller's tensor is not kept. A
+        quantized weight may be stored dequantized, rounded to the data type of the computation.
+        Inputs are then not quantized.
         """
 
     def gated_linear(
         self, weight: Weight, bias: torch.Tensor | None, activation: Activation
     ) -> Linear:
-        """A projection whose output is activation(gate) * value. The weight has 2 d output
+        """Creates a projection whose output is activation(gate) * value. The weight has 2 d output
         features: first the gates, then the values.
         """
 
     def norm_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Converts the weight of a norm to the form that the norm operations expect. The weight is
-        in float32 or in the model's data type, and it is not rounded.
+        """Converts the weight of a norm to the form that `rms_norm` expects. The weight is in
+        float32 or in the model's data type, and is not rounded.
         """
 
     def groups_experts(self, dtype: torch.dtype, width: int) -> bool:
@@ -203,29 +201,29 @@ class Kernels(Protocol):
     def fused_decoder(
         self, weights: DecoderWeights, constants: DecoderConstants
     ) -> FusedDecoder | None:
-        """The decoder as one operation, or None if these kernels do not support it. Projections and
-        norms must have been created by these kernels.
+        """Returns the decoder as one operation, or None if these kernels do not support it.
+        Projections and norms must have been created by these kernels.
         """
 
     def shared_ranks(self, rank: int, size: int, timeout_seconds: float) -> SharedRanks | None:
-        """The collectives of ranks on one machine, or None if these kernels have none."""
+        """Returns collectives for ranks on one machine, or None if these kernels have none."""
 
     def pack_lora(
         self, layers: Sequence[LoraLayer], shapes: Mapping[str, LoraShape], dtype: torch.dtype
     ) -> PackedLora:
         """Packs an adapter for these kernels. The tensors in `layers` have the data type `dtype`
-        and are on the model's device. `shapes` maps names of LoraLayer's fields to the projections'
-        shapes in each layer.
+        and are on the model's device. `shapes` maps names of LoraLayer's fields to the shapes of
+        the projections in each layer.
         """
 
     def lora_step(self, rows: LoraRows) -> LoraStep:
-        """The LoRA adapters of a step, which these kernels must have packed."""
+        """Prepares the LoRA adapters of a step. These kernels must have packed them."""
 
     def row_sampler(self) -> RowSampler | None:
-        """A compiled sampler for rows of logits on the host, or None if these kernels have none."""
+        """Returns a compiled sampler for rows of logits on the host, or None if there is none."""
 
     def paged_attention(self, shape: AttentionShape) -> PagedAttention:
         """Allocates a KV cache, and returns the attention over it."""
 
     def attention_bytes(self, shape: AttentionShape, max_model_len: int) -> int:
-        """Upper estimate, in bytes, of the memory that attention needs in addition to the cache."""
+        """Upper estimate of the bytes that attention needs in addition to the KV cache."""

@@ -1,5 +1,5 @@
-"""LoRA deltas of a decoder's projections. The delta of an input row x is B (A x), with matrices A
-and B of the adapter that the row's request uses (Hu et al., LoRA).
+"""LoRA deltas of a decoder's projections. The delta of an input row x is B (A x), with the matrices
+A and B of the adapter that the row's request uses (Hu et al., LoRA).
 """
 
 from dataclasses import dataclass, fields
@@ -28,9 +28,8 @@ Factors = tuple[LoraFactors, ...]
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """An adapter's factors for the projections of a layer, named as in LayerWeights. Nothing is
-    added to a projection whose field is empty. In `gate_up` the gates' columns precede the values'
-    columns.
+    """An adapter's factors for the projections of a layer, named as in LayerWeights. A projection
+    with an empty field is unchanged. In `gate_up` the gates' columns precede the values' columns.
     """
 
     qkv: Factors = ()
@@ -64,9 +63,9 @@ class PackedLora(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoraRows:
-    """The rows of a step, grouped by adapter. Rows `rows[starts[i] : starts[i + 1]]`, ascending,
-    use `adapters[i]`. The other rows of `num_rows` use no adapter. `device`: where the step is
-    computed.
+    """The rows of a step, grouped by adapter. Rows `rows[starts[i] : starts[i + 1]]`, in ascending
+    order, use `adapters[i]`. All other rows, of `num_rows` in total, use no adapter. The step is
+    computed on `device`.
     """
 
     adapters: tuple[PackedLora, ...]
@@ -77,9 +76,7 @@ class LoraRows:
 
 
 class Delta(Protocol):
-    """What a step's adapters add to one projection. The kernels that created this object must have
-    created the projection.
-    """
+    """What a step's adapters add to one projection of the same kernels."""
 
     def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds the deltas of x [n, in] to the product [n, out], which may be overwritten."""
@@ -100,11 +97,11 @@ NO_DELTAS = LayerDeltas()
 
 class LoraStep(Protocol):
     def layer(self, index: int) -> LayerDeltas:
-        """The deltas in the projections of a layer."""
+        """Returns the deltas in the projections of a layer."""
 
 
 def stacked(factors: Factors, columns: int) -> LoraFactors:
-    """Combines factors into one for all columns. B is zero where a factor adds nothing."""
+    """Combines factors into one for all columns. B is zero where no factor adds anything."""
     if len(factors) == 1 and len(factors[0].b) == columns:
         return factors[0]
     a = torch.cat([one.a for one in factors])

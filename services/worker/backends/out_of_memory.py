@@ -8,7 +8,7 @@ from services.common.errors import StepwellError
 
 
 class NotEnoughMemory(StepwellError):
-    """The machine or device has less memory than the weights, the cache or a step needs."""
+    """The machine or device lacks memory for the weights, the KV cache or a step."""
 
     reason = "NOT_ENOUGH_MEMORY"
 
@@ -19,7 +19,7 @@ _OUT_OF_MEMORY = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch on the CPU, or torch on CUDA could not allocate."""
+    """Whether Python, torch on the CPU, or torch on CUDA could not allocate memory."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_for(what: str, remedy: str) -> Iterator[None]:
-    """Converts a failed allocation in its scope into NotEnoughMemory with `what` and the remedy."""
+    """Within this context, a failed allocation raises NotEnoughMemory with `what` and `remedy`."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -23,9 +23,9 @@ class QuantizedWeight:
 
     `codes` [out, in] have `bits` bits. Their data type is int8, with values from -8 to 7 for 4
     bits, or float8_e4m3fn without NaN. `scales`, and `offsets` if not None, are float32 [out,
-    groups]. `group` is the number of columns in a group, `in / groups`. `dtype`: the data type of
-    the computation. `quantizes_inputs`: whether inputs are rounded to 8 bits too, see
-    quantized_rows. If so, codes are int8 with 8 bits, and each row has one scale and no offset.
+    groups]. `group` is the number of columns in a group, `in / groups`. `dtype` is the data type of
+    the computation. With `quantizes_inputs`, inputs are rounded to 8 bits too (see quantized_rows).
+    Codes are then int8 with 8 bits, and each row has one scale and no offset.
     """
 
     codes: torch.Tensor
@@ -73,8 +73,8 @@ class QuantizedWeight:
         return self._mapped(self.codes[taken], lambda scales: scales[taken])
 
     def columns(self, taken: slice) -> "QuantizedWeight":
-        """The weight with these columns only. If a row has several groups, raises ValueError for
-        columns that are not whole groups.
+        """Returns the weight with these columns only. If a row has several groups, raises
+        ValueError for columns that are not whole groups.
         """
         if self.scales.shape[1] == 1:
             return replace(self, codes=self.codes[:, taken])
@@ -87,14 +87,14 @@ class QuantizedWeight:
     def _mapped(
         self, codes: torch.Tensor, of_scales: Callable[[torch.Tensor], torch.Tensor]
     ) -> "QuantizedWeight":
-        """A weight with these codes, and with `of_scales` applied to scales and offsets."""
+        """Returns a weight with these codes, and with `of_scales` applied to scales and offsets."""
         offsets = None if self.offsets is None else of_scales(self.offsets)
         return replace(self, codes=codes, scales=of_scales(self.scales), offsets=offsets)
 
 
 def quantize_int8(weight: torch.Tensor, *, quantizes_inputs: bool = False) -> QuantizedWeight:
     """Quantizes a weight to 8 bits. The scale of a row is the row's largest magnitude divided by
-    127. Raises ValueError as QuantizedWeight does.
+    127. Raises ValueError if the result would be an invalid QuantizedWeight.
     """
     wide = weight.float()
     scales = wide.abs().amax(dim=1, keepdim=True) / _MOST_INT8

@@ -1,8 +1,8 @@
-"""The collectives of the ranks that share a model's layers.
+"""The collectives (sums and gathers) of the ranks that divide a model's layers.
 
 As in Megatron-LM (Shoeybi et al.), the projections to heads and to the inner dimension of an MLP
-are divided by columns. The projections back to the hidden dimension are divided by rows. So a layer
-has two sums over the ranks.
+are divided by columns. The projections back to the hidden dimension are divided by rows. Therefore
+a layer needs two sums over the ranks.
 """
 
 import mmap
@@ -13,8 +13,8 @@ import torch
 
 
 class Ranks(Protocol):
-    """The collectives of a group, on one rank. All ranks make the same calls in the same order,
-    with tensors of the same shape, and get the same bits.
+    """The collectives of a group of ranks, as one rank sees them. All ranks make the same calls in
+    the same order, with tensors of the same shape, and get the same bits.
     """
 
     rank: int
@@ -22,31 +22,31 @@ class Ranks(Protocol):
     size: int
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `part`, which may be overwritten. If parts are added one by one,
-        they are added in rank order, so that a row's sum does not depend on other rows.
+        """Returns the sum of all ranks' `part`, which may be overwritten. If parts are added one by
+        one, they are added in rank order, so that a row's sum does not depend on other rows.
         """
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Concatenates [n, d] of each rank in rank order: [n, size * d]."""
+        """Concatenates the [n, d] of all ranks in rank order: [n, size * d]."""
 
     def exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of all ranks, each below 2^63. The host waits for every rank."""
+        """Returns the numbers of all ranks, each below 2^63. The host waits for every rank."""
 
 
 class SharedRanks(Ranks, Protocol):
     """Ranks of one machine, whose collectives use memory that all of them have mapped.
 
-    A collective raises RuntimeError if it exceeds the timeout, or after `end`.
+    A collective raises RuntimeError if it exceeds the timeout, or after `end` was called.
     """
 
     num_bytes: int
     """The size of the memory, which must initially be zeros."""
 
     def use(self, memory: mmap.mmap) -> None:
-        """Sets the memory. Must be called before any collective."""
+        """Sets the shared memory. Must be called before any collective."""
 
     def end(self) -> None:
-        """Aborts collectives that are waiting, and all later ones. Callable from any thread."""
+        """Aborts waiting collectives, and all later ones. Callable from any thread."""
 
 
 class Alone:
@@ -69,7 +69,7 @@ ALONE = Alone()
 
 
 class GatheringRanks(ABC):
-    """Collectives of CPU tensors, implemented by one gathering operation. A sum adds the gathered
+    """Collectives of CPU tensors that are based on one gathering operation. A sum adds the gathered
     parts in rank order, in float32.
     """
 

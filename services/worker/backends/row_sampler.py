@@ -1,6 +1,4 @@
-"""The interface for drawing a token from a row of logits. Compiled kernels have their own
-implementation.
-"""
+"""The interface for drawing a token from a row of logits, in NumPy or by compiled kernels."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,8 +48,8 @@ class RowSampler(Protocol):
     """Draws tokens from rows of logits float32 [n, V], at the indexes `rows`, int64 [R]. The result
     for a row depends only on that row, and is the same for every implementation.
 
-    `draws_ahead`: whether sampling many rows takes little longer than sampling one. Then it saves
-    time to sample rows that may not be needed.
+    `draws_ahead`: whether sampling many rows takes little longer than sampling one. Then rows are
+    sampled together although some of them may not be needed.
     """
 
     draws_ahead: bool
@@ -73,5 +71,5 @@ class RowSampler(Protocol):
         copies: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.bool_]:
         """Copies the rows to `copies` [R, V], with minus infinity for banned tokens. Returns
-        whether each row has a token to sample if the mask is ignored.
+        whether each row would have a token to sample without its mask.
         """

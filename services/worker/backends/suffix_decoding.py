@@ -1,4 +1,4 @@
-"""The interface for drafts by suffix trees, which are compiled code."""
+"""The interface for drafts from suffix trees, which are compiled code."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,18 +32,18 @@ class SuffixDecoding(Protocol):
     is a suffix of a request's tokens that is in a tree. A match of m tokens yields up to m *
     `max_spec_factor` drafts. Each draft is the most frequent next token, or the lowest id among
     equally frequent tokens. Drafts end when the product of their frequencies is below
-    `min_token_prob`. The match with the largest sum of these products is used, or the longest match
-    among equals. Of the two trees, the one with the larger sum is used, or the request's own tree
-    if the sums are equal.
+    `min_token_prob`. In each tree the match with the largest sum of these products is used, or the
+    longest of equal ones. Of the two trees, the one with the larger sum is used, or the request's
+    own tree if the sums are equal.
 
-    The known tokens of a row are the first `num_tokens[row]` of `token_ids[row]`; `token_ids` is
+    The known tokens of a row are the first `num_tokens[row]` of `token_ids[row]`. `token_ids` is
     [all rows, n]. A batch passes the same two arrays in each call.
     """
 
     def enter(self, row: int, key: bytes, num_tokens: int) -> None:
         """Adds a request with `num_tokens` known tokens in a free row. Later tokens are the
         request's response. Other requests with the same key get drafts from this response, even
-        after the request has left.
+        after the request has left the batch.
         """
 
     def take_in(self, rows: Int32Array, token_ids: Int32Array, num_tokens: Int32Array) -> None:
@@ -55,9 +55,7 @@ class SuffixDecoding(Protocol):
     def propose(
         self, row: int, token_ids: Int32Array, num_tokens: Int32Array, most: int
     ) -> Sequence[int]:
-        """Up to `most` drafts after the known tokens of a row. Tokens that were known in an earlier
-        call must be unchanged.
-        """
+        """Returns up to `most` drafts. Tokens known in earlier calls must be unchanged."""
 
     def leave(self, row: int) -> None:
         """Removes the request in a row, if there is one."""

@@ -79,9 +79,7 @@ class Traits:
     default_window: int | None = 4096
     """The attention window if config.json has no `sliding_window`. None means no window."""
     window_pattern: int = 1
-    """Layers with and without windows alternate with this period. The last layer of each period has
-    none.
-    """
+    """The number of layers after which the pattern of windows repeats. Its last layer has none."""
     experts: ExpertLayout | None = None
     """How the tensors of experts are named. None means all MLPs are dense."""
     activation_key: str = "hidden_act"
@@ -98,11 +96,9 @@ class Traits:
     the key is not read, and the value is `head_dim`.
     """
     softcaps: tuple[float | None, float | None] | None = None
-    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: these keys are not
-    read.
-    """
+    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: not supported."""
     head_dim: int | None = None
-    """Default of the key `head_dim`. None means `hidden_size` divided by the number of heads."""
+    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: neither is read."""
     tie_word_embeddings: bool = False
     theta: float = 10_000.0
     """Base of the rotary embedding."""

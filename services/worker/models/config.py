@@ -60,9 +60,7 @@ class ModelConfig:
     logits_softcap: float | None
     """The cap c of logits: a logit x becomes c tanh(x / c). None: no cap."""
     checkpoint_dtype: str | None
-    """The data type of the checkpoint's weights. None if config.json names none, or a type in which
-    models cannot compute.
-    """
+    """The data type of the checkpoint's weights, or None if it is unknown or unsuitable."""
     eos_token_ids: tuple[int, ...]
     quantization: QuantizationConfig | None = None
     """How the checkpoint's weights are quantized. None means unquantized."""

@@ -35,9 +35,7 @@ class Decoder:
         self._weights = weights
         self._kernels = kernels
         self._norms = [*(layer.input_norm for layer in weights.layers), weights.norm]
-        """The norm before each layer, then the norm after the last layer, or None if the last layer
-        is in a later pipeline stage.
-        """
+        """The norm before each layer, then the final norm (None before the last pipeline stage)."""
         dtype, device = weights.embedding.dtype, weights.embedding.device
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers))

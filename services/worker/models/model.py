@@ -53,9 +53,7 @@ class Model(Protocol):
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows of `whole` at the indexes `wanted`, or None if there are no indexes. If `wanted` is
-    None, returns all rows.
-    """
+    """The rows of `whole` at the indexes `wanted`, or None if it is empty. None means all rows."""
     if wanted is None:
         return whole
     return whole[wanted] if len(wanted) else None
@@ -103,9 +101,7 @@ class LoadedModel:
         return self.attention[self.stage.start : self.stage.stop]
 
     def own_layers(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Converts indexes of layers in the whole model to indexes in `model`. Layers of other
-        pipeline stages are dropped.
-        """
+        """Converts indexes in the whole model to indexes in `model`, for the layers that it has."""
         return tuple(layers) if self.stage is None else self.stage.of_group(layers)
 
 

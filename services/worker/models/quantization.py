@@ -113,9 +113,7 @@ class WeightReader:
             raise UnsupportedModel(self.stored.checkpoint.source, f"{names}: {error}") from error
 
     def made_head(self, weight: torch.Tensor) -> Weight:
-        """Returns the weight of a head. Quantizes `weight`, which was read before, if the setting
-        requires it.
-        """
+        """Returns `weight` as the weight of a head, quantized if the setting requires it."""
         return weight if self.setting is QuantizationSetting.AUTO else quantize_int8(weight)
 
     def _part(self, name: str, index: Index) -> Weight:

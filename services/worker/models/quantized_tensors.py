@@ -99,9 +99,7 @@ def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype)
 
 
 def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Decodes symmetric GPTQ weights. Their zero points (qzeros) are the middle of the code
-    range.
-    """
+    """Decodes symmetric GPTQ weights. Their zero points (qzeros) are the middle of the codes."""
     group_of = tensors["g_idx"].long()
     columns = torch.arange(len(group_of), device=group_of.device)
     if not torch.equal(group_of, columns // (config.group_size or len(columns))):

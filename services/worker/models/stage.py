@@ -46,9 +46,7 @@ class StageLayers:
         return range(self.start, self.stop)
 
     def of_group(self, layers: Sequence[int]) -> tuple[int, ...]:
-        """Converts indexes of layers in the model to indexes in the stage. Layers of other stages
-        are dropped.
-        """
+        """Converts indexes in the model to indexes in the stage, without layers of other stages."""
         return tuple(layer - self.start for layer in layers if self.start <= layer < self.stop)
 
     def log_read(self, num_bytes: int, whole: int) -> None:

@@ -187,9 +187,7 @@ class _Loader:
         behind = slice(inner.start + size, inner.stop + size)
 
         def parts_of(number: int) -> tuple[tuple[_Part, ...], _Part]:
-            """Returns an expert's input projections, gates before values, and its output
-            projection.
-            """
+            """An expert's input projections, gates before values, and its output projection."""
             if stacked:
                 name = tensor_shapes.STACKED_GATE_UP
                 gate_up = tuple((name, (number, x)) for x in (inner, behind))
@@ -233,9 +231,7 @@ class _Loader:
         return self.weight(*weights), self.parts(*biases) if bias else None
 
     def summed(self, name: str, columns: slice, *, bias: bool) -> Linear:
-        """Returns a projection of this rank's part of the input, whose outputs are summed over the
-        ranks.
-        """
+        """Returns a projection of this rank's part of the input. Ranks sum the outputs."""
         weight = self.weight((f"{name}.weight", (WHOLE, columns)))
         return self.kernels.linear(weight, self.parts((f"{name}.bias", ())) if bias else None)
 
@@ -263,9 +259,7 @@ class _Loader:
 def _stacked(
     pairs: Iterator[tuple[torch.Tensor, torch.Tensor]], count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads `count` pairs of tensors, pair by pair. Stacks the first tensors of all pairs, and the
-    second.
-    """
+    """Reads `count` pairs of tensors, pair by pair. Stacks all first and all second tensors."""
     first = next(pairs)
     both = first[0].new_empty(count, *first[0].shape), first[1].new_empty(count, *first[1].shape)
     for number, pair in enumerate(chain((first,), pairs)):

@@ -1,1 +1,1 @@
-"""CUDA: xFormers, Triton and CUDA graphs."""
+"""Compute on CUDA, with xFormers, Triton and CUDA graphs."""

@@ -1,4 +1,4 @@
-"""One CUDA device: asynchronous copies through pinned memory, and CUDA graphs."""
+"""A CUDA device: asynchronous copies through pinned memory, and CUDA graphs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +17,9 @@ class CudaDevice:
     Copies use pinned memory. torch's allocator reuses this memory only after the device has read or
     written it, so copies of several steps may be queued.
 
-    All graphs recorded through one instance must be freed together. They share a memory pool, whose
-    handle becomes invalid when its last graph is freed. They also share a stream, whose workspace
-    for matrix products torch may free when any graph captured on it is freed.
+    All graphs recorded through one instance must be freed together, for two reasons. They share a
+    memory pool, whose handle becomes invalid when its last graph is freed. They share a stream,
+    whose workspace for matrix products torch may free when any graph captured on it is freed.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class CudaDevice:
             graph, pool=self._graph_memory, stream=stream, capture_error_mode="thread_local"
         ):
             result = work()
-        # The partial keeps `work` alive, and with it the memory that the graph reads.
+        # The partial keeps `work` alive, and thereby the memory that the graph reads.
         return partial(_replay, graph, result, work)
 
 
@@ -63,7 +63,7 @@ def _replay(graph: torch.cuda.CUDAGraph, result: torch.Tensor, *_: object) -> to
 
 
 class _PinnedDownload:
-    """A copy to pinned memory, followed by an event. A thread that waits for the event sleeps."""
+    """A copy to pinned memory, and an event after it. A thread that waits for the event sleeps."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,9 +1,8 @@
-"""A matrix product in Triton whose rows do not depend on the number of rows.
+"""A matrix product in Triton, in which a row's result does not depend on the number of rows.
 
 cuBLAS chooses a kernel by the number of rows, and each kernel has its own summation order. Here all
-products use tiles of one size. One program sums each tile in a fixed order along the inner
-dimension. So a row of the result does not depend on the other rows. The method is from Thinking
-Machines Lab, "Defeating Nondeterminism in LLM Inference".
+products use tiles of one size, and one program sums each tile in a fixed order along the inner
+dimension. The method is from Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference".
 """
 
 import torch
@@ -32,8 +31,8 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
     INNER: tl.constexpr,  # noqa: N803
 ):
     """Computes one tile of x W^T, for x [num_rows, inner] and a weight W [num_columns, inner].
-    Tiles of the same columns are computed one after the other, so that the weight is read from a
-    cache.
+    Tiles of the same columns are computed one after the other, so that their weights are read from
+    a cache.
     """
     num_row_tiles = tl.cdiv(num_rows, ROWS)
     tile = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""Kernels on CUDA: torch's, and batch-invariant products as an alternative."""
+"""Kernels on CUDA: torch's, and an alternative with batch-invariant products."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,9 +14,10 @@ _ALIGNMENT = 16
 
 
 class CudaKernels(TorchKernels):
-    """Kernels on CUDA. platforms/cuda.py creates xFormers' attention.
+    """Kernels on CUDA, except attention, which platforms/cuda.py selects.
 
-    `grouped`: data types whose grouped products in torch do not synchronize with the host.
+    `grouped` has the data types for which torch's grouped products do not synchronize with the
+    host.
     """
 
     def __init__(self, grouped: frozenset[torch.dtype] = frozenset()) -> None:
@@ -32,7 +33,7 @@ class CudaKernels(TorchKernels):
         return num_rows
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """A projection. Quantized weights are dequantized, and inputs are never quantized."""
+        """Creates a projection. Quantized weights are dequantized, inputs are never quantized."""
         if isinstance(weight, QuantizedWeight):
             weight = weight.dequantized()
         return super().linear(weight, bias)
@@ -56,9 +57,9 @@ class CudaKernels(TorchKernels):
 
 
 class BatchInvariantKernels(CudaKernels):
-    """Kernels for which the bits of a result's row do not depend on the other rows in the batch.
+    """Kernels with which the bits of a row's result do not depend on the other rows in the batch.
 
-    Torch's norms, gates and embeddings are batch-invariant. Experts are computed one by one,
+    torch's norms, gates and embeddings have this property already. Experts are computed one by one,
     because torch's grouped product chooses its tiles by the number of rows.
     """
 
@@ -67,7 +68,7 @@ class BatchInvariantKernels(CudaKernels):
         return "xFormers and Triton, batch-invariant"
 
     def _plain_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        # Imported here, since a worker on the CPU does not need Triton.
+        # Imported here, because a worker on the CPU does not need Triton.
         from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
         return FixedTilesLinear(weight, bias)

@@ -2,19 +2,20 @@
 
 For each layer of a KV-cache group the cache has one pool of keys and one of values, [num_blocks *
 block_size, num_kv_heads, head_dim], with a row for each slot. New keys and values are written
-first, so that a call reads all keys through the block tables. A call consists of lanes. A lane has
-one or more queries of a request, and a range of the request's keys. The calls of a step are built
+first, so that an attention call reads all keys through the block tables. A call computes lanes: one
+or more queries of a request, over one range of the request's keys. The calls of a step are built
 once for all layers of a group with equal attention parameters:
 
-* Decodes are one call with one query in each lane. The kernel is compiled for the call's shape. So
-  lanes without keys are appended until the number of lanes is a power of two, and block tables are
-  as wide as for the longest sequence. Calls of the same size have their inputs at the same
-  addresses in every step, so that a recorded call can be replayed with other lengths and tables.
+* Decodes are one call with one query in each lane. The kernel is compiled for the call's shape.
+  Therefore lanes without keys are appended until the number of lanes is a power of two, and block
+  tables are as wide as for the longest sequence. Calls of the same size have their inputs at the
+  same addresses in every step, so that a recorded call can be replayed with other lengths and
+  tables.
 * Chunks are cut into lanes of 16 queries (`sub_chunks`), in one call. If FlashAttention 3 can be
   used, it computes them in one call without cutting.
 * With a sliding window, the range of a lane is the window of the lane's last query. Earlier queries
-  of the lane also attend to some keys before this range. A second call computes these keys, with a
-  lane for each query. The two results are combined by their normalizers.
+  of the lane also attend to some keys before this range. A second call computes attention to these
+  keys, with a lane for each query. The two results are combined by their normalizers.
 
 Split-K: Dao et al., "Flash-Decoding for long-context inference".
 """
@@ -39,8 +40,8 @@ from services.worker.backends.torch.attend import rotate
 
 
 class XformersPagedAttention:
-    """A PagedAttention whose cache is on a device. `split_k`: the attention operator, or None for
-    xFormers' own (see PagedOps). `batch_invariant`: see LayerKind.
+    """A PagedAttention whose KV cache is on a GPU. `split_k` is the attention operator, or None for
+    xFormers' own (see PagedOps). For `batch_invariant` see LayerKind.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class XformersPagedAttention:
         self.call_keys = [
             CallKey(group, layer) for group, layer in zip(shape.group_of, shape.layers, strict=True)
         ]
-        """For each layer, the key of the layer's calls in XformersStep's `parts`."""
+        """For each layer, the key of its calls in XformersStep's `parts`."""
         self._kinds = {
             key: LayerKind(
                 PagedOps(key.layer, shape.block_size, split_k),
@@ -109,9 +110,7 @@ class XformersPagedAttention:
             blocks.index_fill_(1, cleared, 0)
 
     def decode_step(self, num_decodes: int) -> "DecodeStep":
-        """A step for at least `num_decodes` decodes, rounded up to a power of two. Returns the same
-        object for the same size.
-        """
+        """Returns a step for `num_decodes` or more. There is one object for each power of two."""
         num_lanes = bucket(num_decodes)
         if num_lanes not in self._decodes:
             calls = {at: kind.decodes(num_lanes) for at, kind in self._kinds.items()}
@@ -122,7 +121,7 @@ class XformersPagedAttention:
     def store(
         self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes keys and values [n, num_kv_heads, head_dim] to slots [n]. Returns the pools."""
+        """Writes keys and values [n, num_kv_heads, head_dim] to slots [n]. Returns both pools."""
         keys, values = self.pools(layer)
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
@@ -143,9 +142,9 @@ class CallKey:
 
 @dataclass(slots=True)
 class XformersStep:
-    """The attention of a step. It has up to two `parts`: the decodes, then the chunks. Each part
-    has a number of tokens, and a map from call keys to calls. `slots`: for each KV-cache group, the
-    slots of the step's tokens.
+    """The attention of a step. It has up to two `parts`: the decodes, then the chunks. A part is a
+    number of tokens and the calls for them, by CallKey. `slots`: for each KV-cache group, the slots
+    of the step's tokens.
     """
 
     cache: XformersPagedAttention

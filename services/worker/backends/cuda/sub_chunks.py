@@ -1,9 +1,10 @@
-"""Computes the indexes that cut chunks of tokens into lanes of equal length, for attention calls.
+"""Cuts chunks of tokens into lanes (groups of queries) of equal length, for attention calls.
+Computes only indexes.
 
 In a causal call of xFormers' paged kernel all lanes have the same number of queries, at most 16. A
-chunk is cut into lanes of this size. The chunk is padded at the front, so that the last query of
-each lane is not padding. A lane attends to the keys up to its last query, through the chunk's block
-table. The outputs of padding queries are discarded.
+chunk is cut into lanes of this size. It is padded at the front, so that the last query of each lane
+is not padding. A lane attends to the keys up to its last query, through the chunk's block table.
+The outputs of padding queries are discarded.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class SubChunks:
       query; 0 for padding lanes.
     * `queries` int64 [num_lanes * size]: the index of each query's token, counted over all chunks;
       arbitrary for padding.
-    * `rows` int64 [num_tokens]: the index of each token's query; the inverse of `queries`.
+    * `rows` int64 [num_tokens]: the index of each token's query in `queries`.
     """
 
     size: int
@@ -76,9 +77,7 @@ def bucket(count: int) -> int:
 
 
 def largest_lane(window: int | None) -> int:
-    """The maximum number of queries in a lane with which the lane's range of keys includes each
-    query's own key. The result is a power of two.
-    """
+    """The largest power of two of queries in a lane whose key range includes each one's own key."""
     if window is None or window >= MOST_QUERIES:
         return MOST_QUERIES
     return 1 << (window.bit_length() - 1)
@@ -97,8 +96,9 @@ class KeyRanges:
 
 
 def seen_by_all(ends: Int32Array, window: int) -> KeyRanges:
-    """The key ranges of a causal call with a window. The range of a lane is the window of its last
-    query. `seen_by_some` returns the keys before this range that earlier queries attend to.
+    """The key ranges of a causal call with an attention window. The range of a lane is the window
+    of its last query. `seen_by_some` returns the keys before this range that earlier queries attend
+    to.
     """
     return KeyRanges(np.maximum(ends - window, 0), ends)
 
@@ -107,8 +107,8 @@ def seen_by_some(ends: Int32Array, window: int, size: int) -> KeyRanges:
     """For each query, as a lane of its own, the keys in its window that precede the range of
     `seen_by_all`.
 
-    The result has num_lanes * size ranges. Attention over both sets of ranges, combined by their
-    normalizers, equals attention with the window.
+    The result has num_lanes * size ranges. Attention over the ranges of both functions, combined by
+    their normalizers, equals attention with the window.
     """
     positions = (ends[:, None] - size + np.arange(size)).reshape(-1)
     stops = np.repeat(np.maximum(ends - window, 0), size)
@@ -123,9 +123,9 @@ def num_splits(num_lanes: int, num_kv_heads: int, num_keys: int, num_processors:
     """The number of parts into which a lane's keys are split, so that all processors have work.
 
     The number is the smallest power of two that results in two programs for each processor, limited
-    by the number of keys. `num_keys`: the number of keys of a whole block table, not of a sequence.
-    A call's scratch memory is proportional to the number of parts. With xFormers' own number of
-    parts, it can be gigabytes.
+    by the number of keys. `num_keys` is the number of keys of a whole block table, not of a
+    sequence. A call's scratch memory is proportional to the number of parts. With the number that
+    xFormers would choose, it can be gigabytes.
     """
     programs, splits = num_lanes * num_kv_heads, 1
     if programs >= ENOUGH_PROGRAMS:

@@ -1,7 +1,7 @@
 """The attention calls of a step, for layers with equal attention parameters.
 
-A call's lanes and xFormers' bias do not depend on the layer, so they are built once for a step. See
-paged_attention.py for lanes, and for how a step is cut into calls.
+A call's lanes and xFormers' bias do not depend on the layer, so they are built once for a step.
+paged_attention.py explains lanes, and how a step is cut into calls.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ class LayerKind:
     `width`: the number of blocks of the longest sequence. Every block table has this many entries.
     `batch_invariant`: a query's output does not depend on other queries in the step. Then keys are
     not split, because the number of parts would depend on the number of lanes. All lanes have the
-    same number of queries, because the kernel's tiles depend on this number. Lanes of decodes are
-    padded. With a window, each query is a lane of its own, because a lane's first key determines
-    where tiles of keys begin.
+    same number of queries, because the kernel's tiles depend on this number, so lanes of decodes
+    are padded. With a window, each query is a lane of its own, because a lane's first key
+    determines where tiles of keys begin.
     """
 
     ops: PagedOps
@@ -49,7 +49,7 @@ class LayerKind:
         return self.ops.layer.window
 
     def decodes(self, num_lanes: int) -> "DecodeCall":
-        """A call with one query in each lane. Its lengths and block tables are set in each step."""
+        """Returns a call with one query in each lane. Lengths and tables are set in each step."""
         size = self._lane() if self.batch_invariant else 1
         there = self.device.torch_device
         tables = torch.zeros(num_lanes, self.width, dtype=torch.int32, device=there)
@@ -63,9 +63,9 @@ class LayerKind:
         return DecodeCall(self.device, self._window, size, tables, bias, attend)
 
     def chunks(self, layout: StepLayout, *, flash: bool) -> Call:
-        """A call for the layout's chunks, whose queries follow the decodes. Queries are gathered
-        into lanes, and the outputs of lanes are reordered by token. With `flash`, FlashAttention 3
-        computes each chunk as one lane.
+        """Returns a call for the layout's chunks, whose queries follow the decodes. Queries are
+        gathered into lanes, and the outputs of lanes are reordered by token. With `flash`,
+        FlashAttention 3 computes each chunk as one lane.
         """
         first = layout.num_decodes
         counts, seq_lens = np.diff(layout.query_starts[first:]), layout.seq_lens[first:]
@@ -86,8 +86,8 @@ class LayerKind:
         return attend
 
     def _of_lanes(self, chunks: SubChunks, tables: torch.Tensor) -> Call:
-        """A call for lanes of chunks. Without a window, a lane attends to all keys up to its end.
-        With a window, it attends to the keys in its queries' windows.
+        """Returns a call for lanes of chunks. Without a window, a lane attends to all keys up to
+        its end. With a window, it attends to the keys in its queries' windows.
         """
         ops, window = self.ops, self._window
         operator = ops.split_k(self._splits(len(chunks.ends)))
@@ -106,7 +106,7 @@ class LayerKind:
         return _joined(shared, partial(ops.attend_partly, bias=bias, operator=ops.split_k(1)))
 
     def _range_bias(self, size: int, ranges: KeyRanges, tables: torch.Tensor) -> Bias:
-        """A bias in which each lane has `size` queries and attends to its range of keys."""
+        """Returns a bias in which each lane has `size` queries and attends to its range of keys."""
         num_queries = [size] * len(ranges.ends)
         return self.ops.gappy_bias(
             num_queries, ranges.starts.tolist(), ranges.lengths.tolist(), tables
@@ -132,7 +132,7 @@ class DecodeCall:
     place.
 
     The kernel computes `size` queries in a lane. All queries of a lane except the last are padding.
-    `attend` is a call of the kernel to which `bias` is already bound.
+    `attend` calls the kernel with `bias`, which refers to the lengths and tables.
     """
 
     device: Device
@@ -169,9 +169,7 @@ class DecodeCall:
 
 
 def _joined(first: Partial, second: Partial) -> Call:
-    """Attention over the union of two disjoint sets of keys. The output of a query without keys is
-    NaN.
-    """
+    """Attention over two disjoint sets of keys. The output of a query without keys is NaN."""
 
     def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         output, sums = first(query, keys, values)

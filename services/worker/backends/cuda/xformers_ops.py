@@ -47,8 +47,8 @@ def has_flash() -> bool:
 class PagedOps:
     """Attention calls over pools of pages, for layers with equal attention parameters.
 
-    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel`: the split-K operator, or
-    None for xFormers' own. Tests pass an operator that also runs on the CPU.
+    A pool is [num_blocks * block_size, num_kv_heads, head_dim]. `kernel` is the split-K operator,
+    or None for xFormers' own. Tests pass an operator that also runs on the CPU.
     """
 
     layer: AttentionLayer
@@ -58,8 +58,8 @@ class PagedOps:
     def padded_bias(
         self, num_queries: Sequence[int], ends: Sequence[int], block_tables: torch.Tensor
     ) -> Bias:
-        """A bias with which the last `num_queries[i]` tokens of lane i attend causally to the keys
-        [0, ends[i]). `block_tables`: int32 [num_lanes, width], on the device of the call.
+        """Returns a bias with which the last `num_queries[i]` tokens of lane i attend causally to
+        the keys [0, ends[i]). `block_tables`: int32 [num_lanes, width], on the device of the call.
         """
         kind = attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
         return kind.from_seqlens(
@@ -90,7 +90,7 @@ class PagedOps:
         )
 
     def split_k(self, num_splits: int) -> Operator:
-        """The split-K operator. Its tiles of keys divide a page, as the kernel requires."""
+        """Returns the split-K operator. Its tiles of keys divide a page, as the kernel requires."""
         tile = min(_LARGEST_TILE, self.block_size, _TILE_ELEMENTS // self.layer.head_dim)
         kernel = self.kernel or triton_splitk.FwOp
         operator: Operator = kernel.get_operator(num_splits, block_n=tile)
@@ -118,8 +118,8 @@ class PagedOps:
         bias: Bias,
         operator: Operator,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `attend`, but returns the output in float32, and also the log-sum-exp of each
-        query's scores, float32 [n, num_heads].
+        """Like `attend`, but returns the output in float32, and the log-sum-exp of each query's
+        scores, float32 [n, num_heads].
         """
         output, normalizers = fmha.memory_efficient_attention_partial(
             *self._grouped(query, keys, values),
@@ -134,7 +134,6 @@ class PagedOps:
     def _grouped(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Groups query heads by key head."""
         groups, head_dim = self.layer.num_kv_heads, self.layer.head_dim
         repeats = self.layer.num_heads // groups
         keys, values = (

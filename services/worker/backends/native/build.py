@@ -1,6 +1,4 @@
-"""Compiles the kernels' sources in parallel and links them. Needs only a C++ compiler
-with OpenMP.
-"""
+"""Compiles the kernels' sources in parallel and links them. Needs a C++ compiler with OpenMP."""
 
 import errno
 import os
@@ -19,7 +17,7 @@ FLAGS = (
     *("-O3", "-std=gnu++20", "-fopenmp", "-fno-math-errno", "-w", "-fPIC"),
     "-ffp-contract=off",  # see cpp/vector.h
 )
-"""Compiler flags for any processor."""
+"""Compiler flags that are the same for every processor."""
 _POLL_SECONDS = 0.2
 
 

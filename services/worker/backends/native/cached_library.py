@@ -1,7 +1,7 @@
 """A compiled library on disk, with a digest that proves that it is complete.
 
-A full disk or a crash can truncate the file of a library. A truncated library may be loaded without
-an error and crash the process later. So only a library that matches its digest is loaded.
+A full disk or a crash can truncate the library's file. A truncated library may be loaded without an
+error and crash the process later, so a library is loaded only if it matches its digest.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ class CachedLibrary:
 
     def load(self) -> ctypes.CDLL | None:
         """Loads the library. Returns None if it does not exist or is incomplete. Raises OSError if
-        a complete library cannot be loaded.
+        it is complete but cannot be loaded.
         """
         try:
             digest, expected = _digest(self._library), self._digest.read_text()

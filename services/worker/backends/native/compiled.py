@@ -43,8 +43,9 @@ def default_cache_directory() -> Path:
 
 
 def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes.CDLL:
-    """Loads the prebuilt library if there is one, else the cached library. If there is neither,
-    compiles the library. Raises NotCompiled, and any error that `checkpoint_reached` raises.
+    """Loads the prebuilt library if there is one, otherwise the cached library. If there is
+    neither, compiles the library. Raises NotCompiled, and any error that `checkpoint_reached`
+    raises.
     """
     features = processor_features()
     if not (features >= {"avx2", "fma"} or "asimd" in features):
@@ -62,16 +63,14 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
 
 @functools.cache
 def _warn_without_tiles(reason: str) -> None:
-    """Logs the reason once for a process. A worker may load the library several times."""
+    """Logs the reason only once, because a worker may load the library several times."""
     logger.warning("kernels: without the processor's tiles (AMX): %s", reason)
 
 
 def _load(
     features: frozenset[str], cache: Path, checkpoint_reached: Callable[[], None]
 ) -> ctypes.CDLL:
-    """Loads the library for a processor with these features. The library uses tile registers if
-    the features include them.
-    """
+    """Loads the library for a processor with these features, with tile registers if it has them."""
     with suppress(OSError):
         if (prebuilt := load_prebuilt(features)) is not None:
             return prebuilt
@@ -91,8 +90,8 @@ def _load(
 
 
 def processor_features(information: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Linux's names of the processor's features. Empty if they are unknown, or if the architecture
-    is neither x86-64 nor 64-bit ARM.
+    """Returns Linux's names of the processor's features. Empty if they are unknown, or if the
+    architecture is neither x86-64 nor 64-bit ARM.
     """
     if not kinds_for(platform.machine()):
         return frozenset()
@@ -118,7 +117,9 @@ def _compile_once(
     cached: CachedLibrary,
     checkpoint_reached: Callable[[], None],
 ) -> ctypes.CDLL:
-    """Locks the cache entry. Loads the library if another process compiled it, else compiles it."""
+    """Loads the library if it is cached by now, otherwise compiles it. Holds the cache entry's
+    lock.
+    """
     lock = cached.directory.with_suffix(".lock")
     with ExitStack() as scope:
         try:
@@ -137,7 +138,7 @@ def _compile_once(
 
 @contextmanager
 def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None]:
-    """Holds a lock on the file. The lock is also released when the process ends."""
+    """Within this context, locks the file. The lock is also released when the process ends."""
     with path.open("w") as file:
         progress = _WaitLog("waiting for another process to compile kernels")
         while True:
@@ -151,7 +152,7 @@ def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None
 
 
 class _WaitLog:
-    """Logs at intervals what the process is waiting for."""
+    """Logs at intervals what this process is waiting for."""
 
     def __init__(self, what: str) -> None:
         self._what = what

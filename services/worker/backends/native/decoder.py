@@ -23,9 +23,9 @@ def fused_decoder(
     weights: DecoderWeights,
     constants: DecoderConstants,
 ) -> "NativeDecoder | None":
-    """The decoder as one operation, or None if an MLP has experts, a projection is not native, or
-    ranks do not share memory. `functions` maps data types of the computation to the library's
-    functions.
+    """Returns the decoder as one operation, or None if an MLP has experts, a projection is not
+    native, or ranks do not share memory. `functions` maps data types of the computation to the
+    library's functions.
     """
     head = weights.head
     if not (weights.ranks.size == 1 or isinstance(weights.ranks, NativeRanks)):
@@ -58,7 +58,7 @@ class NativeDecoder:
     ) -> None:
         self._functions = functions
         self._owners = weights, constants
-        """Keeps the memory alive that the structures point to."""
+        """Keeps alive the memory to which the structures point."""
         self._embedding = weights.embedding.contiguous()
         self._width = weights.embedding.shape[1]
         self._vocab_size = 0 if head is None else head.out_features * weights.head_ranks.size
@@ -82,7 +82,7 @@ class NativeDecoder:
         )
         self._dtype = weights.embedding.dtype
         self._cache: object = None
-        """The attention layers whose pages the structures point to."""
+        """The attention layers whose pages the structures' addresses refer to."""
 
     def accepts(self, attention: LayerAttention) -> bool:
         return isinstance(attention, NativePagedStep)
@@ -125,7 +125,7 @@ class NativeDecoder:
 
 def _empty(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocates with NumPy. torch would release the interpreter's lock, and a waiting event loop
-    would run before the step instead of during it.
+    would delay the step.
     """
     return torch.from_numpy(np.empty((rows, width * dtype.itemsize), np.uint8)).view(dtype)
 

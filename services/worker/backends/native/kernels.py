@@ -1,8 +1,8 @@
 """The operations in C++, for processors with AVX2 or NEON, in float32 and bfloat16.
 
-A weight is packed into panels. Panels are read sequentially for any number of rows, so rows are not
-padded. Small work stays in the calling thread: see cpp/threads.h. The bits of a row's result do not
-depend on the other rows in the batch or on the number of threads.
+A weight is packed into panels (blocks of output columns). Panels are read sequentially for any
+number of rows, so rows are not padded. Small work stays in the calling thread (see cpp/threads.h).
+The bits of a row's result do not depend on the other rows in the batch or on the number of threads.
 """
 
 import ctypes

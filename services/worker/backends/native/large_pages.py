@@ -1,6 +1,6 @@
-"""Memory in large pages, for weights and caches.
+"""Memory in large pages, for weights and KV caches.
 
-The processor translates the address of every page that it reads. With pages of 2 MiB instead of 4
+The processor translates the address of every page that it reads. With pages of 2 MiB in place of 4
 KiB the processor reads a model's weights up to a tenth faster. The operating system allocates a
 large page only inside a single mapping, so tensors are placed one after the other in large
 mappings.
@@ -23,8 +23,8 @@ class LargePages:
         self._rest = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of this shape. The operating system allocates the tensor's memory when the
-        tensor is first written. Raises MemoryError.
+        """Returns a tensor of this shape. The operating system allocates its memory when it is
+        first written. Raises MemoryError.
         """
         size = torch.Size(shape).numel() * dtype.itemsize
         taken = -(-size // _LINE) * _LINE

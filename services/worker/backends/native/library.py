@@ -20,9 +20,8 @@ EPILOGUES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 """Maps the activation of a projection to the number of its Epilogue in cpp/projection.h."""
 PLAIN, W8A8 = 0, 4
 FORMATS = {(torch.int8, 8): 1, (torch.int8, 4): 2, (torch.float8_e4m3fn, 8): 3}
-"""Numbers of WeightFormat in cpp/quantized.h. PLAIN is for unquantized weights, and W8A8 for
-weights whose inputs are quantized too. FORMATS maps the data type and bits of codes to the format
-of other quantized weights.
+"""Numbers of WeightFormat in cpp/quantized.h, by data type and bits of the codes. PLAIN is for
+unquantized weights, and W8A8 for weights whose inputs are quantized too.
 """
 CACHE_FORMATS = {KVCacheDtype.AUTO: 0, KVCacheDtype.INT8_PER_TOKEN_HEAD: 1}
 """The numbers of CacheFormat in cpp/heads.h."""
@@ -34,8 +33,9 @@ _Fields = list[tuple[str, type[Any]]]
 
 
 def address(array: np.ndarray) -> int:
-    """The address of the array's elements. `array.ctypes` takes several times as long as a buffer,
-    and a step passes ten arrays. Empty, strided or read-only arrays have no writable buffer.
+    """Returns the address of the array's elements. Of a writable, contiguous array it is read
+    through a buffer, because `array.ctypes` takes several times as long, and a step passes ten
+    arrays.
     """
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
@@ -44,9 +44,7 @@ def address(array: np.ndarray) -> int:
 
 
 def _fields(kinds: Mapping[str, type[Any]]) -> _Fields:
-    """Fields of a structure. A key has the names of consecutive fields of one type, divided by
-    spaces.
-    """
+    """Returns a structure's fields. Each key of `kinds` has the names of fields of one type."""
     return [(name, kind) for names, kind in kinds.items() for name in names.split()]
 
 
@@ -89,7 +87,7 @@ class Layout(ctypes.Structure):
 
 
 class Heads(ctypes.Structure):
-    """Queries, keys and values of a step's tokens, and their rotation. `half` is 0 for none."""
+    """Queries, keys and values of a step's tokens, and their rotation (`half` is 0 for none)."""
 
     _fields_ = _fields(
         {
@@ -108,8 +106,8 @@ class Pages(ctypes.Structure):
 
 
 def fields_of(weights: type) -> _Fields:
-    """The structure's fields for a dataclass of weights: addresses for tensors, Projections for
-    Linears, and the fields of GatedMlp for an Mlp.
+    """Returns the structure's fields for a dataclass of weights: addresses for tensors, Projections
+    for Linears, and the fields of GatedMlp for an Mlp.
     """
     found: _Fields = []
     for name, kind in get_type_hints(weights).items():
@@ -143,9 +141,7 @@ class NativeLayerWeights(ctypes.Structure):
 
 
 class DecoderLayer(NativeLayerWeights):
-    """A layer's weights, attention parameters and pages, and the indexes of its KV-cache group and
-    of its rotation.
-    """
+    """A layer's weights, attention parameters and pages, and indexes of its group and rotation."""
 
     _fields_ = _fields({"attention": AttentionLayer, "pages": Pages, "group rotation": _INT})
 
@@ -157,8 +153,8 @@ class Rotation(ctypes.Structure):
 
 
 class Decoder(ctypes.Structure):
-    """Embedding, all layers, the final norm, and the projection to the vocabulary. `half`: number
-    of rotated pairs in a head.
+    """Embedding, all layers, the final norm, and the projection to the vocabulary. `half` is the
+    number of rotated pairs of elements in a head.
     """
 
     _fields_ = _fields(
@@ -212,13 +208,13 @@ class StepLora(ctypes.Structure):
 
 
 class LoraDelta(ctypes.Structure):
-    """The adapters of a step in one projection. The library allocates `inside`."""
+    """What the adapters of a step add to one projection. The library allocates `inside`."""
 
     _fields_ = _fields({"step": _ADDRESS, "layer part": _INT, "inside": _ADDRESS})
 
 
 class NativeLogitRows(ctypes.Structure):
-    """Rows of a matrix of logits in float32. `rows` has `count` indexes of rows."""
+    """Some rows of a matrix of logits in float32. `rows` has their `count` indexes."""
 
     _fields_ = _fields(
         {"logits": _ADDRESS, "stride size": _COUNT, "rows": _ADDRESS, "count": _COUNT}
@@ -236,7 +232,7 @@ class NativeRowParameters(ctypes.Structure):
 
 
 class NativeSuffixSettings(ctypes.Structure):
-    """The SuffixRules. `max_bytes`: limit on the memory of the trees of responses."""
+    """The SuffixRules. `max_bytes` limits the memory of the trees of responses."""
 
     _fields_ = _fields(
         {"depth max_cached max_bytes": _COUNT, "max_spec_factor min_token_prob": _DOUBLE}
@@ -244,7 +240,7 @@ class NativeSuffixSettings(ctypes.Structure):
 
 
 class SamplingFunctions:
-    """The library's functions for sampling, for all data types of the model."""
+    """The library's functions for sampling. They do not depend on the model's data type."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         rows, masks = ctypes.POINTER(NativeLogitRows), ctypes.POINTER(NativeRowMasks)
@@ -258,7 +254,7 @@ class SamplingFunctions:
 
 
 class RankFunctions:
-    """The library's functions for ranks that share memory, for all data types of the model."""
+    """The library's functions for ranks that share memory. They do not depend on the data type."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         ranks = ctypes.POINTER(NativeSharedRanks)
@@ -269,10 +265,10 @@ class RankFunctions:
 
 
 class SuffixFunctions:
-    """The library's functions for suffix trees, for all data types of the model.
+    """The library's functions for suffix trees. They do not depend on the model's data type.
 
     Functions that take microseconds between two steps keep the interpreter's lock. Otherwise a
-    waiting event loop would run before the next step instead of during it.
+    waiting event loop would delay the next step.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -348,7 +344,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "RowParameters": NativeRowParameters,
     "SuffixSettings": NativeSuffixSettings,
 }
-"""Structures by their names in C++."""
+"""Maps the names of structures in C++ to structures."""
 
 
 def check_structures(
@@ -363,8 +359,6 @@ def check_structures(
 
 
 def functions_by_dtype(library: ctypes.CDLL) -> dict[torch.dtype, Functions]:
-    """The functions for each data type. Raises TypeError if the library's structures differ from
-    the structures declared here.
-    """
+    """Returns each data type's functions. Raises TypeError as `check_structures` does."""
     check_structures(library)
     return {dtype: Functions(library, suffix) for dtype, suffix in _SUFFIXES.items()}

@@ -1,5 +1,5 @@
-"""Multiplication by a fixed weight in C++ (cpp/linear.h). Weights are packed into panels, each of
-which has some of the output columns (cpp/panel.h).
+"""Multiplication by a fixed weight in C++ (cpp/linear.h). Weights are packed into panels, which are
+blocks of output columns (cpp/panel.h).
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from services.worker.backends.native.lora import NativeDelta
 from services.worker.backends.quantized import QuantizedWeight, Weight
 
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""Elements of a column that panels store together, by data type: DEPTH in cpp/panel.h."""
+"""By data type, how many elements of a column panels store side by side: DEPTH in cpp/panel.h."""
 _INT4_BITS, _INT4_DEPTH = 4, 4
 """The bits of an INT4 code, and the number of elements of a column that are unpacked at once:
 BLOCK_DEPTH in cpp/quantized.h.
@@ -27,8 +27,8 @@ BLOCK_DEPTH in cpp/quantized.h.
 class NativeLinear:
     """A Linear in C++. With an activation it is a gated projection (see Kernels.gated_linear).
 
-    Panels store several elements of a column together, such as pairs in bfloat16. If the number of
-    input features is not a multiple of this number, weight and inputs are padded with columns of
+    Panels store several elements of a column side by side, such as pairs in bfloat16. If the number
+    of input features is not a multiple of this number, weight and inputs are padded with columns of
     zeros, and `is_padded` is true.
     """
 
@@ -92,7 +92,7 @@ class NativeLinear:
         return packed
 
     def _take(self, functions: Functions) -> torch.Tensor:
-        """Allocates memory for the panels, and sets the projection's address to it."""
+        """Allocates memory for the panels, and stores its address in the projection's structure."""
         num_panels = -(-self.projection.columns // functions.panel_width)
         size = num_panels, functions.panel_bytes(self._reference)
         packed = self._memory.take(size, torch.uint8)
@@ -104,9 +104,9 @@ class NativeLinear:
 
 
 def _packable(weight: Weight) -> Weight:
-    """The weight, or an equal weight that can be packed. If the group size is not a multiple of
-    _INT4_DEPTH, 4-bit codes are stored in 8 bits. If the group size is not a multiple of the number
-    of elements that panels store together, the weight is dequantized.
+    """Returns the weight, or an equal weight that can be packed. If the group size is not a
+    multiple of _INT4_DEPTH, 4-bit codes are stored in 8 bits. If the group size is not a multiple
+    of the number of elements that panels store side by side, the weight is dequantized.
     """
     if not isinstance(weight, QuantizedWeight):
         return weight

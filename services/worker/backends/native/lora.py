@@ -1,5 +1,5 @@
-"""Adapters in the compiled library's format (cpp/lora.h). A and B are packed into panels
-(cpp/panel.h).
+"""LoRA adapters in the compiled library's format (cpp/lora.h). A and B are packed into panels:
+blocks of columns (cpp/panel.h).
 """
 
 import ctypes
@@ -26,27 +26,28 @@ from services.worker.backends.native.large_pages import LargePages
 _LANES = 16
 """Columns in a vector: LANES in cpp/vector.h."""
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""Elements of a column that panels store together, by data type: DEPTH in cpp/panel.h."""
+"""By data type, how many elements of a column panels store side by side: DEPTH in cpp/panel.h."""
 _LEAST_IN_LARGE_PAGES = 8 * 2**20
-"""Minimum bytes of an adapter that is stored in large pages. The unused part of the adapter's last
-page of 2 MiB is then relatively small.
+"""An adapter of at least this many bytes is stored in large pages of 2 MiB. The unused part of its
+last page is then relatively small.
 """
 _SHIFT_BYTES = 5120
 _shifts = cycle(range(0, 16 * _SHIFT_BYTES, _SHIFT_BYTES))
-"""Yields the offset of the next adapter in the adapter's first large page, in bytes. If adapters of
-the same layout all began at the same offset, they would compete for the same few cache sets.
+"""Yields, for each adapter in large pages, the number of bytes before it in its first page. If
+equally structured adapters all began at the same offset, they would compete for the same few cache
+sets.
 """
 
 _begins: WeakValueDictionary[bytes, torch.Tensor] = WeakValueDictionary()
-"""Maps the bytes of a tensor `begins` (see _PackedPart) to the tensor, which equal adapters share.
-If each adapter had its own copy, a step would wait for memory every few panels.
+"""Tensors `begins` (see _PackedPart) by their bytes, so that adapters with equal ones share a
+tensor. If each adapter had its own, a step would wait for memory every few panels.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedPart:
-    """A and B of a projection in panels. `begins`: for each vector of output columns, the number of
-    the first row of A that it uses, or -1 (see LoraProjection in cpp/lora.h).
+    """A and B of a projection in panels. `begins` has, for each vector of output columns, the
+    number of the first row of A that it uses, or -1 (see LoraProjection in cpp/lora.h).
     """
 
     a: torch.Tensor
@@ -68,7 +69,7 @@ class _PackedPart:
 
 
 class NativeLora:
-    """A PackedLora in C++. `shapes` maps names to the shapes of projections. `panel_width`: the
+    """A PackedLora in C++. `shapes` maps names to the shapes of projections. `panel_width` is the
     number of columns in the library's panels.
 
     Panels are stored in the order in which a step reads them, in large pages if the adapter is
@@ -90,7 +91,7 @@ class NativeLora:
             memory.take((next(_shifts),), torch.uint8)
             packed = {place: part.moved(memory) for place, part in packed.items()}
         self._owned = packed
-        """Keeps the memory alive that the structures point to."""
+        """Keeps alive the memory to which the structures point."""
         self.layers = (library.NativeLoraLayer * len(layers))()
         for (index, number), part in packed.items():
             self.layers[index].parts[number] = part.structure()
@@ -119,14 +120,14 @@ def _packed(factors: Factors, shape: LoraShape, panel_width: int) -> _PackedPart
 
 
 def _at_vectors(factors: Factors, columns: int) -> bool:
-    """Whether each vector of columns is in one factor, or in none."""
+    """Whether each vector of columns is in a single factor or in none."""
     ends = {one.first + len(one.b) for one in factors} - {columns}
     return not any(edge % _LANES for edge in ends | {one.first for one in factors})
 
 
 def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
-    """The projection's column at each position of its panels, as source_row in cpp/projection.h
-    computes it, or `shape.columns` at padding positions.
+    """Returns the projection's column at each position of its panels, as source_row in
+    cpp/projection.h computes it, or `shape.columns` at padding positions.
     """
     if not shape.is_gated:
         places = torch.arange(-(-shape.columns // panel_width) * panel_width)
@@ -139,7 +140,7 @@ def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
 
 
 def _panels(weight: torch.Tensor, width: int, pairs: int) -> torch.Tensor:
-    """[columns, depth] as panels of `width` columns: [panels, depth / pairs, width, pairs]."""
+    """Converts [columns, depth] to panels, [panels, depth / pairs, width, pairs]."""
     columns, depth = weight.shape
     view = weight.view(columns // width, width, depth // pairs, pairs)
     return view.transpose(1, 2).contiguous()
@@ -153,7 +154,7 @@ class NativeLoraStep:
             *(ctypes.addressof(adapter.layers) for adapter in adapters)
         )
         self._owned = adapters, rows, layers
-        """Keeps the memory alive that the structure points to."""
+        """Keeps alive the memory to which the structure points."""
         self.structure = library.StepLora(
             *(ctypes.addressof(layers), rows.rows.ctypes.data, rows.starts.ctypes.data),
             *(max(adapter.width for adapter in adapters), len(adapters)),
@@ -167,11 +168,11 @@ class NativeLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class NativeDelta:
-    """A Delta that the library adds in the projection's call."""
+    """A Delta that the library adds when it computes the projection."""
 
     step: NativeLoraStep
     structure: library.LoraDelta
 
     def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Never called, because the library's own projections use the structure."""
+        """Never called, because the library adds the delta itself."""
         raise AssertionError("the library adds it to its own products")

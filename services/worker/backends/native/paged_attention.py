@@ -1,8 +1,8 @@
 """Paged attention in C++: see cpp/attention.h.
 
-For each layer of a group there are pages of keys and of values, each of block_size * num_kv_heads
-heads. See cpp/key_block.h for the order of elements, and cpp/codes.h for keys and values in 8 bits.
-A step's layouts are passed unchanged, and every layer is one call.
+For each layer of a KV-cache group there are pages of keys and of values, each with block_size *
+num_kv_heads heads. See cpp/key_block.h for the order of elements, and cpp/codes.h for keys and
+values in 8 bits. A step's layouts are passed unchanged, and every layer is one call.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ _BYTES_PER_THREAD = 2**22
 
 _PART_KEYS = 512
 _MOST_ROWS = 128
-"""Upper bound of TASK_ROWS in cpp/attention_plan.h. _PART_KEYS is PART_KEYS in the same file."""
+"""Upper bound of TASK_ROWS in cpp/attention_plan.h. _PART_KEYS is PART_KEYS in that file."""
 
 
 def workspace_bytes(shape: AttentionShape, max_model_len: int) -> int:
-    """Upper estimate, in bytes, of the memory that attention needs in addition to the cache:
-    scratch memory, and partial sums of contexts that are divided among threads. There are fewer
-    than two such contexts for each thread.
+    """Upper estimate of the bytes that attention needs in addition to the KV cache: the threads'
+    scratch memory, and partial sums of sequences that are divided among threads. There are fewer
+    than two such sequences for each thread.
     """
     threads = torch.get_num_threads()
     widest = max(layer.head_dim for layer in shape.layers)

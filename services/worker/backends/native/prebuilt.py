@@ -1,6 +1,6 @@
 """Kernels that are compiled in advance for several kinds of processors, as in the worker's images.
 
-This command compiles the kernels. It needs a C++ compiler, but not torch:
+This command compiles them. It needs a C++ compiler, but not torch:
 
     python -m services.worker.backends.native.prebuilt DIRECTORY
 
@@ -60,19 +60,19 @@ ARM_KINDS = (
     Kind("neon-dot", (_DOT_FLAG,), _DOT),
     Kind("neon", ("-march=armv8-a",), _NEON),
 )
-"""Kinds of processors of an architecture, best first."""
+"""Kinds of processors of 64-bit ARM, best first."""
 
 
 def kinds_for(machine: str) -> Sequence[Kind]:
-    """The kinds of processors of this machine type. Empty if there are no kernels for it."""
+    """Returns the kinds of processors of this machine type, empty if there are no kernels."""
     if machine in ARM:
         return ARM_KINDS
     return X86_KINDS if machine in ("x86_64", "AMD64") else ()
 
 
 def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> ctypes.CDLL | None:
-    """Loads the best complete library for a processor with these features, if there is one. Raises
-    OSError if a complete library cannot be loaded.
+    """Loads the best complete library for a processor with these features. Returns None if there is
+    none. Raises OSError if a complete library cannot be loaded.
     """
     for kind in (*X86_KINDS, *ARM_KINDS):
         if kind.features <= frozenset(features):
@@ -83,8 +83,8 @@ def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> cty
 
 
 def build(directory: Path, kinds: Collection[Kind]) -> None:
-    """Compiles the kernels of each kind. Raises BuildFailed, and CalledProcessError if the compiler
-    has no OpenMP library.
+    """Compiles the kernels of each kind. Raises BuildFailed, or CalledProcessError without
+    OpenMP.
     """
     compiler = os.environ.get("CXX", "c++")
     printed = subprocess.run(

@@ -11,7 +11,7 @@ from services.worker.backends.ranks import GatheringRanks
 _CELL_BYTES = 64
 _SLOT_BYTES = 2**20
 _ROUNDS = 2
-"""Number of slots of a rank in the shared memory. Consecutive rounds use different slots."""
+"""Slots of each rank in the shared memory. Consecutive collectives use different slots."""
 
 
 class NativeRanks(GatheringRanks):
@@ -26,8 +26,9 @@ class NativeRanks(GatheringRanks):
         self._reference = ctypes.byref(self.structure)
         self._memory: mmap.mmap | None = None
         self._cell_bytes = -(-size * _CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
-        """Size of all cells in bytes, rounded up to whole pages. Each rank has one cell, which has
-        the last round at which the rank arrived. The slots follow the cells in memory.
+        """Size of all cells in bytes, rounded up to whole pages. Each rank has one cell, in which
+        it stores the number of the last collective at which it has arrived. The slots follow the
+        cells in memory.
         """
         self.num_bytes = self._cell_bytes + _ROUNDS * size * _SLOT_BYTES
 
@@ -41,7 +42,7 @@ class NativeRanks(GatheringRanks):
             self._functions.end(self._reference)
 
     def check(self) -> None:
-        """Raises RuntimeError if a rank did not arrive at a collective."""
+        """Raises RuntimeError if a rank did not arrive at a collective in time."""
         missing = self.structure.missing
         if missing >= 0:
             within = f" within {self._timeout_seconds:g} s"

@@ -7,13 +7,13 @@ from services.worker.backends.native.library import NativeSuffixSettings, Suffix
 from services.worker.backends.suffix_decoding import Int32Array, SuffixRules
 
 MAX_RESPONSE_BYTES = 256 << 20
-"""Maximum memory of all trees of responses. It is enough for half a million tokens of text that
+"""Maximum memory of all trees of responses. It suffices for half a million tokens of text that
 occurs twice, or six million tokens that occur once.
 """
 
 
 class NativeSuffixDecoding:
-    """SuffixDecoding in C++. `max_bytes`: maximum memory of the trees of responses."""
+    """SuffixDecoding in C++. `max_bytes` limits the memory of the trees of responses."""
 
     def __init__(
         self, library: ctypes.CDLL, rules: SuffixRules, max_bytes: int = MAX_RESPONSE_BYTES
@@ -28,12 +28,10 @@ class NativeSuffixDecoding:
         self._drafts = (ctypes.c_int32 * rules.max_tree_depth)()
         """Buffer for drafts. There are always fewer drafts than the depth of a tree."""
         self._read: set[int] = set()
-        """Rows whose prompts are already in the request's tree."""
+        """Rows of the batch whose prompts are already in the trees of their requests."""
         self._arrays: tuple[Int32Array, Int32Array] | None = None
         self._addresses = 0, 0, 0
-        """Results of `_known`: address of `token_ids`, its row length in tokens, address of
-        `num_tokens`.
-        """
+        """The results of `_known` in the last call."""
 
     @property
     def num_cached(self) -> int:
@@ -64,8 +62,9 @@ class NativeSuffixDecoding:
         return self._drafts[:found]
 
     def _known(self, token_ids: Int32Array, num_tokens: Int32Array) -> tuple[int, int, int]:
-        """Addresses and row length of the arrays, for the library's functions. They are cached
-        while the arrays are the same, since computing the addresses takes as long as a call.
+        """Returns what the library's functions need: the address of `token_ids`, its row length in
+        tokens, and the address of `num_tokens`. Cached, because computing it takes as long as a
+        call.
         """
         before = self._arrays
         if before is None or before[0] is not token_ids or before[1] is not num_tokens:

@@ -1,8 +1,8 @@
 """The processor's tile registers (Intel AMX), which multiply matrices: see cpp/tiles.h.
 
 A process needs the operating system's permission to use tile registers. Linux grants it to all
-threads of a process at once, unless a thread has a small stack for signals. Linux before 5.16 and
-some sandboxes always refuse.
+threads of a process at once, unless a thread has a small signal stack. Linux before 5.16 and some
+sandboxes always refuse.
 """
 
 import ctypes
@@ -22,9 +22,7 @@ _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
 
 @cache
 def refusal() -> str | None:
-    """Asks for permission to use tiles. Returns None, or the system's reason if permission is
-    refused.
-    """
+    """Asks for permission to use tiles. Returns None, or the system's reason for a refusal."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(*map(ctypes.c_long, (_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA))) == 0:
         return None

@@ -1,1 +1,1 @@
-"""Plain torch, on every device. Other backends fall back to it, and are tested against it."""
+"""Compute in plain torch, on every device. Other backends use it as a fallback and in tests."""

@@ -1,9 +1,9 @@
 """Rotary embedding and one attention call in torch.
 
-The libraries that torch uses choose a multiplication method by the number of rows. One or two rows
-are summed in another order than many. With multiples of four rows, the tested libraries return the
-same bits for a row (oneDNN 3 and MKL 2024 on AVX2 and AVX-512). `row_multiple` tests the libraries
-of this machine.
+The libraries that torch uses choose a multiplication method by the number of rows. The sums of one
+or two rows are in another order than the sums of many. With multiples of four rows, the tested
+libraries return the same bits for a row (oneDNN 3 and MKL 2024 on AVX2 and AVX-512). `row_multiple`
+tests the libraries of this machine.
 """
 
 import functools
@@ -35,11 +35,12 @@ def attend(
     """Attention of queries [groups, heads, n, head_dim] over keys and values [groups, heads, keys,
     head_dim].
 
-    The mask is added to the scores. Capped scores are computed without torch's fused operation.
-    With `alike`, the bits do not depend on the number of threads. A single head is then computed
-    twice, because the libraries would divide it among threads, and the order of sums would depend
-    on the number of threads. Heads in bfloat16 are padded with zeros to a multiple of _TILE_WIDTH,
-    because the tile registers of some processors (AMX) sum an incomplete tile in another order.
+    The mask is added to the scores. Scores with a softcap are computed without torch's fused
+    operation. With `alike`, the bits do not depend on the number of threads. A single head is then
+    computed twice, because the libraries would divide it among threads, and the order of sums would
+    depend on the number of threads. Heads in bfloat16 are padded with zeros to a multiple of
+    _TILE_WIDTH, because the tile registers of some processors (AMX) sum an incomplete tile in
+    another order.
     """
     head_dim = query.shape[-1]
     if alike and query.dtype is torch.bfloat16 and head_dim % _TILE_WIDTH:
@@ -62,11 +63,12 @@ def attend(
 
 @functools.cache
 def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """With `batch_invariant` on the CPU, the number of queries of each call is padded to a multiple
-    of this number. A query's result then does not depend on how many queries its call has.
+    """Returns the number to a multiple of which the queries of each call are padded, with
+    `batch_invariant` on the CPU. A query's result then does not depend on how many queries its call
+    has.
 
-    Trial computations determine the number. If their results depend on the number of queries, it
-    is the number of rows that torch's kernel computes at once.
+    Trial computations determine the number. If their results depend on the number of queries, it is
+    the number of rows that torch's kernel computes at once.
     """
     random = torch.Generator().manual_seed(0)
 

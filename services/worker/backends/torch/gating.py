@@ -1,4 +1,4 @@
-"""Gates of an MLP: the activation of each gate is multiplied by its value."""
+"""Gates of an MLP: the activation of each gate is multiplied by the gate's value."""
 
 import functools
 import math
@@ -38,7 +38,7 @@ class GatedLinear:
         return gated(product, self.activation, batch_invariant=self.batch_invariant)
 
     def full(self, x: torch.Tensor) -> torch.Tensor:
-        """The result in float32. torch has already rounded it to the input's data type."""
+        """Returns the result in float32. torch has already rounded it to the input's data type."""
         return self(x).float()
 
 

@@ -1,4 +1,4 @@
-"""The operations in plain torch, on every device. Native kernels are tested against them."""
+"""The operations in plain torch, on every device. Compiled kernels are tested against them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ def torch_has_bfloat16() -> bool:
 
 
 class TorchKernels:
-    """Kernels in torch. `batch_invariant`: on the CPU a token's results have the same bits,
+    """Kernels in torch. With `batch_invariant`, a token's results on the CPU have the same bits
     whatever other tokens are in the step. This makes decode steps slower.
     """
 
@@ -46,7 +46,7 @@ class TorchKernels:
         return padded_rows(num_rows, batch_invariant=self._batch_invariant)
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Linear:
-        """A projection. A quantized weight is dequantized, unless its inputs are quantized too."""
+        """Creates a projection. A weight is dequantized, unless its inputs are quantized too."""
         if isinstance(weight, QuantizedWeight):
             if weight.quantizes_inputs:
                 return CodedLinear(weight, bias)

@@ -1,11 +1,10 @@
-"""The key ranges of queries, and the queries of a chunk that share a call.
+"""The ranges of keys that queries read, and the queries of a chunk that share an attention call.
 
 Sums over keys are computed in blocks, and block boundaries determine the last bits of the result.
-With FixedRanges the range of a query is a function of its position only. A query at one position
-always has the same keys in the same blocks. It does not matter whether the query is a decode or
-part of a chunk, or which other queries are in the step. Keys in the range that a query does not
-attend to are masked, and add zeros. With TightRanges, ranges have no more keys than needed. This is
-less work, but the last bits of a result depend on the step.
+With FixedRanges the range of a query is a function of its position only. The result of a query then
+does not depend on whether it is a decode or part of a chunk, or on other queries in the step. Keys
+in the range that a query does not attend to are masked, and add zeros. With TightRanges, ranges
+have no more keys than needed. This is less work, but the last bits of a result depend on the step.
 """
 
 import itertools
@@ -34,9 +33,7 @@ class KeyRange:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Queries [begin, end) of a chunk, counted from the chunk's first query. They share the key
-    range `keys`.
-    """
+    """Queries [begin, end) of a chunk, counted from its first query, with the same range `keys`."""
 
     begin: int
     end: int
@@ -47,9 +44,9 @@ class FixedRanges:
     """Ranges that begin and end at multiples of GRANULE tokens.
 
     A range of up to BLOCK keys is one block, whose length is one of LENGTHS. A longer range
-    consists of blocks of BLOCK keys. Appended blocks of masked keys do not change results. Capped
-    scores are computed over whole ranges, so with `has_softcap` only ranges of equal length may
-    share a call.
+    consists of blocks of BLOCK keys. Additional blocks of masked keys do not change results. With
+    `has_softcap`, scores are computed over whole ranges, so only ranges of equal length may share a
+    call.
     """
 
     def __init__(self, *, has_softcap: bool) -> None:
@@ -58,8 +55,8 @@ class FixedRanges:
     def of_decodes(
         self, positions: Int32Array | Int64Array, window: int | None
     ) -> tuple[Int64Array, Int64Array]:
-        """Starts and lengths of the ranges of single queries at these positions, [n] each.
-        `window`: the widest of the layers' windows. None means full attention.
+        """Returns the starts and lengths, [n] each, of the ranges of single queries at these
+        positions. `window` is the widest of the layers' windows, or None for full attention.
         """
         granules = positions.astype(np.int64) // GRANULE
         starts = np.zeros_like(granules)
@@ -71,7 +68,7 @@ class FixedRanges:
 
     def of_chunk(self, context: int, num_queries: int, window: int | None, most: int) -> list[Run]:
         """Cuts a chunk that follows `context` tokens into runs of at most `most` queries. Each
-        query has the same keys as if it were a decode.
+        query has the range that it would have as a decode.
         """
         starts, lengths = self.of_decodes(np.arange(context, context + num_queries), window)
         changes = np.flatnonzero((np.diff(starts) != 0) | (np.diff(lengths) != 0)) + 1
@@ -83,7 +80,7 @@ class FixedRanges:
         return found
 
     def may_share(self, shorter: int, longer: int) -> bool:
-        """Whether decodes with `shorter` and `longer` keys may be one call with `longer` keys,
+        """Whether decodes with `shorter` and `longer` keys may share a call over `longer` keys,
         because their ranges have blocks of equal lengths.
         """
         if shorter == longer:
@@ -92,7 +89,7 @@ class FixedRanges:
 
 
 class TightRanges:
-    """As FixedRanges, for ranges from the first block in the window to the last query's key."""
+    """FixedRanges's methods, for ranges from the first block in the window to the last key."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -116,7 +113,7 @@ class TightRanges:
         return found
 
     def may_share(self, shorter: int, longer: int) -> bool:
-        """Whether the shorter range is padded to at most twice its length."""
+        """Whether the shorter range would be padded to at most twice its length."""
         return longer <= 2 * shorter
 
 

@@ -1,5 +1,5 @@
 """LoRA in plain torch. Rows are multiplied by A and B of their adapter, adapter by adapter, or all
-at once if torch can multiply grouped matrices.
+adapters at once if torch can multiply grouped matrices.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ MakeLinear = Callable[[torch.Tensor], Linear]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A and B as projections, and the output columns to which their result is added."""
+    """An adapter's A and B as projections, and the output columns to which they add."""
 
     a: Linear
     b: Linear
@@ -32,7 +32,7 @@ class _Part:
 
 
 class TorchLora:
-    """A PackedLora. `layers`: for each layer, maps names of projections to the adapter's parts."""
+    """A PackedLora. `layers` maps, for each layer, names of projections to the adapter's parts."""
 
     def __init__(self, layers: Sequence[LoraLayer], linear: MakeLinear) -> None:
         self.num_bytes = sum(
@@ -54,7 +54,7 @@ def _packed(factors: LoraFactors, linear: MakeLinear) -> _Part:
 
 
 class TorchLoraStep:
-    """A LoraStep that multiplies adapter by adapter. `padded_rows`: see Kernels."""
+    """A LoraStep that multiplies adapter by adapter. For `padded_rows` see Kernels."""
 
     def __init__(self, rows: LoraRows, padded_rows: Callable[[int], int]) -> None:
         indexes = torch.from_numpy(rows.rows).to(rows.device, torch.int64)
@@ -93,7 +93,7 @@ class _ByAdapter:
 
 class GroupedLora:
     """A PackedLora with one A and one B for all columns of a projection, in each layer. LoRA ranks
-    are padded to a multiple of 16, since rows of grouped matrices must be aligned to 16 bytes.
+    are padded to a multiple of 16, because rows of grouped matrices must be aligned to 16 bytes.
     """
 
     def __init__(self, layers: Sequence[LoraLayer], columns: dict[str, int]) -> None:
@@ -120,8 +120,8 @@ def _rounded(factors: LoraFactors) -> LoraFactors:
 
 
 class GroupedLoraStep:
-    """A LoraStep with grouped products. The weights of the step's adapters are stacked at their
-    first use. The next step reuses the stacks if it has the same adapters.
+    """A LoraStep with grouped products. At their first use, the weights of the step's adapters are
+    stacked. The next step reuses the stacks if it has the same adapters.
     """
 
     def __init__(self, rows: LoraRows, before: "GroupedLoraStep | None") -> None:
@@ -152,8 +152,9 @@ class GroupedLoraStep:
         return None if stack is None else _Grouped(self._rows, self._ends, *stack)
 
     def _stack(self, index: int, part: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The transposes of A, [adapters, in, r], and of B, [adapters, r, out]. They are zero for
-        adapters that add nothing, and beyond an adapter's own LoRA rank.
+        """Returns the transposes of A, [adapters, in, r], and of B, [adapters, r, out]. They are
+        zero for adapters that add nothing to this projection, and beyond an adapter's own LoRA
+        rank.
         """
         found = [adapter.layers[index].get(part) for adapter in self._adapters]
         some = [one for one in found if one is not None]
@@ -171,9 +172,7 @@ class GroupedLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """A Delta with grouped products. `rows` are ordered by adapter. `ends` has the end of each
-    adapter's rows.
-    """
+    """A Delta with grouped products. `rows` are ordered by adapter and end at `ends`."""
 
     rows: torch.Tensor
     ends: torch.Tensor

@@ -3,9 +3,9 @@
 In a batch-invariant product, the bits of a row do not depend on the other rows. The libraries that
 torch uses sum a single row in another order than many. With four or more rows, the order hardly
 ever differs. (Of 15 weights in two data types, it differed for one weight with oneDNN 3, and only
-if the processor lacked bfloat16.) So rows are padded to at least four. When a weight is packed, its
-products with several numbers of rows are compared. If a row's result depends on the number of rows,
-the weight is multiplied in tiles of equal height.
+if the processor lacked bfloat16.) Therefore rows are padded to at least four. When a weight is
+packed, its products with several numbers of rows are compared. If a row's result depends on the
+number of rows, the weight is multiplied in tiles of equal height.
 """
 
 import logging
@@ -20,24 +20,24 @@ from services.worker.backends.quantized import QuantizedWeight, quantized_rows
 logger = logging.getLogger(__name__)
 
 _BUCKETS = ((32, 4), (64, 8), (128, 16), (256, 32), (512, 64))
-"""Pairs (rows, multiple). A number of rows up to `rows` is rounded up to the multiple."""
+"""Pairs (most, multiple). A number of rows up to `most` is rounded up to the multiple."""
 _FEWEST_ALIKE = 4
 """The number of rows below which the libraries sum in another order."""
 
 _TRIED_ROWS = (4, 8, 12, 16, 32, 48, 64, 128, 256, 512)
 _TILE_ROWS = 32
 _EXACT_DEPTH = 1024
-"""The sum of this many products of codes, each at most 127 * 128, is below 2**24."""
+"""The sum of this many products of codes, each at most 127 * 128, is exact, because below 2**24."""
 
 
 _agreeing: dict[tuple[object, ...], bool] = {}
 """Results of `_rows_agree` in this process. A key has all properties by which libraries choose a
-method, such as the weight's shape, except the number of rows.
+multiplication method, such as the weight's shape, except the number of rows.
 """
 
 
 def padded_rows(num_rows: int, *, batch_invariant: bool = True) -> int:
-    """The number of rows to multiply instead of `num_rows`: one of a few numbers.
+    """The number of rows to multiply in place of `num_rows`: one of a few numbers.
 
     For each number of rows, oneDNN keeps a kernel with its own buffers, which takes milliseconds
     and megabytes. Up to 1024 rows, this function returns 28 different numbers. Products that are
@@ -54,9 +54,9 @@ def padded_rows(num_rows: int, *, batch_invariant: bool = True) -> int:
 class PackedLinear:
     """x W^T + b for a weight [out, in] and a bias [out] or None.
 
-    On the CPU the weight is reordered once into oneDNN's blocked layout, which about halves the
-    time of small batches, if the library has the operation. The caller's tensor is not kept once
-    the weight is packed. The number of rows must be a result of `padded_rows`.
+    On the CPU the weight is reordered once into oneDNN's blocked layout, if the library has this
+    operation. It about halves the time of small batches. The caller's tensor is not kept once the
+    weight is packed. The number of rows must be a result of `padded_rows`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class PackedLinear:
         return product
 
     def _rows_agree(self, dtype: torch.dtype) -> bool:
-        """The result of `rows_agree`, tested once for each shape of weight."""
+        """Returns the result of `rows_agree`, tested once for each shape of weight."""
         has_bias, is_packed = self._bias is not None, self._packed is not None
         shape = (self.out_features, self.in_features, dtype, has_bias, is_packed)
         if shape not in _agreeing:
@@ -116,7 +116,7 @@ def rows_agree(
 
 
 def in_tiles(multiply: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """The product of x [n, in], computed in tiles of equally many rows."""
+    """Returns the product of x [n, in], computed in tiles of equally many rows."""
     filled = F.pad(x, (0, 0, 0, -len(x) % _TILE_ROWS))
     return torch.cat([multiply(tile) for tile in torch.split(filled, _TILE_ROWS)])[: len(x)]
 
@@ -137,9 +137,10 @@ def _pack(weight: torch.Tensor) -> torch.Tensor | None:
 class CodedLinear:
     """A Linear for a weight that quantizes its inputs (W8A8), for any number of rows.
 
-    Codes are multiplied as floats, in parts of the depth whose sums are exact in float32. So sums
-    are the same in any order and with any instructions. A row's result does not depend on other
-    rows, and differs from the result of the compiled kernels only by the rounding of the bias.
+    Codes are multiplied as floats, in parts of the depth whose sums are exact in float32. Therefore
+    sums do not depend on their order or on the instructions. A row's result does not depend on
+    other rows, and differs from the result of the compiled kernels only by the rounding of the
+    bias.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:

@@ -1,9 +1,10 @@
-"""Paged attention in plain torch operations. It is used on the CPU, and on CUDA for capped scores.
+"""Paged attention in plain torch operations. It is used on the CPU, and on CUDA for scores with a
+softcap.
 
-Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] for each layer of a group.
-So the gathered pages of a sequence contain its keys in order, and the attention kernel reads the
-keys through one strided view. A step's keys are written to the pages first, and are then read from
-the pages like all other keys.
+Pages are token-major, [num_blocks, block_size, num_kv_heads, head_dim] for each layer of a KV-cache
+group. Therefore the gathered pages of a sequence contain its keys in order, and the attention
+kernel reads them through one strided view. A step's keys are written to the pages first, and are
+then read from the pages like all other keys.
 
 Keys and values in 8 bits (kv_codes.py) are stored and gathered as codes. They are multiplied by
 their scales, in the model's data type, before attention.
@@ -14,8 +15,8 @@ of a query, and the blocks in which they are summed, are a function of the query
 (key_ranges.py). The number of rows of a call is a multiple with which torch's libraries return the
 same bits for a row (attend.py).
 
-* Decodes of similar length form a group. A group needs one gather into a persistent workspace, and
-  one attention call. The query heads that share a key head are treated as queries of one head.
+* Decodes of similar length form a group, with one gather into a persistent workspace, and one
+  attention call. The query heads that share a key head are treated as queries of one head.
 * Chunks are computed one by one, in runs of queries with the same keys. Key heads are repeated by a
   stride of zero, not by copies.
 
@@ -82,7 +83,7 @@ class TorchPagedAttention:
         ]
         kind: Any = {"dtype": shape.page_dtype, "device": shape.device}
         self.pages = [torch.empty(shape.page_shape(layer), **kind) for layer in shape.page_layers]
-        """Keys and values, see PagesOfKeys. Their memory is allocated at the first write. Only the
+        """Keys and values (see PagesOfKeys). Their memory is allocated at the first write. Only the
         null block, which is read as padding, is cleared here.
         """
         for pages in self.pages:
@@ -147,7 +148,7 @@ class TorchPagedAttention:
     def attend_chunk(
         self, layer: int, query: torch.Tensor, chunk: Chunk, output: torch.Tensor
     ) -> None:
-        """Attention of one request's queries [n, num_heads, head_dim], written to `output`."""
+        """Computes attention of a request's queries [n, num_heads, head_dim], into `output`."""
         spec = self._shape.layers[layer]
         keys, values = (
             _repeated(pages.flatten(0, 1), spec) for pages in self._gather(layer, chunk.block_ids)
@@ -162,13 +163,13 @@ class TorchPagedAttention:
             _grouped(output[run.begin : run.end], spec).copy_(attended[:, :, : own.shape[2]])
 
     def _filled_up(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """Queries [.., n, head_dim], padded with rows to the required multiple."""
+        """Pads queries [.., n, head_dim] to a multiple of `row_multiple`."""
         missing = -query.shape[-2] % self._row_multiples[layer]
         return F.pad(query, (0, 0, 0, missing)) if missing else query
 
     def _gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gathers pages of keys and values, [len(block_ids), block_size, num_kv_heads, head_dim]
-        each, in the workspace, and decodes them if they are codes.
+        each, into the workspace, and decodes them if they are codes.
         """
         own = self._layer_pages[layer]
         shape = (2, len(block_ids), *own.shape[2:])
@@ -183,8 +184,9 @@ class TorchPagedAttention:
     def _run_mask(
         self, window: int | None, num_queries: int, ahead: int, num_keys: int
     ) -> torch.Tensor:
-        """A mask with 0 where a query attends to a key, and -inf elsewhere. `ahead`: the number of
-        keys before the first query's own key. The result is a view of one mask that all runs share.
+        """A mask with 0 where a query attends to a key, and -inf elsewhere. `ahead` is the number
+        of keys before the first query's own key. The result is a view of one mask that all runs
+        share.
         """
         first = self._mask_width - ahead
         return self._run_masks[window][:num_queries, first : first + num_keys]
@@ -207,8 +209,8 @@ class TorchPagedAttention:
             self._workspace = self._workspace.new_empty(2, max(needed, 2 * held))
 
     def _opened_blocks(self, layout: attention.StepLayout) -> torch.Tensor:
-        """Blocks that the step begins and does not fill. The caller clears them, because they may
-        contain values of an earlier request. A mask hides such values, except NaN.
+        """Returns the blocks that the step begins and does not fill. The caller clears them,
+        because they may contain values of an earlier request. A mask hides such values, except NaN.
         """
         size = layout.block_size
         last = (layout.seq_lens - 1) // size
@@ -231,7 +233,7 @@ def _repeated(heads: torch.Tensor, layer: attention.AttentionLayer) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class _GroupStep:
-    """One step in one KV-cache group: the slots to write, and its decodes and chunks."""
+    """A step in one KV-cache group: the slots to write, and the step's decodes and chunks."""
 
     slots: torch.Tensor
     opened_blocks: torch.Tensor
@@ -241,7 +243,7 @@ class _GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class TorchPagedStep:
-    """The attention of one step over a cache. `steps` has one entry for each layer."""
+    """The attention of one step over a KV cache. `steps` has one entry for each layer."""
 
     cache: TorchPagedAttention
     steps: list[_GroupStep]

@@ -13,8 +13,8 @@ from services.worker.backends.torch.key_ranges import KeyRanges, Run
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decodes that are computed in one call. They are rows [begin, end) of the step, and each has
-    `length` keys.
+    """Decodes that are computed in one call: rows [begin, end) of the step, with `length` keys
+    each.
 
     `block_ids`: the blocks of all keys, sequence by sequence. The first block of a sequence begins
     `offset` tokens before its keys. `masks` maps windows of layers to masks.
@@ -30,8 +30,8 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One request's tokens in the step, divided into `runs`. The first one is token `begin` of the
-    step. `context` tokens of the request precede it.
+    """One request's tokens in the step, from the step's token `begin` on, divided into `runs`. They
+    follow `context` earlier tokens of the request.
 
     `block_ids`: the blocks of all keys of the tokens. The first block begins at token `start` of
     the request.
@@ -46,7 +46,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepCutter:
-    """Cuts the steps of one cache. `max_group_tokens`: limit on the keys in a group of decodes."""
+    """Cuts steps over one KV cache. `max_group_tokens` limits the keys in a group of decodes."""
 
     shape: AttentionShape
     device: Device
@@ -93,9 +93,10 @@ class StepCutter:
         first_lens: Int32Array,
         widest: int | None,
     ) -> torch.Tensor:
-        """The blocks at these columns [n, any] of the block tables of n sequences. The null block
-        replaces blocks beyond the end of a sequence, and blocks before the widest window of all
-        queries. `first_lens` [n, 1]: tokens of each sequence up to and including its first query.
+        """Returns the blocks at these columns [n, any] of the block tables of n sequences. The null
+        block replaces blocks beyond the end of a sequence, and blocks before the widest window of
+        all queries. `first_lens` [n, 1]: tokens of each sequence up to and including its first
+        query.
         """
         size, tables = layout.block_size, layout.block_tables[sequences]
         hidden = columns * size >= layout.seq_lens[sequences, None]
@@ -114,8 +115,8 @@ class StepCutter:
         return score_mask(self.device.upload(hidden), self.shape.dtype)[:, None, None, :]
 
     def chunks(self, layout: StepLayout, windows: set[int | None]) -> list[Chunk]:
-        """Returns one chunk for each request after the decodes. `ranges.of_chunk` divides its
-        queries into runs. The queries of a run share one range of keys.
+        """Returns one chunk for each request after the decodes. `ranges.of_chunk` divides the
+        chunk's queries into runs with one range of keys each.
         """
         size, widest = layout.block_size, _widest(windows)
         chunks = []
@@ -133,7 +134,7 @@ class StepCutter:
 
 
 def score_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask to add to scores: -inf for hidden keys, else 0."""
+    """Returns a mask to add to scores: -inf for hidden keys, 0 for others."""
     mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
     return mask.masked_fill_(hidden, -torch.inf)
 

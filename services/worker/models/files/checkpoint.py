@@ -36,7 +36,7 @@ _READABLE = {"F32", "BF16", "F16", "F64", *BLOCK_TYPES}
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All tensors of a model directory, by name. They are placed on `device`."""
+    """All tensors of a model directory, by name. They are read onto `device`."""
 
     directory: Path
     tensors: dict[str, TensorInfo]
@@ -49,7 +49,7 @@ class Checkpoint:
         return next(filter(Path.exists, named), None) or self.files[0]
 
     def prefixed(self, prefix: str, apart: str) -> "Checkpoint":
-        """A copy with `prefix` added to all tensor names except `apart`."""
+        """Returns a copy with `prefix` added to all tensor names except `apart`."""
         named = {
             name if name == apart else prefix + name: info for name, info in self.tensors.items()
         }
@@ -72,8 +72,8 @@ class Checkpoint:
     ) -> None:
         """Raises ModelTensorError unless the tensors are exactly `expected`.
 
-        `others` maps tensors to data types that are allowed in addition to the data types of
-        unquantized weights. A scalar may also be stored as a vector of length 1.
+        `others` maps names of tensors to the data types that they may have in addition to the types
+        of unquantized weights. A scalar may also be stored as a vector of length 1.
         """
         missing = sorted(expected.keys() - self.tensors.keys())
         if missing:
@@ -113,9 +113,7 @@ class Checkpoint:
 
 
 def check_dtype(tensor: TensorInfo, others: Collection[str] = ()) -> None:
-    """Raises ModelTensorError unless the data type is in `others` or is one of
-    unquantized weights.
-    """
+    """Raises ModelTensorError unless the type is in `others` or one of unquantized weights."""
     if tensor.dtype not in _READABLE and tensor.dtype not in others:
         raise ModelTensorError(
             tensor.file, f"tensor {tensor.name} has data type {tensor.dtype}, which is not read"
@@ -141,14 +139,14 @@ class TensorReader:
         return len(self._checkpoint.tensors[name].shape)
 
     def read_parts(self, *parts: tuple[str, Index], dtype: torch.dtype) -> torch.Tensor:
-        """Reads parts of tensors, given by name and index, and stacks them along their first axis
-        into a new tensor of `dtype`. Only these parts are read.
+        """Reads parts of tensors, each given by name and index, and stacks them along their first
+        axis into a new tensor of `dtype`.
         """
         read = [self.read_part(name, index).to(dtype) for name, index in parts]
         return torch.cat(read) if len(read) > 1 else read[0].clone()
 
     def read_part(self, name: str, index: Index) -> torch.Tensor:
-        """A part of a tensor, in its stored data type, perhaps a view of the file. Thread-safe."""
+        """Reads a part of a tensor in its stored type, perhaps a view of the file. Thread-safe."""
         tensor = self._checkpoint.tensors[name]
         handle, stored_name = self._handles[tensor.file], tensor.name
         taken = zip(index, tensor.shape, strict=False)
@@ -160,7 +158,7 @@ class TensorReader:
         return part.to(self.device)
 
     def read_quantized(self, name: str, dtype: torch.dtype) -> QuantizedWeight:
-        """A quantized weight of a GGUF file, for computations in `dtype`."""
+        """Reads a quantized weight of a GGUF file, for computations in `dtype`."""
         tensor = self._checkpoint.tensors[name]
         self._sizes.append(tensor.num_bytes)
         weight: QuantizedWeight = self._handles[tensor.file].get_quantized(tensor.name, dtype)

@@ -2,7 +2,7 @@
 
 A row of a quantized weight consists of consecutive blocks. In Q4_0 and Q8_0, a block of 32 numbers
 has one scale. In Q4_K and Q6_K, a block of 256 numbers is divided into groups. Each group has a
-scale, and the block has a scale for the scales of its groups. Q4_K has eight groups of unsigned
+scale, and these scales are multiplied by a scale of the block. Q4_K has eight groups of unsigned
 codes, with a minimum for each group. Q6_K has sixteen groups of codes around 0.
 """
 
@@ -24,9 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """The numbers of n blocks: codes [n, numbers in a block], scales and offsets [n, groups in a
-    block].
-    """
+    """Numbers of n blocks: codes [n, block size], scales and offsets [n, groups in a block]."""
 
     codes: npt.NDArray[np.int8]
     scales: Floats
@@ -35,7 +33,7 @@ class _Numbers:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A block type: a block has `size` numbers in `num_bytes` bytes."""
+    """A type of block, with `size` numbers in `num_bytes` bytes."""
 
     size: int
     num_bytes: int
@@ -80,7 +78,7 @@ def _q6_k(blocks: Bytes) -> _Numbers:
 
 
 def _halves(two_bytes: Bytes) -> Floats:
-    """Float16 values [n, 1], as float32."""
+    """Converts two bytes to float16 values [n, 1], as float32."""
     return np.ascontiguousarray(two_bytes).view(np.float16).astype(np.float32)
 
 
@@ -119,7 +117,7 @@ class GgufFile:
         self._heads = {"attn_q.": heads, "attn_k.": kv_heads} if architecture == "llama" else {}
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor, dequantized to float32 if it is quantized."""
+        """Reads a tensor, and dequantizes it to float32 if it is quantized."""
         tensor = self._tensors[name]
         if tensor.dtype in BLOCK_TYPES:
             return self.get_quantized(name, torch.float32).dequantized()
@@ -129,18 +127,19 @@ class GgufFile:
         return whole
 
     def get_slice(self, name: str) -> torch.Tensor:
-        """The whole tensor, which the caller slices."""
+        """Returns the whole tensor, of which the caller selects a part."""
         return self.get_tensor(name)
 
     def get_quantized(self, name: str, dtype: torch.dtype) -> QuantizedWeight:
-        """A quantized weight, for computations in `dtype`."""
+        """Reads a quantized weight, for computations in `dtype`."""
         tensor = self._tensors[name]
         rows = self._bytes[tensor.begin : tensor.end].reshape(tensor.shape[0], -1)
         return read_blocks(tensor.dtype, self._in_order(name, rows), dtype)
 
     def _in_order(self, name: str, rows: Any) -> Any:
-        """Reorders rows for rotary embeddings, which rotate element i of a head's first half with
-        element i of its second half. Llama's GGUF files store these elements as adjacent pairs.
+        """Reorders rows of queries and keys for rotary embeddings, which rotate element i of a
+        head's first half with element i of its second half. Llama's GGUF files store these two
+        elements side by side.
         """
         heads = next((count for part, count in self._heads.items() if part in name), None)
         if heads is None:

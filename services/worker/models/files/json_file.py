@@ -46,7 +46,7 @@ class JsonReader:
         return key in self._nulls
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of `least` or more."""
+        """Returns a whole number of `least` or more."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, f"must be a whole number of {least} or more, not {value!r}")
@@ -78,14 +78,14 @@ class JsonReader:
         return value
 
     def nested(self, key: str) -> "JsonReader":
-        """A nested object. It is empty if the key is absent."""
+        """Returns a nested object, or an empty one if the key is absent."""
         value = self._values.get(key, {})
         if not isinstance(value, dict):
             raise self.error(key, f"must be an object, not {value!r}")
         return JsonReader(self.path, value, f"{self._prefix}{key}.")
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A whole number or a list of them. It is empty if the key is absent."""
+        """Returns a whole number or a list of them as a tuple, empty if the key is absent."""
         value = self._values.get(key, [])
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):

@@ -1,7 +1,7 @@
 """Names and shapes of the tensors in checkpoints of native architectures.
 
-Either each expert has its own tensors, named as in the architecture, or all experts of a layer are
-stacked in one tensor, as transformers stores them in memory.
+Checkpoints store the experts of a layer in one of two forms: each expert has its own tensors, named
+as in the architecture, or all are stacked in one tensor, as transformers stores them in memory.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ _OUTPUT_NORMALIZED = NormNames(
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """The names of a layer's expert tensors. The expert's number replaces `{}`."""
+    """The names of a layer's expert tensors. `{}` stands for the expert's number."""
 
     router: str
     gate: str

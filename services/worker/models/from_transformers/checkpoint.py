@@ -1,8 +1,8 @@
-"""Reads a checkpoint, or a rank's part of it, into a model of transformers.
+"""Reads a checkpoint, or a rank's part of it, into a model of the library transformers.
 
 transformers' own loader handles names in checkpoints, tied weights, and buffers that no checkpoint
-contains. The loader receives lazy tensors. A lazy tensor reads its data, or this rank's part of the
-data, when the loader copies it.
+contains. It is given lazy tensors: each reads its data, or this rank's part of the data, when the
+loader copies it.
 """
 
 import threading
@@ -60,8 +60,8 @@ def load_checkpoint(
 def lazy_tensors(
     checkpoint: Checkpoint, reader: TensorReader, part_of: Callable[[str], Part] = lambda _: ()
 ) -> dict[str, Any]:
-    """The tensors of a checkpoint, by name. The part `part_of(name)` of a tensor is read when the
-    tensor is copied. By default it is the whole tensor.
+    """Returns the tensors of a checkpoint, by name. The part `part_of(name)` of a tensor, by
+    default the whole tensor, is read when the tensor is copied.
     """
     return {name: _LazyTensor(reader, name, part_of) for name in checkpoint.tensors}
 
@@ -79,7 +79,7 @@ class _LazyTensor:
 
 
 def _divided(cls: Any, division: Division) -> Any:
-    """A subclass whose models are divided as soon as they are constructed."""
+    """Returns a subclass whose models are divided over ranks as soon as they are constructed."""
 
     def make(self: PreTrainedModel, config: PretrainedConfig) -> None:
         cls.__init__(self, config)

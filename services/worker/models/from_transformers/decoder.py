@@ -1,13 +1,12 @@
-"""A decoder that transformers runs, over Stepwell's cache.
+"""A decoder that the library transformers runs, over Stepwell's KV cache.
 
-Layers, norms and head are transformers' own. Only attention and the states of recurrent layers are
-replaced: see `recurrent`. vLLM's Transformers backend makes the same division.
+Layers, norms and head are transformers' own. Only attention and the states of recurrent layers (see
+`recurrent`) are replaced. vLLM's Transformers backend makes the same division.
 
 Models of transformers call the attention function that their configuration names. Stepwell
-registers a function as ATTENTION_NAME. This function forwards each call to the function that
-`_computing_with` has set for the thread: attention over a paged cache, or a probe, which examines
-the calls. No function that builds masks is registered, since the cache determines which tokens each
-token of a flattened batch attends to.
+registers a function as ATTENTION_NAME. It forwards each call to the function that `_computing_with`
+has set for the thread: attention over a paged cache, or a probe, which examines the calls. No
+function for masks is registered, because the cache determines which tokens a token attends to.
 """
 
 import copy
@@ -42,8 +41,8 @@ _attend_function: ContextVar[_AttendFunction] = ContextVar("attend")
 _PROBE_TOKENS = 33
 _TOLERANCE = 1e-3
 _ROUNDED_TOLERANCE = 0.2
-"""Maximum relative difference of logits that is still attributed to rounding, which in half
-precision can also change the choice of experts.
+"""Maximum relative difference of logits that is attributed to rounding. In half precision, rounding
+can also change the choice of experts.
 """
 
 
@@ -56,9 +55,9 @@ class ProbedLayers:
 
 
 class TransformersDecoder:
-    """A Model. A flattened batch is computed as one sequence, with the positions of its requests.
-    Batches are padded by `padded_rows` (padded_torch_rows of Kernels), because torch computes the
-    model's products, and their results depend on the number of rows.
+    """A Model. A step's tokens are computed as one sequence, with the positions that they have in
+    their requests. They are padded by `padded_rows` (padded_torch_rows of Kernels), because the
+    results of torch's products depend on the number of rows.
     """
 
     def __init__(
@@ -67,11 +66,11 @@ class TransformersDecoder:
         self._padded_rows = padded_rows
         self._recurrent = recurrent.wrap_recurrent_layers(model)
         self._attention_index: dict[int, int] = {}
-        """Maps layer numbers to the index among attention layers."""
+        """Maps layer numbers to indexes among the attention layers."""
         self._body: nn.Module = model.base_model
         self._embedding: nn.Module = model.get_input_embeddings()
         self._given = _GivenStates(self._body)
-        self._head = copy.copy(model)  # with another body; all other parts are shared
+        self._head = copy.copy(model)  # shares everything except the body
         self._head._modules = {**model._modules, model.base_model_prefix: self._given}
 
     @property
@@ -111,7 +110,7 @@ class TransformersDecoder:
         return hidden, wanted_logits(self, hidden, wanted)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, including operations of the model after its projection."""
+        """Computes logits, including operations that the model applies after its projection."""
         num_rows = len(hidden)
         padded = F.pad(hidden, (0, 0, 0, self._padded_rows(num_rows) - num_rows))
         self._given.states = padded[None]
@@ -121,11 +120,11 @@ class TransformersDecoder:
 
     def probe(self, model: PreTrainedModel) -> ProbedLayers:
         """Determines the parameters of attention layers and the states of recurrent layers. Raises
-        Refused for a model that cannot be served over the cache.
+        Refused for a model that cannot be served over the paged cache.
 
-        Compares the logits of a few tokens with the logits that the model's own attention computes.
-        If they differ, the model changes scores or logits in a way that the arguments of its
-        attention do not show.
+        Compares the logits of a few tokens with the logits that the model computes with its own
+        attention. If they differ, the model changes scores or logits in a way that the arguments of
+        its attention calls do not show.
         """
         longest = min(_PROBE_TOKENS, model.config.max_position_embeddings)
         positions = torch.arange(longest, device=model.device)
@@ -173,8 +172,8 @@ class TransformersDecoder:
 
 
 class _States(MoeModelOutputWithPast):  # type: ignore[misc]
-    """The output of any decoder's body, with fields for router logits, cross-attentions, and keys
-    and values shared between layers.
+    """The output of a decoder's body. It has the fields for router logits, cross-attentions, and
+    keys and values shared between layers, which some heads read.
     """
 
     cross_attentions = None
@@ -182,8 +181,9 @@ class _States(MoeModelOutputWithPast):  # type: ignore[misc]
 
 
 class _GivenStates(nn.Module):
-    """Replaces the body of a model, and returns preset hidden states. All other attributes are the
-    body's attributes, since some heads read a factor from the body.
+    """Takes the place of a model's body, and returns preset hidden states, so that the model
+    computes only its head. All other attributes are the body's, because some heads read a factor
+    from the body.
     """
 
     def __init__(self, body: nn.Module) -> None:
@@ -198,7 +198,7 @@ class _GivenStates(nn.Module):
 
     @property
     def decoder(self) -> "_GivenStates":
-        """Returns this object, for models that call a part of their body, such as OPT."""
+        """Returns this object, for models such as OPT that call a part of their body."""
         return self
 
     def forward(self, *_: Any, **__: Any) -> _States:
@@ -208,8 +208,8 @@ class _GivenStates(nn.Module):
 
 @contextmanager
 def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Iterator[None]:
-    """Within this context, models that transformers runs in this thread call `attend` for
-    attention, and `recur` for recurrent layers.
+    """Within this context, models that transformers runs in this thread call `attend` for attention
+    and `recur` for recurrent layers.
     """
     tokens = _attend_function.set(attend), recurrent.recur_function.set(recur)
     try:
@@ -220,8 +220,8 @@ def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Ite
 
 
 def _from_cache(attention: LayerAttention, indexes: Mapping[int, int]) -> _AttendFunction:
-    """Attention of a flattened batch over a paged cache. Queries and keys are already rotated.
-    `indexes` maps layer numbers to the index among attention layers.
+    """Returns attention of a step's tokens over a paged cache. Queries and keys are already
+    rotated. `indexes` maps layer numbers to indexes among the attention layers.
     """
 
     def attend(
@@ -248,7 +248,7 @@ def _attend(
     *args: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls, with heads [1, heads, n, head_dim]."""
+    """The registered function, which transformers calls with heads [1, heads, n, head_dim]."""
     return _attend_function.get()(module, query, key, value, *args, **options), None
 
 

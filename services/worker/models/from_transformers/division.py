@@ -26,8 +26,8 @@ _COUNTS_OF_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 class Division:
-    """One rank's part of a model. `heads`: the part's numbers of query heads and key-value heads,
-    or None if attention is not divided.
+    """One rank's part of a model. `heads` is this rank's part of the query heads and of the
+    key-value heads, or None if attention is not divided.
     """
 
     def __init__(self, directory: Path, ranks: Ranks) -> None:
@@ -68,11 +68,11 @@ class Division:
                 self._parts |= {f"{name}.{key}": part for key, part in divided.parts.items()}
 
     def part_of(self, tensor: str) -> Part:
-        """The part of a checkpoint tensor to read. It is empty for the whole tensor."""
+        """Returns the part of a checkpoint tensor to read, empty for the whole tensor."""
         return self._parts.get(self._known_as(tensor), ())
 
     def _known_as(self, tensor: str) -> str:
-        """The name in the model of a tensor of a checkpoint. The two names may differ by a renaming
+        """Returns the model's name for a tensor of a checkpoint. The names may differ by a renaming
         or by the prefix of the model's body.
         """
         for renaming in self._renamings:
@@ -100,7 +100,7 @@ class Division:
                 return linear.GatheredLinear(layer, part, self._ranks)
 
     def _divide_head(self, head: nn.Linear, *, is_tied: bool) -> DividedLinear | None:
-        """Divides the head. Returns None if parts would differ in size: the head stays whole."""
+        """Divides the head. Returns None if it stays whole, because its parts would differ."""
         if head.out_features % self.shard.size:
             return None
         divided = linear.GatheredTiedLinear if is_tied else linear.GatheredLinear
@@ -148,8 +148,8 @@ class Division:
 
 
 def _count_kv_heads(model: PreTrainedModel, plan: Iterable[str], num_heads: int) -> int:
-    """The number of key-value heads, computed from the widths of a layer's projections. With one
-    projection for queries, keys and values, it is the number of query heads.
+    """Returns the number of key-value heads, computed from the widths of a layer's projections.
+    With one projection for queries, keys and values, it is the number of query heads.
     """
     for name in plan:
         if name.endswith(".k_proj"):

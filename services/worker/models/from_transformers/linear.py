@@ -2,8 +2,8 @@
 batch-invariant products.
 
 A divided layer is a rank's part of a whole layer. It is constructed, without weights, from the
-layer that it replaces. `parts`: the parts of the whole layer's tensors that the rank has. Inputs
-may have any shape [..., width].
+layer that it replaces. `parts` are the rank's parts of the whole layer's tensors. Inputs may have
+any shape [..., width].
 """
 
 import logging
@@ -57,7 +57,7 @@ class GatheredLinear(DividedLinear):
 
 
 class GatheredTiedLinear(DividedLinear):
-    """A GatheredLinear whose weight is whole and shared. It uses this rank's rows only."""
+    """A GatheredLinear whose weight is the whole embedding's. It uses this rank's rows only."""
 
     def __init__(self, whole: nn.Linear, rows: slice, ranks: Ranks) -> None:
         super().__init__(whole)
@@ -65,7 +65,6 @@ class GatheredTiedLinear(DividedLinear):
         self._ranks = ranks
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        """[..., in] -> [..., out]."""
         bias = None if self.bias is None else self.bias[self._rows]
         return _gather(self._ranks, self.multiply(input, self.weight[self._rows], bias))
 
@@ -84,18 +83,17 @@ class SummedLinear(DividedLinear):
         self._ranks = ranks
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        """[..., in] -> [..., out]."""
         product = self.multiply(input[..., self._taken], self.weight)
         total = self._ranks.sum(product.flatten(0, -2)).view(product.shape)
         return total if self.bias is None else total + self.bias
 
 
 def multiply_alike(model: nn.Module) -> None:
-    """Makes the results of linear layers for a row independent of the number of rows, if there are
-    at least four rows.
+    """Makes the result of linear layers for a row independent of the other rows, in products of at
+    least four rows.
 
-    Each shape of weight is tested, as in PackedLinear. If the libraries of torch fail the test, the
-    layers of that shape compute tiles of equally many rows.
+    Each shape of weight is tested, as in PackedLinear. If torch's products fail the test, layers of
+    this shape compute tiles of equally many rows.
     """
     agreeing: dict[object, bool] = {}
     for module in model.modules():
@@ -121,9 +119,7 @@ def multiply_alike(model: nn.Module) -> None:
 def _whole_product(
     module: nn.Linear | Conv1D,
 ) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
-    """A function that computes a layer's product before ranks exchange results, and the width of
-    the layer's input.
-    """
+    """Returns a layer's product before ranks exchange results, and the width of its input."""
     if isinstance(module, Conv1D):
         return module.forward, module.nx
     return partial(F.linear, weight=module.weight, bias=module.bias), module.in_features
@@ -138,8 +134,8 @@ def _multiply_in_tiles(
 
 
 def normalize_gathered(norm: nn.Module, own: slice, ranks: Ranks) -> None:
-    """Changes a norm whose input is divided among ranks. The norm then gathers the parts of the
-    input, which are equally long on each rank, and returns the part `own` of its output.
+    """Changes a norm whose input is divided among ranks: it gathers the parts of the input, which
+    have the same length on each rank, and returns the part `own` of its output.
     """
     norm.register_forward_pre_hook(lambda _, inputs: (_gather(ranks, inputs[0]),))
     norm.register_forward_hook(lambda _norm, _inputs, output: output[..., own])

@@ -1,6 +1,6 @@
-"""Loads decoders without native code: transformers reads them and runs their layers.
+"""Loads decoders without native code: the library transformers reads them and runs their layers.
 
-A model is refused before the worker starts to serve if it is not a decoder, if a layer has no
+Before the worker starts to serve, a model is refused if it is not a decoder, if a layer has no
 attention, if it does not use transformers' attention interface, or if its cached keys would change
 later.
 """
@@ -34,8 +34,8 @@ from services.worker.models.suitability.transformers_rules import CONFIG_KEYS, c
 
 
 def read_transformers_config(directory: Path) -> PretrainedConfig:
-    """The configuration as transformers reads it. Raises UnsupportedModel if transformers has no
-    code for the model, or if the model is not a decoder.
+    """Returns the configuration as transformers reads it. Raises UnsupportedModel if transformers
+    has no code for the model, or if the model is not a decoder.
     """
     path = directory / "config.json"
     raw = read_json_object(path)
@@ -58,7 +58,7 @@ def load_transformers_model(
     ranks: Ranks,
     wait_for_ranks: Callable[[], None],
 ) -> LoadedModel:
-    """The decoder, or a rank's part of it, on the checkpoint's device. See load_model."""
+    """Loads the decoder, or a rank's part of it, onto the checkpoint's device (see load_model)."""
     directory = checkpoint.directory
     config = read_transformers_config(directory)
     path = directory / "config.json"

@@ -2,9 +2,9 @@
 except for OPT and OLMo 2.
 
 A plan maps layer names to styles. A layer divided by columns outputs a part of the whole output. A
-layer divided by rows has a part of the whole input, and the outputs are summed over the ranks. Two
-further styles gather the output, or select the part of a whole input. This is Megatron-LM's
-division, as in backends/ranks.py.
+layer divided by rows has a part of the whole input, and the ranks sum its outputs. In two further
+styles, a layer gathers the whole output, or selects its part of the whole input. This is
+Megatron-LM's division, as in backends/ranks.py.
 """
 
 import enum
@@ -27,9 +27,7 @@ class Style(enum.Enum):
 
 _FORMER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise"})
-"""Styles of layers that are whole on each rank: norms of single heads, and embeddings, because a
-step reads only a few rows of an embedding.
-"""
+"""Styles of layers that are whole on each rank: norms of single heads, and embeddings."""
 
 _SUMMED = {Style.ROWS, Style.ROWS_OF_WHOLE_INPUT}
 
@@ -55,15 +53,13 @@ _OLMO2 = {
     "lm_head": "colwise_gather_output",
 }
 _OWN = {"opt": _OPT, "olmo2": _OLMO2}
-"""Plans by model type. transformers has no plan for OPT. In its plan for OLMo 2, each rank has all
-heads, and therefore the whole cache, because norms span all heads.
+"""Stepwell's plans, by model type. transformers has no plan for OPT. With its plan for OLMo 2, each
+rank would have all heads, and therefore the whole KV cache, because norms span all heads.
 """
 
 
 def read_plan(model: PreTrainedModel) -> dict[str, Style]:
-    """Maps the names of layers to divide to their styles. Raises Refused for plans with unknown
-    styles, and without a plan.
-    """
+    """Maps names of layers to styles. Raises Refused if there is no plan, or an unknown style."""
     if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
         raise Refused("compares gates with all others of their layer (activation_sparsity_pattern)")
     styles = _OWN.get(model.config.model_type) or model.tp_plan or {}

@@ -1,8 +1,8 @@
 """Determines how the attention layers of a model that transformers runs work.
 
 A few tokens run through the whole model. The arguments of its attention calls determine the shape
-of the cache. If a call has an option that the paged cache does not implement, the model's results
-would be wrong. Such a model is refused, and the error names the option.
+of the KV cache. If a call has an option that the paged cache does not implement, the results would
+be wrong, so the model is refused with an error that names the option.
 """
 
 from collections.abc import Collection

@@ -3,9 +3,9 @@
 Such a layer is a module whose `forward` has the parameter `cache_params`, a cache object. The
 module reads its initial states from this object, and writes its final states to it: the last inputs
 of the convolution, and the matrix of the recurrence. Here each module is wrapped in a
-RecurrentLayer. A flattened batch is split into sequences, and each call has a cache object with the
-states from blocks. Sequences of a single token with a state are computed in one call. Each other
-sequence has its own call.
+RecurrentLayer, which divides a step's tokens into sequences, and passes the module a cache object
+with their states from KV-cache blocks. All sequences of a single token that have a state are
+computed in one call, and each other sequence in its own call.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from services.worker.models.from_transformers.probe import Refused
 
 _PIECES = (20, 12, 1)
 """Lengths of the pieces into which a probe splits a sequence. A layer must return the same results
-for the pieces as for the whole sequence. The last piece is one token, like a decode.
+for the pieces as for the whole sequence. The last piece is one token, as in a decode step.
 """
 
 _CONVOLUTION, _RECURRENCE = range(2)
@@ -32,7 +32,7 @@ RecurFunction = Callable[["RecurrentLayer", torch.Tensor], torch.Tensor]
 """Computes a recurrent layer over hidden states [1, n, hidden_size]."""
 
 recur_function: ContextVar[RecurFunction | None] = ContextVar("recur", default=None)
-"""Computes recurrent layers in this thread. If None, a batch is computed as one sequence."""
+"""Computes recurrent layers in this thread. If None, all tokens are computed as one sequence."""
 
 
 class RecurrentLayer(nn.Module):
@@ -64,7 +64,7 @@ class RecurrentLayer(nn.Module):
 
 class SequenceStates:
     """The states of one layer, with the interface of transformers' caches. Modules may overwrite
-    the tensors that they read.
+    tensors that they have read.
 
     `tensors`: the last inputs of the convolution [num_sequences, channels, width], and the matrix
     of the recurrence [num_sequences, ...]. They are None before the first token.
@@ -95,8 +95,8 @@ class SequenceStates:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Appends new inputs [num_sequences, channels, n] to the last inputs, and returns all
-        inputs. If they are fewer than the convolution's width, zeros are prepended.
+        """Appends new inputs [num_sequences, channels, n] to the last inputs, and returns all of
+        them. If they are fewer than the convolution's width, zeros are prepended.
         """
         held, width = self._only(state_idx), conv_kernel_size or conv_states.shape[-1]
         before = held[_CONVOLUTION]
@@ -113,7 +113,7 @@ class SequenceStates:
         return recurrent_states
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Whether earlier states are kept, too. Always False."""
+        """Whether earlier states are kept as well. Always False."""
         return False
 
     def _only(self, state_idx: int) -> list[torch.Tensor | None]:
@@ -132,13 +132,13 @@ class RecurrentProbe:
         self._states: dict[int, StateLayer] = {}
 
     def states(self, num_layers: int) -> tuple[StateLayer, ...]:
-        """The states of all `num_layers` layers. Raises Refused unless each layer was computed."""
+        """Returns the states of all `num_layers` layers. Raises Refused if one was not computed."""
         if sorted(self._states) != list(range(num_layers)):
             raise Refused("does not compute all of its recurrent layers")
         return tuple(self._states[index] for index in range(num_layers))
 
     def __call__(self, layer: RecurrentLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Raises Refused for a layer whose results change when a sequence is split."""
+        """Computes a layer. Raises Refused if its results change when a sequence is split."""
         if layer.index in self._states:
             raise Refused("has recurrent layers that are computed more than once")
         whole = layer.compute(hidden_states, None)
@@ -182,8 +182,8 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 def recurring_from(step: HybridStep, padded_rows: Callable[[int], int]) -> RecurFunction:
-    """A function that computes recurrent layers of a flattened batch, from the states in blocks.
-    The outputs of padding tokens are zeros. `padded_rows`: see Kernels.padded_torch_rows.
+    """Returns a function that computes recurrent layers of a step, from the states in KV-cache
+    blocks. The outputs of padding tokens are zeros. `padded_rows`: see Kernels.padded_torch_rows.
     """
 
     def recur(layer: RecurrentLayer, hidden_states: torch.Tensor) -> torch.Tensor:

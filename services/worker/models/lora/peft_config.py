@@ -32,7 +32,7 @@ _CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """Rank and scale of an adapter's modules. Patterns are regular expressions that match the end
-    of a module's name, after a dot. The first pattern that matches applies.
+    of a module's name, after a dot. The first pattern that matches determines the rank or scale.
     """
 
     path: Path
@@ -63,7 +63,7 @@ class PeftConfig:
 
 
 def read_peft_config(directory: Path) -> PeftConfig:
-    """Reads and checks adapter_config.json. Raises ModelError that names an unsupported field."""
+    """Reads and checks adapter_config.json. Raises a ModelError that names an unsupported field."""
     path = directory / CONFIG_FILE
     values = read_json_object(path)
     reader = JsonReader(path, values)

@@ -1,8 +1,9 @@
-"""Reads this rank's part of LoRA adapters in PEFT's format, for a native decoder.
+"""Reads this rank's part of LoRA adapters in PEFT's format, for a native decoder. An adapter adds B
+A to the weight of a projection.
 
 If a projection is divided by columns, a rank has all of A and its own rows of B. If the projection
-is divided by rows, a rank has its own columns of A and all of B, and the result is summed over the
-ranks together with the projection's product.
+is divided by rows, a rank has its own columns of A and all of B, and the adapter's result is summed
+over the ranks together with the projection's product.
 """
 
 import re
@@ -33,7 +34,7 @@ class _Target:
     """A projection that adapters may add to.
 
     `shape`: the projection's shape in the whole model. `rows` and `columns`: this rank's part.
-    `part`: the field of LoraLayer that includes the projection. `first`: the projection's first
+    `part`: the field of LoraLayer to which the projection belongs. `first`: the projection's first
     output column in this field.
     """
 
@@ -46,7 +47,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True)
 class LoraReader:
-    """Reads adapters for a pipeline stage's layers on one rank. `config`: the whole model's."""
+    """Reads adapters for a pipeline stage's layers on one rank. `config` is the whole model's."""
 
     config: ModelConfig
     shard: Shard
@@ -55,7 +56,7 @@ class LoraReader:
     kernels: Kernels
 
     def read(self, directory: Path, max_rank: int, device: torch.device) -> PackedLora:
-        """A packed adapter. Raises ModelError that names an unsupported part."""
+        """Reads and packs an adapter. Raises a ModelError that names an unsupported part."""
         config, file = read_peft_config(directory), directory / WEIGHTS_FILE
         tensors = {tensor.name: tensor for tensor in read_header(file)}
         checkpoint = Checkpoint(directory, tensors, device)
@@ -67,7 +68,7 @@ class LoraReader:
         return self.kernels.pack_lora(layers, self.shapes, self.dtype)
 
     def num_bytes(self, rank: int) -> int:
-        """Approximate bytes of an adapter with this LoRA rank that adds to every projection."""
+        """Approximate bytes of an adapter of this LoRA rank that adds to every projection."""
         widths = sum(shape.columns + shape.depth for shape in self.shapes.values())
         hidden, queries = self.config.hidden_size, _length(self._widths[0])
         apart = 3 * (hidden + queries)  # separate A matrices of queries, keys, values, gates and up

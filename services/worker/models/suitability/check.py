@@ -21,7 +21,7 @@ def check_model(
     *,
     needs_weights: bool = True,
 ) -> None:
-    """Raises ModelError as `check_configuration` does. With `needs_weights`, also raises it if
+    """Raises the errors of `check_configuration`. With `needs_weights`, also raises ModelError if
     weight files are missing, damaged or of another format.
     """
     if not (directory / "config.json").exists():
@@ -62,8 +62,8 @@ def check_configuration(
 
 
 def is_native(name: str, *, pools: bool = False) -> bool:
-    """Whether an architecture has native code. If the model pools, the architecture may also have
-    no head, or a head for classes.
+    """Whether an architecture has native code. If the model pools, its architecture may also be one
+    without a head, or with a head for classes.
     """
     if pools:
         return native_architecture(name) is not None
@@ -71,11 +71,11 @@ def is_native(name: str, *, pools: bool = False) -> bool:
 
 
 def takes_whole_prompts(directory: Path) -> bool:
-    """Whether the library transformers computes a pooling model, one whole prompt at a time.
+    """Whether a pooling model is computed by the library transformers, one whole prompt at a time.
 
     This is true if config.json sets `use_bidirectional_attention`, or if the architecture is
-    neither native nor a decoder with a language model's head. Raises ModelError, for example if the
-    config.json of a native decoder enables attention to later tokens.
+    neither native nor a decoder with a language model's head. Raises ModelError, for example if
+    config.json enables attention to later tokens in a native decoder.
     """
     path, name = directory / "config.json", read_architecture(directory)
     config = read_json_object(path)

@@ -14,7 +14,7 @@ BLOCK_SIZES = {"Q4_0": (32, 18), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (
 _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 8: "Q8_0", 12: "Q4_K", 14: "Q6_K", 30: "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _IGNORED = "rope_freqs.weight"
-"""A tensor of rotary frequencies. It is ignored, since config.json defines them too."""
+"""A tensor of rotary frequencies, ignored because config.json defines them too."""
 
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
@@ -33,15 +33,15 @@ _LAYER_NAMES = {
 
 
 def read_gguf(file: Path) -> dict[str, TensorInfo]:
-    """Maps names in Hugging Face checkpoints to the tensors of a file. A TensorInfo has the name in
-    the file. Raises ModelFileError, and UnsupportedModel for an unsupported file.
+    """Maps names in Hugging Face checkpoints to the tensors of a file. Each TensorInfo has the name
+    in the file. Raises ModelFileError, and UnsupportedModel for an unsupported file.
     """
     _, tensors = read_gguf_tensors(file)
     return {_name_of(file, tensor.name): tensor for tensor in tensors if tensor.name != _IGNORED}
 
 
 def read_gguf_tensors(file: Path) -> tuple[GgufHeader, list[TensorInfo]]:
-    """The header, and the tensors with their names in the file."""
+    """Returns the header, and the tensors with their names in the file."""
     try:
         header, size = read_gguf_header(file), file.stat().st_size
     except GgufError as error:

@@ -1,4 +1,4 @@
-"""The error for a directory without supported weights. It names the weights that are there."""
+"""The errors for a directory without supported weights or config.json. They name what is there."""
 
 from pathlib import Path
 

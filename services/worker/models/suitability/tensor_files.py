@@ -33,8 +33,8 @@ class TensorFiles:
 
 
 def find_tensors(directory: Path) -> TensorFiles:
-    """The tensors of a directory. If there is an index, each tensor is read from the file that the
-    index names, and other files are ignored. Raises ModelError.
+    """Returns the tensors of a directory. If there is an index, each tensor is read from the file
+    that the index names, and other files are ignored. Raises ModelError.
     """
     single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if index.exists():
@@ -48,7 +48,7 @@ def find_tensors(directory: Path) -> TensorFiles:
 
 
 def read_header(file: Path) -> list[TensorInfo]:
-    """The tensors of one safetensors file, in the order of their bytes. Raises ModelFileError."""
+    """Returns a safetensors file's tensors in the order of their bytes. Raises ModelFileError."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

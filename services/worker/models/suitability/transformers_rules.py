@@ -1,6 +1,6 @@
 """Rules for architectures without native code, from config.json and transformers' source files.
 
-transformers is not imported, since that imports torch and takes seconds. The class of an
+transformers is not imported, because it imports torch, which takes seconds. The class of an
 architecture is looked up in the package's tables of names. The source of the class's module is
 searched for the kind of attention that it uses. Problems that appear only in a computation are
 found later, by `services.worker.models.from_transformers.probe`.
@@ -24,9 +24,7 @@ BOTH = "hybrid"
 
 OTHER_INPUTS = ("vision_config", "audio_config")
 _LATENT_KEYS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Keys of config.json for DeepSeek's attention: the widths of keys without positions, of keys with
-positions, and of values.
-"""
+"""Keys of config.json for DeepSeek's attention: two widths of keys, and the width of values."""
 CONFIG_KEYS = (
     *("alibi", "architectures", "auto_map", "is_encoder_decoder", "layer_types", "model_type"),
     *("quantization_config", "rope_parameters", "rope_scaling", "vocab_size"),
@@ -43,7 +41,7 @@ _DECODERS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 def check_decoder(values: Mapping[str, Any], path: Path) -> None:
     """Raises UnsupportedModel if an architecture is not a decoder, or cannot be served over a paged
-    cache. `values`: the keys of config.json; `path`: its path.
+    KV cache. `values` has the keys of config.json, whose path is `path`.
     """
     name = _check_known(values, path)
     _check_inputs(values, path, name, "; its decoder may be, as a checkpoint of its own")
@@ -60,7 +58,7 @@ def check_decoder(values: Mapping[str, Any], path: Path) -> None:
 
 
 def check_whole(values: Mapping[str, Any], path: Path) -> None:
-    """Raises UnsupportedModel if the states of an architecture cannot be pooled."""
+    """Raises UnsupportedModel if the hidden states of an architecture cannot be pooled."""
     name = _check_known(values, path)
     if values.get("is_encoder_decoder"):
         raise UnsupportedModel(path, f"architecture {name} has a decoder beside its encoder")
@@ -72,7 +70,7 @@ def check_whole(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_known(values: Mapping[str, Any], path: Path) -> str:
-    """The architecture's name. Raises UnsupportedModel if transformers has no code for it."""
+    """Returns the architecture's name. Raises UnsupportedModel if transformers lacks it."""
     name = str((values.get("architectures") or ["of no name"])[0])
     if find_spec("transformers") is None:
         raise UnsupportedModel(
@@ -115,7 +113,7 @@ def _check_layers(values: Mapping[str, Any], path: Path, name: str) -> None:
 
 
 def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
-    """Why a decoder with this source file cannot be served, if a reason is found."""
+    """Returns why a decoder with this source file cannot be served, or None."""
     positionless, rotated, width = map(values.get, _LATENT_KEYS)
     if positionless and rotated and width and positionless + rotated != width:
         return "has values of another shape than its keys"
@@ -132,7 +130,7 @@ def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
 
 
 def _source_of(model_type: str, name: str) -> str | None:
-    """The source text of a class's module, if it is found."""
+    """Returns the source text of a class's module, or None if it is not found."""
     models = _package() / "models"
     own = models / model_type.replace("-", "_")
     for files in (own.glob("modeling_*.py"), models.glob("*/modeling_*.py")):
