@@ -89,7 +89,7 @@ def _run(name: str, arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader closed the pipe. Python would report this again when it flushes `sys.stdout`.
+        # The reader closed the pipe. Python must not report this when it flushes `sys.stdout`.
         sys.stdout = None
         return 0
     return status

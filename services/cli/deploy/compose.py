@@ -28,7 +28,7 @@ class Compose:
 
     def up(self, *, build: bool) -> None:
         """Starts all containers. Missing images are built first, or all images if `build` is set.
-        Ports that no environment variable sets are free ports.
+        If no environment variable sets a published port, a free port is published.
         """
         ports = {name: "0" for name in PORTS if name not in os.environ}
         self._run("up", "--detach", *(["--build"] if build else []), environ=ports)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _AUTOGROUP = Path("/proc/self/autogroup")
-# The kernel accepts only ten changes of a group's niceness per second, counted over all
-# unprivileged processes.
+# A change of a group's niceness may have to be repeated: the kernel accepts only ten changes per
+# second from all unprivileged processes together.
 _TRIES, _TRY_AGAIN_SECONDS = 20, 0.1
 _CANNOT_EXECUTE = 127
 

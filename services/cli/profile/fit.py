@@ -9,7 +9,7 @@ from services.worker.core.step_times import StepCosts, StepTimes, curve_value, n
 from services.worker.sampling.arrays import Float64Array, Int32Array
 
 _HELD_OUT = 5
-"""One of this many measurements is not fitted, but used to compute the errors of the fit."""
+"""One of this many measurements is left out of the fit, and shows the fit's error."""
 _SIZES = tuple(size for power in range(20) for size in (2**power, 3 * 2**power // 2) if size)
 """Numbers of tokens at which the curve of step times may have a point."""
 _LEAST_STEPS = 10

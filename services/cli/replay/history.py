@@ -87,7 +87,8 @@ class History:
         self.observed: dict[int, Sequence[ObservedStep]] = {}
         """Maps a step's number to earlier steps whose times became known just before its plan."""
         self.without_tokens: set[int] = set()
-        """The numbers of the steps without scheduled requests. A step also counts as time here."""
+        """The numbers of the steps without scheduled requests. What-if runs have these steps too.
+        """
         self._follows_plan = False
 
     def add(self, event: Event) -> None:

@@ -169,8 +169,8 @@ class LogReplay(SchedulerRun):
         self.history.add_update(update, output.draft_token_ids)
 
     def _note_preparations(self, entry: Field) -> None:
-        """Sets `awaits_adapter` of requests as a plan's entry implies by its wait reasons, because
-        the log has no entry for the end of an adapter's load.
+        """Sets requests' `awaits_adapter` from the wait reasons in a plan's entry, because the log
+        has no entry for the end of an adapter's load.
         """
         for name, reason in entry.get("passed_over", {}).members().items():
             request = self.requests.get(RequestKey(int(name))) if name.isdecimal() else None

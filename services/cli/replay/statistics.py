@@ -114,7 +114,7 @@ class RunStatistics:
         self.samples.append(sample)
 
     def preempted(self) -> None:
-        """Adds preemptions outside of planning to the last sample. Must be called after them."""
+        """Must be called after preemptions that no plan made. Adds them to the last sample."""
         if self.samples:
             self.samples[-1].num_preemptions += self._unsampled_preemptions()
 

@@ -38,7 +38,7 @@ class StepRecords:
         self._loading: set[Request] = set()
         """Requests that have not been admitted since their load between steps began."""
         self._owners: dict[ContextId, Request] = {}
-        """Maps each context in the pool to the request whose blocks it consists of."""
+        """Maps each context in the pool to the ended request whose blocks the context retains."""
 
     def before_plan(self, pool: KVPool) -> None:
         scheduler, config = self._scheduler, self._scheduler.config

@@ -119,8 +119,8 @@ class WhatIf(SchedulerRun):
             )
 
     async def apply(self, event: Event, now: int) -> None:
-        """Makes the call of an event. Requests that are too long for the configuration are only
-        counted. The end of a turn waits until the turn's request has ended.
+        """Makes an event's call of the scheduler. Requests that are too long for the configuration
+        are only counted. The end of a turn waits until the turn's request has ended.
         """
         if event == COMPLETE:
             self._complete()
@@ -200,7 +200,7 @@ class WhatIf(SchedulerRun):
         return sum(map(len, turns)) + request.num_output_tokens
 
     def _drafts(self, request: Request, sampled: list[int]) -> list[int]:
-        """Placeholders for draft tokens, as many as in the log at the same number of tokens."""
+        """As many placeholders for draft tokens as the log has drafts at this number of tokens."""
         if not sampled:
             return []
         most = self.scheduler.config.num_speculative_tokens

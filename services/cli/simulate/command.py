@@ -215,7 +215,9 @@ def _programs(arguments: argparse.Namespace) -> Workload:
 
 
 def _read(path: Path) -> list[Program]:
-    """Reads the programs of a file. A step log is recognized by its schema, or by compression."""
+    """Reads the programs of a file. It is a step log if it has a step log's schema, or is
+    compressed, and otherwise a trace.
+    """
     try:
         with path.open("rb") as file:
             first = file.readline(1 << 16)

@@ -1,4 +1,4 @@
-"""The fields by which a client declares that a request is a turn of a program, an agent's run."""
+"""The fields by which a client declares that a request belongs to a program (an agent's run)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

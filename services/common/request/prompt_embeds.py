@@ -35,7 +35,7 @@ class EmbedsDtype(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class PromptEmbeds:
     """A matrix [num_tokens, hidden_size] in row-major order, little-endian. Raises InvalidArgument
-    if there are no rows, or more rows than numbers. A small message thus cannot claim many tokens.
+    without rows, or with empty rows, since a small message must not claim many tokens.
     """
 
     num_tokens: int

@@ -159,7 +159,7 @@ class LocalStream:
     def receive(self, receiver: Callable[[bytes], None]) -> None:
         """Calls `receiver` with each message when it arrives, before any later frame is processed.
         `receiver` must raise no error. Messages that have arrived already are passed to it at once.
-        `read` must not be called then.
+        `read` must not be called any more.
         """
         while self._messages:
             receiver(self._next())

@@ -68,7 +68,7 @@ class TraceOrigin:
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """A service's tracer. Without a provider every span is INVALID_SPAN."""
+    """A service's tracer. Without a tracer provider, every span is INVALID_SPAN."""
 
     tracer: trace.Tracer
     provider: TracerProvider | None

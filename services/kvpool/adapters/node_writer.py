@@ -125,7 +125,7 @@ class NodeWriter:
         self._news.set()
 
     async def stop(self) -> None:
-        """Ends the task. The node stays in the directory, and another task will write for it."""
+        """Ends the task. The node stays in the directory for the pool's next generation."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

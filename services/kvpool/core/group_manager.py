@@ -47,7 +47,7 @@ class BlockTable:
     requests can hit the block in its present state. None if there is no such block.
     """
     has_state: bool = False
-    """Whether this request computed the state-space state in its last block. False for a hit."""
+    """Whether this request itself computed the state-space state in its last block."""
     evicted: frozenset[int] = frozenset()
     """Positions of published blocks whose hash was removed."""
 

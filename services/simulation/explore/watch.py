@@ -15,14 +15,14 @@ from services.simulation.explore.fleet import Fleet
 _LOOK_SECONDS = 0.02
 _LONGEST_LOOK_SECONDS = 0.5
 _NOTICE_SECONDS, _BUSY_NOTICE_SECONDS = 0.12, 0.5
-"""Seconds within which the services notice that a client has left: idle, and busy services."""
+"""Seconds within which the services notice that a client has left, the second if they are busy."""
 _STALL_SECONDS, _CALM_STALL_SECONDS = 12.0, 3.0
-"""Seconds within which a scheduler computes a step, or notices that it cannot: with faults in the
-run, and without.
+"""Seconds within which a scheduler computes a step, or notices that it cannot, the second if the
+run has no faults.
 """
 _ANSWER_SECONDS, _CALM_ANSWER_SECONDS = 7.0, 0.4
-"""Seconds within which a scheduler accepts or refuses a sequence, or reports its end: with faults
-in the run, and without. With faults, a gateway may first have to end its session with a scheduler
+"""Seconds within which a scheduler accepts or refuses a sequence, or reports its end, the second if
+the run has no faults. With faults, a gateway may first have to end its session with a scheduler
 that does not reply.
 """
 _NAME = re.compile(r"(?:\w+-)?request-(\d+)(?:-(\d+))?")

@@ -2,7 +2,7 @@
 
 Each line is a JSON object. `timestamp` is in milliseconds after the start of the trace,
 `input_length` and `output_length` are in tokens, and `hash_ids` has an id for each block of 512
-prompt tokens. Equal ids are equal blocks. The superset adds:
+prompt tokens. Equal ids mean equal blocks. The superset adds:
 
     session_id        lines with the same id are a program's turns, which run one after the other
     delay             milliseconds since the end of the previous turn. In a first line without
@@ -15,7 +15,7 @@ prompt tokens. Equal ids are equal blocks. The superset adds:
     prefix_reset      the prompt does not continue the session's earlier tokens
 
 Without `hash_ids`, a prompt is its session's earlier tokens and `input_length` new tokens. With
-`hash_ids`, it does not contain earlier answers, because the ids do not cover them.
+`hash_ids`, a prompt does not contain earlier answers, because no id stands for an answer.
 """
 
 import json

@@ -1,9 +1,9 @@
 """A connection to an HTTP server that serves one exchange at a time.
 
 A stream of tokens arrives in many small chunks. The client's work for each chunk limits the tokens
-per second that one process can measure. httptools (a thin binding of the parser of Node.js) in an
-asyncio protocol needs no task, queue or timer for each chunk. benchmarks/results/bench.md compares
-the cost with httpx and aiohttp.
+per second that one process can measure. Therefore an asyncio protocol calls httptools (a thin
+binding of the parser of Node.js), without a task, queue or timer for each chunk.
+benchmarks/results/bench.md compares the cost with httpx and aiohttp.
 """
 
 import asyncio

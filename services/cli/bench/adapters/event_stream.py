@@ -1,9 +1,9 @@
 """Reads OpenAI's server-sent events without parsing the JSON of each event.
 
-For an ordinary event only two facts matter: whether it has output, and its finish reason. Each is a
-JSON key with a string value. A search for the key cannot match text of the model, since quotation
-marks inside JSON strings are escaped. Only events with token counts or an error are parsed, one or
-two in each response.
+For an ordinary event only two facts matter: whether it has output, and its finish reason. A search
+for the JSON key of either fact suffices. It cannot match text of the model, since quotation marks
+inside JSON strings are escaped. Only events with token counts or an error are parsed, one or two in
+each response.
 """
 
 import json

@@ -9,7 +9,7 @@ from services.cli.bench.core.record import RequestRecord
 from services.cli.bench.core.summary import Summary
 
 SCHEMA_VERSION = 1
-"""Increases when a field is removed or changes its meaning, but not for new fields."""
+"""The schema's version. It increases when a field is removed or changes its meaning."""
 
 
 def summary_document(summary: Summary) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Summary:
     itl_ms: Distribution | None
     e2el_ms: Distribution | None
     program_ms: Distribution | None
-    """Durations of programs (see the module). None if all sessions have one turn."""
+    """Durations of sessions of several turns (programs). None if all sessions have one turn."""
     schedule_lag_ms: Distribution | None
 
 

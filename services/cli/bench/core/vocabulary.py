@@ -67,7 +67,7 @@ def counted_vocabulary(count_tokens: Callable[[str], int], source: str) -> Vocab
 
 
 def _single_token_words(count_tokens: Callable[[str], int]) -> tuple[str, ...]:
-    """Words that are one token inside a text, so that the word repeated twice has two tokens."""
+    """Words that are one token after a space: the text of such a word twice has two tokens."""
     if count_tokens(" ".join(WORDS)) == len(WORDS):
         return WORDS
     return tuple(word for word in WORDS if count_tokens(f"{word} {word}") == 2)
