@@ -16,7 +16,7 @@ class FleetCollector(Collector):
     """Counts of the replicas that this gateway knows, read at each scrape."""
 
     def __init__(self, fleet: Fleet, model_name: str, num_expected: int) -> None:
-        """`num_expected`: the number of replicas that should be ready, or 0 if none was set."""
+        """`num_expected` is the number of replicas that should be ready, or 0 if it was not set."""
         self._fleet = fleet
         self._model = model_name
         self._num_expected = num_expected

@@ -1,5 +1,5 @@
-"""The server metrics of OpenTelemetry's GenAI conventions. The metrics count only requests that an
-engine scheduled, so refused requests are omitted.
+"""The server metrics of OpenTelemetry's GenAI conventions. They count only requests that a replica
+has scheduled, so refused requests are omitted.
 """
 
 from opentelemetry.metrics import Meter

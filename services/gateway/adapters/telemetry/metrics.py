@@ -48,8 +48,8 @@ class Metrics:
         self._answers_for(reason).inc()
 
     def refused(self, reason: str) -> None:
-        """Counts a request that was refused, or that failed before an engine scheduled it. No other
-        metric of this class counts such a request.
+        """Counts a request that was refused, or failed before a replica scheduled it. Of this
+        class's metrics only this one counts the request.
         """
         self._rejections_for(reason).inc()
 
@@ -76,7 +76,7 @@ class Metrics:
         )
 
     def trace_kept(self, reason: KeptFor) -> None:
-        """Counts a request whose spans are exported. The reason is a label."""
+        """Counts a request whose spans are exported, with the reason as a label."""
         self._traces_kept.labels(self._model, reason.value).inc()
 
     def trace_cut(self, num_spans: int) -> None:
@@ -101,8 +101,8 @@ class Metrics:
 
 
 class TokenMetrics(Collector):
-    """Generated tokens and inter-token latencies as plain numbers, read at each scrape. A counter
-    of prometheus_client would take a lock for each token.
+    """Generated tokens and inter-token latencies. They are counted in plain numbers, which are read
+    at each scrape, because a counter of prometheus_client would take a lock for each token.
     """
 
     def __init__(self, model_name: str) -> None:

@@ -1,5 +1,5 @@
-"""Observes requests without affecting them. Measures latencies, counts tokens and outcomes, and
-updates the request's record.
+"""Observes requests without affecting them: measures latencies, counts tokens and outcomes, and
+updates the RequestRecord.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ class Listener(Protocol):
     """Receives the outcome of each request, for example to count it for a tenant."""
 
     def answered(self, record: RequestRecord, usage: Usage) -> None:
-        """Called at the end of a request that an engine had scheduled."""
+        """Called at the end of a request that a replica had scheduled."""
 
     def refused(self, caller: Caller, reason: str) -> None:
-        """Called when a request fails before an engine has scheduled it. `reason` is the error's
-        code.
+        """Called when a request fails before a replica has scheduled it. `reason` is the code of
+        the error.
         """
 
 
@@ -55,14 +55,14 @@ class Observation:
         self._generation: Generation | None = None
         self._is_refused = False
         self._end = "abort"
-        """The finish reason that is counted for sequences that did not finish."""
+        """The finish reason that is counted for sequences without a finish reason of their own."""
 
     @contextmanager
     def watching(
         self, generation: Generation, sink: Sink, *, stream: bool
     ) -> Iterator["WatchedSink"]:
-        """A context with a sink that measures when pieces arrive, and forwards the pieces to
-        `sink`.
+        """Provides, for a `with` block, a sink that measures when pieces of the answer arrive, and
+        forwards them to `sink`.
         """
         self._generation = self._record.generation = generation
         self._record.is_stream = stream
@@ -73,8 +73,8 @@ class Observation:
             self._write()
 
     def _write(self) -> None:
-        """Starts the part WRITE of the timeline at the end of the last sequence. If the client is
-        slow, earlier pieces may be unsent at that time.
+        """Starts the timeline's part WRITE, in which the last output is sent, at the end of the
+        last sequence.
         """
         timeline = self._record.timeline
         ends = [trace.timeline.ended or timeline.now() for trace in traces_of(self._generation)]
@@ -97,11 +97,10 @@ class Observation:
             self._metrics.ended(piece.finish_reason.value)
 
     def completed(self) -> None:
-        """Counts a request that has ended.
-
-        A refused request is not counted here. Neither is a replayed answer, which is the stored
-        answer to an idempotency key, since it was counted when it was generated. If the client
-        disconnected while the request was queued, only the waits and the finish reason are counted.
+        """Counts a request that has ended, unless it was refused, or its answer was replayed: read
+        from the answer that another request with its idempotency key has started, and that was
+        counted for that request. If the client disconnected while the request was queued, only the
+        waits and the finish reason are counted.
         """
         seconds = time.perf_counter() - self._started
         generation = self._generation
@@ -145,7 +144,7 @@ class Observation:
 
 
 class WatchedSink:
-    """Calls `saw` with each piece, then forwards the pieces to a sink."""
+    """Calls `saw` with each piece of an answer, and then forwards the pieces to a sink."""
 
     __slots__ = ("_put", "_saw", "_sink", "drain")
 
@@ -165,13 +164,11 @@ class WatchedSink:
 
 
 def _saw_nothing(_piece: Piece) -> None:
-    """Does nothing. Used for replayed answers, whose pieces were counted when they were
-    generated.
-    """
+    """Used for replayed answers, whose pieces were counted when they were generated."""
 
 
 class Observer:
-    """Observes requests, and counts requests that are refused before they are observed."""
+    """Makes Observations of requests, and counts requests that are refused before that."""
 
     def __init__(self, metrics: Metrics, genai: GenAiMetrics, index: PrefixIndex) -> None:
         self._index = index
@@ -182,14 +179,14 @@ class Observer:
     def counting_refusals(
         self, record: RequestRecord, caller: Caller = ANYONE
     ) -> "CountedRefusals":
-        """A context that counts errors as refusals of a request that is not observed yet. The
-        errors are raised again.
+        """Counts an error of the `with` block as the refusal of a request that has no Observation
+        yet. The error is raised again.
         """
         record.caller = caller
         return CountedRefusals(self, record)
 
     def refused(self, record: RequestRecord, error: StepwellError) -> None:
-        """Counts the refusal of a request that is not observed yet."""
+        """Counts the refusal of a request that has no Observation yet."""
         reason = error.metric_reason
         _count_refusal(self._metrics, self.listeners, record, reason)
         record.failed(reason, error.message, is_failure=isinstance(error, InternalError))
@@ -198,7 +195,7 @@ class Observer:
     def observing(
         self, operation: str, record: RequestRecord, caller: Caller = ANYONE
     ) -> Iterator[Observation]:
-        """A context that observes a request. Errors are counted and raised again."""
+        """Observes a request while the `with` block runs. An error is counted and raised again."""
         record.operation, record.caller = operation, caller
         record.directory_state = self._index.state.value
         observation = Observation(record, self._metrics, self._genai, self.listeners)
@@ -220,8 +217,8 @@ class Observer:
 
 
 class CountedRefusals:
-    """The context of Observer.counting_refusals. It is a class, because a generator would take
-    longer and each request enters several of these contexts.
+    """The context manager of Observer.counting_refusals. It is a class, because a generator would
+    be slower, and each request uses several of them.
     """
 
     __slots__ = ("_observer", "_record")

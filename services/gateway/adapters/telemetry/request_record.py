@@ -33,8 +33,8 @@ CALL_RECORD: ContextVar["RequestRecord"] = ContextVar("call_record")
 
 
 CALL_ARRIVAL: ContextVar[Arrival] = ContextVar("call_arrival")
-"""The arrival of the gRPC call in the current task. It counts the call as arriving until the call's
-sequences are queued. For HTTP the arrival is in the request's state.
+"""The Arrival of the gRPC call in the current task, which counts the call as arriving until its
+sequences are queued for a replica. For HTTP the Arrival is in the request's state.
 """
 
 
@@ -77,23 +77,23 @@ class RequestRecord:
     timeline: Timeline
     """The parts of the call's time, from the call's arrival on."""
     baggage: str = ""
-    """The client's baggage header, which is sent to replicas with the sequences."""
+    """The client's W3C header `baggage`, which is sent to replicas with the sequences."""
     operation: str = ""
-    """The GenAI operation. It is empty for calls that do not run the model, which have no spans."""
+    """The name of the operation in OpenTelemetry's GenAI conventions. It is empty for calls that do
+    not run the model, which have no spans.
+    """
     caller: Caller = ANYONE
     status: str = ""
     """The HTTP status code, or the name of the gRPC status."""
     error_type: str = ""
     error_message: str = ""
     is_failure: bool = False
-    """Whether the call ended with an error of the server. Errors of the client, and refusals by a
-    full server, do not count.
-    """
+    """Whether the call ended with an error of the server (see the function `is_failure`)."""
     is_watched: bool = False
     """Whether the call's trace was read or listed while the call ran."""
     generation: Generation | None = None
-    """The generation of the request. It is None before the request was parsed, and for calls that
-    generate nothing.
+    """The Generation, which runs the request. It is None before the request was parsed, and for
+    calls that generate nothing.
     """
     ignored_fields: tuple[str, ...] = ()
     """Fields of the body that have no effect."""
@@ -103,7 +103,7 @@ class RequestRecord:
     first_token: int | None = None
     """The time when the first token was ready for the client. It is None before the first token."""
     write_nanos: int = 0
-    """Total time for which writes waited until the client read, in nanoseconds."""
+    """Total time for which writes of the answer waited for the client to read, in nanoseconds."""
     unix_offset: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
     """Number that is added to the record's times to get nanoseconds since 1970."""
     root_span_id: int = field(default_factory=new_span_id)
@@ -125,7 +125,7 @@ class RequestRecord:
 
     @property
     def answer_id(self) -> str:
-        """The request id in answers. Before the request is parsed, it is the call's own id."""
+        """The request id in answers. Before the request is parsed, it is the id of the record."""
         return self.request_id if self.generation is None else self.generation.request.request_id
 
     @property
@@ -165,7 +165,6 @@ def new_record(
     baggage: str,
     arrived: int,
 ) -> RequestRecord:
-    """The record of a call that arrived at `arrived`."""
     timeline = Timeline(time.perf_counter_ns, Part.ADMIT, arrived)
     return RequestRecord(call, headers, request_id, origin, timeline, baggage)
 

@@ -1,4 +1,4 @@
-"""Begins and ends the records of calls, and makes the calls' spans and access log lines."""
+"""Begins and ends the RequestRecords of calls, and makes the calls' spans and access log lines."""
 
 import asyncio
 import secrets
@@ -73,8 +73,8 @@ class RequestRecorder:
         """Starts the record of a call. The keys of `headers` are lower-case names.
 
         The request id is the client's if it is valid, and otherwise a new id. A call without an
-        operation, such as a scrape of metrics, has no spans and is not sampled. Otherwise such
-        calls would use up the limit on sampled requests.
+        operation, such as a scrape of metrics, has no spans and is not sampled, so that it does not
+        count towards the limit on sampled requests.
         """
         given = headers.get(REQUEST_ID.lower(), "")
         origin = self._tracing.origin(
@@ -92,9 +92,9 @@ class RequestRecorder:
         return record
 
     def end_soon(self, record: RequestRecord) -> None:
-        """Ends a record in the next iteration of the event loop. The status of a gRPC call is sent
-        after its handler has returned. If the handler called `end`, the status would be delayed
-        until the spans and the log line are made.
+        """Ends a record in the next iteration of the event loop. A gRPC handler uses this method in
+        place of `end`, because the call's status is sent only after the handler has returned, and
+        should not wait until the spans and the log line are made.
         """
         record.timeline.end()
         asyncio.get_running_loop().call_soon(self.end, record)

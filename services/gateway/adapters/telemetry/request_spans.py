@@ -1,9 +1,11 @@
-"""The spans of a request at the gateway, made from its record when it has ended, or while it runs.
+"""The spans of a request at the gateway, made from its RequestRecord when it has ended, or while it
+runs.
 
 The root span, such as `chat tiny` for the model tiny, lasts from the call's arrival to the end of
 its answer. Its child spans are the consecutive parts of the call's time. There are no gaps between
-parts, so the sum of their durations is the call's duration. Each sequence has a quota of spans. If
-a sequence has more parts than its quota, its last span extends to the sequence's end.
+parts, so the sum of their durations is the call's duration. Each sequence (the prompt and one
+answer) has a quota of spans. If a sequence's timeline has more parts than the quota, the sequence's
+last span extends to the sequence's end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +31,8 @@ from services.gateway.core.traces.time_parts import EngineParts
 from services.gateway.core.traces.timeline import Part, Stretch, Timeline
 
 MAX_SPANS = 1152
-"""Limit on the number of spans of one request. The limit is divided equally among the request's
-sequences. With 256 sequences, the quota of a sequence suffices if it is sent to only one replica.
+"""Limit on the number of spans of one request, divided equally among its sequences. With 256
+sequences, the quota still suffices for each sequence that is sent to only one replica.
 """
 _MAX_STOPS, _MAX_CHARACTERS = 16, 256
 """Limits on the number of stop strings in a span, and on the characters of each text from a
@@ -49,9 +51,8 @@ class RequestSpans:
         so_far: EngineParts | None = None,
         now: int | None = None,
     ) -> None:
-        """`so_far` contains the time parts that replicas have reported for sequences that have not
-        ended. Unfinished parts of the timeline end at `now`, or at the current time if `now` is
-        None.
+        """`so_far` has the time parts that replicas have reported for unfinished sequences. Parts
+        of the timeline that have not ended are cut at `now`, or at the current time if it is None.
         """
         self._record = record
         self._so_far = so_far
@@ -65,7 +66,7 @@ class RequestSpans:
 
     def make(self, kept_for: KeptFor | None) -> None:
         """Exports all spans. `kept_for` is the reason for tracing the request, or None for a
-        running request. Unfinished parts have an attribute that they are running.
+        running request. An attribute marks spans of parts that have not ended.
         """
         record = self._record
         for stretch, end in stretches_of(record.timeline, self._end):
@@ -135,8 +136,8 @@ class RequestSpans:
         2 or 0.
 
         The total duration of both transfers is the duration of the stay at the replica minus the
-        time that the replica reported. How the total is divided between the transfers depends on
-        the replica's clock.
+        time that the replica reported. The division of the total between the two transfers is
+        computed from the replica's clock, so it may be wrong if the clocks differ.
         """
         if times is None or times.queued_unix_nanos is None:
             return 0
@@ -220,8 +221,8 @@ class RequestSpans:
 
 
 def stretches_of(timeline: Timeline, until: int) -> Iterator[tuple[Stretch, int]]:
-    """Yields each stretch, which is a part of the timeline, with its end. If the timeline has not
-    ended, the last stretch ends at `until`.
+    """Yields each part of the timeline with its end. If the timeline has not ended, the last part
+    ends at `until`.
     """
     yield from ((one, following.began) for one, following in pairwise(timeline.stretches))
     yield timeline.stretches[-1], timeline.ended or until
@@ -252,7 +253,7 @@ def _asked(generation: Generation, is_stream: bool) -> Values:
 
 
 def _answered(record: RequestRecord, generation: Generation) -> Values:
-    """Returns the attributes of a request that was sent to an engine: its route, tokens and
+    """Returns the attributes of a request that was sent to replicas: its route, tokens and
     times.
     """
     mailbox = generation.mailbox

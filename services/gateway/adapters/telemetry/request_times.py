@@ -1,4 +1,4 @@
-"""Divides the time of a call into parts, for spans and for clients that request the times."""
+"""Divides the time of a call into parts, for spans and for clients that request `metrics`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def traces_of(generation: Generation | None) -> Sequence[SequenceTrace]:
 
 
 def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
-    """Returns the times of the sequence that took longest at its last replica."""
+    """Returns the times of the sequence (one answer) that took longest at its last replica."""
     known = [trace.times for trace in traces if trace.times is not None]
     return max(known, key=lambda times: times.queue + times.inference, default=None)
 
@@ -25,8 +25,8 @@ def engine_times(traces: Sequence[SequenceTrace]) -> EngineTimes | None:
 def parts_of(
     record: RequestRecord, until: int | None = None, so_far: EngineParts | None = None
 ) -> tuple[TimePart, ...]:
-    """Returns the parts of a call's time up to its end. If the call has not ended, the parts end at
-    `until`. None means the current time.
+    """Returns the parts of a call's time up to its end, or up to `until` if the call has not ended.
+    If `until` is None, it is the current time.
     """
     end = record.timeline.now() if until is None else until
     return request_parts(record.timeline, traces_of(record.generation), end, so_far)
@@ -36,8 +36,8 @@ def metrics_body(record: RequestRecord) -> dict[str, Any]:
     """Returns the request's times for the client: the parts up to now, and vLLM's request
     statistics in milliseconds.
 
-    The statistics are null if the replica did not report them, for example after a stop string.
-    They are also null for requests with several sequences, because they describe one sequence.
+    The statistics are null if the replica did not report them, for example after a stop string, or
+    if the request has several answers, because they describe a single answer.
     """
     parts, traces = parts_of(record), traces_of(record.generation)
     body: dict[str, Any] = {

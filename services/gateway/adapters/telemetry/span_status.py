@@ -29,8 +29,8 @@ def span_status(record: RequestRecord) -> Status:
 
 
 def status_attributes(record: RequestRecord) -> Mapping[str, str | int]:
-    """Returns the attributes with the status code, if one was sent, and the error. Only server
-    errors have `error.type`.
+    """Returns the attributes with the status code, if one was sent, and the error. `error.type` is
+    set only for errors of the server.
     """
     attributes: dict[str, str | int] = {}
     if record.call.protocol == "grpc" and record.status:
@@ -46,8 +46,8 @@ def status_attributes(record: RequestRecord) -> Mapping[str, str | int]:
 
 
 def _is_server_error(record: RequestRecord) -> bool:
-    """Whether the call ended with a server error. An HTTP stream sends status 200 before it can
-    fail, so the record's error is checked, too.
+    """Whether the call ended with a server error. The record's error is checked in addition to the
+    status, because a stream that fails later has already sent the status 200.
     """
     if record.call.protocol == "grpc":
         return record.status in _SERVER_ERRORS

@@ -11,9 +11,7 @@ from jinja2 import TemplateError, nodes
 
 Messages = Sequence[Mapping[str, Any]]
 _FIRST_TURN = frozenset({"system", "developer"})
-"""Roles whose messages some templates expect as a string even if they expect other messages as
-lists of parts.
-"""
+"""Some templates expect messages of these roles as a string, and all others as lists of parts."""
 
 
 def render_content(
@@ -23,11 +21,11 @@ def render_content(
     the format that the template expects: string for a text, openai for a list of parts, or auto if
     the format is derived from the template.
 
-    As in vLLM, texts are joined with a line feed if the template expects a string. A template
-    expects parts if it iterates over the content. If `form` is auto and the prompt lacks the last
-    message's text or contains a Python list, the messages are rendered again in the other formats.
-    If no prompt is complete, the first prompt is returned. If all formats raised an error, the
-    first error is raised.
+    As in vLLM, texts are joined with a line feed if the template expects a string, and a template
+    that iterates over the content expects parts. If `form` is auto and the prompt lacks the last
+    message's text or contains a Python list, the messages are rendered again in other formats. If
+    no prompt is complete, the first prompt is returned. If the template raised an error in every
+    format, the first error is raised.
     """
     first, *others = _forms(messages, template, form)
     error: Exception | None = None
@@ -105,7 +103,7 @@ def iterates_over_content(template: str) -> bool:
     A message is recognized as the variable of a loop over `messages`, or over a variable to which
     `messages` was assigned. This is the rule of vLLM's `_detect_content_format`.
     """
-    # Imported here, since it takes a tenth of a second and is needed only for templates.
+    # Imported here, since the import takes 0.1 s and only this function needs it.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
         _compile_jinja_template,
     )
@@ -140,7 +138,7 @@ def _names_of(root: nodes.Template, name: str) -> set[str]:
 
 
 def _bare(node: nodes.Node | None) -> nodes.Node | None:
-    """Returns the expression without filters, tests and slices."""
+    """Returns the expression to which filters, tests and slices are applied."""
     while True:
         is_slice = isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
         if not is_slice and not isinstance(node, nodes.Filter | nodes.Test):
@@ -153,7 +151,7 @@ def _is_name(node: nodes.Node | None, name: str) -> bool:
 
 
 def _is_content(node: nodes.Node | None, turns: set[str]) -> bool:
-    """Whether a node is the content of a message in one of these variables."""
+    """Whether a node is the content of a message. `turns` are the variables that have messages."""
     if isinstance(node, nodes.Getattr):
         key: object = node.attr
     elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):

@@ -28,9 +28,9 @@ def read_sampling_defaults(
     determine.
 
     If `setting` is "auto", the file in the model directory is read if it exists. If it is "vllm",
-    no file is read. Any other value is a directory with the file, whose `max_new_tokens` bounds
-    every answer. Values of `override` replace values of the file. The override's `max_new_tokens`
-    bounds every answer, too.
+    no file is read. Any other value is the path of a directory that has the file. Values of
+    `override` replace values of the file. `max_new_tokens` is an upper bound for every answer if it
+    is in `override` or in the file of such a directory, and only a default in the model's own file.
 
     Raises FailedPrecondition if the file is missing or invalid, or if the override is invalid.
     """
@@ -49,7 +49,7 @@ def read_sampling_defaults(
 
 
 def _defaults(source: Path | str, values: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """Returns the sampling parameters of a source, and its maximum length of answers."""
+    """Converts the values of a source: returns the sampling parameters and `max_new_tokens`."""
     given: dict[str, Any] = {
         name: _number(source, values, name) for name in _NUMBERS if name in values
     }
@@ -57,7 +57,7 @@ def _defaults(source: Path | str, values: dict[str, Any]) -> tuple[dict[str, Any
         top_k = _whole(source, values, "top_k", least=-1)
         given["top_k"] = max(top_k, 0)
     try:
-        check_sampling(SamplingParams(**given), vocab_size=1)  # the parameters contain no token ids
+        check_sampling(SamplingParams(**given), vocab_size=1)  # any size: there are no token ids
     except InvalidArgument as error:
         raise FailedPrecondition(f"{source}: {error.message}") from error
     has_length = _LONGEST in values
@@ -65,8 +65,8 @@ def _defaults(source: Path | str, values: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def _known_only(override: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of an override, without nulls. Raises FailedPrecondition if a name is
-    unknown, since the value would have no effect.
+    """Returns the values of an override, without nulls. Raises FailedPrecondition for an unknown
+    name, because its value would have no effect.
     """
     known = (*_NUMBERS, "top_k", _LONGEST)
     for name in override:

@@ -1,9 +1,9 @@
 """Imports modules of transformers without scanning the source files of all models.
 
-A tokenizer.json alone does not determine the tokens, because the tokenizer classes of some models
-construct the tokenizer anew. Therefore AutoTokenizer is needed, which chooses the class. But when
-`transformers` and `transformers.models` are imported, they read the source files of every model to
-list their names. That takes twice as long as importing only the modules that a tokenizer needs.
+AutoTokenizer is needed, because a tokenizer.json alone does not determine the tokens: the tokenizer
+classes of some models construct the tokenizer anew, and AutoTokenizer chooses the class. But the
+usual import of `transformers` and `transformers.models` reads the source files of every model to
+list their names, and takes twice as long as importing only the modules that a tokenizer needs.
 """
 
 import sys
@@ -17,8 +17,8 @@ _PACKAGES = ("transformers", "transformers.models")
 
 
 class _ListedLater(ModuleType):
-    """A placeholder in sys.modules for a package. The package itself is imported when an attribute
-    is used that is neither an imported module nor a tokenizer's class.
+    """A placeholder in sys.modules for a package. Provides the package's imported modules and
+    tokenizer classes as attributes. The package itself is imported when another one is used.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -32,8 +32,8 @@ class _ListedLater(ModuleType):
 
 
 def _module_of_tokenizer(name: str) -> ModuleType | None:
-    """Returns the module of a tokenizer class that AutoTokenizer looks up in the package. The
-    module belongs to the model with the same name. Returns None if there is no such module.
+    """Returns the module of the tokenizer class `name`, which AutoTokenizer looks up in the
+    package, or None if the model of that name has no such module.
     """
     stem = name.removesuffix("Tokenizer").lower()
     path = "tokenization_python" if stem == "pretrained" else f"models.{stem}"
@@ -44,8 +44,8 @@ def _module_of_tokenizer(name: str) -> ModuleType | None:
 
 
 def import_auto_tokenizer() -> Any:
-    """Returns the class AutoTokenizer. Other imports from transformers, earlier or later, work as
-    usual. If the modules have other names in the installed version, the whole package is imported.
+    """Returns the class AutoTokenizer. Does not affect other imports from transformers. If the
+    modules have other names in the installed version, imports the whole package.
     """
     for package in _PACKAGES:
         spec = None if package in sys.modules else find_spec(package)

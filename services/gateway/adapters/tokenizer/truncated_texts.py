@@ -1,4 +1,4 @@
-"""Encodes texts with truncation. As in transformers, special tokens are added to the kept part."""
+"""Encodes texts with truncation. As in transformers, special tokens are added after truncation."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from services.gateway.core.request.truncation import Truncation, lengths_kept
 
 _CHARACTERS_PER_TOKEN = 8
 _MARGIN_TOKENS = 64
-"""Number of tokens next to a cut in a text that may differ from the tokens of the whole text."""
+"""If only a part of a text is encoded, this number of tokens next to the cut may be wrong."""
 
 
 def truncated(

@@ -1,8 +1,8 @@
 """Converts tokens to text incrementally, without splitting characters.
 
-The joined pieces of text equal the tokenizer's `decode` of all tokens, without an incomplete
-character at the very end. If a token ends inside a character, the character's bytes are held back
-until the character is complete. There are two methods for two kinds of tokenizers:
+The joined pieces of text equal the tokenizer's `decode` of all tokens, but an incomplete character
+at the end is omitted. If a token ends inside a character, the character's bytes are held back until
+the character is complete. There are two methods for two kinds of tokenizers:
 
 * Byte-level tokenizers (GPT-2, Llama 3, Qwen): the text is the concatenation of the tokens' bytes.
   An incremental UTF-8 decoder converts the bytes in constant time per token.
@@ -23,7 +23,7 @@ _REPLACEMENT = "\ufffd"
 _MAX_TOKENS_OF_CHARACTER = 4
 """A character has at most four bytes in UTF-8, and each of its tokens has at least one byte."""
 _CONTEXT_TOKENS = 6
-"""Number of prompt tokens in the first window, as the context of the first output tokens."""
+"""Number of prompt tokens in the first window, since they may affect the first output's text."""
 _MAX_SILENT_TOKENS = 24
 """If more consecutive tokens than this have no text, these tokens are removed from the window."""
 _SPACE = 0x20
@@ -61,8 +61,8 @@ class WindowDetokenizer:
     """Converts the tokens of one sequence, for tokenizers whose tokens are not byte strings.
 
     `_window[:_read]` is the context: tokens whose text was returned, or the end of the prompt.
-    `_window[_read:]` are tokens that have produced no text yet. `_run` has the bytes of the current
-    run of byte tokens. Of a finished run, the window contains only the last byte token.
+    `_window[_read:]` are tokens whose text was not returned yet. `_run` has the bytes of the
+    current run of byte tokens. When a run has ended, the window keeps only its last byte token.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class WindowDetokenizer:
         run, self._run = self._run, _ByteRun()
         text = run.text()
         if run.values[0] == _SPACE and text[0] == " ":
-            # `decode` may drop a space at the start of the text.
+            # Decodes the context, too, because `decode` may drop a space at the start of a text.
             before = self._decode(self._window)
             if self._decode([*self._window, run.first_id]) == before:
                 text = text[1:]

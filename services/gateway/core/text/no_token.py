@@ -15,8 +15,8 @@ NO_CONFORMING_TOKEN = FinishReason.NO_CONFORMING_TOKEN.name
 def why_no_token(
     request: EngineRequest, output: Sequence[int], vocab_size: int
 ) -> InvalidArgument | None:
-    """Returns the error of a request for which no token could be sampled after the tokens `output`.
-    Returns None if the request is not the cause, but the model computed NaN.
+    """Returns the error of a request for which no token could be sampled after the tokens `output`,
+    or None if not the request, but NaN in the model's logits is the cause.
     """
     if request.prompt_embeds is not None:
         return InvalidArgument(

@@ -1,9 +1,8 @@
-"""Finds stop strings in a stream of text. The stop string that ends the text is removed from it,
-or shown completely if `include` is true.
+"""Finds stop strings in a stream of text. The first stop string that is complete ends the text, and
+is removed from it, or shown completely if `include` is true.
 
-Text that may be the start of a stop string is held back. The stop string that is complete first
-ends the text. If several stop strings are complete at the same character, the longest is used. So
-the result does not depend on how the text is split into pieces.
+Text that may be the start of a stop string is held back. If one character completes several stop
+strings, the longest is used, so that the result does not depend on how the text is split.
 
 The algorithm is Knuth, Morris and Pratt's (1977). The state of a stop string is the length of its
 longest prefix with which the text ends. Each character updates the states in constant time on

@@ -1,4 +1,4 @@
-"""The known output formats of models. Each is named after its parser in vLLM."""
+"""The known formats of models' tool calls and reasoning, named after their parsers in vLLM."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -133,6 +133,6 @@ REASONING_FORMATS = {
     ),
 }
 HARMONY = "openai_gptoss"
-"""The name of the harmony format (gpt-oss). Its reader reads reasoning, calls and content, so it
-needs no separate reader of reasoning.
+"""The name of the harmony format (gpt-oss), in which one reader reads reasoning, calls and
+content.
 """

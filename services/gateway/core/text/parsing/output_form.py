@@ -24,7 +24,7 @@ class OutputForm:
     """The format of one request's answers."""
 
     tools: ToolFormat | None = None
-    """The model's own call format. It is None if calls are treated as content."""
+    """The model's own format of tool calls. It is None if calls are treated as content."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Maps the names of tools to the JSON schemas of their parameters."""
     is_call_list: bool = False
@@ -92,9 +92,9 @@ def _read_named(name: str, reader: Reader, sink: Sink) -> Reading[None]:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """The formats that the gateway's settings select. The settings have the names of vLLM's flags.
-    An empty setting selects no format. If `auto_tools` is true, the model may decide whether it
-    calls tools, and writes calls in its own format.
+    """The formats that the gateway's settings select by the names of vLLM's parsers. An empty
+    setting selects no format. If `auto_tools` is true, requests may leave it to the model whether
+    it calls tools, and the model writes calls in its own format.
     """
 
     reasoning_parser: str = ""

@@ -22,7 +22,7 @@ class OutputParser(Protocol):
         """Whether the text so far ends inside reasoning."""
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
-        """Adds text. Returns the events that are certain now."""
+        """Adds text. Returns the new events, which later text cannot change."""
 
     def finish(self) -> Sequence[OutputEvent]:
         """Ends the text. Returns the remaining events."""
@@ -30,10 +30,8 @@ class OutputParser(Protocol):
 
 class FormatParser:
     """An OutputParser for text that begins with reasoning in one format and continues in another
-    format.
-
-    The readers of the formats are generators, which keep their state between two pieces of text. A
-    reader reads each character once. Only a marker that may be incomplete is read again.
+    format. The readers of both formats are generators, which keep their state between two pieces of
+    text. Each character is read once, except in a marker that may be incomplete.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class FormatParser:
         before: str = "",
     ) -> None:
         """Calls after the first `max_calls` calls are dropped. `before` is text at the end of the
-        prompt. It is parsed first, without producing events.
+        prompt that the answer continues. It is parsed first, and its events are dropped.
         """
         self._reader = Reader()
         self._sink = Sink(max_calls)

@@ -35,8 +35,8 @@ class Reader:
         self._recorded: list[str] | None = None
 
     def record(self) -> None:
-        """Starts to record the text that is read. If the text turns out not to be a call, the
-        recorded text is content.
+        """Starts to record the text that is read, which is content if it turns out not to be a
+        call.
         """
         self._recorded = []
 
@@ -93,8 +93,8 @@ class Reader:
             yield
 
     def until(self, markers: tuple[str, ...], take: Take) -> Reading[str]:
-        """Reads up to and including the first of these markers. The text before the marker is
-        passed to `take`. Returns the marker, or an empty string if the text ended without one.
+        """Reads up to and including the first occurrence of any marker. The text before it is
+        passed to `take`. Returns the marker, or "" if the text ended without one.
         """
         pattern, starts = _search(markers)
         while True:
@@ -110,9 +110,7 @@ class Reader:
             yield
 
     def text_until(self, markers: tuple[str, ...]) -> Reading[tuple[str, str]]:
-        """Reads up to and including the first of these markers. Returns the text before the marker,
-        and the marker.
-        """
+        """Like `until`, but returns the text before the marker, and the marker."""
         pieces: list[str] = []
         marker = yield from self.until(markers, pieces.append)
         return "".join(pieces), marker
@@ -126,9 +124,8 @@ class Reader:
             yield
 
     def matching(self, pattern: re.Pattern[str], take: Take) -> Reading[str]:
-        """Reads the longest text that a pattern matches, and passes it to `take`. The pattern must
-        have the form `[...]*` or `[...]+`. Returns the next character without reading it, or an
-        empty string at the end.
+        """Reads the longest text that a pattern of the form `[...]*` or `[...]+` matches, and
+        passes it to `take`. Returns the next character without reading it, or "" at the text's end.
         """
         while True:
             match = pattern.match(self._text, self._at)

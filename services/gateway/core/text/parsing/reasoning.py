@@ -23,8 +23,8 @@ class ReasoningState(Enum):
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """How a model marks its reasoning. If `is_assumed` is true, an answer starts with reasoning
-    even without a start mark, unless the prompt has ended the reasoning. `answer` is an additional
-    mark, which starts text that is not reasoning.
+    even without a start mark, unless the prompt already has the end mark. `answer` is an optional
+    third mark, which starts text that is not reasoning.
     """
 
     start: str
@@ -37,12 +37,12 @@ class ReasoningFormat:
         return tuple(filter(None, (self.start, self.end, self.answer)))
 
     def state_after(self, prompt: str, turn: str) -> ReasoningState:
-        """Returns the state at the end of a prompt. `turn` is the last turn in the prompt, in which
-        the answer starts.
+        """Returns the state at the end of a prompt. `turn` is the text of the last message in the
+        prompt, which the answer continues.
 
         The last mark in `turn` determines the state, as in vLLM's `is_reasoning_end`. If `turn` has
-        no mark, the state is AHEAD. If `is_assumed` is true and the earlier turns have no mark, or
-        their last mark is a start mark, the state is INSIDE instead.
+        no mark, the state is AHEAD. But it is INSIDE if `is_assumed` is true and the earlier
+        messages have no mark, or a start mark as their last mark.
         """
         last = self._last_mark(turn)
         if last is not None:

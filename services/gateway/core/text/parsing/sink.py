@@ -11,9 +11,9 @@ from services.gateway.core.text.parsing.events import (
 
 
 class Sink:
-    """Makes events from the text that the readers of the formats report. White space between
-    content, reasoning and calls is part of the format, so it is dropped. Control characters in
-    strings of arguments are escaped.
+    """Makes events from the text that the readers of the formats report. Drops white space between
+    content, reasoning and calls, because it is part of the format. Escapes control characters in
+    strings of arguments.
     """
 
     def __init__(self, max_calls: int | None = None) -> None:
@@ -69,7 +69,7 @@ class Sink:
         self.arguments(arguments)
 
     def end(self) -> None:
-        """Ends the text. White space at the end of an answer without calls is kept."""
+        """Ends the text. White space at its end is kept if the answer has no calls."""
         if self._space and not self.num_calls and not self.in_reasoning:
             self._events.append(ContentDelta("".join(self._space)))
         self._space.clear()

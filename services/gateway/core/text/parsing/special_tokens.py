@@ -1,4 +1,4 @@
-"""The special tokens of a model: marks of the output format, and separators of a prompt's turns."""
+"""Special tokens of a model: marks of the output format, and separators of a prompt's messages."""
 
 from collections.abc import Sequence
 
@@ -24,8 +24,8 @@ class SpecialTokens:
         return found
 
     def open_turn(self, prompt: str, token_ids: Sequence[int], marks: tuple[str, ...]) -> str:
-        """Returns the text of a prompt's last turn: everything after the last special token that is
-        not one of these marks. If there is no such token, returns the whole prompt.
+        """Returns the text of a prompt's last message: everything after the last special token that
+        is not one of these marks. If the prompt has only marks as special tokens, returns it whole.
         """
         boundaries = self._all - self.marks(marks)
         for at in range(len(token_ids) - 1, -1, -1):

@@ -19,11 +19,11 @@ def read_call_object(
     """Reads {"name": …, "arguments": {…}}. "parameters" is also accepted as the key of the
     arguments.
 
-    A call starts when both its name and the start of its arguments were read. Text that is invalid
-    before the call's start raises Malformed, and the function's caller treats the text as content.
-    A call that is truncated after its start stays incomplete. An object without arguments is a call
-    with empty arguments, or raises Malformed if `needs_arguments` is true. If `names` is given, an
-    object with any other name raises Malformed.
+    A call starts when both its name and the start of its arguments were read. If the text turns out
+    to be invalid before that, Malformed is raised, and this function's caller treats the text as
+    content. A call that is truncated after its start stays incomplete. An object without arguments
+    is a call with empty arguments, or raises Malformed if `needs_arguments` is true. If `names` is
+    given, an object with any other name raises Malformed.
     """
     call = _Call(sink, reader, names)
     try:
@@ -104,7 +104,7 @@ class _Call:
         if self._names is not None and self._name not in self._names:
             raise Malformed
         self.has_started = True
-        self._reader.recorded()  # From here on the text is not content.
+        self._reader.recorded()  # Ends the recording, because the text is now certainly a call.
         self._sink.call(self._name)
 
 

@@ -29,13 +29,13 @@ _MAX_LITERAL_CHARACTERS = 65_536
 
 
 def typed_value(schemas: Schemas, tool: str, key: str, text: str) -> str:
-    """Converts the value of the tool's parameter `key` from plain text to JSON. If the text is a
-    value of a type that the parameter's schema allows, returns this value. Otherwise, or if the
-    parameter has no schema, returns the text as a string.
+    """Converts the value of the tool's parameter `key` from plain text to JSON. If the text can be
+    read as a value of a type that the parameter's schema allows, returns this value. Otherwise, or
+    if the parameter has no schema, returns the text as a JSON string.
 
-    References, alternatives and enumerations of the schema are evaluated. If an enumeration
-    contains the text as a string, the value is a string. Otherwise other types have precedence over
-    strings.
+    References, alternatives and enumerations of the schema are evaluated. If the schema allows
+    strings and other types, the other types are preferred, unless an enumeration contains the text
+    as a string.
     """
     root = schemas.get(tool, {})
     found = _Schema(root)
@@ -59,8 +59,8 @@ def is_json(text: str) -> bool:
 
 
 class _Schema:
-    """The schema of one tool. At most _MAX_SCHEMAS subschemas are visited. A reference from a
-    schema to itself is ignored.
+    """The schema of one tool. At most _MAX_SCHEMAS subschemas are visited, and references from a
+    schema to itself are ignored, so that every evaluation ends.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
@@ -175,8 +175,8 @@ def _is_whole(value: object, types: frozenset[str]) -> bool:
 
 
 def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
-    """Yields the values, except strings, that a text may represent, each with its JSON. A value
-    inside a JSON string is included only if `types` does not contain strings.
+    """Yields the values, except strings, that a text may represent, each with its JSON. If `types`
+    contains no strings, also yields values that are quoted as a JSON string.
     """
     named = _PYTHON_NAMES.get(text, text)
     if "boolean" in types and text.lower() in ("true", "false"):
