@@ -48,21 +48,21 @@ calls, in order, can be replayed. Requests are identified by `key`, a number.
     reset_encoder_cache
     end                  the last entry; a log without this entry is incomplete
 
-If the policy decides about the contexts of ended requests, as the policy `program` does, entries
-have two further fields. `now` is the time of a monotonic clock in seconds. Each `schedule` has it,
-and other calls have it if the policy read the clock. `observed_steps` of a `schedule` lists the
-steps whose durations became known before the call: number of requests, number of tokens, seconds.
-The ids of new contexts are not logged, because a replay numbers contexts in the same way.
+If the policy decides about contexts (KV blocks of ended requests), as the policy `program` does,
+entries have two further fields. `now` is the time of a monotonic clock in seconds. Each `schedule`
+has it, and other calls have it if the policy read the clock. `observed_steps` of a `schedule` lists
+the steps whose durations became known before the call: number of requests, number of tokens,
+seconds. The ids of new contexts are not logged, because a replay numbers contexts in the same way.
 
 If the scheduler queried a KV connector during a call, the field `connector` of the entry lists the
 results in order. There are three kinds of results: the number of tokens that can be loaded and
 whether they are loaded between steps (null if not known yet); whether blocks of an ended request
 are still read; whether transfers will free blocks.
 
-A block table is a list of block ids for each KV-cache group. A pause calls `abort` and `flush`,
-whose entries follow the entry of the pause. A reset that preempts requests is recorded as
-preempt_all and reset_prefix_cache. VERSION increases with every change that makes older logs
-unreadable. Logs with times have TIMED_VERSION.
+A block table is a list of block ids for each KV-cache group. When an operator pauses the engine,
+entries of `abort` and `flush` follow the entry of the pause. A reset of the prefix cache that
+preempts requests is recorded as preempt_all and reset_prefix_cache. VERSION increases with every
+change that makes older logs unreadable. Logs with `now` have TIMED_VERSION.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,11 +85,11 @@ VERSION = 4
 TIMED_VERSION = 5
 
 Entry = dict[str, Any]
-"""A dictionary of JSON types. Writing an entry as JSON and reading it returns an equal entry."""
+"""A dictionary of JSON types, which is equal after it was written as JSON and read again."""
 
 
 def config_entry(config: SchedulerConfig) -> Entry:
-    """A configuration without `fingerprint` and `groups`, which the log's header has separately."""
+    """The configuration in the log's header, which stores `fingerprint` and `groups` elsewhere."""
     values = {name.name: getattr(config, name.name) for name in fields(config)}
     del values["fingerprint"], values["groups"]
     return {
@@ -139,7 +139,7 @@ def grammar_entry(request: Request) -> str | None:
 
 
 def program_entry(request: Request) -> Entry:
-    """The program that the client declares for a request, and the request's tenant."""
+    """What the client says about a request's program (a run of an agent), and the tenant."""
     program = request.program
     shares = {
         "tenant_weight": request.tenant_weight,

@@ -1,4 +1,4 @@
-"""The times in a step log: the times that a policy reads, and the durations of steps."""
+"""The times in a step log (a record of a scheduler's calls): policy clock and step durations."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from services.scheduler.core.engine.step_costs import ObservedStep, StepCosts
 
 
 class NotedCosts(StepCosts):
-    """Stores each observed step until `take` returns it."""
+    """Stores each observed step until `take` returns it, so that the log can list the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,6 +35,6 @@ class CallClock:
         return self._now
 
     def take(self) -> float | None:
-        """Ends a call. Returns the time that the call read, or None if it read none."""
+        """Ends a call of the scheduler. Returns the time that it read, or None if it read none."""
         now, self._now = self._now, None
         return now

@@ -1,4 +1,4 @@
-"""Records the calls of a scheduler and its decisions. `log_entry` describes the entries."""
+"""Records a scheduler's calls and decisions in a step log. `log_entry` describes the entries."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,14 +39,13 @@ from services.scheduler.core.step_log.logged_times import CallClock, NotedCosts
 class RecordingScheduler(Scheduler):
     """A scheduler that calls `record` with an entry for each call of its methods.
 
-    Some calls, such as `admit_only`, are recorded before they change anything. All other calls are
-    recorded afterwards. If a call failed because the pool was lost, its entry has the field
-    `lost_after`: the number of transactions that the pool executed during the call. If a KV
-    connector was queried, the entry has the field `connector`. If the policy read the clock, the
-    entry has the field `now`. The clock stands still during a call.
+    If a call fails because the pool was lost, its entry has the field `lost_after`: the number of
+    transactions that the pool executed during the call. If a KV connector was queried, the entry
+    has the field `connector`. If the policy read the clock, which stands still during a call, the
+    entry has the field `now`.
 
-    If the policy decides about the contexts of ended requests, it receives the durations of steps
-    only when the next step is planned, so that the entry of that call can list the durations.
+    If the policy decides about contexts (KV blocks of ended requests), it receives the durations of
+    steps only when the next step is planned, so that the entry of this call can list the durations.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class RecordingScheduler(Scheduler):
             self.transfers.record_answers()
         self._pass_entry = record
         self._observed: list[ObservedStep] = []
-        """The steps whose durations the policy received in this call."""
+        """Steps whose durations the policy received in the present call."""
         self._policy_costs = self.step_costs
         self._noted_costs = None if self.retention is None else NotedCosts()
         if self._noted_costs is not None:
@@ -72,7 +71,6 @@ class RecordingScheduler(Scheduler):
 
     @property
     def log_version(self) -> int:
-        """The version of the log's format."""
         return VERSION if self.retention is None else TIMED_VERSION
 
     def _record(self, entry: Entry) -> None:
@@ -86,7 +84,7 @@ class RecordingScheduler(Scheduler):
         self._pass_entry(entry)
 
     def _pass_times(self) -> None:
-        """Passes the durations of steps to the policy, and reads the clock."""
+        """Passes the durations of steps to the policy, and reads the clock for the entry."""
         if self._noted_costs is not None:
             self._observed = self._noted_costs.take()
             for observed in self._observed:
@@ -285,7 +283,7 @@ def _by_index(values: Mapping[int, int | str]) -> Entry:
 
 
 class _CountedAnswers:
-    """A pool that passes transactions to another pool, and counts the successful ones."""
+    """A pool that passes transactions to another pool, and counts the successful transactions."""
 
     def __init__(self, pool: KVPool) -> None:
         self.count = 0

@@ -1,4 +1,6 @@
-"""The parts of a timeline's phase: waits and prefill chunks. Times are Unix nanoseconds."""
+"""The parts of a phase in a request's timeline: waits and prefill chunks. Times are Unix
+nanoseconds.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,34 +17,33 @@ MAX_CHUNKS = 32
 
 
 class ReasonStart(NamedTuple):
-    """The time at which a request begins to wait for a reason, until the next ReasonStart."""
+    """The time from which on a request waits for a reason, until the next ReasonStart."""
 
     start: int
     reason: str
     step: int | None = None
-    """Number of the first step that did not admit the request for this reason. None without a step.
-    """
+    """Number of the first step that did not admit the request for this reason, or None."""
     holder: str = ""
-    """Id of the request that held most of the missing resource. Empty if no request held it. For
-    the reason RETAINED, a text about the context that is kept.
+    """Id of the request that held most of the blocks or rows that were missing. Empty if none did.
+    For the reason RETAINED, a text that explains which KV blocks of an ended request were kept.
     """
 
 
 @dataclass(slots=True)
 class Wait:
-    """A part of a phase in which the request waits."""
+    """A part of a phase in which the request waits for one or (after a merge) several reasons."""
 
     start: int
     end: int
     reasons: dict[str, int]
-    """Maps each reason to nanoseconds. Merged waits may have several reasons."""
+    """Maps each reason to the nanoseconds for which the request waited for it."""
     step: int | None = None
     holder: str = ""
-    """`step` and `holder` are as in `ReasonStart`. If waits were merged, the longest sets both."""
+    """See `ReasonStart`. After a merge, `step` and `holder` are those of the longest wait."""
 
     @property
     def reason(self) -> str:
-        """The reason for most of the wait."""
+        """The reason for which the request waited longest."""
         return max(self.reasons, key=self.reasons.__getitem__)
 
     def merge(self, later: "Wait") -> None:
@@ -53,7 +54,7 @@ class Wait:
             self.reasons[reason] = self.reasons.get(reason, 0) + nanos
 
     def time_parts(self) -> list[TimePart]:
-        """One part for each reason. Only the part of the main reason has `holder` and `step`."""
+        """One part for each reason. Only the longest part has `holder` and `step`."""
         longest = self.reason
         holder = "" if longest == RETAINED else self.holder
         return [
@@ -66,7 +67,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Chunk:
-    """The prefill tokens of a request in one step, or in several steps that were merged."""
+    """The prefill of a request in one step or (after a merge) several steps."""
 
     start: int
     end: int
@@ -75,13 +76,13 @@ class Chunk:
     num_steps: int
     num_tokens: int
     num_step_tokens: int
-    """Number of tokens of all requests in the step. For merged chunks, the sum over all steps."""
+    """Number of tokens of all requests in the step, or in all merged steps together."""
     num_requests: int
-    """Number of requests in the step. For merged chunks, the largest number in one step."""
+    """Number of requests in the step, or the largest such number of the merged steps."""
     compute_nanos: int
-    """Time in which the workers computed the step, with all its requests."""
+    """Time in which the workers computed the step for all its requests."""
     wait_nanos: int = 0
-    """Total duration, in nanoseconds, of the waits that were merged into this chunk."""
+    """Duration, in nanoseconds, of the waits that were merged into this chunk."""
 
     def merge(self, later: "Chunk | Wait") -> None:
         if isinstance(later, Wait):
@@ -98,7 +99,7 @@ class Chunk:
 
 
 def merged_waits(waits: list[Wait]) -> list[Wait]:
-    """Merges neighbouring waits until at most MAX_WAITS remain."""
+    """Merges neighbouring waits, so that at most MAX_WAITS remain."""
     size = max(1, -(-len(waits) // MAX_WAITS))
     for begin in range(0, len(waits), size):
         for later in waits[begin + 1 : begin + size]:
@@ -107,7 +108,7 @@ def merged_waits(waits: list[Wait]) -> list[Wait]:
 
 
 def merged_chunks(parts: Sequence[Wait | Chunk]) -> list[Wait | Chunk]:
-    """Merges neighbouring chunks in pairs, and each pair with the waits between its chunks."""
+    """Merges each pair of neighbouring chunks with the waits between them."""
     merged: list[Wait | Chunk] = []
     pending: list[Wait | Chunk] = []
     is_open = False

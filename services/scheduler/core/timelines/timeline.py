@@ -1,7 +1,6 @@
 """The timeline of a request at a replica: phases that follow each other without a gap. Every
-request has a timeline, because a timeline stores only a few numbers for each phase. Spans are
-created from it only if the request is traced. Times are Unix nanoseconds. Callers pass the present
-time as `now`.
+request has a timeline, which stores only a few numbers for each phase. Spans are created from the
+timeline only if the request is traced. Times are Unix nanoseconds. `now` is the present time.
 """
 
 from collections.abc import Sequence
@@ -29,24 +28,22 @@ from services.scheduler.core.timelines.phase_parts import (
 )
 
 MAX_PHASES = 64
-"""Limit on the number of phases. If there are more, the oldest phases after the first are merged.
-"""
+"""Limit on the number of phases. Above it, the oldest phases after the queue phase are merged."""
 
 
 class PhaseKind(Enum):
     QUEUE = "queue"
     """The request waits for its first admission."""
     PREFILL = "prefill"
-    """Tokens are computed until the next token can be sampled, at first or after an interruption.
-    """
+    """Tokens are computed until a token can be sampled, after an admission or interruption."""
     DECODE = "decode"
     """Output tokens are sampled."""
     PREEMPTED = "preempted"
     """The request's blocks were freed, and it waits for its next admission."""
     RECOVERY = "recovery"
-    """The pool or the workers were lost. The request waits for the recovery and an admission."""
+    """The pool or the workers were lost. The request waits until it is admitted again."""
     PAUSE = "pause"
-    """The request keeps its blocks while the engine is paused."""
+    """The request keeps its blocks while an operator has paused the engine."""
     SEVERAL = "several"
     """Several merged phases, because there were more than MAX_PHASES."""
 
@@ -61,16 +58,16 @@ _UNEXPLAINED = {
     PhaseKind.PAUSE: "pause",
     PhaseKind.SEVERAL: "other",
 }
-"""Maps the kind of a phase to the name of the time part for all time that is not a wait."""
+"""Maps kinds of phases to the name of the time part that contains all time outside of waits."""
 
 
 class StepTotals(NamedTuple):
-    """Sums over all steps so far. A phase's own sums are the difference of two totals."""
+    """Sums over all steps of the engine so far. A phase's sums are the difference of two totals."""
 
     num_steps: int = 0
     nanos: int = 0
-    """Duration of the steps. A step lasts until its tokens arrive. It begins when the previous step
-    ends, or when its own planning begins, if that is later.
+    """Duration of the steps. A step begins when the previous step ends, or when its planning
+    begins, if that is later. It ends when its tokens arrive.
     """
     compute_nanos: int = 0
     """The time within `nanos` in which the workers computed."""
@@ -83,7 +80,7 @@ class StepTotals(NamedTuple):
         return StepTotals(*map(add, self, other))
 
     def minus(self, other: "StepTotals") -> "StepTotals":
-        """The sums over the steps after an earlier total."""
+        """The sums over the steps after the total `other`."""
         return StepTotals(*map(sub, self, other))
 
 
@@ -98,13 +95,13 @@ class Interruption:
     """The kind of the phase that the interruption begins."""
     cause: str
     step: int | None = None
-    """Number of the step whose planning interrupted the request. None if no planning did."""
+    """Number of the step whose planning interrupted the request. None if it was no planning."""
     preempted_for: str = ""
-    """Id of the request that needed the blocks. Empty if missing blocks were not the cause."""
+    """Id of the request that needed the blocks, if blocks were missing. Otherwise empty."""
     num_lost_tokens: int = 0
     """Number of computed tokens that must be computed again."""
     message: str = ""
-    """A sentence that describes the loss of the pool or the workers. Empty if none was lost."""
+    """A sentence about the loss of the pool or the workers, if that was the cause."""
 
 
 @dataclass(slots=True)
@@ -113,20 +110,20 @@ class Phase:
     start: int
     end: int = 0
     parts: list[Wait | Chunk] = field(default_factory=list)
-    """The waits of a waiting phase, or the chunks and waits of a prefill, without gaps."""
+    """The waits of a phase without steps, or the chunks and waits of a prefill, without gaps."""
     interruption: Interruption | None = None
     first_step: int = 0
     last_step: int = 0
     num_output_tokens: int = 0
-    """Number of output tokens: before the phase while it is open, then in the phase."""
+    """Number of output tokens: before the phase, while it is open; afterwards, in the phase."""
     totals: StepTotals = NO_STEPS
-    """While the phase is open, the totals at its start. Afterwards, the sums over its steps."""
+    """While the phase is open, the totals at its start; afterwards, the sums over its steps."""
     behind: StepTotals = NO_STEPS
-    """The sums over the steps during the phase that did not contain the request."""
+    """The sums over the steps of the phase that did not contain the request."""
     max_requests: int = 0
     """The largest number of requests in a step of the phase."""
     merged: dict[PhaseKind, int] | None = None
-    """Maps the kinds of the merged phases to nanoseconds. None if no phases were merged."""
+    """Maps the kinds of phases that were merged into this one to nanoseconds, or None."""
     merged_parts: Sequence[TimePart] = ()
 
     @property
@@ -134,7 +131,7 @@ class Phase:
         return self.end - self.start
 
     def time_parts(self) -> list[TimePart]:
-        """The time parts of an ended phase. Their sum is the duration of the phase."""
+        """Divides the duration of an ended phase by cause."""
         parts = list(self.merged_parts)
         if self.kind not in (PhaseKind.PREFILL, PhaseKind.DECODE):
             for wait in self.parts:
@@ -155,7 +152,7 @@ class Phase:
 
 
 class RequestTimes(NamedTuple):
-    """The parts of a request's total time. The first three are vLLM's, and add up to it."""
+    """The parts of a request's total time. The first three are vLLM's, and add up to the total."""
 
     queue_nanos: int
     prefill_nanos: int
@@ -165,7 +162,7 @@ class RequestTimes(NamedTuple):
     queued_unix_nanos: int
     """Time at which the request arrived."""
     parts: tuple[TimePart, ...] = ()
-    """Parts of the total time, by cause. Their sum is the total time."""
+    """The total time, divided by cause."""
 
 
 @dataclass(slots=True)
@@ -175,11 +172,11 @@ class Timeline:
     queued: int
     phases: list[Phase] = field(init=False)
     current: Phase = field(init=False)
-    """The last phase. It is open until `finish` is called."""
+    """The last phase, which is open until `finish` is called."""
     admitted: int | None = None
-    """Time at which the request was first scheduled. None until then."""
+    """Time of the first admission. None before it."""
     first_token: int | None = None
-    """Time at which the first token arrived. None until then."""
+    """Time at which the first token arrived. None before it."""
     interrupted_nanos: int = 0
     """Time after the first admission in which the request did not run."""
 
@@ -189,12 +186,12 @@ class Timeline:
 
     @property
     def covered_until(self) -> int:
-        """The end of the last part of the open phase."""
+        """The time up to which the parts of the open phase extend."""
         phase = self.current
         return phase.parts[-1].end if phase.parts else phase.start
 
     def enter(self, kind: PhaseKind, now: int) -> Phase:
-        """Ends the open phase and begins a new one."""
+        """Ends the open phase and begins a phase of this kind."""
         now = self._end_phase(now)
         if len(self.phases) >= MAX_PHASES:
             self._merge_oldest()
@@ -203,14 +200,14 @@ class Timeline:
         return self.current
 
     def admit(self, step: int, now: int) -> None:
-        """Begins the prefill of a request that leaves the queue. `step` is its first step."""
+        """Begins the prefill after an admission. `step` is the first step that computes tokens."""
         if self.admitted is None:
             self.admitted = now
         self.enter(PhaseKind.PREFILL, now).first_step = step
 
     def wait(self, changes: Sequence[ReasonStart], now: int) -> None:
-        """Adds waits to the open phase, from the end of its last part up to `now`. `changes` lists
-        the reasons in that time, in order.
+        """Adds waits to the open phase, from its last part's end to `now`. `changes` are their
+        reasons.
         """
         if len(changes) == 1:  # fast path for most phases
             start, (_, reason, step, holder) = self.covered_until, changes[0]
@@ -244,7 +241,7 @@ class Timeline:
         self._end_phase(now)
 
     def times(self) -> RequestTimes:
-        """The parts of the request's total time. Only valid after `finish`."""
+        """Divides the request's total time. Only valid after `finish`."""
         end = self.current.end
         admitted = end if self.admitted is None else self.admitted
         first_token = end if self.first_token is None else self.first_token
@@ -265,7 +262,7 @@ class Timeline:
         return now
 
     def _merge_oldest(self) -> None:
-        """Merges the first two phases after the queue phase."""
+        """Merges the two oldest phases after the queue phase."""
         first, later = self.phases[1:3]
         nanos = first.merged or {first.kind: first.nanos}
         nanos[later.kind] = nanos.get(later.kind, 0) + later.nanos

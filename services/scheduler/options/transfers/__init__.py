@@ -1,4 +1,4 @@
-"""Transfers of keys and values. The KV connector of this option offloads blocks to host memory."""
+"""Transfers of keys and values to and from host memory, through a KV connector."""
 
 from services.scheduler.options.transfers.option import OffloadedBlocks
 

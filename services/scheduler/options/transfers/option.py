@@ -1,4 +1,4 @@
-"""The option that offloads KV blocks to the tier, which is host memory of the workers."""
+"""The option that offloads KV blocks to the workers' tier, which is host memory."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +19,7 @@ from services.scheduler.options.transfers.worker_messages import TierLoads
 
 
 class TierCollector(Collector):
-    """Collects the counters of the connector to the tier. Without a connector all values are 0."""
+    """Collects the counters of the tier's KV connector, which are 0 without a connector."""
 
     def __init__(self, connector: OffloadingConnector | None) -> None:
         self._connector = connector
@@ -49,7 +49,7 @@ class TierCollector(Collector):
 
 
 class OffloadedBlocks(TransferOption):
-    """Transfers between the KV cache and the workers' tier. Without a tier there are none."""
+    """Transfers between the KV cache and the workers' tier. There are none without tier blocks."""
 
     messages = TierLoads
 

@@ -1,4 +1,4 @@
-"""The messages about the workers' tier, which is host memory for offloaded KV blocks."""
+"""The parts of messages to and from workers that concern the tier (host memory for KV blocks)."""
 
 from collections.abc import Iterable
 
@@ -16,17 +16,17 @@ from services.scheduler.options.transfer_option import TransferMessages
 
 
 class TierLoads(TransferMessages):
-    """Sends stores and loads to the workers, and collects the reports of ended loads. A load has
-    ended when every rank has reported its end. A block is invalid if any rank reports it as
-    invalid.
+    """Adds stores (copies to the tier) and loads (from the tier) to the messages to the workers,
+    and collects the ends of loads. A load has ended when every rank has reported its end. A block
+    is invalid (not loaded) if any rank reports it as invalid.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._blocks: dict[int, frozenset[int]] = {}
-        """Maps each request with a load in progress to the blocks of the load."""
+        """Maps each request with a load in progress to the KV blocks of the load."""
         self._reported: dict[int, set[str]] = {}
-        """Maps each request with a load in progress to the ranks that have reported the end."""
+        """Maps each request with a load in progress to the ranks that have reported its end."""
         self._invalid: dict[int, set[int]] = {}
         self._ended: list[int] = []
 

@@ -22,12 +22,12 @@ class _DeferredFree:
     operation: Operation
     blocks: Sequence[BlockId]
     fence: int
-    """Number of the step after whose output the blocks are freed."""
+    """The blocks are freed when the output of this step has arrived."""
 
 
 class DeferredFrees:
-    """The blocks that a step in flight still writes or copies, although their request has ended. As
-    in vLLM, the blocks are freed strictly in the order in which they were added.
+    """Blocks that steps in flight still write or copy, although their request has ended. As in
+    vLLM, the blocks are freed strictly in the order in which they were added.
     """
 
     def __init__(self, kv_cache_manager: KVCacheManager) -> None:
@@ -39,15 +39,14 @@ class DeferredFrees:
 
     @property
     def blocks(self) -> list[list[BlockId]]:
-        """One list of blocks for each ended request, and one list for the copies of each step. The
-        blocks of a request are in the order of its KV-cache groups. The blocks of copies are in
-        reverse order.
+        """One list of blocks for each ended request (in the order of KV-cache groups), and one for
+        the copies of each step (in reverse order).
         """
         return [list(free.blocks) for free in self._waiting]
 
     def add_request(self, request: Request, tables: BlockTables, fence: int) -> None:
-        """Adds the blocks of an ended request. They are freed after the output of step `fence` has
-        arrived. If the request has a context, the blocks become this context.
+        """Adds an ended request's blocks, to be freed when the output of step `fence` has arrived.
+        If the request has a context (of an agent), they then stay cached as this context.
         """
         held = (block for table in tables for block in dropwhile(lambda block: not block, table))
         contexts = () if request.context is None else (request.context,)
@@ -60,10 +59,10 @@ class DeferredFrees:
         self._waiting.append(_DeferredFree(ReleaseCopies(len(copies)), blocks[::-1], fence))
 
     def give_back(self, step: int) -> None:
-        """Makes the next transaction free the blocks that were kept until this step's output."""
+        """Makes the next transaction free the blocks that waited for the output of this step."""
         while self._waiting and self._waiting[0].fence <= step:
             self._kv_cache_manager.pending.give_back_in_order(self._waiting.popleft().operation)
 
     def forget(self) -> None:
-        """Removes all entries, because the pool was reset."""
+        """Forgets all blocks, because the pool was opened again."""
         self._waiting.clear()

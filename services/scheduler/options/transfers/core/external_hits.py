@@ -1,5 +1,5 @@
-"""External prefix hits: tokens of waiting requests that a KV connector can load, because their keys
-and values are stored outside the KV cache, in host memory or in another replica.
+"""External prefix hits: tokens of waiting requests whose keys and values a KV connector can load,
+because it stores them outside the KV cache (in host memory or another replica).
 """
 
 from itertools import islice
@@ -18,19 +18,18 @@ if TYPE_CHECKING:
     from services.scheduler.options.transfers.core.kv_transfers import KVTransfers
 
 LOOKUP_BATCH = 8
-"""Number of further waiting requests whose prefixes are looked up in the same transaction. The
-number is small because each admission makes the hits of all waiting requests invalid.
+"""Number of further waiting requests whose prefixes are looked up in the transaction of a lookup.
+It is small because each admission makes the hits of all waiting requests invalid.
 """
 
 
 class ExternalHits:
-    """Queries the KV connector, before a request is admitted, for the tokens after its local hit
-    (the prefix that is cached in the pool).
+    """Queries the KV connector, before a request is admitted, for tokens after the request's local
+    hit (the prefix that is cached in the pool).
 
-    These tokens are loaded either within the request's first step, or asynchronously between steps.
-    For an asynchronous load, blocks are allocated at once. The request waits in `kv_waiting`, where
-    it uses neither budget nor a row of the batch. After the load it is admitted like other
-    requests.
+    The connector loads these tokens either within the request's first step, or asynchronously
+    between steps. For an asynchronous load, blocks are allocated at once, and the request waits in
+    `kv_waiting`, without a row of the batch. After the load it is admitted like other requests.
     """
 
     def __init__(self, state: ReplicaState, transfers: "KVTransfers") -> None:
@@ -73,13 +72,13 @@ class ExternalHits:
     def _match(self, builder: StepBuilder, request: Request) -> ExternalMatch | None:
         """The number of tokens that the connector can load after the local hit, and whether they
         are loaded between steps. None if the connector does not know this yet and must be queried
-        again. If the connector loads states, the local hit may change to a hit that counts only
-        full-attention layers.
+        again. If the connector loads states, this may extend the local hit by tokens that only
+        full-attention layers have cached.
 
-        If the local hit ends inside a block, the connector is queried for the tokens after the last
-        whole block, as in vLLM. Suppose that n tokens of the hit are in the partial block. If the
-        connector has more than n tokens, it loads them, and the hit is cut to whole blocks, so that
-        no block is copied. Otherwise nothing is loaded.
+        If the local hit ends inside a block, the connector is queried for the tokens from the start
+        of this block on, as in vLLM. If it can load more of them than the hit contains, it loads
+        them, and the hit is cut to whole blocks, so that no block is copied. Otherwise it loads
+        nothing.
 
         If all layers are state-space layers, a prompt of one token needs no load, because the state
         before the first token is empty.
@@ -102,8 +101,8 @@ class ExternalHits:
         return match
 
     def _own_reason(self, builder: StepBuilder, request: Request) -> WaitReason | None:
-        """Returns why a request must be skipped, or None. If a load of the request has ended, makes
-        the request ready for admission first.
+        """Returns why a step must skip a request, or None. If a KV load of the request has ended,
+        first makes the request ready for admission.
         """
         is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_loading and self._transfers.promote(request):
@@ -116,7 +115,7 @@ class ExternalHits:
 
     async def _look_up(self, builder: StepBuilder, request: Request, traceparent: str) -> None:
         """Looks up the cached prefixes of a request and of further waiting requests. Does nothing
-        if the request's hit was looked up after the last admission.
+        if the request was looked up after the last admission.
         """
         if request not in builder.prefixes.hits:
             others = (other for other in self._queues.waiting if other not in builder.prefixes.hits)
@@ -126,7 +125,7 @@ class ExternalHits:
     async def _begin_load(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> WaitReason | None:
-        """Allocates blocks for a load, and begins it. Returns why it cannot begin, or None."""
+        """Allocates blocks for an asynchronous load, and begins it. Returns why it cannot."""
         terms = self._load_terms(builder, request)
         num_reserved = terms.num_blocks_kept_free
         if self._retention is not None:
@@ -151,12 +150,12 @@ class ExternalHits:
         return None
 
     def _load_terms(self, builder: StepBuilder, request: Request) -> Admission:
-        """The terms on which the pool admits a request for an asynchronous load. The pool allocates
-        blocks only up to the end of the loaded tokens, and publishes no blocks.
+        """The operation that allocates blocks for an asynchronous load, only up to the end of the
+        loaded tokens. It publishes (caches for prefix hits) no blocks.
 
-        If the whole prompt is loaded, its last token is computed again after the load. With sliding
-        windows, the blocks to which this last token attends are kept. vLLM keeps the blocks to
-        which the token after the prompt attends, and may free a block that the last token needs.
+        If the whole prompt is loaded, its last token is computed again after the load, so the
+        blocks in this token's sliding windows are kept. vLLM keeps only the blocks for the token
+        after the prompt, and may free a block that the last token needs.
         """
         prefixes = builder.prefixes
         hit, num_external = prefixes.hits[request], prefixes.external[request]

@@ -1,5 +1,5 @@
-"""Handles failed loads: resets requests to the start of their first invalid block. A block is
-invalid if it could not be loaded.
+"""Handles failed KV loads. A block is invalid if it could not be loaded. Requests must compute
+their tokens again from their first invalid block on.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from services.scheduler.core.request import Request
 
 
 def scheduled_tokens(plans: Iterable[SchedulerOutput]) -> Mapping[Request, int]:
-    """Maps each request of these steps to the total number of its scheduled tokens."""
+    """Maps each request to its total number of scheduled tokens in these steps."""
     scheduled: Counter[Request] = Counter()
     for plan in plans:
         scheduled.update(dict(zip(plan.requests, plan.num_scheduled_tokens, strict=True)))
@@ -34,11 +34,11 @@ def set_back(
 
     As in vLLM, if several requests share an invalid block, only the first request computes the
     block again. For the other requests, the block counts as computed. `scheduled` maps a request to
-    its number of tokens in flight, which count as computed although they are not. Blocks outside
-    the sliding window are skipped, because another request may own them now.
+    its number of tokens in flight, which `num_computed_tokens` includes. Blocks outside the sliding
+    window are ignored, because another request may own them now.
 
-    Returns the requests that have an invalid block, and the list of the blocks that these requests
-    have from their first invalid block on.
+    Returns the requests that have an invalid block, and all blocks of these requests from their
+    first invalid block on.
     """
     affected: set[Request] = set()
     recomputed: set[BlockId] = set()
@@ -65,21 +65,21 @@ def set_back(
 
 @dataclass(slots=True)
 class Recomputations:
-    """Tracks blocks with wrong contents until running requests have computed them again. A block
-    has wrong contents if it could not be loaded, or if it was computed from such a block. As in
-    vLLM, its hash stays in the pool's prefix index. Only for models with one KV-cache group.
+    """Tracks wrong blocks until running requests have computed them again. A block is wrong if it
+    could not be loaded, or was computed from a wrong block. As in vLLM, its hash stays in the
+    pool's prefix index. Only for models with one KV-cache group.
     """
 
     _group: KVCacheGroup
     _block_tables: Mapping[Request, BlockTables]
     _ranges: dict[Request, tuple[int, int]] = field(default_factory=dict)
-    """Maps a request to the range of block positions that it computes again."""
+    """Maps a request to the range of positions in its block table that it computes again."""
     _left: list[tuple[int, Sequence[BlockId]]] = field(default_factory=list)
-    """Block tables of requests whose blocks were freed while steps in flight computed tokens of the
-    requests. Before each table is the number of the last of these steps.
+    """Block tables of requests whose blocks were freed while steps in flight computed their tokens,
+    each after the number of the last such step.
     """
     _orphaned: set[BlockId] = field(default_factory=set)
-    """Wrong blocks that requests have freed before they computed the blocks again."""
+    """Wrong blocks that requests freed without having computed them again."""
 
     def __contains__(self, request: Request) -> bool:
         return request in self._ranges
@@ -88,14 +88,14 @@ class Recomputations:
         return bool(self._ranges)
 
     def add(self, request: Request, num_computed: int) -> None:
-        """Records that a request was reset. Before, it had `num_computed` computed tokens."""
+        """Records that a request was reset, which had `num_computed` computed tokens before."""
         size = self._group.block_size
         _, end = self._ranges.get(request, (0, 0))
         self._ranges[request] = request.num_computed_tokens // size, max(end, num_computed // size)
 
     def leave(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> Sequence[BlockId]:
-        """Records that the blocks of a request are freed. Returns the wrong blocks that the request
-        has not computed again. Their hashes must be removed.
+        """Records that the blocks of a request are freed. Returns those wrong blocks that the
+        request has not computed again, and whose hashes must be removed.
         """
         blocks = self._block_tables[request][0]
         if any(request in plan.requests for plan in in_flight):
@@ -106,8 +106,8 @@ class Recomputations:
         return wrong
 
     def take_orphaned(self, step: int) -> set[BlockId]:
-        """Called with the output of a step. Returns the wrong blocks that requests have freed since
-        the last call. Other requests may still use these blocks.
+        """Returns the wrong blocks that requests have freed since the last call, which other
+        requests may still use. Called when the output of step `step` has arrived.
         """
         self._left = [left for left in self._left if left[0] >= step]
         orphaned, self._orphaned = self._orphaned, set()
@@ -120,7 +120,7 @@ class Recomputations:
         running: Iterable[Request],
     ) -> set[Request]:
         """Resets and returns the requests whose tokens of the step `plan` were computed from wrong
-        blocks, which other requests have not computed again yet. These requests repeat the step.
+        blocks, which other requests have not computed again yet. They repeat the step.
         """
         pending = self._pending(in_flight)
         scheduled = scheduled_tokens([plan, *in_flight])
@@ -141,8 +141,8 @@ class Recomputations:
     def left_behind(
         self, invalid: Collection[BlockId], in_flight: Sequence[SchedulerOutput]
     ) -> list[BlockId]:
-        """The blocks of freed block tables from the first wrong block on. Blocks that running
-        requests compute again are left out.
+        """From each freed block table, the blocks from the first wrong block on, without blocks
+        that running requests compute again.
         """
         pending = self._pending(in_flight)
         wrong = pending.union(invalid)
@@ -154,13 +154,13 @@ class Recomputations:
         ]
 
     def forget(self) -> None:
-        """Removes all entries, because the pool was reset."""
+        """Forgets everything, because the pool was opened again."""
         self._ranges.clear()
         self._left.clear()
         self._orphaned.clear()
 
     def _pending(self, in_flight: Sequence[SchedulerOutput]) -> set[BlockId]:
-        """The wrong blocks that requests still compute again, in steps in flight or later."""
+        """The wrong blocks that requests compute again in steps in flight or later steps."""
         scheduled, pending = scheduled_tokens(in_flight), set[BlockId]()
         for request, (first, end) in list(self._ranges.items()):
             num_computed = request.num_computed_tokens - scheduled.get(request, 0)

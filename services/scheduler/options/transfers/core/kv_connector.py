@@ -13,8 +13,8 @@ from services.scheduler.core.request import Request
 
 @dataclass(frozen=True, slots=True)
 class ExternalMatch:
-    """How many tokens can be loaded after a local prefix hit. If `is_async` is true, the tokens are
-    loaded between steps, while the request waits. Otherwise the request's first step loads them.
+    """How many tokens can be loaded after a prefix hit in the KV cache. If `is_async` is true, they
+    are loaded between steps, while the request waits. Otherwise its first step loads them.
     """
 
     num_tokens: int
@@ -22,8 +22,8 @@ class ExternalMatch:
 
 
 class KVConnector:
-    """Tracks the keys and values that are stored outside the KV cache. Methods must not block. The
-    base class stores nothing. A subclass overrides the methods that it needs.
+    """Tracks which keys and values are stored outside the KV cache (in this class, none). Methods
+    must not block.
     """
 
     def get_num_new_matched_tokens(
@@ -31,63 +31,62 @@ class KVConnector:
         request: Request,  # noqa: ARG002
         num_computed_tokens: int,  # noqa: ARG002
     ) -> ExternalMatch | None:
-        """Returns how many tokens, in whole blocks, can be loaded after a local prefix hit of
-        `num_computed_tokens` tokens. None if the number is not known yet. Called at each attempt to
-        admit the request. Must not begin a load.
+        """Returns how many tokens, in whole blocks, can be loaded after a prefix hit of
+        `num_computed_tokens` tokens. None if unknown yet. Called at each attempt to admit the
+        request. Must not begin a load.
         """
         return ExternalMatch(0, is_async=False)
 
     def update_state_after_alloc(
         self, request: Request, blocks: BlockTables, num_external_tokens: int
     ) -> None:
-        """Called when a request's blocks are allocated. Keys and values of `num_external_tokens`
-        tokens are loaded into the blocks, from the planned step on.
+        """Called when a request's blocks are allocated. The connector must load the keys and values
+        of the last `num_external_tokens` computed tokens into the blocks, from the planned step on.
 
-        For state-space layers, the state after these tokens is loaded. If these tokens include the
-        request's last token, the state before the last token is loaded instead.
+        For state-space layers, it must load the state after these tokens. If these tokens include
+        the request's last token, it must load the state before the last token instead.
         """
 
     def blocks_filled(self, request: Request, blocks: BlockTables, num_tokens: int) -> None:
-        """Called when a request has filled a further block, and before the request's blocks are
-        freed. The first `num_tokens` tokens of the request are known. Steps that are already
-        planned compute these tokens.
+        """Called when a request has filled a further block, and before its blocks are freed. Its
+        first `num_tokens` tokens are known, and computed by steps that are already planned.
         """
 
     def blocks_released(self, request: Request) -> None:
-        """Called when a request no longer holds blocks, because it was preempted or has ended."""
+        """Called when a request has lost its blocks, because it was preempted or has ended."""
 
     def build_connector_meta(self, step: int) -> KVConnectorMetadata | None:  # noqa: ARG002
-        """Returns the transfers that begin with the planned step. None if there are none."""
+        """Returns the transfers that begin with step `step`, or None."""
         return None
 
     def update_connector_output(self, step: int, results: KVTransferResults) -> None:
-        """Called with the transfer results in the output of each step."""
+        """Called with the ends of transfers that each step's output reports."""
 
     def reset_cache(self) -> None:
         """Removes everything that is stored. Called only if no blocks are held and no load runs."""
 
     def forget(self) -> None:
-        """Called when the pool or the workers are lost. All blocks and transfers are lost too, and
-        it is unknown which steps in flight have run.
+        """Called when the pool or the workers, and so all blocks and transfers, are lost. It is
+        unknown which steps in flight have run.
         """
 
     def request_finished(self, request: Request, blocks: BlockTables) -> bool:  # noqa: ARG002
         """Called when a request has ended. `blocks` contain its computed keys and values. Returns
-        True if a transfer still reads the blocks. The blocks are then freed only after the output
-        of a step has listed the request in `finished_sending`.
+        True if a transfer still reads them. The blocks are then freed only after the output of a
+        step lists the request in `finished_sending`.
         """
         return False
 
     def has_pending_block_frees(self) -> bool:
         """Whether the end of a transfer will free blocks. If so, a running request that lacks
-        blocks waits for these blocks, and no request is preempted.
+        blocks waits for them, and no request is preempted.
         """
         return False
 
 
 class LoggedConnector(KVConnector):
-    """The connector of a replay. Returns the results in a step log, in the order of calls. Methods
-    without a result do nothing, because a replay stores no keys and values.
+    """The connector of a replay of a step log. Returns the results in the log, in the order of
+    calls. Methods without a result do nothing, because a replay stores no keys and values.
     """
 
     def __init__(self, answers: LoggedAnswers) -> None:

@@ -24,10 +24,10 @@ from services.scheduler.options.transfers.core.reserved_blocks import ReservedBl
 class KVTransfers:
     """The state of all transfers through a KV connector. Implements the interface Transfers.
 
-    A request whose tokens are loaded between steps keeps its blocks while it waits. The blocks of
-    an ended request are freed only when no transfer uses them. If loads are not ordered with steps,
-    the blocks are also not freed while a step in flight may write them, as in vLLM. Otherwise a
-    load could fill a block for the block's new owner, and the step could then overwrite the block.
+    The blocks of an ended request are freed only when no transfer uses them. If loads are not
+    ordered with steps, blocks are also kept while a step in flight may write them, as in vLLM.
+    Otherwise a load could fill such a block for the block's new owner, and the step could then
+    overwrite the block.
     """
 
     def __init__(self, connector: KVConnector, state: ReplicaState) -> None:
@@ -37,34 +37,34 @@ class KVTransfers:
         """Results of the connector's calls since `take_answers`. None if they are not recorded."""
         self.plan = ExternalHits(state, self).plan
         self.loads: list[KVLoad] = []
-        """Loads that begin in the step that is planned now."""
+        """Loads that begin with the step that is planned now."""
         self.deferred_frees = DeferredFrees(kv_cache_manager)
         self._config = config
         self._steps = state.steps
         self._clock, self._costs = state.clock, state.step_costs
         self._cuts_loads = config.only_grows and len(config.all_groups) == 1
-        """Whether a request whose load failed keeps the blocks before its first invalid block. With
-        sliding windows or states, it keeps no block of a failed load.
+        """Whether a request whose load failed keeps the blocks before the first block that was not
+        loaded. With sliding windows or states, it keeps none of its blocks.
         """
         self._kv_cache_manager = kv_cache_manager
         self._block_tables: dict[Request, BlockTables] = {}
         """Maps the requests that hold blocks to their block tables."""
         self.reserved = ReservedBlocks(config, self._block_tables)
         self._loading: dict[RequestKey, Request] = {}
-        """Requests that wait for a load. `promote` removes a request after its load."""
+        """Requests that wait for an asynchronous load, until `promote` is called after its end."""
         self._begun: dict[RequestKey, tuple[float, int]] = {}
         """Maps each request with a load in progress to the load's start time and token count."""
         self._num_local: dict[Request, int] = {}
-        """Maps the requests in `_loading` to the numbers of tokens in their local prefix hits."""
+        """Maps the requests in `_loading` to their numbers of tokens that were already cached."""
         self._finished_recving: set[Request] = set()
         """Requests whose load has ended, but for which `promote` was not called yet."""
         self.recomputations = Recomputations(config.all_groups[0], self._block_tables)
         self._leaving: dict[RequestKey, tuple[Request, BlockTables]] = {}
         """Ended requests whose blocks a transfer still uses."""
         self._filled: list[Request] = []
-        """Requests that recent steps admitted, or whose blocks recent steps filled. Before the next
-        step is planned, the connector is called with their blocks, so that it can store a block
-        before a sliding window frees it.
+        """Requests that recent steps admitted, or whose blocks they filled. Before a step is
+        planned, the connector is called with their blocks, to store a block before a sliding window
+        frees it.
         """
 
     @property
@@ -79,8 +79,8 @@ class KVTransfers:
     # Called while a step is planned
 
     def begin_step(self) -> None:
-        """Calls the connector with the blocks that earlier steps filled. A block whose tokens are
-        not all known yet is left for a later step.
+        """Calls the connector with the blocks that earlier steps filled. Blocks with tokens that
+        are still being sampled wait for a later step.
         """
         filled, self._filled = self._filled, []
         size = self._config.block_size
@@ -108,7 +108,7 @@ class KVTransfers:
         self._begin(request, num_external_tokens, is_async=False)
 
     def begin_load(self, request: Request, blocks: BlockTables, num_external_tokens: int) -> None:
-        """Begins an asynchronous load of `num_external_tokens` tokens. The request then waits."""
+        """Begins an asynchronous load of the last `num_external_tokens` computed tokens."""
         self._note_table(request, blocks)
         self._loading[request.key] = request
         self._begun[request.key] = self._clock(), num_external_tokens
@@ -126,8 +126,8 @@ class KVTransfers:
         num_local = self._num_local.pop(request)
         request.num_external_tokens = max(0, request.num_computed_tokens - num_local)
         if request.num_computed_tokens:
-            # The last known token is computed again, to sample the next token. If all tokens were
-            # loaded, the loaded state is the state before the last token.
+            # The last known token is computed again, to sample the next token. So the state that
+            # was loaded is at most the state before this token.
             longest = request.num_tokens - 1
             num_tokens = request.num_computed_tokens
             if self._config.holds_states:
@@ -174,7 +174,7 @@ class KVTransfers:
         return self._config.fences_frees
 
     def _is_written(self, request: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
-        """Whether a request's blocks must not be freed yet, because steps in flight write them."""
+        """Whether steps in flight write a request's blocks, so that they must not be freed yet."""
         return self._config.fences_frees and any(request in plan.requests for plan in in_flight)
 
     # Called when the blocks of a request are freed
@@ -306,7 +306,7 @@ class KVTransfers:
             self._answers.append(answer)
 
     def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
-        """Requests that wait for a load and hold one of these blocks."""
+        """Requests that wait for a load into one of these blocks."""
         return [
             key
             for key, request in self._loading.items()
@@ -314,9 +314,8 @@ class KVTransfers:
         ]
 
     def _evict_wrong(self, request: Request, in_flight: Sequence[SchedulerOutput]) -> None:
-        """Removes the hashes of the wrong blocks of a request whose blocks are freed. These are the
-        blocks that the request has not computed again after a failed load. In vLLM their hashes
-        stay in the prefix index.
+        """Removes the hashes of blocks that a request frees without having computed them again
+        after a failed load. vLLM keeps their hashes in the prefix index.
         """
         if wrong := self.recomputations.leave(request, in_flight):
             self._kv_cache_manager.pending.evict(wrong)
@@ -331,9 +330,9 @@ class KVTransfers:
     def _remove_skipped_blocks(
         self, request: Request, blocks: BlockTables, in_flight: Iterable[SchedulerOutput]
     ) -> None:
-        """Frees the blocks that lie before the sliding windows of steps in flight and of later
-        tokens. Replaces these blocks in `blocks` by the null block. Must be called before the
-        connector is called with `blocks`.
+        """Frees the blocks before the sliding windows of an ended request's tokens in flight and
+        later tokens. Replaces them in `blocks` by the null block, before the connector gets
+        `blocks`.
         """
         num_in_flight = scheduled_tokens(in_flight).get(request, 0)
         num_computed = max(0, request.num_computed_tokens - num_in_flight)
@@ -360,8 +359,8 @@ class KVTransfers:
 
 
 def _leave_moved(table: list[BlockId], appended: Sequence[BlockId]) -> None:
-    """Replaces each block of `table` that is also in `appended` by the null block. The block
-    contained an obsolete state, and is reused for a later state.
+    """Replaces blocks of `table` that are also in `appended` by the null block. They contained
+    obsolete states, and are reused for later states.
     """
     for block in set(appended).intersection(table) - {NULL_BLOCK}:
         table[table.index(block)] = NULL_BLOCK

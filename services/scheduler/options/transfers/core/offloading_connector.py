@@ -3,9 +3,10 @@ Blocks stay in the tier after the KV cache has evicted them. Named after vLLM's 
 
 The scheduler decides which blocks are in the tier, and the workers copy the blocks. A full block of
 a request is copied to the tier with the first step that is planned after the block's tokens are
-known and computed. The workers make the copy before this step writes any block. If blocks of the
-tier continue a local prefix hit, they are loaded between steps. A reset of the pool does not change
-the tier and its index. New workers begin with an empty tier, so the index is then cleared.
+known and computed. The workers make the copy before this step writes any block. Blocks of the tier
+that continue a prefix hit in the KV cache are loaded between steps. A reset of the pool does not
+change the tier or its index. The index is cleared when the process of a worker is new, because the
+tier is then empty.
 """
 
 from collections import deque
@@ -27,26 +28,26 @@ class TierStats:
     """Totals since the process started. As in vLLM, only tokens of admitted requests count."""
 
     num_query_tokens: int = 0
-    """Number of tokens, after local prefix hits, that were looked up in the tier."""
+    """Number of tokens, after prefix hits in the KV cache, that were looked up in the tier."""
     num_hit_tokens: int = 0
-    """Number of looked-up tokens that were loaded from the tier."""
+    """Number of these tokens that were loaded from the tier."""
     num_stored_blocks: int = 0
     num_loaded_blocks: int = 0
     num_invalid_blocks: int = 0
-    """Number of blocks that were missing or damaged when they were loaded."""
+    """Number of blocks that could not be loaded, because they were missing or damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """Copies to the tier that a step begins. Only the step's output confirms them."""
+    """Copies to the tier that begin with a step. They are uncertain until its output arrives."""
 
     step: int
     blocks: tuple[kv_transfer.BlockTransfer, ...]
 
 
 class OffloadingConnector(KVConnector):
-    """A connector to the workers' tier. A block is stored before it can get another owner. All
-    KV-cache groups have the same block size, which is also the number of tokens in a block hash.
+    """A connector to the workers' tier. A block is copied to the tier before it can get another
+    owner. All KV-cache groups must have the same block size and hash block size.
     """
 
     def __init__(self, config: SchedulerConfig, num_tier_blocks: int) -> None:
@@ -63,12 +64,12 @@ class OffloadingConnector(KVConnector):
         ]
         self._windows = [number for number in range(len(groups)) if number not in self._full]
         self._num_stored: dict[Request, int] = {}
-        """Maps a request to the number of its leading blocks that were considered for storing."""
+        """Maps a request to the number of leading blocks that were already offered for storing."""
         self._num_asked: dict[Request, int] = {}
-        """Maps a waiting request to its number of tokens after its local prefix hit."""
+        """Maps a waiting request to its number of tokens after the prefix hit in the KV cache."""
         self._stores: dict[kv_transfer.TierBlockId, kv_transfer.BlockTransfer] = {}
-        """Copies to the tier that the next step begins. If a tier block is assigned to another key
-        before this step, only the last copy to the tier block remains.
+        """Copies to the tier that begin with the next step, by block of the tier. If a block of the
+        tier gets another key before this step, only the last copy remains.
         """
         self._loads: list[kv_transfer.ConnectorLoad] = []
         self._uncertain: deque[_Stores] = deque()
@@ -111,7 +112,7 @@ class OffloadingConnector(KVConnector):
         if end <= begin:
             return
         self._num_stored[request] = end
-        # The first blocks of a sequence are touched last, so that its end is evicted first.
+        # A sequence's first blocks are touched last, so that its last blocks are evicted first.
         for key, block in reversed(list(self._keys(request, blocks, begin, end))):
             if key in self.index:
                 self.index.touch(key)
@@ -163,7 +164,7 @@ class OffloadingConnector(KVConnector):
 
     def _longest(self, request: Request, begin: int) -> int:
         """The end of the longest run of blocks, from position `begin` on, that the tier has for all
-        full-attention layers. The run leaves at least one token to be computed.
+        full-attention layers. At least one token is left to compute.
         """
         hashes = request.block_hashes
         most = min((request.num_tokens - 1) // self._size, len(hashes))
@@ -173,9 +174,8 @@ class OffloadingConnector(KVConnector):
         return max(begin, most)
 
     def _has_windows(self, request: Request, begin: int, end: int) -> bool:
-        """Whether a request can continue at block position `end`. For this the tier must have the
-        blocks, from position `begin` on, in the sliding windows of the next token, and the state
-        before this token.
+        """Whether a request can continue at block position `end`, because the tier has the state
+        before the next token, and all blocks from `begin` on in the next token's sliding windows.
         """
         hashes = request.block_hashes
         return all(
@@ -189,9 +189,7 @@ class OffloadingConnector(KVConnector):
     def _keys(
         self, request: Request, blocks: BlockTables, begin: int, end: int
     ) -> Iterator[tuple[bytes, BlockId]]:
-        """The keys and ids of a request's blocks from position `begin` up to, but not including,
-        `end`. Null blocks are left out.
-        """
+        """The keys and ids of a request's blocks from `begin` to `end`, without null blocks."""
         for group, table in enumerate(blocks):
             for position in range(begin, min(end, len(table))):
                 if table[position] != NULL_BLOCK:

@@ -1,4 +1,4 @@
-"""Counts the blocks that prefills in progress will still need, as vLLM does."""
+"""Counts the blocks that prefills in progress will still need, as in vLLM."""
 
 from collections.abc import Mapping
 
@@ -14,11 +14,9 @@ class ReservedBlocks:
     def __init__(
         self, config: SchedulerConfig, block_tables: Mapping[Request, BlockTables]
     ) -> None:
-        """`block_tables` maps the requests that hold blocks to their tables, and changes later."""
+        """`block_tables` maps requests that hold blocks to their tables. It changes later."""
         self.prefills: set[Request] = set()
-        """Requests that are being loaded, or whose prompt is only computed in part. Blocks are
-        reserved for their remaining tokens.
-        """
+        """Requests that wait for a KV load, or whose prompt is computed in part."""
         self._block_tables = block_tables
         self._longest = config.max_model_len
         self._groups = config.all_groups
@@ -26,7 +24,7 @@ class ReservedBlocks:
             group.max_admission_blocks(config.max_in_flight_tokens, config.max_model_len)
             for group in config.all_groups
         ]
-        """For each KV-cache group, the limit on the blocks that count for one request, or None."""
+        """For each KV-cache group, a limit on the number of blocks of one request, or None."""
         self._num_step_tokens = 0
         if config.num_speculative_tokens:
             self._num_step_tokens = 1 + config.num_speculative_tokens + config.num_lookahead_tokens
@@ -35,18 +33,17 @@ class ReservedBlocks:
             for group in config.all_groups
             if group.attention_type is not AttentionType.STATE_SPACE
         )
-        """Number of blocks for the first drafts of a request to be loaded, without states."""
+        """Number of blocks for the first drafts of a loaded request, in groups without states."""
 
     def count(self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool) -> int:
-        """Number of blocks that a load must leave free. A load cannot be preempted to free blocks
-        for a prefill. So it leaves the blocks that prefills in progress still need, and the blocks
-        for the first drafts of the request to be loaded. `appended_blocks` are the blocks that the
-        planned step has allocated so far.
+        """Number of blocks that a load must leave free: the blocks that prefills in progress still
+        need, because a load cannot be preempted, and the blocks for the first drafts of the request
+        to be loaded. `appended_blocks` are the blocks that the planned step has allocated so far.
 
         As in vLLM, a request for which no block could be loaded counts as a prefill, even for its
-        own next load. `is_alone` means that no request runs and no transfer is in progress. Drafts
-        and requests without blocks then do not count. Otherwise the request could wait for itself,
-        or two requests could wait for each other.
+        own next load. If no request runs and no transfer is in progress (`is_alone`), drafts and
+        requests without blocks do not count. Otherwise the request could wait for itself, or two
+        requests could wait for each other.
         """
         num_of_drafts = 0 if is_alone else self._num_of_drafts
         return num_of_drafts + sum(
@@ -59,8 +56,8 @@ class ReservedBlocks:
         self, request: Request, tables: BlockTables | None, appended: BlockTables | None
     ) -> int:
         """Number of blocks that a request still needs for all its tokens and the drafts of its next
-        step. `tables` are its block tables, or None if it holds no blocks. `appended` are blocks
-        that were allocated but are not in `tables` yet.
+        step. `tables` are its block tables, or None if it has no blocks. `appended` are further
+        blocks, which `tables` does not contain yet.
         """
         num_tokens = min(request.num_tokens, self._longest)
         total = 0
@@ -74,9 +71,9 @@ class ReservedBlocks:
     def _lacking_in(
         self, group: KVCacheGroup, most: int | None, num_held: int | None, num_tokens: int
     ) -> int:
-        """Number of blocks that a request still needs in one KV-cache group. In a group with
-        sliding windows, `most` limits the number. In a group that caches states, the request needs
-        one block, and also blocks for drafts if it holds no block yet.
+        """Number of blocks that a request still needs in one KV-cache group. `most` limits the
+        number in a group with sliding windows. A group that caches states needs one block, and
+        blocks for drafts if the request has none yet.
         """
         size, num_drafts = group.block_size, group.num_speculative_blocks
         if group.aligns_states:

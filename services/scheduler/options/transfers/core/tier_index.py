@@ -7,8 +7,8 @@ from services.scheduler.core.kv_transfer import TierBlockId
 
 
 def tier_key(block_hash: BlockHash, group: int) -> bytes:
-    """The key of a block of the tier, as in vLLM's offloading. The key consists of the block hash
-    and the number of the KV-cache group, because groups store different layers of the same tokens.
+    """The key of a block in the tier, as in vLLM: the block hash and the number of the KV-cache
+    group, because groups store different layers of the same tokens.
     """
     return block_hash + group.to_bytes(4, "big")
 
@@ -16,8 +16,8 @@ def tier_key(block_hash: BlockHash, group: int) -> bytes:
 class TierIndex:
     """Maps keys to blocks of the tier, the least recently used key first.
 
-    A block is pinned while a load reads it. Pinned blocks are not evicted. One index is enough for
-    all ranks, because their tiers have the same keys in the same blocks.
+    A block is pinned while a load reads it, and is then not evicted. One index is enough for all
+    ranks, because their tiers have the same keys in the same blocks.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -26,7 +26,7 @@ class TierIndex:
         self._blocks: OrderedDict[bytes, TierBlockId] = OrderedDict()
         self._pins: dict[TierBlockId, int] = {}
         self._orphans: set[TierBlockId] = set()
-        """Pinned blocks whose key was removed."""
+        """Pinned blocks whose key was removed. They are freed when they are unpinned."""
         self._free: list[TierBlockId] = []
         self.clear()
 
@@ -40,7 +40,7 @@ class TierIndex:
         self._blocks.move_to_end(key)
 
     def put(self, key: bytes) -> TierBlockId | None:
-        """Allocates a block for a new key. None if all blocks are pinned."""
+        """Allocates a block for a new key, evicting another if needed. None if all are pinned."""
         if not self._free and not self._evict():
             return None
         block = self._blocks[key] = self._free.pop()
