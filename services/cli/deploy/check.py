@@ -89,8 +89,8 @@ class Check:
         return bool(wrong)
 
     def _running_once_busy(self) -> dict[str, int]:
-        """Returns the number of running requests of each replica. Waits until a replica runs some,
-        because all may have been finished although clients still read their streams.
+        """Returns the number of running requests of each replica. Waits until a request runs,
+        because the replicas may have finished all requests while clients still read the streams.
         """
         deadline = time.monotonic() + self._times.heal_seconds
         while not any((running := self._fleet.running()).values()):

@@ -175,7 +175,7 @@ class Supervisor:
         self.all_ready.set()
 
     async def _keep_running(self, team: Sequence[ChildSpec]) -> None:
-        """Runs a team repeatedly until cancelled. Raises StartFailed if a child ends unready."""
+        """Runs a team again and again. Raises StartFailed if a child ends and was never ready."""
         num_restarts, deaths = 0, Deaths(self._restarts.steady_seconds)
         while True:
             children = [await self._start(spec) for spec in team]

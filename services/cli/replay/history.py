@@ -21,7 +21,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class NextChunk:
-    """Further input of a session. `chunk` is None if the client ends the session instead."""
+    """Further input of a session (a request whose input arrives in several chunks). `chunk` is None
+    if the client ends the session instead.
+    """
 
     key: RequestKey
     chunk: InputChunk | None

@@ -81,7 +81,7 @@ class WhatIf(SchedulerRun):
         self._depth = config.num_steps_in_flight
         self._now = 0
         self._turns: Counter[RequestKey] = Counter()
-        """The number of ended turns of each session."""
+        """For each request with several inputs (a session), the number of answered inputs."""
         self._early: list[EndTurn] = []
         """Events of turns that have ended in the log, but whose requests still run here."""
 

@@ -19,7 +19,7 @@ _NAME = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*(?:@[\w./-]+)?")
 _LINKS = ("https://huggingface.co/", "https://hf.co/", "hf.co/", "hf://")
 _ANSWER_SECONDS = 5.0
 _CONFIGURATION = re.compile(r"[^/]+\.(json|txt|model|jinja|tiktoken)|\d+_[A-Za-z]+/[^/]+\.json")
-"""Matches files other than weights. Folders such as 1_Pooling are of sentence-transformers."""
+"""Matches files other than weights. sentence-transformers has folders such as 1_Pooling."""
 _WEIGHTS = (
     re.compile(r"model(-\d+-of-\d+)?\.safetensors"),
     re.compile(r"[^/]+\.safetensors"),

@@ -73,7 +73,7 @@ class NodeRecord:
     node: str
     epoch: int
     generation: int
-    """The generation of the pool. The node's scheduler identifies its pool by this number."""
+    """The number of the pool's last opening, by which the node's scheduler identifies its pool."""
     groups: tuple[KVCacheGroup, ...]
 
 

@@ -23,7 +23,7 @@ _BACKLOG = 64
 _OPENING_SECONDS = 10.0
 """Time within which a client must name a method after it has connected."""
 _ACCEPT_PAUSE_SECONDS = 1.0
-"""Time without accepting connections after a failure, such as a lack of file descriptors."""
+"""How long no connections are accepted after a failure, such as a lack of file descriptors."""
 _OK = status_pb2.Status()
 _STOPPED = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="the server stops")
 _DEFECT = status_pb2.Status(code=code_pb2.UNKNOWN, message="a defect of the server")

@@ -161,7 +161,7 @@ def parts_of_attributes(attributes: Mapping[str, Any]) -> tuple[TimePart, ...]:
 
 
 def _unit(nanos: int) -> tuple[int, str, int]:
-    """Returns the last digit's value in nanoseconds, the unit, and the number of decimals."""
+    """How a time is formatted: its last digit in nanoseconds, its unit, its number of decimals."""
     if nanos >= 950_000_000:
         return 100_000_000, "s", 1
     if nanos >= 9_500_000:

@@ -84,7 +84,7 @@ class _LifeLost(Exception):
 
 
 class NodeWriter:
-    """Writes one generation of a pool to the directory, as one or more epochs of a node."""
+    """Writes a pool, from one opening to the next (a generation), as one or more epochs."""
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ class RedisDirectory:
         return sum(writer.changes.num_dropped for writer in self._writers.values())
 
     def open(self, pool_id: PoolId, generation: int, config: PoolConfig) -> None:
-        """Starts a writer for a new generation of a pool. An older generation is ignored."""
+        """Starts a writer for a pool that was opened again. Ignores an older generation number."""
         before = self._writers.get(pool_id)
         if before is not None:
             if before.generation >= generation:

@@ -38,7 +38,7 @@ class BlockPool:
         self.ages = BlockAges(num_blocks)
         self._free = make_free_queue(_block_ids(num_blocks))
         self.contexts: RetainingFreeQueue | None = None
-        """The queue `_free`, once it contains retained contexts. Until then None."""
+        """The queue `_free`, once it has contexts (blocks that are reused last). Else None."""
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         """The published blocks of each group. Only this class changes them."""
         self._shared: dict[BlockId, int] = {}

@@ -37,8 +37,8 @@ class BlockTable:
 
     blocks: list[BlockId] = field(default_factory=list)
     num_published: int = 0
-    """The number of leading entries that `publish` has processed. Their blocks are published,
-    except null entries, entries in `evicted`, and entries for which `_keeps` was False.
+    """The number of leading entries that `publish` has processed. Their blocks are published (in
+    the prefix index), except null entries, and entries that are in `evicted` or not in `_keeps`.
     """
     num_null: int = 0
     """The number of leading entries that are the null block."""

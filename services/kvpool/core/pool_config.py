@@ -31,9 +31,9 @@ class PoolConfig:
     prefix_match_unit: int | None = None
     """Number of tokens in a block hash. None selects `kv_cache_groups.hash_block_size`."""
     prefix_cache_retention_interval: int | None = None
-    """The distance in tokens between two published windows or states. Further windows and states
-    are published where later requests are likely to continue: where prompts end or diverge. With 0,
-    only these are published. With None, all windows and states are published.
+    """The distance in tokens between two windows or states in the prefix index. Further ones are
+    added where later requests are likely to continue: where prompts end or diverge. With 0, only
+    these are added. With None, all windows and states are added.
     """
     max_model_len: int | None = None
     """Number of tokens of the longest sequence. Together with `max_in_flight_tokens` it limits the

@@ -1,4 +1,4 @@
-"""Allocates, extends, publishes and frees the blocks of requests."""
+"""Allocates and frees the blocks of requests, and publishes them (in the prefix index)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

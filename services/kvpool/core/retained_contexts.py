@@ -1,6 +1,6 @@
 """Retains contexts: free blocks that are reused after all other free blocks.
 
-A context consists of the published blocks of a finished request, in order. The scheduler expects a
+A context consists of the cached blocks of a finished request, in order. The scheduler expects a
 later request to begin with the tokens of these blocks. Contexts only determine an order of reuse:
 their blocks are free and can be hit like all cached blocks, so no allocation fails for a context.
 """

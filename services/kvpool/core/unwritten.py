@@ -11,7 +11,8 @@ class UnwrittenChanges:
     """Stores the keys (shortened hashes) that are cached now, and the keys added or removed since
     the last `take`. A key that was both added and removed is not reported. After more than
     `max_keys` changes, or a reset of the pool, the changes are dropped and `must_restart` is set.
-    The owner must then write a snapshot, which begins a new epoch in the log.
+    The owner must then write a snapshot, which begins a new epoch in the log. Readers discard the
+    entries of earlier epochs.
     """
 
     def __init__(self, max_keys: int) -> None:

@@ -109,7 +109,7 @@ def _draw_shape(rng: random.Random) -> Shape:
     drafts = rng.choice(("", "", "ngram", "draft_model"))
     tier_gib = rng.choice((0.001, 0.003)) if rng.random() < 0.3 else 0.0
     settings = dict(setting for setting in _SETTINGS if rng.random() < _CHANGED)
-    if not tier_gib and rng.random() < _CHANGED:  # A tier requires prefix hashes.
+    if not tier_gib and rng.random() < _CHANGED:  # A host-memory tier needs prefix hashes.
         settings["enable_prefix_caching"] = False
     if rng.random() < 0.4:
         policies = [name for name in POLICIES if retains_contexts(name)]

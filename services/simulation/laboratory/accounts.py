@@ -121,7 +121,7 @@ def jain(values: Sequence[float]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that a fraction of `share` or more does not exceed. 0 without values."""
+    """The smallest value that at least the fraction `share` of the values does not exceed, or 0."""
     if not values:
         return 0.0
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -35,7 +35,7 @@ class AgentLoad:
     deviation: float
     num_shared_tokens: int
     first_tokens: tuple[float, float]
-    """The tokens of the first prompt after the application's shared tokens."""
+    """The tokens of the first prompt after those that all programs of an application share."""
     later_tokens: tuple[float, float]
     """The tokens that a tool adds to each later prompt."""
     output_tokens: tuple[float, float]

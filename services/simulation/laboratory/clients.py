@@ -1,4 +1,4 @@
-"""Simulated clients. Each one sends the turns of its program, one after the other."""
+"""Simulated clients. Each one sends the turns (requests) of its program, one after the other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

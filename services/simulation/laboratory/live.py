@@ -1,4 +1,4 @@
-"""Programs that have begun, and their requests that were sent."""
+"""Programs (the work of simulated clients) that have begun, and their requests that were sent."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache

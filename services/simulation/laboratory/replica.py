@@ -125,7 +125,7 @@ class SimulatedReplica:
     # The work of the engine loop.
 
     def finish(self) -> None:
-        """Releases what ended requests still occupy, as the engine does after its last request."""
+        """Releases what ended requests still occupy, as the engine loop does after its last one."""
         while self.scheduler.has_work:
             if self._plan().requests:
                 raise AssertionError("a request is left")

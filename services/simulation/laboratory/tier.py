@@ -20,15 +20,15 @@ NO_TIER = TierSize(0, 0.0)
 
 
 class SimulatedTier:
-    """The loads from the tier, which run one after the other over one link, in parallel with steps.
-    The scheduler's index stores which blocks are in the tier. Copies to the tier take no time.
+    """The loads from the tier, which use the bus one after the other, in parallel with steps. The
+    scheduler's index stores which blocks are in the tier. Copies to the tier take no time.
     """
 
     def __init__(self, clock: EventClock, seconds_per_block: float) -> None:
         self._clock = clock
         self._seconds_per_block = seconds_per_block
         self._free_at = 0.0
-        """The time at which the link has copied all requested blocks."""
+        """The time at which the bus has copied all requested blocks."""
         self._loads: deque[tuple[float, RequestKey]] = deque()
         """The end time and the request of each load in progress."""
 

@@ -245,7 +245,7 @@ def _originals() -> set[int]:
 
 
 def _keepers(kept: set[int]) -> set[str]:
-    """Names of services' modules with a function of `kept` in globals or default arguments."""
+    """Names of services' modules that refer to a function whose id() is in `kept`."""
     found = set()
     for name, module in list(sys.modules.items()):
         if not name.startswith("services.") or name.startswith("services.simulation."):

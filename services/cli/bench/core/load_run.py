@@ -10,14 +10,12 @@ _AFTER_FAILURE_SECONDS = 0.1
 
 Run = Callable[[int, float], Awaitable[bool]]
 """Sends a request, or the requests of a session. The arguments are the first request's number and
-its intended time. The result is False if a request failed.
+the time when it should be sent. The result is False if a request failed.
 """
 
 
 class LoadRun:
-    """The loops of one load. A loop ends when all runs have started or the budget has no more
-    requests.
-    """
+    """The loops of one load. A loop ends when all runs have started or the limits are reached."""
 
     def __init__(self, clock: Clock, budget: Budget) -> None:
         self._clock = clock

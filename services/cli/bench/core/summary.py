@@ -1,8 +1,8 @@
 """The metrics of a run.
 
-They are defined as in `vllm bench serve`, with two differences. Latencies start at a request's
-intended time. Only an event with output counts as a token (as in guidellm), because some servers
-send an empty first event before they have computed anything.
+They are defined as in `vllm bench serve`, with two differences. Latencies start at the time when a
+request should be sent (the intended time). Only an event with output counts as a token (as in
+guidellm), because some servers send an empty first event before they have computed anything.
 
 * TTFT: from the intended time to the first event with output.
 * TPOT: from the first event with output to the end, divided by the number of output tokens after
