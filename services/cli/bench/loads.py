@@ -22,7 +22,6 @@ MAX_TOKENS = 1 << 20
 
 
 def trace_lines(path: Path) -> list[TraceLine]:
-    """Reads the lines of a trace. Raises CommandError."""
     try:
         lines = read_trace(_text(path).splitlines())
     except TraceError as error:
@@ -33,7 +32,6 @@ def trace_lines(path: Path) -> list[TraceLine]:
 
 
 def dataset_load(settings: BenchSettings, path: Path) -> DatasetLoad:
-    """Reads a dataset. Raises CommandError."""
     try:
         items = read_dataset(_text(path))
     except DatasetError as error:

@@ -52,7 +52,6 @@ class RunClock:
         return time.perf_counter() - self._start
 
     async def sleep_until(self, seconds: float) -> None:
-        """Sleeps until the clock reaches `seconds`, and never returns earlier."""
         while (left := seconds - self.now()) > 0:  # noqa: ASYNC110 - only time passes
             await asyncio.sleep(left)
 

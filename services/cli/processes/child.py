@@ -60,7 +60,6 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec, on_line: Callable[[str], None]) -> "Child":
-        """Starts the program. `on_line` is called with each line of output as it arrives."""
         spec.prepare()
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), str(spec.niceness)),

@@ -74,6 +74,5 @@ def _why(error: OSError) -> str:
 
 
 def why_no_tls(error: str) -> str:
-    """Explains an error text of OpenSSL."""
     meanings = (meaning for words, meaning in _TLS_ERRORS if words in error)
     return next(meanings, error)

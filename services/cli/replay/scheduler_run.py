@@ -81,7 +81,7 @@ class SchedulerRun:
 
 
 def as_added(request: Request) -> Request:
-    """A copy of an unscheduled request that can be added to a scheduler."""
+    """Copies a request that was not scheduled yet, so that a scheduler can accept the copy."""
     return replace(
         request,
         token_ids=list(request.token_ids),

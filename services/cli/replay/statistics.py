@@ -53,7 +53,7 @@ class RunStatistics:
         """The number of tokens of requests at their first admission, by which hits are divided."""
         self.num_generated_tokens = 0
         self.wait_steps: Counter[WaitReason] = Counter()
-        """Maps a wait reason to the sum of waiting requests over all steps with that reason."""
+        """Maps a wait reason to the number of requests with that reason, summed over all steps."""
         self._scheduler = scheduler
         self._made_at: dict[int, int] = {}
         self._num_sampled_preemptions = 0

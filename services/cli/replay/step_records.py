@@ -3,7 +3,7 @@
 There are three kinds of records. Each record is a JSON object, whose `event` is the kind and whose
 `step` is the step's number.
 
-* `step_snapshot`: the state before the step.
+* `step_snapshot`: the queues and the pool before the step.
 * `prefix_cache_event`: the admission of a request, with the numbers of cached tokens.
 * `step_decision`: the requests and tokens that the step computes.
 
@@ -36,7 +36,7 @@ class StepRecords:
         self._write = write
         self._snapshot: Record = {}
         self._loading: set[Request] = set()
-        """Requests that have not been admitted since their load between steps began."""
+        """Requests with a load of KV blocks between steps, until they are admitted."""
         self._owners: dict[ContextId, Request] = {}
         """Maps each context in the pool to the ended request whose blocks the context retains."""
 

@@ -135,7 +135,7 @@ class WhatIf(SchedulerRun):
         return key in self.requests and not self.requests[key].is_finished
 
     def _time(self) -> float:
-        """The time of the log's step. Steps after the log's last step take the log's mean time."""
+        """The log's time of this step. Steps after the log's end take the log's mean step time."""
         times = self._history.times
         num_more = self._now - len(times) + 1
         if num_more <= 0:

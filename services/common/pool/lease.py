@@ -46,7 +46,6 @@ class Lease:
         self._clock = clock
         self._holder: Holder | None = None
         self._former: Holder | None = None
-        """The previous holder. None if there was none."""
         self._num_uses = 0
         self._free_at = 0.0
 

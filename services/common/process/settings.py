@@ -212,7 +212,6 @@ def flag_name(field_name: str) -> str:
 
 
 def variable_name(service: str, field_name: str) -> str:
-    """The name of a setting's environment variable."""
     return env_prefix(service) + field_name.upper()
 
 

@@ -61,7 +61,6 @@ class DirectoryKeys:
 
     @property
     def nodes(self) -> str:
-        """The name of the hash with the nodes' records."""
         return f"{self.prefix}:nodes"
 
     def lease(self, node: str) -> str:

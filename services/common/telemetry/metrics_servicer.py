@@ -20,8 +20,6 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class MetricsServicer(metrics_pb2_grpc.MetricsServicer):
-    """Implements the gRPC service Metrics with a `Collect` function."""
-
     def __init__(self, collect: Collect) -> None:
         self._collect = collect
 

@@ -78,7 +78,6 @@ class Tracing:
     root_sampler: Sampler | None = None
     """Decides which new traces are sampled. If it is None, `sample_ratio` decides."""
     senders: tuple[SpanSender, ...] = ()
-    """One sender for each collector."""
     resource: Resource | None = None
     """The resource of spans that `record` creates. If None, it is the provider's resource."""
 

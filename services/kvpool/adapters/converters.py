@@ -35,7 +35,6 @@ _OPTIONAL: tuple[
     "max_model_len",
     "max_in_flight_tokens",
 )
-"""Optional integer fields of OpenPoolRequest."""
 
 
 def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:

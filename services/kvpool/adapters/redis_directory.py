@@ -64,7 +64,6 @@ class RedisDirectory:
             writer.note(batch)
 
     def drop(self, pool_id: PoolId, generation: int) -> None:
-        """Removes a pool from the directory if `generation` is the pool's newest generation."""
         writer = self._writers.get(pool_id)
         if writer is not None and writer.generation == generation:
             del self._writers[pool_id]

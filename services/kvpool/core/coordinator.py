@@ -123,14 +123,12 @@ class Coordinator:
                 return candidate.hit(self._kinds)
 
     def num_common_blocks(self, tables: Tables, num_requests: int) -> list[int]:
-        """For each group, the number of leading blocks that all requests have in common."""
         return [
             group.num_common_blocks(table, num_requests)
             for group, table in zip(self.groups, tables, strict=True)
         ]
 
     def remove_skipped_blocks(self, tables: Tables, num_computed_tokens: int) -> None:
-        """Frees in each group the blocks that no query from `num_computed_tokens` on can see."""
         for group, table in zip(self.groups, tables, strict=True):
             group.remove_skipped_blocks(table, num_computed_tokens)
 

@@ -230,7 +230,6 @@ class GroupManager:
         return 0
 
     def check(self, table: BlockTable, chain: Chain) -> None:  # noqa: ARG002
-        """Checks the invariants of a table. Raises AssertionError."""
         assert not any(table.blocks[: table.num_null]), "a block where the null block should be"
 
     # Hooks and helpers of subclasses

@@ -137,7 +137,6 @@ class KVPool:
         return self._blocks.snapshot()
 
     def stats(self) -> PoolStats:
-        """Returns the current occupancy, and counts since the pool was opened."""
         ages = self._blocks.ages
         return PoolStats(
             num_usable_blocks=self.config.num_blocks - 1,

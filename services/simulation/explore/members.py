@@ -55,7 +55,6 @@ class Shape:
     num_replicas: int = 1
     num_gateways: int = 1
     num_ranks: int = 1
-    """The number of ranks in each worker group."""
     pools: bool = False
     """Whether the model computes embeddings."""
     drafts: str = ""

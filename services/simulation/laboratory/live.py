@@ -22,7 +22,6 @@ class LiveProgram:
     context: Context
     parent: "LiveProgram | None" = None
     num_turns: int = 0
-    """Number of turns that were sent."""
     num_subagents: int = 0
     """Number of subagents that have not ended."""
     next_use: float = 0.0

@@ -153,7 +153,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # Processes.
 
     def resume(self, process: Process) -> None:
-        """Continues a stopped process."""
         self._ready.extend(process.resume())  # type: ignore[attr-defined]
 
     # Tasks and futures have hashes that do not depend on their addresses, because a set is

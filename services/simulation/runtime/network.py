@@ -115,7 +115,6 @@ class Network:
                     )
 
     async def arrival(self, source: Process, target: Process) -> None:
-        """Waits until a message from `source` arrives at `target`."""
         arrived = self.loop.create_future()
         self.awaited.setdefault((source.name, target.name), []).append(arrived)
         await arrived
@@ -192,7 +191,6 @@ class End:
     def __init__(self, connection: "Connection", process: Process, pipe: Pipe) -> None:
         self.process = process
         self.pipe = pipe
-        """The pipe to the other end."""
         self.is_open = True
         self.on_lost: Callable[[str], None] = lambda _: None
         """Called once, with the reason, if the peer or the network ends the connection."""

@@ -35,7 +35,6 @@ class Process:
         self.seconds_ahead = 0.0
         """How far the process's wall clock is ahead of the virtual time."""
         self.files: list[Any] = []
-        """The MemoryFiles that the process has created."""
         self.is_disk_full = False
         self.at_end: list[Callable[[], None]] = []
         """Called when the process ends, to release what the machine's kernel would release."""

@@ -63,7 +63,6 @@ class Summary:
     completed: int
     failed: int
     failures: dict[str, int]
-    """Maps a kind of failure to the number of failures."""
     failure_messages: dict[str, str]
     """Maps a kind of failure to its first nonempty message."""
     duration_seconds: float

@@ -29,7 +29,6 @@ class TraceLine:
     """One request of a trace. Lengths are in tokens."""
 
     timestamp: float
-    """Milliseconds after the start of the trace."""
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
