@@ -1,4 +1,4 @@
-"""Stepwell's KV events report the same blocks as vLLM's KV events in each step."""
+"""In each step, Stepwell's KV events report the same blocks as vLLM's."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Stepwell's decisions equal vLLM's in every recorded field of every step, with the pool in a gRPC
-service. test_replayed_logs.py tests the same with the pool in the scheduler's process.
+"""Stepwell's decisions equal vLLM's in every recorded field of every step. Here the pool is a gRPC
+service. In test_replayed_logs.py it is in the scheduler's process.
 """
 
 import json

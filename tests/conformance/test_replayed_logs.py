@@ -1,5 +1,5 @@
-"""With the pool in the scheduler's process, the decisions equal vLLM's in every recorded field of
-every step, and a replay of the step log makes the same decisions.
+"""With the pool in the scheduler's process, Stepwell's decisions equal vLLM's in every recorded
+field of every step, and a replay of the step log makes the same decisions.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.scenarios.scenario import read_scenario
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=str)
 async def test_decisions_are_those_recorded_and_their_log_replays(recording: Recording) -> None:
-    """A what-if replay with the settings of the log also equals the run."""
+    """A what-if replay with the log's own settings must also equal the run."""
     scenario = read_scenario(recording.scenario)
     config = scenario.config
     pool = InProcessPool(config)
@@ -44,7 +44,7 @@ async def test_decisions_are_those_recorded_and_their_log_replays(recording: Rec
             await what_if(replay.history, config)
         return
     if config.num_steps_in_flight > 2:
-        return  # vLLM counts empty steps as steps in flight, but what-if replays do not plan them
+        return  # vLLM counts empty steps as in flight, but what-if replays do not plan them
     run = await what_if(replay.history, config)
     for row in ROWS:
         assert row.measure(run) == row.measure(replay.statistics), row.name

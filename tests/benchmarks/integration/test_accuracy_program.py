@@ -24,8 +24,8 @@ seconds = 0.01
 async def test_a_real_run_is_measured_replayed_and_simulated(
     random_model: Path, tmp_path: Path
 ) -> None:
-    """The simulated device computes steps in the profile's times. Therefore run and simulation
-    differ only by the times of the services.
+    """The simulated device takes the profile's times. So the run and its simulation differ only by
+    the time that the services add.
     """
     path, step_log = tmp_path / "steps.toml", tmp_path / "steps.jsonl"
     path.write_text(PROFILE)

@@ -22,7 +22,7 @@ def test_quick_measures_both_layouts_and_the_index(tmp_path: Path) -> None:
     done = run_program("directory", "--quick", "--json", file)
     figures = json.loads(file.read_text())
     log = figures["log"]
-    # With more blocks they are 12 bytes.
+    # With more blocks, a block takes 12 bytes.
     assert log["log_bytes_per_block"] + log["snapshot_bytes_per_block"] <= 14
     assert figures["hashes"]["bytes_per_block"] > 100
     assert figures["index"]["num_keys"] == 39 * 512

@@ -1,4 +1,4 @@
-"""The benchmark of constrained rows runs, on a model whose computation takes no time."""
+"""The benchmark of grammar-constrained rows runs, on a model whose computation takes no time."""
 
 from pathlib import Path
 

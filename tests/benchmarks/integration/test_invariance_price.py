@@ -1,4 +1,4 @@
-"""The benchmark of batch invariance runs every load, on a tiny model."""
+"""The benchmark of batch-invariant kernels runs every load, on a tiny model."""
 
 from pathlib import Path
 

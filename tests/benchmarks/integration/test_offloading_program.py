@@ -1,4 +1,6 @@
-"""The benchmark of the offloading tier runs, on a model whose computation takes no time."""
+"""The benchmark of KV offloading to host memory runs, on a model whose computation takes no
+time.
+"""
 
 import argparse
 from pathlib import Path

@@ -20,7 +20,7 @@ def test_quick_compares_policies_and_times_decisions(tmp_path: Path) -> None:
     assert aware["num_requests"] == turns["num_requests"] == 16
     assert 0 < turns["hit_rate"] < aware["hit_rate"] < 1
     assert 0 < aware["ttft_median_millis"] <= aware["ttft_p99_millis"]
-    # Not exactly 1, because some requests are only partly inside the measured time.
+    # The spread is not exactly 1, because some requests are only partly inside the measured time.
     assert 1.0 <= turns["spread"] <= 1.5
     kinds = [decision["kind"] for decision in figures["decisions"]]
     assert kinds == ["keys known", "next turn", "new"]

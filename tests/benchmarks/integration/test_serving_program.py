@@ -37,7 +37,7 @@ def test_unconstrained_requests_are_measured_beside_constrained_ones(tmp_path: P
     assert rows[0]["tpot_ratio"] == 1
     assert rows[1]["tpot_ratio"] > 0
     for name in names:
-        # One table has the speeds, the other the processor time.
+        # One table has the throughput, the other the processor time.
         assert done.stdout.count(f"| 2 | {name} |") == 2
 
 

@@ -50,7 +50,7 @@ def test_a_short_overload_is_served_and_refused(servable_model: Path) -> None:
 
 @pytest.mark.slow
 def test_a_short_flood_of_one_tenant_is_measured_from_both_sides(servable_model: Path) -> None:
-    """In a short run on a busy machine, figures may miss their goals. The exit status is then 1."""
+    """The exit status may be 1, because a short run on a busy machine may miss its goals."""
     load = ("--tenants", 2, "--concurrency", 8, "--factor", 10, "--output-tokens", 32)
     times = ("--seconds", 1, "--deadline-seconds", 2, "--recovery-seconds", 0.2)
     program = (*load, *times, "--model", servable_model)

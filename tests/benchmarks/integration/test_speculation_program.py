@@ -46,7 +46,7 @@ async def test_every_text_is_written_with_speculation_and_without(model: Path) -
 
 async def test_one_text_is_timed_with_the_clock_given(model: Path) -> None:
     """The clock advances by one second at each reading. It is read once for each token and twice
-    for each step of the model. Steps overlap, so two to four readings fall into a token's time.
+    for each step of the model. Steps overlap, so two to four readings fall between two tokens.
     """
     clock = itertools.count().__next__
     table = await measure_repetition(model, 1, 1, 24, "random tokens", clock)
@@ -63,5 +63,5 @@ async def test_a_draft_model_gains_by_how_often_it_is_right(model: Path) -> None
     assert alone == sorted(alone, reverse=True)
     assert 1 <= alone[-1] < 2
     assert 3 < alone[0] <= 1 + NUM_DRAFTS
-    # The draft model and the target model are the same, so their steps take similar times.
+    # The draft model is the target model itself, so their steps take similar times.
     assert all(0.3 < float(row[6]) < 3 for row in rows)

@@ -1,4 +1,4 @@
-"""Structured requests run during a load, and their errors are reported."""
+"""Requests with structured outputs run beside a measured load, and their errors are reported."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass

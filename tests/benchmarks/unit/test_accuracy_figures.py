@@ -1,4 +1,6 @@
-"""Tests conversations and fitted serving costs of the benchmark of simulations."""
+"""Tests the conversations, and the fit of the services' costs, of the benchmark that compares
+simulations with real runs.
+"""
 
 import json
 
@@ -60,7 +62,7 @@ def test_a_prompt_continues_the_conversation_with_the_real_answer() -> None:
 
 
 def logged(step: int, counts: dict[int, int], new: list[int]) -> list[str]:
-    """The entries of a step log for one step, in which each request gets a token."""
+    """The entries of a step log for one step in which each request gets a token."""
     entries = [
         {
             "call": "schedule",

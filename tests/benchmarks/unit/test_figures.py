@@ -1,4 +1,6 @@
-"""Figures of a benchmark, compared with figures that are computed by hand."""
+"""Latencies, throughput and confidence intervals of benchmarks, compared with values computed by
+hand.
+"""
 
 import math
 from fractions import Fraction
@@ -44,7 +46,7 @@ def test_a_percentile_is_one_of_the_values() -> None:
 def test_an_interval_of_the_median_is_that_of_the_sign_test(
     num_values: int, ranks: tuple[int, int]
 ) -> None:
-    """The ranks are published in tables of the sign test."""
+    """The expected ranks are those of published tables of the sign test."""
     assert percentile_interval(range(1, num_values + 1), 50) == ranks
 
 
@@ -56,8 +58,8 @@ def test_an_interval_has_no_end_where_too_few_values_bound_it() -> None:
 
 
 def test_an_interval_is_the_narrowest_that_is_exact() -> None:
-    """The probabilities are computed exactly, as fractions. With a bound that is one rank closer to
-    the percentile, the interval would miss the percentile too often.
+    """The probabilities are computed exactly, as fractions. If a bound were one rank closer to the
+    percentile, the interval would miss the percentile too often.
     """
     num_values, part = 500, Fraction(99, 100)
 

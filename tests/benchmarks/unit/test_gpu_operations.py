@@ -1,4 +1,4 @@
-"""The operations that the GPU benchmark compares have equal results on a CPU."""
+"""The GPU benchmark's comparisons of operations find no differences on a CPU."""
 
 import torch
 

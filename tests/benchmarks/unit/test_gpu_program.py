@@ -1,4 +1,4 @@
-"""The GPU benchmark without a GPU, and with only its own packages installed."""
+"""The GPU benchmark on a machine without a GPU, with only the packages that it needs."""
 
 import subprocess
 import sys
@@ -35,7 +35,9 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_part_imports_a_package_of_the_services() -> None:
-    """docs/cuda.md names the needed packages. transformers depends on tokenizers."""
+    """docs/cuda.md names the packages that the benchmark needs, among them transformers, which
+    depends on tokenizers.
+    """
     script = "import sys\n"
     script += "".join(f"sys.modules[{name!r}] = None\n" for name in ABSENT)
     script += "".join(f"import benchmarks.gpu.{name}\n" for name in ("__main__", *PARTS[:-1]))

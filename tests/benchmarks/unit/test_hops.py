@@ -1,4 +1,6 @@
-"""Hops of a step, computed from hand-written spans."""
+"""The times of a step's hops (such as the transfer of its tokens), computed from hand-written
+spans.
+"""
 
 import pytest
 
@@ -51,7 +53,7 @@ def test_a_step_is_taken_apart() -> None:
     run = HopRun(1, begun=0, ended=20_000 * US)
     run.probes[PROBE] = RequestTimes(0, [(2_000 * US, 1), (3_900 * US, 1), (6_100 * US, 1)])
     run.session = [(3, 6_020 * US)]
-    # The first step computes a part of the prompt. The second step computes the rest and a token.
+    # The first step computes a part of the prompt, and the second step the rest and a token.
     spans = [*step(0, 0, 7), *step(1, 1000, 3), *step(2, 2500), *step(3, 5000)]
     found = median_hops(run, spans)
     assert found[hops.PLAN] == 50
@@ -63,8 +65,8 @@ def test_a_step_is_taken_apart() -> None:
     assert found[hops.TAKE_IN] == 20
     assert found[hops.STEP] == 1000
     assert found[hops.DELIVER] == 20
-    # Tokens arrived 0, 400 and 100 us after the ends of their steps. The median is 100 us, and 20
-    # us of it are the delivery to the session.
+    # Tokens arrived 0, 400 and 100 us after the ends of their steps, so the median is 100 us. Of
+    # these, 20 us are the delivery to the session.
     assert found[hops.STREAM] == pytest.approx(100 - 20)
 
 

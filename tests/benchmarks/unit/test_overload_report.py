@@ -53,8 +53,8 @@ def line_of(wanted: str, lines: list[Line]) -> Line:
 
 
 def test_a_tail_is_compared_with_both_of_the_quiet_tenant_alone() -> None:
-    """30 ms in the flood are 3 times the time on an idle machine, and 1.5 times the time while the
-    flood is sent to another server.
+    """The quiet tenant's 30 ms during the flood are 3 times its time on an idle machine, and 1.5
+    times its time while the flood is sent to another server.
     """
     lines = lines_of(
         options(), result(unloaded=quiet(5, 10), beside_flood=quiet(5, 20), flooded=quiet(15, 30))
@@ -67,7 +67,9 @@ def test_a_tail_is_compared_with_both_of_the_quiet_tenant_alone() -> None:
 
 
 def test_a_quotient_has_the_interval_of_its_two_tails() -> None:
-    """The values are evenly spaced, so the bounds of their p99 are near it."""
+    """The values are evenly spaced, so that the bounds of the two p99 are near the p99
+    themselves.
+    """
     millis = [1 + index / 1000 for index in range(1000)]
     twice = [2 * one for one in millis]
     lines = lines_of(

@@ -1,4 +1,4 @@
-"""The random model loads in transformers with the shape of its name."""
+"""transformers loads the random model, with the shape that its name states."""
 
 from pathlib import Path
 

@@ -53,5 +53,5 @@ def test_a_conversation_rests_while_others_run() -> None:
 
 
 def test_the_working_set_is_what_open_conversations_have_on_average() -> None:
-    # 40 conversations have 8 * 3 tokens on average, and 4 system prompts have 8 tokens.
+    # 40 conversations have 3 blocks of 8 tokens on average, and 4 system prompts have one block.
     assert WORKLOAD.num_blocks(8) == 40 * 3 + 4

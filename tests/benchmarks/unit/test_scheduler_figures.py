@@ -1,4 +1,4 @@
-"""The benchmark of planning: every kind of figure with the smallest size, and the table."""
+"""The benchmark of planning steps: every kind of figure with the smallest size, and the table."""
 
 import pytest
 

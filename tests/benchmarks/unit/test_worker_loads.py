@@ -1,4 +1,4 @@
-"""The loads on which workers are compared, and the limits of the machine."""
+"""The loads on which workers of several engines are compared, and the limits of the machine."""
 
 import time
 
@@ -26,7 +26,7 @@ VOCAB_SIZE = 5000
 
 
 class Clockwork:
-    """An engine whose results state that every token took a second."""
+    """An engine that reports one second for every token."""
 
     def __init__(self, missing: int = 0) -> None:
         self.asked: list[tuple[int, int, int]] = []
@@ -40,7 +40,7 @@ class Clockwork:
 
 
 def once(engine: Clockwork, name: str) -> float:
-    """The figure of a load that is not repeated."""
+    """The figure of a load that is measured once instead of repeatedly."""
     return measure(engine.generate, VOCAB_SIZE, name, 0, least_seconds=0)
 
 
@@ -67,7 +67,7 @@ def test_prompts_share_what_they_should_and_nothing_else() -> None:
 
 
 def test_decoding_counts_from_where_all_have_their_first_token() -> None:
-    """The second request has its first token at 2 s. Three more tokens arrive in the next 2 s."""
+    """The second request gets its first token at 2 s. In the next 2 s, three more tokens arrive."""
     assert decode_rate([[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]) == pytest.approx(3 / 2)
 
 
@@ -86,7 +86,7 @@ def test_a_load_that_takes_less_than_its_share_is_repeated_with_prompts_of_its_o
 
 
 def test_the_median_of_repetitions_counts() -> None:
-    """Tokens take 1, 1 and 9 seconds in three consecutive runs, and so on."""
+    """In consecutive runs, a token takes 1, 1 and 9 seconds, and so on."""
 
     class Stumbling(Clockwork):
         def generate(self, prompts: Prompts, num_tokens: int) -> Times:
@@ -116,7 +116,7 @@ def test_warming_up_takes_little_and_foretells_no_prompt() -> None:
 
 
 def test_limits_of_a_model_small_enough_to_count() -> None:
-    """A layer has 4 weights of norms, 16 of attention and 24 of the MLP. The tied head has 40."""
+    """A layer has 4 weights in norms, 16 in attention and 24 in the MLP. The tied head has 40."""
     shape = Shape(2, 2, 1, 1, 4, 20, tied_embeddings=True)
     layer = 2 * 2 + 4 * (2 * 2) + 3 * (2 * 4)
     figures = Limits(flops=1e6, bytes_per_second=1e6).figures(shape)

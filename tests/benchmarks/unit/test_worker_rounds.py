@@ -1,4 +1,4 @@
-"""Rounds of a comparison of workers: the order of turns, the lead, the table."""
+"""Rounds of a comparison of workers: the order of engines, Stepwell's lead, and the table."""
 
 import pytest
 
@@ -10,7 +10,7 @@ _QUIETLY = (lambda: None, lambda _: None)
 
 
 class Scripted:
-    """An engine with given figures that uses processor time in every turn."""
+    """An engine with given figures. Each measurement uses processor time."""
 
     def __init__(
         self, name: str, values: list[float], log: list[tuple[str, int]], spinning: float = 0.0
@@ -29,7 +29,9 @@ class Scripted:
 
 
 class Unwinding(Scripted):
-    """An engine that uses processor time until it has been checked a few times."""
+    """An engine that still uses processor time after a measurement, until it has been checked a few
+    times.
+    """
 
     looks = 0
 
@@ -64,7 +66,9 @@ def test_a_turn_begins_when_all_others_are_at_rest() -> None:
 
 
 def test_the_lead_is_over_the_fastest_round_by_round() -> None:
-    """In the second round the machine was half as fast as in the first."""
+    """In the second round the machine was half as fast as in the first, which must not change the
+    lead.
+    """
     rates = {"ours": [300.0, 150.0], "slow": [100.0, 50.0], "fast": [200.0, 100.0]}
     compared = _comparison(PREFILL, rates)
     assert compared.lead(PREFILL) == pytest.approx(1.5)

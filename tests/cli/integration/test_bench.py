@@ -43,8 +43,8 @@ def url() -> Iterator[str]:
 def bench(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, Any]]:
-    """A function that runs `stepwell bench`. It returns the exit status and the JSON document, or
-    None if no document was written.
+    """A function that runs `stepwell bench`. It returns the exit status and the JSON document (None
+    if no document was written).
     """
     for name in [name for name in os.environ if "STEPWELL" in name]:
         monkeypatch.delenv(name)
@@ -61,8 +61,8 @@ Bench = Callable[..., tuple[int, Any]]
 
 
 def log_of(url: str, model: str) -> list[dict[str, Any]]:
-    """The server's records of all completions of `model`. They include the first completions, by
-    which `stepwell bench` tests the server's features.
+    """The server's records of all completions of `model`, including the first ones, by which
+    `stepwell bench` tests the server's features.
     """
     notes = http_get(f"{url}/log").json()
     return [note for note in notes if note["body"]["model"] == model]
@@ -274,8 +274,8 @@ def test_a_tokenizer_of_this_machine(bench: Bench) -> None:
 def test_failures_are_counted_by_kind(
     bench: Bench, model: str, kind: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The server fails after two tokens. So the first request, which tests with two tokens which
-    fields the server accepts, succeeds.
+    """The server fails after two tokens. The first request, by which `stepwell bench` tests the
+    fields that the server accepts, has only two tokens and succeeds.
     """
     flags = ("--num-requests", "2", "--output-len", "5")
     status, run = bench(model, *flags)

@@ -211,8 +211,8 @@ def test_what_is_no_url_is_one_sentence(url: str) -> None:
 
 @pytest.fixture
 def sigint_as_in_a_terminal() -> Iterator[None]:
-    """Makes child processes handle SIGINT even if a shell runs the tests in the background, where
-    SIGINT is ignored.
+    """Makes child processes handle SIGINT, which a shell sets to be ignored if it runs the tests in
+    the background.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -237,8 +237,8 @@ def test_a_conversation_in_a_terminal(server: SmallServer) -> None:
         assert "[hello]" in read_until(master, "]\r\n> ")
         os.write(master, b"wait\n")
         read_until(master, "[hello [hello] wait")
-        # Python handles a signal that arrives just before a system call only after the call. So the
-        # signal is sent until it has an effect.
+        # If a signal arrives just before a system call, Python handles it only after the call. So
+        # the signal is sent until it has an effect.
         process.send_signal(signal.SIGINT)
         while not shows(master, 5):
             process.send_signal(signal.SIGINT)

@@ -1,4 +1,6 @@
-"""The supervisor kills children that hang, reports the reason, and restarts them."""
+"""The supervisor of `stepwell up` kills child processes that hang, reports the reason, and restarts
+them.
+"""
 
 import asyncio
 import os
@@ -26,7 +28,7 @@ LIVENESS = LivenessPolicy(stopped_share=0.2, period_seconds=0.1)
 
 
 class Watched:
-    """A child that answers health checks, its supervisor, and the supervisor's reports."""
+    """A child process that answers health checks, its supervisor, and the supervisor's reports."""
 
     def __init__(
         self,
@@ -63,7 +65,9 @@ async def watched() -> AsyncIterator[Watched]:
 
 
 async def test_a_stopped_child_is_killed_and_started_again() -> None:
-    """A stopped child is killed long before the 200 s for which other children may be silent."""
+    """Other children may be silent for 200 s. A child that a signal has stopped is killed long
+    before.
+    """
     liveness = LivenessPolicy(stopped_share=0.005, period_seconds=0.1)
     with run_directory() as directory:
         watched = Watched(directory, 100 * SILENCE_SECONDS, liveness)

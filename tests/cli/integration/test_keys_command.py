@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(params=["file", pytest.param("redis", marks=needs_redis)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]:
-    """The flags that name the key store."""
+    """The flags that select the key store: a file or Redis."""
     if request.param == "file":
         yield ["--file", str(tmp_path / "keys.json")]
         return
@@ -62,7 +62,9 @@ def test_a_key_is_made_listed_and_revoked(place: list[str]) -> None:
     assert [record["limits"] for record in listed] == [both, both], "a tenant's keys share limits"
     assert key not in json.dumps(listed)
     assert "sha256" not in json.dumps(listed)
-    assert keys("revoke", *place, key).returncode == 0  # a key is accepted in place of its id
+    assert (
+        keys("revoke", *place, key).returncode == 0
+    )  # also accepts a key instead of its id
     assert keys("revoke", *place, second["id"], "--json").returncode == 0
     assert keys("revoke", *place, second["id"]).returncode == 0, "twice is no error"
     table = keys("list", *place).stdout.splitlines()

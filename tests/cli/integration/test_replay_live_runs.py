@@ -1,4 +1,4 @@
-"""A replay of the step log of a live replica makes the same decisions."""
+"""A replay of the step log of a live replica makes the same decisions as the replica."""
 
 import asyncio
 import json
@@ -172,7 +172,7 @@ async def test_pausing_and_resetting_are_entries_of_their_own(
 
 
 async def go_round_in_circles(_: Replica, gateway: Gateway) -> None:
-    """Sends requests whose output repeats one token. Repetition detection ends them."""
+    """Sends requests whose output repeats one token, until repetition detection ends them."""
     detection = common_pb2.RepetitionDetection(max_pattern_size=4, min_count=2)
     for handle in range(50, 56):
         token_ids = prompt(9, 7 * handle)
@@ -281,7 +281,7 @@ async def test_a_process_that_is_killed_leaves_a_log_up_to_its_last_half_second(
 
 
 def num_added(path: Path) -> int:
-    """The number of requests in the log so far."""
+    """The number of requests that the log contains so far."""
     try:
         return sum(line.entry.value["call"] == "add" for line in StepLogFile(path))
     except CommandError:

@@ -1,4 +1,4 @@
-"""The supervisor over small real processes."""
+"""The supervisor of `stepwell up`, with small real processes as children."""
 
 import asyncio
 import os
@@ -26,8 +26,8 @@ QUICK = RestartPolicy(first_delay_seconds=0.05, longest_delay_seconds=0.2)
 
 
 def group_niceness(pid: int) -> int | None:
-    """The niceness of the session of a process, or None if the kernel has no niceness of sessions.
-    Each child has its own session.
+    """The niceness of the session of a process, or None if the kernel does not support it. Each
+    child has its own session.
     """
     group = Path(f"/proc/{pid}/autogroup")
     return int(group.read_text().split()[-1]) if group.exists() else None
@@ -63,7 +63,7 @@ async def test_a_nicer_child_goes_after_the_supervisor(tmp_path: Path) -> None:
 
 
 async def test_a_team_ends_and_starts_together(tmp_path: Path) -> None:
-    # When one child of the team ends, the supervisor kills the other.
+    # If one child of a team ends, the supervisor kills the team's other children.
     first, second = (
         replace(server(name, tmp_path), team="workers") for name in ("worker-0", "worker-1")
     )
@@ -120,7 +120,8 @@ async def test_a_program_that_does_not_exist_cannot_start(tmp_path: Path) -> Non
 async def test_a_child_that_fails_after_its_first_life_is_tried_again_and_again(
     tmp_path: Path,
 ) -> None:
-    # The first process serves. The next three end at once. The file `mark` counts the processes.
+    # The first process serves. The next three end at once. They count themselves in the file
+    # `mark`.
     code = """
 import pathlib, sys, time
 ready, mark = map(pathlib.Path, sys.argv[1:])

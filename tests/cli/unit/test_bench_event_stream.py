@@ -1,4 +1,4 @@
-"""The fast search for fields in server-sent events finds the values that a JSON parser finds."""
+"""The fast search for fields in server-sent events finds the same values as a JSON parser."""
 
 import json
 from typing import Any

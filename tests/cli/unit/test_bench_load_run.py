@@ -16,9 +16,9 @@ from tests.cli.virtual_time import LoopClock, run
 
 
 class FakeServer:
-    """Answers each request after the seconds that `latency` returns for the request's number. After
-    a negative number, the request fails. With `serial`, one request is answered at a time. `bodies`
-    are the received bodies, in order.
+    """Answers each request after the seconds that `latency` returns for the request's number. If
+    the seconds are negative, the request fails. With `serial`, requests are answered one after
+    another. `bodies` are the received bodies, in order.
     """
 
     def __init__(self, latency: Callable[[int], float], *, serial: bool = False) -> None:
@@ -45,11 +45,9 @@ class FakeServer:
 
 
 class NoWatcher:
-    def began(self, record: RequestRecord) -> None:
-        """Does nothing."""
+    def began(self, record: RequestRecord) -> None: ...
 
-    def ended(self, record: RequestRecord) -> None:
-        """Does nothing."""
+    def ended(self, record: RequestRecord) -> None: ...
 
 
 def session(number: int, num_turns: int = 1, think_seconds: float = 0.0) -> Session:
@@ -62,7 +60,9 @@ def session(number: int, num_turns: int = 1, think_seconds: float = 0.0) -> Sess
 
 @dataclass
 class Load:
-    """A load with the limits of a command line, and the records of its requests."""
+    """Runs sessions under the limits of a command line, and stores the records of their
+    requests.
+    """
 
     server: FakeServer
     at_most: int | None = None
@@ -74,8 +74,8 @@ class Load:
     async def send(
         self, sessions: Sequence[Session], clients: int = 0, at: Sequence[float] = ()
     ) -> None:
-        """Sends sessions in a closed loop of `clients`, or without clients in an open loop with
-        arrivals at the seconds `at`.
+        """Sends sessions in a closed loop of `clients`. If `clients` is 0, sends them in an open
+        loop, at the seconds `at`.
         """
         budget = Budget(self.num_requests, self.seconds, self.num_warmups)
         limit = None if self.at_most is None else asyncio.Semaphore(self.at_most)
@@ -125,8 +125,8 @@ def test_an_open_loop_does_not_wait_for_answers() -> None:
 
 
 def test_waiting_for_a_place_counts_from_the_intended_time() -> None:
-    """A slow request delays the next requests, and the latencies of the delayed requests include
-    the delay. Thus coordinated omission is avoided.
+    """A slow request delays the next ones. Their latencies must include the delay, otherwise they
+    would be too short ("coordinated omission").
     """
     latencies = [3.0, 0.1, 0.1, 0.1]
     server = FakeServer(latencies.__getitem__)

@@ -1,4 +1,4 @@
-"""The requests of `stepwell bench`, in synthetic sessions, histories, traces and datasets."""
+"""The requests of `stepwell bench`: synthetic sessions, chat histories, traces and datasets."""
 
 import json
 import random
@@ -82,8 +82,8 @@ def test_a_history_has_the_answers_as_the_server_gave_them() -> None:
 
 
 def test_words_that_are_several_tokens_are_left_out() -> None:
-    """The tokenizer splits words after every three letters, so only words of up to three letters
-    are used.
+    """The tokenizer splits words after every three letters, so that only words of up to three
+    letters are used.
     """
 
     def count_tokens(text: str) -> int:

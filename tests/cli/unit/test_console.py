@@ -125,7 +125,7 @@ def test_the_ready_line_with_tls(tmp_path: Path) -> None:
 
 
 class FullDisk(io.RawIOBase):
-    """A file on a disk with space for `room` more bytes."""
+    """A file on a disk that has space for `room` more bytes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""A supervisor counts consecutive deaths of a child, and increases its time limits with them."""
+"""A supervisor counts the consecutive deaths of a child process, and increases its time limits with
+their number.
+"""
 
 from services.cli.processes.liveness import LivenessPolicy
 from services.cli.processes.supervisor import Deaths, End, RestartPolicy
@@ -9,7 +11,9 @@ def hung(ready_seconds: float) -> End:
 
 
 def test_the_bound_doubles_for_a_child_that_hangs_soon_after_it_is_ready() -> None:
-    """A child ran steadily if it was ready for 30 s. This child was ready for 3 s each time."""
+    """A child ran steadily if it was ready for 30 s. This child was ready for only 3 s each
+    time.
+    """
     deaths, liveness, restarts = Deaths(steady_seconds=30), LivenessPolicy(), RestartPolicy()
     bounds, delays = [], []
     for _ in range(5):

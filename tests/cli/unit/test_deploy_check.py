@@ -1,4 +1,4 @@
-"""The faults that `stepwell deploy check` causes, and its results."""
+"""The faults that `stepwell deploy check` injects into a deployment, and its results."""
 
 import os
 import subprocess
@@ -37,11 +37,11 @@ def answer(text: str, error: str = "", gap: float = 1) -> Answer:
 
 @dataclass
 class World:
-    """A deployment and its gateway in memory. A test sets the effect of a fault."""
+    """A deployment and its gateway, simulated. A test sets the effect of a fault."""
 
     texts: list[str] = field(default_factory=lambda: ["a b", "c d"])
     after: list[Answer] | None = None
-    """The answers of the streams after a fault. With None, they equal the answers before it."""
+    """The answers of the streams after a fault. None if they equal the answers before it."""
     heals: bool = True
     load: dict[str, int] = field(default_factory=lambda: {"scheduler-0": 0, "scheduler-1": 2})
     events: list[str] = field(default_factory=list)

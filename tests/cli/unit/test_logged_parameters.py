@@ -1,4 +1,6 @@
-"""A step log contains the sampling parameters that the scheduler uses, and a replay reads them."""
+"""A step log contains all sampling parameters that the scheduler reads, and a replay restores
+them.
+"""
 
 import ast
 from pathlib import Path
@@ -17,7 +19,9 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 def parameters_read(path: Path) -> set[str]:
-    """The names of attributes that a source file reads from a variable or attribute `sampling`."""
+    """The names of the attributes that a source file reads from a variable or attribute
+    `sampling`.
+    """
     return {
         node.attr
         for node in nodes(path)

@@ -1,4 +1,4 @@
-"""The settings that `stepwell up` passes to each service are the intended ones and valid."""
+"""`stepwell up` passes valid and intended settings to each service."""
 
 import dataclasses
 from pathlib import Path
@@ -96,7 +96,9 @@ EVERYTHING = {
 
 
 OF_TRACES = ("otlp_endpoint", "trace_sample_ratio", "trace_step_sample_ratio")
-"""Settings of tracing, whose defaults under `stepwell up` differ from those of a service alone."""
+"""The settings of tracing whose defaults under `stepwell up` differ from those of a service
+alone.
+"""
 
 
 def received(
@@ -142,7 +144,9 @@ def test_the_services_find_each_other(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_serves_gateways_of_others_on_a_port_of_its_own(tmp_path: Path) -> None:
-    """The scheduler also gets the model's directory, as gateways of vLLM fetch the tokenizer."""
+    """The scheduler also gets the model's directory, because vLLM's gateways fetch the tokenizer
+    from it.
+    """
     assert received(tmp_path, {})["scheduler"].vllm_grpc_address is None
     scheduler = received(tmp_path, {}, vllm_grpc_ports=(9100,))["scheduler"]
     assert (scheduler.vllm_grpc_address, scheduler.model) == ("[::1]:9100", tmp_path)

@@ -1,4 +1,6 @@
-"""The output of `stepwell trace --program`: the turns of an agent's program and its pauses."""
+"""The output of `stepwell trace --program`: the turns (requests) of an agent's program and the
+pauses between them.
+"""
 
 from typing import Any
 

@@ -35,7 +35,9 @@ def replay(
 
 
 def expect_one_sentence(path: Path, status: int, out: str, err: str) -> None:
-    """Asserts that a replay found no difference or some, or failed with an error of one line."""
+    """Asserts that a replay found no difference, found differences, or failed with a one-line
+    error.
+    """
     if err:
         assert status == 1
         assert err.startswith(f"stepwell replay: {path} ")
@@ -48,7 +50,7 @@ def expect_one_sentence(path: Path, status: int, out: str, err: str) -> None:
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """The content `whole` with one damage: it is cut, or one byte, digit or line is changed."""
+    """The content `whole` with one damage: cut off, or with a changed byte, digit or line."""
     lines = whole.splitlines(keepends=True)
     where = draw(st.integers(0, len(whole) - 1))
     line = draw(st.integers(0, len(lines) - 1))
@@ -141,7 +143,7 @@ def test_a_log_cut_within_a_line_is_replayed_up_to_there(
 @settings(max_examples=30, deadline=None)
 @given(share=st.floats(0, 1))
 def test_a_compressed_log_is_replayed_up_to_where_it_was_cut(share: float) -> None:
-    """The log is compressed in frames. The replay reads all frames before the cut."""
+    """The log is compressed in frames. The replay reads all complete frames before the cut."""
     lines = LOG.splitlines(keepends=True)
     frames = [zstandard.compress(b"".join(lines[at : at + 5])) for at in range(0, len(lines), 5)]
     content = b"".join(frames)

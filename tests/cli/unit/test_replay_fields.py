@@ -1,4 +1,4 @@
-"""Errors about a damaged log name the field."""
+"""Errors about a damaged step log name the field."""
 
 import pytest
 

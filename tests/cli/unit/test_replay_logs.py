@@ -1,4 +1,6 @@
-"""A replay of a log makes the same decisions. A replay of a changed log reports the difference."""
+"""A replay of a step log makes the same decisions. A replay of a changed log reports the
+difference.
+"""
 
 import asyncio
 import json
@@ -32,8 +34,8 @@ from tests.scenarios.stand_in_model import next_token
 
 
 class Fragile:
-    """A recording scheduler. `losses` maps a step to the number of transactions that the pool still
-    answers in this step before it is lost.
+    """A recording scheduler whose pool can be lost. `losses` maps the step of a loss to the number
+    of transactions that the pool still answers in this step.
     """
 
     def __init__(self, config: SchedulerConfig, losses: dict[int, int]) -> None:
@@ -143,7 +145,7 @@ def test_a_replay_of_any_run_makes_the_same_decisions(
             assert await replaying.replay_entry(Field(json.loads(json.dumps(entry)))) == []
         run = replaying.statistics
         if run.samples:
-            # The plot marks the preemptions of each step, and its headline has their sum.
+            # The plot marks the preemptions of each step. Its headline has their sum.
             assert sum(sample.num_preemptions for sample in run.samples) == run.num_preemptions
 
     asyncio.run(again())

@@ -1,5 +1,5 @@
-"""A replay of a log of the policy `program` makes the same decisions. The log has all readings of
-the clock.
+"""A replay of a step log of the policy `program` makes the same decisions, because the log has all
+readings of the clock on which they depend.
 """
 
 import asyncio
@@ -26,7 +26,9 @@ from tests.cli.recorded_agents import Agents, Turn, configuration, crowded
 
 
 async def replayed(config: SchedulerConfig, entries: Sequence[Entry]) -> History:
-    """Replays a log, which must make the same decisions. Returns the history for what-if runs."""
+    """Replays a log, which must make the same decisions. Returns the history from which what-if
+    runs start.
+    """
     replay = LogReplay(Header("none", config))
     for entry in entries:
         assert await replay.replay_entry(Field(json.loads(json.dumps(entry)))) == []
@@ -104,7 +106,7 @@ async def test_logs_of_other_policies_have_no_times() -> None:
 
 @pytest.mark.parametrize("change", [{"now": 1e6}, {"now": None}, {"observed_steps": []}])
 async def test_another_time_leads_to_other_decisions(change: Entry) -> None:
-    """If the times in the log are changed or left out, the decisions of the replay differ."""
+    """If the times in the log are changed or left out, the replay decides differently."""
     agents = await crowded()
     (name,) = change
     plans = [entry for entry in agents.entries if entry.get(name) and entry["call"] == "schedule"]
@@ -126,7 +128,9 @@ async def test_other_policies_take_the_requests_of_a_log_of_programs() -> None:
 
 
 async def test_with_the_settings_of_the_log_programs_are_scheduled_as_in_the_log() -> None:
-    """The decisions may differ a little, because a what-if run has only one time for each step."""
+    """The decisions may differ a little, because a what-if run knows only one time for each
+    step.
+    """
     agents = await crowded()
     history = await replayed(agents.config, agents.entries)
     run = await what_if(history, agents.config)

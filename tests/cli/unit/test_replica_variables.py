@@ -13,7 +13,7 @@ SCHEDULER, KVPOOL = "STEPWELL_SCHEDULER_METRICS_ADDRESS", "STEPWELL_KVPOOL_METRI
 
 
 def served(tmp_path: Path, replicas: int, **environ: str) -> dict[str, str | None]:
-    """Maps the name of each scheduler and kvpool to the address of its metrics."""
+    """Maps the name of each scheduler and kvpool to the address at which it serves metrics."""
     check_variables(replicas, environ)
     settings = UpSettings(model=tmp_path, replicas=replicas)
     addresses = Addresses("127.0.0.1", 8000, 9000, tmp_path)

@@ -1,4 +1,4 @@
-"""The output of `stepwell trace` for one trace and for a list of requests."""
+"""The output of `stepwell trace`, for one trace and for a list of requests."""
 
 from typing import Any
 

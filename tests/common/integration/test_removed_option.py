@@ -1,4 +1,4 @@
-"""All options of a service are removed from a copy of the repository. The rest still works."""
+"""Each service works after its options are removed from a copy of the repository."""
 
 import os
 import re
@@ -16,7 +16,7 @@ COPIED_TESTS = {
     "scheduler": ("scheduler", "scenarios", "conformance"),
     "worker": (),
 }
-"""Maps each service to the folders of `tests` that its tests need."""
+"""Maps each service to the folders of `tests` that the tests of its options need."""
 OTHER_TESTS = {
     "gateway": ["tests/gateway/integration/grpc/test_gateway_grpc_limits.py"],
     "scheduler": [
@@ -27,13 +27,13 @@ OTHER_TESTS = {
     "worker": [],
 }
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
-"""Temporary bytecode files that other processes are still writing."""
+"""Ignores temporary bytecode files that other processes are still writing."""
 
 
 @pytest.mark.parametrize("service", OTHER_TESTS)
 def test_the_rest_works_without_the_options(service: str, tmp_path: Path) -> None:
-    """Removes one option after another. After each removal no module imports the removed option.
-    The module `without.py` in the tests of an option tests the service without this option.
+    """Removes one option after another. After each removal, no module may import the removed
+    option, and the option's test module `without.py` must pass.
     """
     copy_tree(service, tmp_path)
     tests = [*OTHER_TESTS[service]]
@@ -74,8 +74,8 @@ def copy_tree(service: str, root: Path) -> None:
 
 
 def remove(service: str, option: str, root: Path) -> None:
-    """Removes an option as a person would: the folder of the option, the folder of its tests, and
-    all lines of `listed.py` with a name that is imported from the option.
+    """Removes an option as its documentation says: the option's folder, the folder of its tests,
+    and all lines of `listed.py` that contain a name imported from it.
     """
     options = f"services/{service}/options"
     shutil.rmtree(root / options / option)

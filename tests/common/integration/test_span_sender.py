@@ -30,8 +30,8 @@ DEADLINE_SECONDS = 60.0
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """A collector that accepts spans while `takes` is true, and refuses them otherwise. While the
-    event `goes_on` is not set, the collector does not answer.
+    """A collector that accepts spans while `takes` is true, and refuses them otherwise. It answers
+    only while the event `goes_on` is set.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the queue of spans short, the batches small, and the time limit of an export long."""
+    """Sets a short queue of spans, small batches, and a long time limit for exports."""
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", str(QUEUE))
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", str(BATCH))
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
@@ -151,7 +151,7 @@ def test_an_outage_is_logged_once_with_its_cause_and_what_was_dropped(
         with socket.create_server(("127.0.0.1", 0)) as unused:
             endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
         cause = f"the collector at {endpoint} is not there"
-        # An export is repeated for KEPT_SECONDS.
+        # A failed export is repeated for KEPT_SECONDS.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
         monkeypatch.setattr(span_sender, "KEPT_SECONDS", 0.4)
     tracing = configure_tracing("gateway", endpoint, 1.0)
@@ -185,8 +185,8 @@ time.sleep(120)
 
 @contextmanager
 def stoppable() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and the endpoint of a collector. While the process is stopped by a signal, the
-    kernel accepts connections and data, but the collector sends no answer.
+    """A collector's process and its endpoint. While the process is stopped by a signal, the kernel
+    still accepts connections and data for it, but nobody answers.
     """
     arguments = [sys.executable, "-c", STOPPABLE]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""`make test` divides the tests among processes. Each test runs once, and the progress ends at
+"""`make test` divides the tests between processes. Each test runs once, and the progress ends at
 100 %.
 """
 
@@ -18,7 +18,7 @@ FILES = [f"tests/x/test_{file}.py::test_{number}" for file in "abcdefg" for numb
 
 
 class Process:
-    """A process of pytest-xdist that has collected tests, with its queue of tests to run."""
+    """A process of pytest-xdist: its collected tests, and its queue of tests to run."""
 
     def __init__(self, collected: list[str]) -> None:
         self.collected = collected
@@ -33,7 +33,7 @@ class Process:
 
 
 class Config:
-    """The part of pytest's configuration that the division of tests among processes reads."""
+    """The part of pytest's configuration that conftest.py reads to divide the tests."""
 
     def __init__(self, num_processes: int, session: Any) -> None:
         self.stash = pytest.Stash()
@@ -57,7 +57,8 @@ def test_every_test_runs_once_and_the_progress_counts_each() -> None:
     ran = []
     while any(process.queue for process in processes):
         for process in processes:
-            # A process starts a test only when it knows the next test, or that none is left.
+            # A process starts a test only when it has the next one, too, or knows that none is
+            # left.
             if len(process.queue) > 1 or (process.queue and process.shutting_down):
                 index = process.queue.popleft()
                 ran.append(process.collected[index])

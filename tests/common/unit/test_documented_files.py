@@ -23,7 +23,7 @@ LINKED = [
 ]
 TOP = ("services", "protos", "tests", "benchmarks", "deploy", "docs", "tools", "models")
 
-# Does not match paths with a placeholder, such as services/<name>/settings.py.
+# Paths with a placeholder, such as services/<name>/settings.py, do not match.
 _PATH = re.compile(rf"`((?:{'|'.join(TOP)})/[\w./-]*)`")
 _MODULE = re.compile(r"python (?:-u )?-m ((?:benchmarks|services)[\w.]*)")
 _LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -45,7 +45,7 @@ def test_programs_named_in_the_documentation_exist(page: Path) -> None:
 
 
 def test_installing_is_not_silent_and_the_command_is_found_afterwards(tmp_path: Path) -> None:
-    """`make run` shows the progress of each installation and installs the option `plot`. The README
+    """`make run` shows the progress of each installation, and installs the extra `plot`. The README
     describes how the shell finds the command `stepwell`.
     """
     run = ["make", "--dry-run", "--always-make", f"VENV={tmp_path}", "run"]
@@ -85,8 +85,8 @@ def _leads_somewhere(page: Path, path: str, anchor: str) -> bool:
 
 
 def _anchors(text: str) -> set[str]:
-    """The anchors of a page's headings by GitHub's rules: in lower case, without markup and
-    punctuation, with hyphens for spaces. Of equal anchors the second ends in -1, the third in -2.
+    """The anchors that GitHub gives to a page's headings: in lower case, without markup and
+    punctuation, with hyphens for spaces. The second of equal anchors ends in -1, the third in -2.
     """
     anchors: set[str] = set()
     numbers: Counter[str] = Counter()

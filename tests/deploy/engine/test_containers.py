@@ -117,7 +117,7 @@ def test_prometheus_has_the_metrics_of_every_service(fleet: Up) -> None:
     wait_for(lambda: list(values("up").values()) == ["1"] * 4)
     for job, number in (("stepwell-gateway", 1), ("stepwell-replica", 2), ("otel-collector", 1)):
         assert len(values(f"up{{job='{job}'}}")) == number
-    # One series of each replica. The gateway also serves the metrics of the replicas.
+    # Each replica has one series. The gateway serves the metrics of all replicas.
     wait_for(lambda: len(values("vllm:num_requests_running")) == 2)
 
 
@@ -154,7 +154,7 @@ def test_grafana_is_given_the_dashboards_and_where_they_are(fleet: Up) -> None:
 
 
 def test_spans_reach_the_collector(fleet: Up) -> None:
-    """The stand-in of the collector counts the spans. With the real collector, Jaeger has them."""
+    """The collector's stand-in counts the spans. If the real collector runs, Jaeger has them."""
     with client_of(fleet) as client:
         client.completions.create(model="demo", prompt=PROMPT, max_tokens=4)
     prometheus, query = fleet.url_of("prometheus", 9090), "standin_received_spans_total"
@@ -181,13 +181,12 @@ def test_a_further_replica_joins_and_leaves(fleet: Up, up: Callable[..., Up]) ->
 
 @pytest.mark.usefixtures("fleet")
 def test_broken_containers_heal_without_a_failed_stream() -> None:
-    """Workers, pools and schedulers are killed, paused and disconnected, and Redis is killed."""
+    """Workers, pools and schedulers are killed, paused and disconnected. Redis is killed."""
     checked = subprocess.run(
         [
             *(sys.executable, "-m", "services.cli", "deploy", "check", "--keep"),
             *("--project-name", "stepwell-test", "--file", str(DIRECTORY / "compose.yaml")),
-            # Each of a dozen containers runs a health probe. On a busy machine the probes alone
-            # take minutes.
+            # On a busy machine, the health probes of a dozen containers alone take minutes.
             *("--roles", "worker,kvpool,scheduler,redis", "--heal-seconds", "600"),
         ],
         cwd=ROOT,
@@ -219,14 +218,14 @@ def test_inspected_containers_show_no_secret(up: Callable[..., Up], tmp_path: Pa
     (tmp_path / "redis-url").write_text(f"redis://:{password}@redis:6379")
     running = up("stepwell-test-secrets", "compose.yaml", "secrets.yaml", SECRETS=str(tmp_path))
     with client_of(running, "sk-hidden", max_retries=5) as client:
-        # The gateway finds its replicas in Redis, which requires the password.
+        # The gateway can find its replicas only in Redis, which requires the password.
         assert client.completions.create(model="demo", prompt=PROMPT, max_tokens=4).choices
     assert http_get(f"{running.url}/v1/models").status_code == 401
     assert "hidden" not in json.dumps([one.attrs for one in running.containers()])
 
 
 def upgrade_commands() -> tuple[str, list[list[str]]]:
-    """The new tag, and the arguments of each command of an upgrade, from docs/deploying.md."""
+    """The new tag, and the arguments of each command, of the upgrade in docs/deploying.md."""
     page = (ROOT / "docs" / "deploying.md").read_text()
     block = re.findall(r"With compose:\n\n((?:    .*\n)+)", page)[0]
     (tag,), (files,) = re.findall(r"TAG=(\S+) \\", block), re.findall(r'FILES="(.*)"', block)
@@ -237,7 +236,7 @@ def upgrade_commands() -> tuple[str, list[list[str]]]:
 def test_every_service_is_replaced_while_clients_stream(
     up: Callable[..., Up], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """During the upgrade of docs/deploying.md each stream of each client gets the whole text."""
+    """Runs the upgrade of docs/deploying.md. Each stream of each client must get its whole text."""
     both = up("stepwell-test", "compose.yaml", "two-gateways.yaml")
     proxy = replace(both, url=both.url_of("proxy", 8000))
     tag, commands = upgrade_commands()

@@ -1,5 +1,5 @@
-"""Prometheus' alerts and recording rules: promtool tests them, their metrics exist, and each alert
-is in the runbook.
+"""Prometheus' alerts and recording rules: promtool tests them, their metrics exist, and the runbook
+has every alert.
 """
 
 import json
@@ -113,7 +113,9 @@ def test_dashboards_are_well_formed_and_read_metrics_that_there_are(path: Path) 
 
 
 def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, Any]:
-    """The story as promtool's unit tests: one for each broken system, and one for the calm one."""
+    """The unit tests of promtool for an alert: one for each broken system, and one for the calm
+    system.
+    """
 
     def run(series: dict[str, str], *, fires: bool) -> dict[str, Any]:
         alert = {"exp_labels": story.fires | {"severity": story.severity}}
@@ -141,7 +143,9 @@ def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def bare_rules(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Paths of the rule files without annotations, whose texts would contain measured values."""
+    """Paths of the rule files without annotations, because the texts of annotations would contain
+    measured values.
+    """
     directory = tmp_path_factory.mktemp("rules")
     for path in sorted(RULES.glob("*.yml")):
         written = yaml.safe_load(path.read_text())

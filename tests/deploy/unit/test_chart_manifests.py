@@ -1,4 +1,4 @@
-"""Every manifest of the chart is valid by the JSON schema of its kind."""
+"""Every manifest of the Helm chart is valid by the JSON schema of its kind."""
 
 import copy
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The services accept the settings that the chart passes to them."""
+"""The services accept the settings that the Helm chart passes to them."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,9 +20,11 @@ from tests.deploy.service_settings import SETTINGS, json_schemas
 SECRET_FILES = ("tls.crt", "tls.key", "ca.crt", "keys.json")
 
 _HEALTH_FILE = "health_file"
-"""A setting that the images set. Kubernetes does not need it, as the kubelet probes over gRPC."""
+"""A setting that the images set. Kubernetes does not need it, because the kubelet probes over
+gRPC.
+"""
 LEFT_OUT = {
-    # Operators' calls are served at a Unix socket, where no key is needed. Traces are sent to a
+    # Operators' calls are served at a Unix socket, where no key is needed. Spans are sent to a
     # collector, because each of several gateways would store only a part of them.
     "gateway": {
         *("admin_key", "trace_address", "trace_store_max_per_minute"),
@@ -37,7 +39,7 @@ LEFT_OUT = {
     },
     "worker": {_HEALTH_FILE},
 }
-"""Settings of each service that no value of the chart can set."""
+"""The settings of each service that no value of the chart can set."""
 
 
 def test_every_variable_is_a_setting_with_a_value_that_it_takes(
@@ -119,7 +121,9 @@ def test_the_schema_has_the_settings_that_the_chart_does_not_set(
 
 
 def _set_by_chart(releases: dict[str, Rendered], service: str) -> set[str]:
-    """Settings of a service that a template of the chart sets, and not `settings` in the values."""
+    """The settings of a service that a template of the chart sets, without those that come from
+    `settings` in the values.
+    """
     names: set[str] = set()
     for release in releases.values():
         given = release.values.get(service, {}).get("settings", {})
@@ -134,7 +138,7 @@ def _set_by_chart(releases: dict[str, Rendered], service: str) -> set[str]:
 def test_settings_of_the_values_reach_their_service_as_written(
     releases: dict[str, Rendered],
 ) -> None:
-    """The values are large numbers, which templates read as floats, a list and a boolean."""
+    """The values are large numbers (which templates read as floats), a list and a boolean."""
     fleet, everything = releases["fleet"], releases["everything"]
     worker = next(c for c in _services(fleet) if c.service == "worker").environment()
     assert worker["STEPWELL_WORKER_KV_CACHE_MEMORY_BYTES"] == str(16 * 2**30)

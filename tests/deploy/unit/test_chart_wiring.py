@@ -1,4 +1,4 @@
-"""References between the chart's objects agree: ports, labels, secrets, volumes, times."""
+"""References between the Helm chart's objects agree: ports, labels, secrets, volumes, times."""
 
 import re
 from collections.abc import Iterator
@@ -24,14 +24,16 @@ def test_probes_ask_where_the_container_answers(release: Rendered) -> None:
             assert probe["grpc"]["port"] in container.ports().values(), container.name
             assert health.endswith(f":{probe['grpc']['port']}"), container.name
         asked = [container.spec[kind]["grpc"]["service"] for kind in PROBES]
-        # The startup probe of a gateway does not wait until a replica is ready. A scheduler listens
+        # The startup probe of a gateway succeeds before a replica is ready. A scheduler listens
         # only once its workers serve.
         waits = container.service in ("kvpool", "worker")
         assert asked == ["ready" if waits else "", "ready", ""], container.name
 
 
 def test_metrics_are_served_at_the_port_that_is_scraped(release: Rendered) -> None:
-    """Clients cannot reach the metrics, which contain tenants' names: no Service has both ports."""
+    """Clients must not reach the metrics, which contain tenants' names. So no Kubernetes Service
+    has both ports.
+    """
     served = set()
     for container in release.containers():
         variable = f"STEPWELL_{(container.service or '').upper()}_METRICS_ADDRESS"
@@ -151,14 +153,14 @@ def test_pool_and_workers_outlive_the_scheduler_of_their_group(release: Rendered
     assert [one["name"] for one in replica.spec["containers"]] == ["scheduler"]
     for rank in (pod for pod in release.pods() if pod.component == "rank"):
         (worker,), (scheduler,) = rank.containers(), replica.containers()[-1:]
-        # With StatefulSets, a rank is deleted at the same time as its scheduler. With a
-        # LeaderWorkerSet it is not.
+        # A StatefulSet's ranks are deleted at the same time as their scheduler, a LeaderWorkerSet's
+        # are not.
         is_deleted_with_scheduler = rank.owner["kind"] == "StatefulSet"
         assert (_stop_seconds(worker) > _stop_seconds(scheduler)) == is_deleted_with_scheduler
 
 
 def _stop_seconds(container: Container) -> float:
-    """Seconds that the container may need to end after the deletion of its pod."""
+    """The seconds that the container may need to end after its pod was deleted."""
     environ = container.environment()
     drain = float(environ.get(f"STEPWELL_{(container.service or '').upper()}_DRAIN_SECONDS", 0))
     before = container.spec.get("lifecycle", {}).get("preStop", {}).get("sleep", {})
@@ -166,7 +168,7 @@ def _stop_seconds(container: Container) -> float:
 
 
 def _fits(resources: Object) -> bool:
-    """Whether no resource request is above its limit. Requests of CPU and memory must exist."""
+    """Whether requests of CPU and memory exist, and no resource request exceeds its limit."""
     requests, limits = resources["requests"], resources.get("limits", {})
     assert {"cpu", "memory"} <= requests.keys()
     return all(_amount(requests[n]) <= _amount(limits[n]) for n in requests if n in limits)

@@ -1,4 +1,4 @@
-"""The compose files agree with the services' settings, the images and each other."""
+"""The compose files agree with the services' settings, with the images, and with each other."""
 
 import re
 from typing import Any
@@ -129,7 +129,7 @@ def test_every_container_is_confined(variant: str, name: str) -> None:
     for port in service.get("ports", ()):
         assert port.startswith("127.0.0.1:")
     assert re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", service["image"]), "no version"
-    # The process can be killed from inside the container only if it is not process 1.
+    # Process 1 of a container cannot be killed from inside the container.
     if role_of(service) in (*SETTINGS, "redis"):
         assert service["init"]
 
@@ -185,7 +185,7 @@ def test_published_ports_are_those_that_the_gateway_listens_on(variant: str) -> 
 
 
 def test_each_replica_has_a_name_and_parts_of_its_own() -> None:
-    """Each replica has a network of its own. In it the alias of the pool or worker names one
+    """Each replica has a network of its own, in which the alias of its pool or worker names one
     container.
     """
     services = services_of("compose.yaml")
@@ -222,7 +222,9 @@ def test_a_scheduler_is_stopped_before_its_pool_and_worker(variant: str) -> None
 
 
 def test_a_file_has_every_secret() -> None:
-    """Each service loads Redis' URL, and the gateway also its API keys, from the secrets' files."""
+    """The files of the secrets contain Redis' URL for each service, and the API keys for the
+    gateway.
+    """
     services = services_of("compose.yaml", "secrets.yaml")
     text = yaml.safe_load((DIRECTORY / "secrets.yaml").read_text())["secrets"]
     assert {name for one in services.values() for name in one.get("secrets", ())} == set(text)

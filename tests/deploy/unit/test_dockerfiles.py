@@ -1,4 +1,4 @@
-"""The Dockerfiles give the images their documented properties."""
+"""The images have the properties that their documentation promises."""
 
 import json
 import re
@@ -27,7 +27,7 @@ _BINARIES = Path(sys.executable).parent
 
 
 def requirements(names: list[str]) -> list[str]:
-    """The packages that deploy/docker/packages.py installs for these names."""
+    """The packages that deploy/docker/packages.py installs for `names`."""
     spec = spec_from_file_location("packages", ROOT / "deploy" / "docker" / "packages.py")
     assert spec is not None
     assert spec.loader is not None
@@ -61,14 +61,14 @@ def test_an_image_starts_its_service_and_asks_for_its_health(image: str) -> None
     assert "deploy/docker/probe.sh /" in instructions_of(image, "COPY")
     environ, prefix = environment_of(image), f"STEPWELL_{service.upper()}_"
     assert f"file=${{1:-{environ[prefix + 'HEALTH_FILE']}}}" in PROBE.read_text()
-    # The service listens on all interfaces, so that other containers reach it.
+    # Other containers reach the service only if it listens on all interfaces.
     assert environ[f"{prefix}ADDRESS"].startswith("0.0.0.0:")
 
 
 @pytest.mark.parametrize("image", TARGETS)
 def test_a_probe_that_gets_no_processor_is_not_followed_by_another(image: str) -> None:
-    """The Docker engine starts the next probe only after the end or the timeout of the last one, so
-    the timeout is long.
+    """The Docker engine starts the next probe after the end or the timeout of the last one. With a
+    long timeout, probes that get no processor do not pile up.
     """
     (health,) = instructions_of(image, "HEALTHCHECK")
     assert "--timeout=60s" in health

@@ -1,4 +1,6 @@
-"""The Redis implementation of the Directory, on one server and on a cluster of three nodes."""
+"""The Redis implementation of the Directory (the index of cached KV blocks), on one server and on a
+cluster of three nodes.
+"""
 
 from collections.abc import AsyncIterator
 

@@ -1,6 +1,6 @@
-"""Redis is killed, stopped, emptied, filled up, trimmed and damaged while pools write and gateways
-read. No pool waits, the gateways' index shows its state, and it equals the pools again within five
-seconds.
+"""Redis is killed, stopped, emptied, filled up, trimmed and damaged while pools write their cached
+blocks to it and gateways read them. No pool waits, the gateways' index shows its state, and within
+five seconds it equals the pools again.
 """
 
 import asyncio
@@ -134,7 +134,9 @@ async def test_a_trimmed_log_costs_a_new_reader_a_snapshot(server, pools, gatewa
 
 
 async def test_a_view_that_drifted_is_loaded_again_alone(pools, gateway, redis):
-    """The log has a forged entry of a node. The node's next real entry has the same number."""
+    """The log contains a forged entry of a node, whose number the node's next real entry also
+    has.
+    """
     await right_again(pools, gateway)
     await pools.pause()
     view = gateway.index.view("b")
@@ -216,8 +218,8 @@ async def test_a_log_keeps_two_periods_of_snapshots(server, redis, gateway):
     await right_again(pools, gateway)
     await asyncio.sleep(1.5)
     length = await redis.call(lambda client: client.xlen(KEYS.log))
-    # Three pools write at most 100 entries a second each. The log keeps 0.4 s of them, and Redis
-    # trims it by whole nodes of 100 entries.
+    # Three pools write at most 100 entries a second each. The log keeps those of 0.4 s, and Redis
+    # trims it only by whole nodes of 100 entries.
     assert 20 < length < 300 + 120
     assert gateway.reader.counts.gaps == 0
     await pools.close()

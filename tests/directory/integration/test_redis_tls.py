@@ -28,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @asynccontextmanager
 async def tls_before(server: RedisServer, files: Files) -> AsyncIterator[str]:
-    """A TLS proxy before a Redis server. It requires a client certificate. Yields host:port."""
+    """A TLS proxy, which requires a client certificate, before a Redis server. Yields host:port."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)
     context.verify_mode = ssl.CERT_REQUIRED
@@ -57,8 +57,8 @@ def url(address: str, files: Files) -> str:
 
 
 async def answers(wanted: str) -> None:
-    """Sets a key and reads it. Repeats the calls that time out, because a TLS handshake can be slow
-    on a busy machine. Raises SettingError if the URL is unusable.
+    """Sets a key and reads it. Repeats calls that time out, because a TLS handshake can be slow on
+    a busy machine. Raises SettingError if the URL is unusable.
     """
     connection = RedisConnection(wanted)
     try:

@@ -1,4 +1,4 @@
-"""The gateway's index follows the WatchEvents streams of real pools."""
+"""The gateway's prefix index follows the WatchEvents streams of real pools."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Values stored in the directory are read back unchanged, and damage is detected."""
+"""Values are read back from the directory unchanged, and damaged values are detected."""
 
 import random
 from collections.abc import Generator

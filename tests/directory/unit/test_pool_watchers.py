@@ -1,4 +1,6 @@
-"""The index that follows a pool's WatchEvents passes the Directory conformance tests."""
+"""The prefix index, updated from a pool's WatchEvents, passes the conformance tests of the port
+Directory.
+"""
 
 import asyncio
 import itertools
@@ -29,8 +31,8 @@ from tests.kvpool.directory_conformance import DirectoryConformance
 
 
 class WatchedPools(EventFeed):
-    """An event feed with a PoolReader for each pool. Like a real pool, it first sends a snapshot of
-    the cached blocks to a new watcher.
+    """A source of events with a PoolReader for each pool. Like a real pool, it first sends a
+    snapshot of the cached blocks to a new reader.
     """
 
     def __init__(self, index: PrefixIndex) -> None:
@@ -105,7 +107,7 @@ EVENTS = Lane("/stepwell.kvpool.v1.KVPool/WatchEvents", Direction.RESPONSE)
 
 
 def watched_messages() -> list[kvpool_pb2.WatchEventsResponse]:
-    """A snapshot of two groups, and a batch with an event of each kind."""
+    """A snapshot of two KV-cache groups, and a batch with an event of each kind."""
     groups = [
         common_pb2.KVCacheGroup(attention_type=kind, block_size=4, window=8 * (kind - 1))
         for kind in (1, 2)
@@ -120,7 +122,7 @@ def watched_messages() -> list[kvpool_pb2.WatchEventsResponse]:
 
 
 async def test_no_changed_field_of_an_event_ends_its_reader() -> None:
-    """Wrong keys only cost cache hits, but an exception in a reader would end the gateway."""
+    """A wrong key only costs cache hits, but an exception in a reader would end the gateway."""
     for position, message in enumerate(watched_messages()):
         for fault in faults_of(EVENTS):
             data = changed(message, fault.path, fault.change) if fault.path else None

@@ -202,7 +202,7 @@ Step = tuple[int, int, int]
 def test_random_prefixes_of_full_attention_are_matched_as_by_brute_force(
     steps: list[Step], sweeps: int
 ) -> None:
-    """Each step sets the number of leading blocks of one chain that one node has cached."""
+    """Each step sets how many leading blocks of one chain a node has cached."""
     index = PrefixIndex()
     index.contact = DirectoryState.EXACT
     depth = {(node, number): 0 for node in range(5) for number in range(len(CHAINS))}

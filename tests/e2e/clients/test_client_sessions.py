@@ -1,4 +1,6 @@
-"""Sessions continue with the blocks of earlier turns, even if a service ends between turns."""
+"""Turns of a session continue with the cached blocks of earlier turns, even if a service ends
+between turns.
+"""
 
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -128,8 +130,8 @@ async def test_a_client_that_goes_away_leaves_nothing(stack: Stack) -> None:
 async def test_a_session_goes_on_when_a_service_is(
     service: str, signum: signal.Signals, stack: Stack, tiny_model: TinyModel
 ) -> None:
-    """The service gets the signal between two turns, and again during a turn. SIGSTOP is tested
-    only for the scheduler, since stopped workers and pools are killed after some time.
+    """The service gets the signal between two turns, and again during a turn. Only the scheduler
+    gets SIGSTOP, because stopped workers and pools are killed after some time.
     """
     chunks, counts, was_hit = [*CHUNKS, CHUNKS[1]], [20, 30, 150, 20], False
 

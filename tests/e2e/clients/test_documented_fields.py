@@ -35,13 +35,13 @@ pytestmark = pytest.mark.usefixtures("stack_of")  # most tests use this fixture 
 
 @pytest.fixture(scope="module")
 def server(stack_of: Callable[[str], Stack]) -> Stack:
-    """A server whose requests may have priorities."""
+    """A server that accepts priorities of requests."""
     return stack_of("chunks of 7")
 
 
 @pytest.fixture
 def serving(call: str, request: pytest.FixtureRequest) -> Stack:
-    """The server for a call. One server generates, and another embeds."""
+    """The server for a call. One server generates tokens, another one computes embeddings."""
     stack: Stack = request.getfixturevalue("embedder" if call in POOLED else "server")
     return stack
 
@@ -50,19 +50,19 @@ def test_every_call_has_its_fields_and_no_other() -> None:
     assert EXAMPLES.keys() == BODIES.keys() | MESSAGES.keys()
     for call, body in BODIES.items():
         expected = set(fields_of_body(body))
-        if call == "POST /tokenize":  # fields of messages are in the table of chat completions
+        if call == "POST /tokenize":  # fields of messages are documented for chat completions
             expected = {name for name in expected if not name.startswith("messages.")}
-        if call == "POST /v1/messages/count_tokens":  # the rest is in the table of messages
+        if call == "POST /v1/messages/count_tokens":  # the rest is documented for messages
             expected = {name for name in expected if "." not in name}
-        if call == "POST /inference/v1/generate":  # the rest is in the table of completions
+        if call == "POST /inference/v1/generate":  # the rest is documented for completions
             expected = {name for name in expected if not name.startswith("sampling_params.")}
-        if call.endswith("/derender"):  # nested requests have their own tables
+        if call.endswith("/derender"):  # nested requests have tables of their own
             inner = ("chat_request.", "completion_request.")
             expected = {name for name in expected if not name.startswith(inner)}
         _expect(call, expected)
     for call, message in MESSAGES.items():
         expected = set(fields_of_message(message.DESCRIPTOR))
-        if call == "GenerateSession":  # a turn has the fields of Generate
+        if call == "GenerateSession":  # turns have the fields of Generate
             expected = {name for name in expected if not name.startswith("turn.")}
         _expect(call, expected)
 

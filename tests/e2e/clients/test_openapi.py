@@ -1,6 +1,6 @@
-"""Runs schemathesis against the gateway's HTTP API, with all services and the demo model. There
-must be no server error, and no answer that is not in the OpenAPI document. `python -m
-benchmarks.soak openapi --minutes 5` runs the same test for longer.
+"""Runs schemathesis against the gateway's HTTP API, with all services and the demo model. No answer
+may be a server error or missing from the OpenAPI document. `python -m benchmarks.soak openapi
+--minutes 5` runs the same test for longer.
 """
 
 import subprocess
@@ -46,7 +46,7 @@ def test_no_answer_is_a_server_error_or_undocumented(demo_stack: Stack, tmp_path
 def test_answers_pass_every_check_of_schemathesis(
     demo_stack: Stack, path: str, body: dict[str, object], stream: bool
 ) -> None:
-    """Few of schemathesis' random requests are answered with text. These requests are."""
+    """These requests are answered with text, unlike most of schemathesis' random requests."""
     schema = schemathesis.openapi.from_url(f"{demo_stack.url}/openapi.json")
     most = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     case = schema[path]["POST"].Case(

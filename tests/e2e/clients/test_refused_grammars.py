@@ -1,5 +1,5 @@
-"""If no token can satisfy a request's grammar, the answer ends with a client error that states the
-reason. It is an HTTP status before the answer has begun, and an event of the stream afterwards.
+"""If no token can satisfy a request's grammar, the request ends with a client error that states the
+reason: an HTTP status if the answer has not begun, otherwise an event in its stream.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from tests.scheduler.serving_replica import Gateway, sampling
 
 PROMPT = "class Point:"
 TOO_COMPLEX = ".*a.{200}b.{200}c"
-"""A regular expression whose automaton gets more states with each token, up to its limit."""
+"""A regular expression whose automaton grows with each token, up to the limit on its size."""
 FAILING = {"structured_outputs": {"regex": TOO_COMPLEX}, "max_tokens": 900, "temperature": 2}
 
 

@@ -184,7 +184,7 @@ def test_log_probabilities_are_those_of_our_gateway(
 
 
 def test_smg_cuts_the_text_at_a_stop_string(client: openai.OpenAI, demo_stack: Stack) -> None:
-    """The scheduler has no text. Its request states that smg applies the stop strings."""
+    """The scheduler produces tokens, not text. So it is told that smg applies the stop strings."""
     whole = client.completions.create(
         model=demo_stack.model, prompt="class Point:", max_tokens=24, temperature=0
     ).choices[0]
@@ -217,7 +217,7 @@ def test_what_is_not_served_is_a_bad_request_that_names_it(
 
 
 def test_smg_sends_a_prefix_to_the_replica_that_has_it_cached(demo_replicas: Stack) -> None:
-    """smg receives the cached prefixes through SubscribeKvEvents. With random routing, all twelve
+    """smg learns the cached prefixes through SubscribeKvEvents. With random routing, all twelve
     continuations of a round would find their prefixes only in one of 4096 rounds.
     """
     with running_smg(demo_replicas) as url, client_of(url) as client:

@@ -27,7 +27,9 @@ PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILIN
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Stack]:
-    """A stack whose KV cache has room for about a third of the tests' concurrent requests."""
+    """A stack (all services) whose KV cache fits about a third of the tests' concurrent
+    requests.
+    """
     stack = Stack(DEMO, *FLAGS)
     yield stack
     stack.close()
@@ -55,7 +57,7 @@ async def stream(
     wanted: dict[str, Any],
     on_piece: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Like `ask`, with a stream. `on_piece` is called with the number of pieces so far."""
+    """Like `ask`, but streamed. `on_piece` is called with the number of pieces received so far."""
     text, finish, count = "", None, 0
     async with http.stream("POST", "/v1/completions", json={**wanted, "stream": True}) as response:
         assert response.status_code == 200
@@ -71,8 +73,8 @@ async def stream(
 
 
 def check(name: str, answer: dict[str, Any]) -> None:
-    """Asserts that a complete answer conforms to the form `name`. An answer that was cut off at its
-    maximum length may be incomplete.
+    """Asserts that an answer conforms to the structured output `name`. Only an answer that was cut
+    off at its maximum length may be incomplete.
     """
     assert answer["finish_reason"] in ("stop", "length")
     if answer["finish_reason"] == "stop":

@@ -1,4 +1,4 @@
-"""Tests the keys and the prefix caches of two tenants with the real services."""
+"""Two tenants' keys and prefix caches are separate, with all services."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +30,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.fixture(scope="module")
 def stack(tiny_model: TinyModel, keys: tuple[Path, list[str]]) -> Iterator[Stack]:
-    """`stepwell up` with the key file. Its `ready` line does not need a key."""
+    """`stepwell up` with the key file. Its output needs no key to become `ready`."""
     running = Stack(tiny_model.directory, "--num-blocks", "100", "--api-key-file", str(keys[0]))
     yield running
     running.close()

@@ -1,4 +1,4 @@
-"""Tests tool calls that grammars force, with all services and unmodified client packages."""
+"""Grammars force tool calls, with all services and the clients' own packages."""
 
 import json
 from collections.abc import AsyncIterator
@@ -19,8 +19,6 @@ class Unit(StrEnum):
 
 
 class Weather(BaseModel):
-    """The weather of a city."""
-
     model_config = ConfigDict(extra="forbid")
 
     city: Annotated[str, Field(max_length=8)]

@@ -1,4 +1,4 @@
-"""Killing or stopping a service under load delays tokens, but does not lose or change them."""
+"""Killing or stopping a service under load delays tokens, but loses and changes none."""
 
 import asyncio
 import signal
@@ -23,8 +23,8 @@ async def answers(
     victim: str | None = None,
     signum: signal.Signals = signal.SIGKILL,
 ) -> list[Answer]:
-    """Two greedy and two seeded answers, and a greedy answer to an embedded prompt. The service
-    `victim` gets the signal when the first answer has begun.
+    """Two greedy answers, two seeded ones, and a greedy one to a prompt of embeddings. If a service
+    `victim` is given, it gets the signal when the first answer has begun.
     """
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
     requests += [

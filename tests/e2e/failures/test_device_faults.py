@@ -38,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 async def test_answers_are_complete(directory: Path, faults: str, num_losses: int) -> None:
-    """Workers are lost by failed steps, ended processes, and devices that hang for ever."""
+    """Steps fail, worker processes end, and devices hang for ever."""
     num_ranks = 2 if "rank" in faults else 1
     flags = (
         *("--device", "simulated", "--profile", str(directory / "steps.toml")),
@@ -52,6 +52,6 @@ async def test_answers_are_complete(directory: Path, faults: str, num_losses: in
             assert answer.token_ids == ORACLE.continuation(prompt, NUM_TOKENS)
         text = http_get(f"{stack.url}/metrics").text
         losses = re.findall(r'^stepwell_recoveries_total{.*?lost="workers?".*?} (\S+)$', text, re.M)
-        # A rank that restarts while the other rank recovers can be lost again.
+        # A rank that restarts may be lost again while the other rank still recovers.
         assert min(sum(map(float, losses)), 2) == num_losses
         stack.wait_until_nothing_is_held()

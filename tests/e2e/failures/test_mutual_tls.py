@@ -1,4 +1,4 @@
-"""All services use TCP with mutual TLS. Tokens are the same, and no request is lost when
+"""All services use TCP with mutual TLS. It does not change tokens, and no request is lost while
 certificates and authorities are replaced.
 """
 
@@ -65,7 +65,9 @@ class Secured:
         return self._secrets[service].files
 
     def rewire(self, spec: ChildSpec) -> ChildSpec:
-        """The start command of a service with TLS at its TCP port. Health checks use its socket."""
+        """The start command of a service with TLS at its TCP port. Health checks use its Unix
+        socket.
+        """
         prefix = env_prefix(spec.name)
         settings = {
             name.upper(): str(path) for name, path in self.files(spec.name).settings().items()
@@ -102,7 +104,7 @@ async def client(
 
 @pytest.fixture
 def directory() -> AsyncIterator[Path]:
-    # The directory contains sockets, so its path must be short.
+    # Sockets are in this directory, so its path must be short.
     with tempfile.TemporaryDirectory(prefix="stepwell-tls-") as path:
         yield Path(path)
 
@@ -145,7 +147,7 @@ async def test_streams_go_on_while_every_certificate_is_replaced(
                 secured.issue(issuer, *trusted)
                 await until(lambda phase=phase: secured.num_replaced() == phase * len(SERVICES))
                 await answers_go_on()
-            # New processes trust only the new authority, as clients and as servers.
+            # New processes trust only the new authority, both as clients and as servers.
             for victim in ("worker", "scheduler"):
                 num_ready = services.record.num_ready[victim]
                 os.kill(services.pid(victim), signal.SIGKILL)
@@ -162,7 +164,9 @@ async def test_streams_go_on_while_every_certificate_is_replaced(
 async def answers_https_with_a_new_certificate(
     services: Replicas, secured: Secured, expected: list[int]
 ) -> None:
-    """Asserts that the HTTP API has a new certificate. The client trusts only the new authority."""
+    """Asserts that the HTTP API has a new certificate, by a client that trusts only the new
+    authority.
+    """
     num_replaced, new = secured.num_replaced(), Authority("new, public")
     secured.public.write(new.issue(*LOOPBACK), new)
     await until(lambda: secured.num_replaced() > num_replaced)
@@ -197,8 +201,8 @@ async def refuses_strangers(
 
 
 async def serves_other_gateways(secured: Secured) -> None:
-    """Asserts that vllm.grpc.engine uses the scheduler's certificate, and that its clients also
-    need a certificate.
+    """Asserts that vllm.grpc.engine uses the scheduler's certificate, and requires one of its
+    clients.
     """
     vllm_engine_pb2 = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
     vllm_engine_pb2_grpc = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")

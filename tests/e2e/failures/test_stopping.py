@@ -1,4 +1,4 @@
-"""Tests the end of `stepwell up`."""
+"""How `stepwell up` ends."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ async def test_sigterm_under_load_ends_everything_in_order(
         assert stops[:2] == ["gateway", "scheduler"]
         assert not any("is killed" in line or "Traceback" in line for line in stack.output)
         for answer in await asyncio.gather(*clients):
-            # A request that did not finish in time has this error.
+            # The request did not finish before the services ended.
             if isinstance(answer, grpc.aio.AioRpcError):
                 assert answer.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
             else:
@@ -123,7 +123,7 @@ def test_nothing_outlives_a_killed_up(tiny_model: TinyModel, temporary: Path) ->
         environ={"TMPDIR": str(temporary), "STEPWELL_WORKER_MAX_MODEL_LEN": "128"},
     )
     try:
-        # This also checks --quiet: only the lines that show how to use the server are printed.
+        # With --quiet only the lines that show how to use the server are printed.
         assert [line.split()[0] for line in stack.output] == ["ready:", "curl", "export"]
         assert http_get(f"{stack.url}/v1/models").status_code == httpx.codes.UNAUTHORIZED
         key = {"Authorization": "Bearer second"}

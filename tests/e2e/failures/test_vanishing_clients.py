@@ -1,4 +1,4 @@
-"""Tests clients that connect, read one token and disappear."""
+"""Clients that connect, read one token and disappear leave nothing behind."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ MOST_GROWTH_BYTES = 16 * 2**20
 
 
 async def wave(stack: Stack, number: int) -> None:
-    """Runs fifty clients at once. Each has a different prompt, and disconnects after one token."""
+    """Runs fifty clients at once. Each sends its own prompt, and disconnects after one token."""
 
     async def client(name: str) -> None:
         body = {
@@ -42,7 +42,8 @@ async def wave(stack: Stack, number: int) -> None:
 async def test_five_hundred_vanishing_clients_leave_nothing_behind(stack: Stack) -> None:
     async with connect(stack.grpc) as stub:
         before = await generate(stub, request(PROMPTS[3], 20))
-        # Buffers, kernels and thread pools reach their full size in steps of all lengths and waves.
+        # A warm-up: buffers, kernels and thread pools reach their full size only after steps of all
+        # lengths.
         for length in range(4, 1_024, 12):
             await generate(stub, request(random_tokens(length, length), 1))
         for number in range(NUM_WARM_UP_WAVES):

@@ -45,8 +45,8 @@ class Adapted:
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
-    """A server with three adapters, at most two of which are in memory and in a step. A fourth
-    adapter is in the directory from which operators may load adapters.
+    """A server with three LoRA adapters, of which at most two are in memory and in a step. A fourth
+    one is in the directory from which operators may load adapters.
     """
     directory = tmp_path_factory.mktemp("tiny")
     save_servable_model(directory)
@@ -93,8 +93,8 @@ def named(
 async def test_more_adapters_than_there_is_room_for_answer_as_peft_does(
     adapted: Adapted, stub: gateway_pb2_grpc.InferenceStub
 ) -> None:
-    # Each prompt is sent with each adapter. An adapter must not use another adapter's cached
-    # blocks.
+    # Each prompt is sent with each adapter, because an adapter must not use another adapter's
+    # cached blocks.
     prompts = [random_tokens(1, 40), *(random_tokens(seed, 3 + 9 * seed) for seed in range(5))]
     wanted = [(name, prompt) for prompt in prompts for name in ("", *NAMES)]
     for _ in range(2):
@@ -218,7 +218,7 @@ async def test_the_adapters_of_requests_are_in_the_metrics(
             len(running) == 2 and running | waiting == {*NAMES} for running, waiting in named
         )
 
-    # At most two adapters run at once, so the request of the third waits.
+    # At most two adapters run at once, so the request for the third one waits.
     tasks = [
         asyncio.create_task(generate(stub, named(name, random_tokens(5, 9), 2000)))
         for name in NAMES

@@ -34,7 +34,7 @@ def stack(tiny_model: TinyModel, draft: Path) -> Iterator[Stack]:
 
 
 def count(stack: Stack, name: str) -> float:
-    """The current value of a counter of drafts, from the gateway's metrics."""
+    """The current value of a counter of drafts, according to the gateway's metrics."""
     pattern = rf"^vllm:spec_decode_{name}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
     return sum(map(float, re.findall(pattern, http_get(f"{stack.url}/metrics").text, re.M)))
 

@@ -1,4 +1,4 @@
-"""Embeddings and scores of all services equal transformers', through each API."""
+"""Through each API, the services' embeddings and scores equal those that transformers computes."""
 
 import base64
 import math

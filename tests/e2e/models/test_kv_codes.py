@@ -1,4 +1,4 @@
-"""With an 8-bit KV cache, answers do not depend on hits, offloading, batches or kills."""
+"""With an 8-bit KV cache, answers do not depend on prefix hits, offloading, batches or kills."""
 
 import re
 from collections.abc import Iterator
@@ -26,7 +26,9 @@ def stack(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 async def answers_after_a_reset(stack: Stack, *prompts: list[int]) -> list[list[int]]:
-    """Answers after a reset of the prefix cache, so that prompts are found only in the tier."""
+    """Answers after a reset of the prefix cache, so that the prompts' blocks are found only in the
+    tier of host memory.
+    """
     assert http_post(f"{stack.admin_url}/reset_prefix_cache").status_code == 200
     return await greedy_answers(stack, prompts, NUM_TOKENS)
 
@@ -44,7 +46,7 @@ async def test_tokens_are_the_same_however_they_are_served(stack: Stack) -> None
     pid = stack.pids()[victim]
     assert await greedy_answers(stack, prompts, NUM_TOKENS, victim) == together
     stack.wait_until_back(victim, pid)
-    # The killed worker's tier was lost. The new tier is filled and read.
+    # The killed worker's tier is lost. The new worker fills and reads a new one.
     assert await greedy_answers(stack, prompts, NUM_TOKENS) == together
     assert await answers_after_a_reset(stack, *prompts) == together
     assert num_loaded(stack) > loaded

@@ -1,5 +1,5 @@
 """Batches, chunks, prefix hits and preemptions do not change tokens. Greedy answers equal
-transformers' answers. Sampled answers with a seed equal the answers to the same requests alone.
+transformers'. Seeded answers equal the answers to the same requests sent alone.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ async def test_greedy_answers_are_those_of_transformers(
 
     assert alone.token_ids == expected[0]
     assert [answer.token_ids for answer in together] == expected
-    # The first request cached the common prefix of 70 tokens, which has four full blocks.
+    # The first request cached the common prefix of 70 tokens, which fills four blocks.
     assert max(answer.num_cached_tokens for answer in together) >= 64
 
 
@@ -74,7 +74,7 @@ async def test_the_small_pool_preempts_again_and_again(
         )
 
     assert [answer.token_ids for answer in answers] == expected
-    # The gateway's status has the counts some time after the tokens arrived.
+    # The gateway's status counts preemptions only some time after the tokens arrived.
     wait_for(lambda: stack.status()["num_preemptions"] - before >= 5, 10)
     stack.wait_until_nothing_is_held(10)
 
@@ -89,6 +89,6 @@ async def test_a_second_turn_finds_the_first_one_cached(
         second = await generate(stub, request(turn, 20))
 
     assert first.num_cached_tokens == 0
-    # 119 of 120 tokens were computed. They have 7 full blocks of 16 tokens, which are cached.
+    # 119 of the 120 tokens were computed. They fill 7 blocks of 16 tokens, which are cached.
     assert second.num_cached_tokens == 112
     assert second.token_ids == greedy(tiny_model.model, turn, 20)

@@ -1,4 +1,4 @@
-"""Speculation does not change the services' answers, and the metrics count drafts."""
+"""Speculative decoding does not change answers, and the metrics count drafts."""
 
 import re
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Suffix trees do not change the answers of two ranks, even if a rank is killed. Drafts come only
-from answers with the same cache salt.
+"""Drafts from suffix trees do not change the answers of two ranks, even if a rank is killed. They
+come only from answers with the same cache salt.
 """
 
 import re
@@ -20,7 +20,8 @@ NUM_TOKENS = 60
 @pytest.fixture(scope="module")
 def stack(tiny_model: TinyModel) -> Iterator[Stack]:
     flags = ("--num-blocks", "60", "--max-model-len", "512", "--tensor-parallel-size", "2")
-    # With five drafts at most, answers that the trees contain take long enough to kill a worker.
+    # With at most five drafts a step, even answers that the trees contain take long enough to kill
+    # a worker.
     speculation = '{"method": "suffix", "num_speculative_tokens": 5, "num_rows": 0}'
     stack = Stack(tiny_model.directory, *flags, "--speculative-config", speculation)
     yield stack
@@ -53,12 +54,12 @@ async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) ->
     expected = [greedy(tiny_model.model, prompt, num_tokens) for prompt in PROMPTS[:4]]
     victim = max(name for name in stack.pids() if name.startswith("worker"))
     pid = stack.pids()[victim]
-    # If the worker is killed late, its new process has no trees of these answers until another
+    # The process that replaces a worker killed late has no trees of these answers until one more
     # round has ended.
     for killed in (None, None, victim, None, None):
         before = num_accepted(stack)
         assert await greedy_answers(stack, PROMPTS[:4], num_tokens, killed) == expected
         if killed is not None:
             stack.wait_until_back(victim, pid)
-    # The gateway's metrics lack a replica whose scheduler answers too slowly.
+    # The gateway's metrics may lack a replica whose scheduler answers too slowly.
     wait_for(lambda: num_accepted(stack) > before)

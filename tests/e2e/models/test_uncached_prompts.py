@@ -1,4 +1,4 @@
-"""Tests prompts that do not read the prefix cache."""
+"""Prompts of requests that must not read the prefix cache."""
 
 import json
 import re

@@ -43,7 +43,7 @@ def services_in(stack: Stack, trace_id: str) -> set[str]:
 
 
 def test_a_traced_request_is_shown_through_all_services(stack: Stack) -> None:
-    """The client's trace context marks the request as sampled, so that its trace is always kept."""
+    """The client's trace context marks the request as sampled, so its trace is always kept."""
     trace_id, name = ask(stack)
     assert name in stepwell(stack, "trace", "--limit", "5")
     wait_for(lambda: services_in(stack, trace_id) == {"gateway", "scheduler", "kvpool"}, 30)

@@ -1,4 +1,4 @@
-"""The services serve exactly the metrics of the metrics registry."""
+"""The services serve exactly the registered metrics."""
 
 import re
 import shutil
@@ -14,8 +14,8 @@ from tests.e2e.stack import Stack
 from tests.plain_http import http_get, http_post
 from tools.reference_pages import ALL_SPECS, labels
 
-# Metrics that exist only with TLS, Redis, DNS, API keys or the policy program, or after a client
-# stopped reading. The tests of these features cover them.
+# Metrics that need TLS, Redis, DNS, API keys, the policy `program`, or a client that stopped
+# reading. The tests of these features cover them.
 ABSENT = re.compile(
     r"vllm:(lora|spec_decode)_|stepwell_(tls|directory|cache_nodes|registration|discovery|tenant|idempotent_log|"
     r"program|pause_seconds|retained_|recomputed_|idempotent_sharing|idempotent_answers_(alone|fenced)|gateway_readers|gateway_queue)"
@@ -38,7 +38,9 @@ def text(stack: Stack) -> str:
 
 
 def own_labels(family: Metric) -> set[frozenset[str]]:
-    """The sets of labels of a metric's series, without labels such as `le` that the type adds."""
+    """The label sets of a metric's series, without labels such as `le` that the metric's type
+    adds.
+    """
     return {
         frozenset(name for name in sample.labels if name not in ("le", "quantile"))
         for sample in family.samples
@@ -46,7 +48,7 @@ def own_labels(family: Metric) -> set[frozenset[str]]:
 
 
 def expected_labels(spec: MetricSpec) -> set[frozenset[str]]:
-    """The labels in the registry, and `replica`, which the gateway adds to a replica's metrics."""
+    """The registered labels, with `replica`, which the gateway adds to the metrics of replicas."""
     named = frozenset(labels(spec))
     match spec.source:
         case Source.GATEWAY:
@@ -74,7 +76,7 @@ def test_every_served_metric_is_listed_with_its_type_and_labels(text: str) -> No
 
 def test_every_listed_metric_is_served(text: str) -> None:
     served = {family.name for family in text_string_to_metric_families(text)}
-    # INDEX_NODE_STATE is served only when the index has a node.
+    # The gateway serves INDEX_NODE_STATE only when its prefix index has a node.
     missing = set(ALL_SPECS) - served - {edge.INDEX_NODE_STATE.name}
     assert {name for name in missing if not ABSENT.match(name)} == set()
     assert {name for name in served if ABSENT.match(name)} == set()

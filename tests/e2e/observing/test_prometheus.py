@@ -1,4 +1,4 @@
-"""Tests dashboards and alerts with a real Prometheus and running services."""
+"""Dashboards and alerts, evaluated by a real Prometheus that scrapes running services."""
 
 import json
 import shutil
@@ -38,7 +38,9 @@ def complete(stack: Stack, **changes: object) -> int:
 
 @contextmanager
 def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
-    """Runs clients inside the context. Each sends its next request soon after an answer."""
+    """Runs clients inside the context. Each sends its next request soon after the answer to its
+    last.
+    """
     over = threading.Event()
 
     def ask() -> None:
@@ -57,7 +59,7 @@ def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
 
 @contextmanager
 def paused(stack: Stack) -> Iterator[None]:
-    """Pauses the services inside the context, so that requests wait until its end."""
+    """Pauses the services until the context ends, so that requests wait."""
     assert http_post(f"{stack.admin_url}/pause?mode=keep").is_success
     try:
         yield
@@ -67,8 +69,8 @@ def paused(stack: Stack) -> Iterator[None]:
 
 @contextmanager
 def paused_often(stack: Stack) -> Iterator[None]:
-    """Pauses the services repeatedly inside the context, so that on any machine most requests wait
-    for longer than the thresholds of the alert rules.
+    """Pauses the services repeatedly until the context ends, so that on any machine most requests
+    wait for longer than the thresholds of the alert rules.
     """
     over = threading.Event()
 
@@ -87,7 +89,7 @@ def paused_often(stack: Stack) -> Iterator[None]:
 
 
 def queries(path: Path) -> list[str]:
-    """The queries of a dashboard. Its variables select all models and replicas."""
+    """The queries of a dashboard, for all models and replicas."""
     filled = []
     for panel in json.loads(path.read_text())["panels"]:
         for target in panel["targets"]:
@@ -120,7 +122,9 @@ def test_every_query_of_every_dashboard_returns_data(stack: Stack, tmp_path: Pat
 
 @contextmanager
 def watched(stack: Stack, tmp_path: Path, **targets: str) -> Iterator[Prometheus]:
-    """Runs a Prometheus that scrapes the stack's gateway and `targets`. No alert fires at first."""
+    """Runs a Prometheus that scrapes the stack's gateway and `targets`. Before it is yielded, no
+    alert may fire.
+    """
     with prometheus(tmp_path, {"stepwell": stack.url} | targets) as server:
         wait_for(lambda: len(server.query("up == 1")) == 1 + len(targets), SECONDS)
         assert server.firing() <= {"StepwellPrefixIndexNotExact"}
@@ -157,7 +161,9 @@ def test_alerts_fire_when_what_they_watch_breaks(tiny_model: TinyModel, tmp_path
 
 
 def _break_load(stack: Stack, server: Prometheus) -> None:
-    """Sends more requests than fit into the KV cache and the queue, during pauses."""
+    """Sends more requests than fit into the KV cache and the queue, while the services are paused
+    repeatedly.
+    """
     with load(stack, 12, max_tokens=150, ignore_eos=True):
         server.until_firing("StepwellPreemptionsCostly", "StepwellRequestsRefused")
         server.until_firing("StepwellServerErrors", "StepwellKVCacheFull")

@@ -1,5 +1,5 @@
-"""The leaf spans of a trace cover all of a request's time, also with preemptions, pauses and kills.
-`python -m benchmarks.soak traces` makes the same checks with 200 requests.
+"""The leaf spans of a trace cover all of its request's time, even with preemptions, pauses and
+kills. `python -m benchmarks.soak traces` checks this with 200 requests.
 """
 
 from dataclasses import replace
@@ -20,7 +20,8 @@ ROOT, ENGINE, REQUEST, WAIT, DECODE, RESUBMIT = 0, 4, 6, 8, 9, 3
 
 
 def test_parts_add_up_and_no_wait_lacks_a_reason(tiny_model: TinyModel) -> None:
-    # All requests may end just before a pause begins, so only one of the three pauses must matter.
+    # Because all requests may end just before a pause begins, only one of the three pauses must
+    # show in the traces.
     flags = ("--requests", 24, "--kills", 1, "--pauses", 3)
     report = run_program("soak", "traces", *flags, "--model", tiny_model.directory).stdout
     assert "| requests | 24 |" in report

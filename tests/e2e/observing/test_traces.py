@@ -1,5 +1,5 @@
-"""The spans of a request in all services are one trace, and the spans of a step are another trace.
-The traces are linked to each other.
+"""The spans of a request in all services form one trace, and the spans of a step another one. The
+two are linked.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from tests.plain_http import async_http_client
 CLIENT_SPAN = "00f067aa0ba902b7"
 ALL_SERVICES = {f"stepwell-{service}" for service in SERVICES}
 OF_REQUESTS = ALL_SERVICES - {"stepwell-worker"}
-"""The services that send spans of requests. Workers send only spans of steps, to which requests are
-linked.
+"""The services that send spans of requests. Workers send only spans of steps, which are linked to
+requests.
 """
 
 
@@ -59,7 +59,7 @@ def complete(receiver: OtlpReceiver, trace_id: str) -> bool:
 
 
 def assert_one_tree(spans: list[ReceivedSpan], root_parent: str) -> ReceivedSpan:
-    """Asserts that the spans are a tree under `root_parent`. Returns the root."""
+    """Asserts that the spans form a tree under `root_parent`. Returns its root."""
     ids = {span.span_id for span in spans}
     (root,) = [span for span in spans if span.parent_id not in ids]
     assert root.parent_id == root_parent
@@ -132,7 +132,8 @@ async def test_steps_link_to_the_requests_they_served(
             )
         )
 
-    # A prompt of 90 tokens takes three steps of up to 32 tokens. The third yields the first token.
+    # A prompt of 90 tokens takes three steps of up to 32 tokens, and the third one samples the
+    # first output token.
     wait_for(lambda: len(steps()) >= 3 + 11 and all(map(whole, steps())))
     assert linked() == {step.span_id for step in steps()}
     by_name: dict[str, int] = {}
@@ -147,7 +148,8 @@ async def test_steps_link_to_the_requests_they_served(
     assert services == ALL_SERVICES - {"stepwell-gateway", "stepwell-scheduler"} | {
         "stepwell-engine-steps"
     }
-    # Most decode steps do not call the pool. Each call has a span of the scheduler and of the pool.
+    # Most decode steps do not call the pool. Each call has a span in the scheduler and one in the
+    # pool.
     assert by_name[names.SPAN_STEP_TRANSACT] == by_name[names.SPAN_POOL_TRANSACT] >= 1
 
 
@@ -164,7 +166,9 @@ async def test_an_unsampled_request_leaves_no_span(traced: Stack, receiver: Otlp
 async def test_a_slow_request_is_traced_by_all_services_though_it_was_not_sampled(
     tiny_model: TinyModel, receiver: OtlpReceiver
 ) -> None:
-    """With this threshold every request is slow, so the gateway requests the scheduler's spans."""
+    """With this threshold every request is slow, so that the gateway requests the scheduler's spans
+    afterwards.
+    """
     stack = Stack(
         tiny_model.directory,
         *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "0"),

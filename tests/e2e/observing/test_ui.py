@@ -42,8 +42,8 @@ def shown(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 async def until(page: Any, expression: str) -> None:
-    """Waits until a JavaScript expression is true. Playwright's own method evaluates a text in the
-    page, which the page's security policy forbids.
+    """Waits until a JavaScript expression is true. Playwright's own method would evaluate a text in
+    the page, which the page's security policy forbids.
     """
     async with asyncio.timeout(DEADLINE_MILLISECONDS / 1000):
         while not await page.evaluate(expression):  # noqa: ASYNC110
@@ -52,7 +52,7 @@ async def until(page: Any, expression: str) -> None:
 
 @asynccontextmanager
 async def load(stack: Stack) -> AsyncIterator[None]:
-    """Keeps six concurrent requests at the services, of which at most four run."""
+    """Keeps six requests open at the services, of which at most four run at once."""
 
     async def ask(number: int) -> None:
         body = {"prompt": f"{number} " * 20, "max_tokens": 100, "ignore_eos": True}
@@ -91,7 +91,7 @@ async def test_the_page_shows_what_the_replica_does_as_it_does_it(shown: Stack) 
             before = await page.evaluate(now)
             await until(page, f"{now} !== {json.dumps(before)}")
             for canvas in ("#timeline", "#blocks"):
-                # The chart may be empty for a moment, when all blocks are free between two
+                # The chart may be empty for a moment, because all blocks are free between two
                 # requests.
                 await until(page, f"({COLOURS})('{canvas}') > 3")
             for canvas in (
@@ -113,8 +113,8 @@ COLOURS = """(name) => {
   const data = drawing.getImageData(0, 0, canvas.width, canvas.height).data;
   return new Set(new Uint32Array(data.buffer)).size;
 }"""
-"""A JavaScript function that returns the number of colours of a canvas. It reads a copy, since
-Chromium warns about a canvas that is read repeatedly.
+"""A JavaScript function that returns the number of colours of a canvas. It reads a copy, because
+Chromium warns about canvases that are read repeatedly.
 """
 
 
@@ -145,7 +145,7 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
         await until(page, "document.querySelector('#waterfall-time').textContent.includes(' = ')")
         await page.click("#waterfall-parts .decode")
         await page.wait_for_selector("#waterfall-part >> text=Its output was generated")
-        # The last spans replace the rows of the waterfall.
+        # When the last spans arrive, the page draws the waterfall's rows anew.
         await until(page, f"!{SAYS}.includes('spans are still to come')")
         await page.click("#waterfall .span .head")
         await page.wait_for_selector("#waterfall dt >> text=gen_ai.response.id")
@@ -159,8 +159,8 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
 
 
 async def test_a_request_that_runs_is_a_waterfall_that_grows(shown: Stack) -> None:
-    """A request that is not sampled waits for the end of a pause. The page and the terminal show
-    its waterfall. A trace that was viewed is kept.
+    """An unsampled request waits for the end of a pause. The page and the terminal show its
+    waterfall, which grows. A trace that was viewed is kept.
     """
     body = {"prompt": "wait for it", "max_tokens": 5}
     headers = {"traceparent": UNSAMPLED, "X-Request-Id": "patient"}

@@ -1,4 +1,4 @@
-"""The Helm chart's pods serve. Variables, sockets, ports, probes and certificates agree."""
+"""The Helm chart's pods serve: their variables, sockets, ports, probes and certificates agree."""
 
 import ssl
 import tempfile
@@ -29,8 +29,8 @@ def _model() -> dict[str, Any]:
 def running(
     values: dict[str, Any], model: TinyModel
 ) -> Iterator[tuple[Rendered, RunningPods, Path]]:
-    """The pods of a release with TLS and a password-protected Redis, and their directory. The path
-    of the directory is short, since the length of socket paths is limited.
+    """The pods of a release with TLS and a password-protected Redis, and their directory, whose
+    path is short because the length of socket paths is limited.
     """
     release = render_chart({"release": values})["release"]
     assert release.refused is None, release.refused

@@ -1,6 +1,6 @@
-"""Tests all features together: seeded requests with structured outputs, drafts and an adapter, on
-4-bit weights and two ranks, which compare their tokens at every step. Each answer equals the answer
-of one rank without drafts to the same request alone.
+"""All features together: seeded requests with structured outputs, drafts and an adapter, on 4-bit
+weights and two ranks that compare their tokens at every step. Each answer must equal the answer to
+the same request sent alone to one rank without drafts.
 """
 
 import asyncio
@@ -31,7 +31,9 @@ COUNTER = r"^vllm:{}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
 
 @dataclass(frozen=True)
 class Composed:
-    """A server with all features. `alone` has each request's answer on one rank without drafts."""
+    """A server with all features. `alone` has the answer of one rank without drafts to each
+    request.
+    """
 
     stack: Stack
     alone: list[str]
@@ -43,7 +45,9 @@ class Composed:
 
 
 def requests() -> list[dict[str, Any]]:
-    """Requests with every form of structured output. Repeated long answers cause preemptions."""
+    """Requests with every kind of structured output. They are long and repeated, so that requests
+    are preempted.
+    """
     first = ["person", "tree", "phone", "choices", "person", "tree", "phone"]
     return [
         {

@@ -1,4 +1,4 @@
-"""Tests the gateway's index of the pool's cached blocks, with Redis and after the loss of Redis."""
+"""The gateway's index of the pool's cached blocks, with Redis, and after the loss of Redis."""
 
 import re
 
@@ -69,7 +69,8 @@ def test_requests_go_on_while_redis_is_lost_and_the_index_is_right_again(
             killed = stack.pids()["kvpool"]
             stack.hit("kvpool")
             stack.wait_until_back("kvpool", killed)
-            # A request that was served when the pool was killed may leave no block in the new pool.
+            # A new pool may have no block of a request that was served while the old one was
+            # killed.
             wait_for(lambda: is_right_after_a_request(stack))
         finally:
             stack.close()

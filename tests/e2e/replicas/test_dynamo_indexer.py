@@ -1,6 +1,6 @@
-"""Tests Dynamo's own indexer of KV events with events of a scheduler. The environment variable
-DYNAMO_PYTHON names an interpreter with the package ai-dynamo-runtime, which is not one of the
-tests' dependencies.
+"""Dynamo's own indexer of KV events reads the events of a scheduler. The environment variable
+DYNAMO_PYTHON names an interpreter with the package ai-dynamo-runtime, which the tests' dependencies
+lack.
 """
 
 import os
@@ -78,8 +78,8 @@ def test_it_finds_what_is_cached_and_recovers_what_it_missed(tiny_model: TinyMod
             rounds = iter(range(1000))
 
             def knows_all() -> bool:
-                """Whether the indexer has all blocks. Sends a request first, because the indexer
-                notices missing events only when new events arrive.
+                """Whether the indexer has all blocks. Sends a request first, because it notices
+                missing events only when new ones arrive.
                 """
                 later = [next(rounds) % 200 + 3, *PROMPT]
                 complete(later)

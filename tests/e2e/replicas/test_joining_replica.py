@@ -1,4 +1,4 @@
-"""A second replica joins `stepwell up --redis-url`, drains, joins again, and stops as a whole."""
+"""A second replica joins `stepwell up --redis-url`, drains, joins again, and stops completely."""
 
 import asyncio
 import signal
@@ -20,8 +20,8 @@ from tests.redis_servers import RedisServer, needs_redis, redis_server
 NUM_STREAMS = 16
 NUM_TOKENS = 300
 LONGEST_SILENCE_SECONDS = 5.0
-"""The longest allowed time without a token of a stream whose replica stops completely, on a busy
-machine. It is much less than --drain-seconds.
+"""For how long a stream may be silent after its replica stopped completely, on a busy machine. It
+is much less than --drain-seconds.
 """
 
 pytestmark = [needs_redis, pytest.mark.slow]
@@ -59,7 +59,9 @@ def is_ready(stack: Stack, address: str) -> bool:
 
 
 async def ask_all(stack: Stack, when_half_done: Any = None) -> list[list[int]]:
-    """The tokens of concurrent streams, which are not silent for long after `when_half_done`."""
+    """The tokens of concurrent streams. `when_half_done` disturbs them, after which none may be
+    silent for long.
+    """
     halfway = asyncio.Event()
     begun: set[int] = set()
 

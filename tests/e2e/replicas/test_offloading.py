@@ -19,7 +19,9 @@ NUM_TOKENS = 100
 
 @pytest.fixture(scope="module")
 def stack(tiny_model: TinyModel) -> Iterator[Stack]:
-    """A stack with a small KV cache, and a tier with room for all offloaded blocks."""
+    """A stack (all services) with a small KV cache, and a host-memory tier that fits all offloaded
+    blocks.
+    """
     flags = ("--num-blocks", "60", "--max-model-len", "512", "--kv-offloading-size", "0.02")
     stages = ("--pipeline-parallel-size", "2")
     stack = Stack(tiny_model.directory, "--admin-port", "0", *flags, *stages)
@@ -28,7 +30,7 @@ def stack(tiny_model: TinyModel) -> Iterator[Stack]:
 
 
 def num_loaded(stack: Stack) -> float:
-    """The number of blocks that were loaded from the tier, according to the metrics."""
+    """The number of blocks that were loaded from the host-memory tier, according to the metrics."""
     text = http_get(f"{stack.url}/metrics").text
     (value,) = re.findall(r'^stepwell_kv_tier_transfers_total{.*"loaded".*} (\S+)$', text, re.M)
     return float(value)
@@ -55,7 +57,7 @@ async def test_tokens_are_the_same_from_the_tier_and_after_the_loss_of_a_worker(
     assert await greedy_answers(stack, prompts, NUM_TOKENS, victim) == expected
     wait_for(lambda: stack.healthy() and stack.pids().get(victim, before[victim]) != before[victim])
 
-    # The killed worker's tier was lost. The new tier is filled and read.
+    # The killed worker's tier is lost. The new worker fills and reads a new one.
     assert http_post(f"{stack.admin_url}/reset_prefix_cache").status_code == 200
     assert await greedy_answers(stack, prompts, NUM_TOKENS) == expected
     assert num_loaded(stack) > loaded

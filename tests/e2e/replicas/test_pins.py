@@ -1,4 +1,6 @@
-"""All four services with the policy `continuum-fixed`."""
+"""All four services with the policy `continuum-fixed`, which pins the blocks of an agent's turn for
+a fixed time.
+"""
 
 import time
 from collections.abc import Iterator

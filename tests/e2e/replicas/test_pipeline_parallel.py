@@ -1,4 +1,4 @@
-"""Two pipeline stages yield the same tokens, even if a stage is killed or hangs."""
+"""Two pipeline stages compute the same tokens, even if a stage is killed or hangs."""
 
 import asyncio
 import os
@@ -57,7 +57,9 @@ def pids_of_stages(stack: Stack) -> dict[int, int]:
 async def answers(
     stack: Stack, victim: int | None = None, signum: signal.Signals = signal.SIGKILL
 ) -> list[Answer]:
-    """Four answers. The process `victim` gets the signal when the first answer has begun."""
+    """Four answers. If a process `victim` is given, it gets the signal when the first answer has
+    begun.
+    """
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(3)]
     requests.append(request(PROMPTS[3], NUM_TOKENS, seed=2, temperature=1.0))
     hit = None if victim is None else partial(os.kill, victim, signum)
@@ -80,14 +82,14 @@ CLOCK_NANOS = 5_000_000
 
 
 NUM_TRIES = 5
-"""The maximum number of tries. If two steps in flight end before another step is planned, all
-requests run in the same steps from then on, which do not overlap. On a busy machine this may happen
-at the beginning of a try.
+"""The maximum number of tries to see overlapping steps. If the two steps in flight end before
+another one is planned, all requests share each step from then on, and steps no longer overlap. On a
+busy machine this may happen at the start of a try.
 """
 
 
 def spans_of_stages(receiver: OtlpReceiver) -> dict[int, dict[int, ReceivedSpan]]:
-    """The workers' spans of steps with tokens. Maps stages to maps from steps to spans."""
+    """The workers' spans of steps with tokens: for each stage, a map from step numbers to spans."""
     found: dict[int, dict[int, ReceivedSpan]] = defaultdict(dict)
     for span in tuple(receiver.spans):
         if span.name == names.SPAN_WORKER_EXECUTE:
@@ -99,7 +101,7 @@ def spans_of_stages(receiver: OtlpReceiver) -> dict[int, dict[int, ReceivedSpan]
 
 
 def num_overlapping(first: dict[int, ReceivedSpan], second: dict[int, ReceivedSpan]) -> int:
-    """The number of steps that stage 0 begins before stage 1 has ended the previous step."""
+    """The number of steps that stage 0 begins before stage 1 has ended the step before."""
     overlapping = 0
     for step, span in second.items():
         assert span.parent_id == first[step].parent_id
@@ -180,7 +182,7 @@ async def test_stages_stay_in_step_when_their_streams_end(
 async def test_running_requests_end_before_all_stages_stop(
     staged: Stack, undisturbed: list[Answer]
 ) -> None:
-    """SIGTERM starts a drain: running requests finish, and then the stages end."""
+    """SIGTERM starts a drain: running requests finish before the stages end."""
     wait_for(staged.healthy)
 
     drained = await answers(staged, staged.pid, signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""A tenant names the programs of another one: it reaches neither their contexts nor their ends."""
+"""A tenant that uses the program names of another tenant can neither use the cached blocks of its
+programs nor end them.
+"""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -39,7 +41,7 @@ def stack(
 def test_names_of_another_tenant_reach_nothing(
     stack: Stack, keys: tuple[Path, list[dict[str, str]]]
 ) -> None:
-    """The other tenant sends the same tokens under the same name, and ends its own program."""
+    """The second tenant sends the same tokens under the same name, and ends its own program."""
     acme, other = keys[1]
     context, num_cached = turn(stack.url, [*range(20, 81)], acme, **JOB)
     assert num_cached == 0

@@ -1,4 +1,4 @@
-"""All four services with a simulated device, and the policy in docs/simulation.md."""
+"""All four services with a simulated device and the scheduling policy of docs/simulation.md."""
 
 import re
 import textwrap
@@ -31,7 +31,9 @@ POLICY = "shortest:ShortestPromptFirst"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without weights, a profile with steps of 30 ms, and docs/simulation.md's policy."""
+    """A model without weights, a profile with steps of 30 ms, and the policy of
+    docs/simulation.md.
+    """
     directory: Path = tmp_path_factory.mktemp("simulated")
     save_servable_model(directory)
     (directory / "model.safetensors").unlink()
@@ -75,7 +77,7 @@ def step_seconds(stack: Stack) -> float:
 
 
 def test_the_metrics_show_the_times_of_the_profile(simulated: Stack) -> None:
-    """Ten tokens take ten steps. With two steps in flight, an eleventh step may begin."""
+    """Ten tokens take ten steps. An eleventh step may have begun, because two are in flight."""
     before = step_seconds(simulated)
     http_post(f"{simulated.url}/v1/completions", json={"prompt": "time", "max_tokens": 10})
     simulated.wait_until_nothing_is_held()
@@ -86,7 +88,7 @@ def test_the_metrics_show_the_times_of_the_profile(simulated: Stack) -> None:
 def test_the_policy_of_the_page_lets_a_short_prompt_overtake(
     simulated: Stack, directory: Path
 ) -> None:
-    """Four requests run, and the first ends early. A long and a short prompt wait."""
+    """Four requests run, of which one ends early, while a long and a short prompt wait."""
     answered: list[str] = []
 
     def ask(prompt: str, max_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks of one scheduler yield the same tokens, even if a rank is killed or hangs."""
+"""Two ranks of one scheduler compute the same tokens, even if a rank is killed or hangs."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ HIT_AT = 20
 
 @pytest.fixture(scope="module")
 def ranks(tiny_model: TinyModel) -> Iterator[Stack]:
-    """A stack of two ranks. It exports spans only when it stops."""
+    """A stack (all services) with two ranks. It exports spans only when it stops."""
     flags = ("--num-blocks", "1000", "--tensor-parallel-size", "2")
     stack = Stack(tiny_model.directory, *flags, environ={"OTEL_BSP_SCHEDULE_DELAY": "600000"})
     yield stack
@@ -36,7 +36,9 @@ def pids_of_ranks(stack: Stack) -> dict[int, int]:
 async def answers(
     stack: Stack, victim: int | None = None, signum: signal.Signals = signal.SIGKILL
 ) -> list[Answer]:
-    """Three answers. The process `victim` gets the signal when the first answer has begun."""
+    """Three answers. If a process `victim` is given, it gets the signal when the first answer has
+    begun.
+    """
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
     requests.append(request(PROMPTS[2], NUM_TOKENS, seed=2, temperature=1.0))
     hit = None if victim is None else partial(os.kill, victim, signum)

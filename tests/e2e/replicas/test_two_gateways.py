@@ -1,4 +1,4 @@
-"""Each of two gateways counts the other gateway's requests one step after they arrive."""
+"""Each of two gateways counts the other gateway's requests, one step after they arrive."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -61,14 +61,14 @@ def ask(stub: gateway_pb2_grpc.InferenceStub, number: int) -> Any:
 
 
 def held(gateway: Gateway) -> Counter[str]:
-    """Maps each replica's address to its number of requests, according to a gateway."""
+    """Maps each replica's address to the number of its requests that a gateway counts."""
     return Counter({one.address: one.load.num_requests for one in gateway.membership.replicas})
 
 
 async def test_requests_through_two_gateways_are_spread_as_through_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replicas report their loads only with steps, since gateways do not query queues here."""
+    """Gateways do not query queues here, so they learn the loads of replicas only from steps."""
     monkeypatch.setattr(QueueWatch, "_look", lambda _: None)
     model = write_tokenizer(tmp_path / "paged")
     async with AsyncExitStack() as stack:

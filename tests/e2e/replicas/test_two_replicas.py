@@ -1,5 +1,5 @@
-"""Tests two replicas behind one gateway. If a replica hangs or cannot run steps, its streams are
-delayed only by seconds. The gateway's index has the cached blocks of each replica.
+"""Two replicas behind one gateway. If one hangs or cannot run steps, its streams are delayed only
+by seconds. The gateway's index has the cached blocks of both.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ from tests.plain_http import http_get, http_post
 NUM_STREAMS = 6
 NUM_TOKENS = 300
 HIT_AT = 40
-# A session counts as hanging after three seconds. The rest is a margin for a busy machine.
+# The gateway gives a session up after three seconds of silence. The rest is a margin for a busy
+# machine.
 LONGEST_GAP_SECONDS = 10.0
 
 

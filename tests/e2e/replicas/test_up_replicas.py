@@ -85,7 +85,7 @@ def test_two_replicas_answer_and_heal(two: Stack) -> None:
     assert sum(", shared by 2 workers)" in line for line in two.output) == 2
     text = complete(two)
     assert complete(two) == text
-    # Requests are routed to the replicas in rotation, so each replica has served one request.
+    # Requests are routed to the replicas in rotation, so each has served one.
     wait_for(lambda: [r["stats"]["num_finished"] for r in replicas(two)] == [1, 1])
     (kernels,) = {replica["stats"]["kernels"] for replica in replicas(two)}
     order = SumOrder(kernels.removeprefix("native, bfloat16 in the order of "))

@@ -93,7 +93,7 @@ def test_a_tenant_survives_json(tenant: TenantRecord) -> None:
 
 
 def damaged_keys() -> list[object]:
-    """Values that are invalid as records of keys, each for another reason."""
+    """Invalid records of keys, each invalid for another reason."""
     whole = key_to_json(KEY)
     changes: list[dict[str, object]] = [
         {"sha256": "0" * 63},

@@ -1,5 +1,5 @@
-"""A single GGUF file is a complete model, because its metadata contain configuration, tokenizer and
-chat template.
+"""A single GGUF file is a complete model, because its metadata has the configuration, the tokenizer
+and the chat template.
 """
 
 import heapq
@@ -190,8 +190,9 @@ def test_what_is_not_read_is_named(tmp_path: Path, name: str, change: Any, probl
 
 
 def sentencepiece(tokens: dict[str, tuple[int, float]], text: str) -> list[int]:
-    """Encodes a text by SentencePiece's BPE. The neighbours whose merged token has the best score
-    are merged first, the leftmost among equals. Characters without a token are encoded as bytes.
+    """Encodes a text by SentencePiece's BPE: repeatedly merges the neighbours whose merged token
+    has the best score, and of equally good ones the leftmost. Characters without a token are
+    encoded as bytes.
     """
     pieces = list("▁" + text.replace(" ", "▁")) if text else []
     while True:

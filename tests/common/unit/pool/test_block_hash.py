@@ -1,4 +1,4 @@
-"""Compares block hashes with an independent computation, byte by byte."""
+"""Compares block hashes byte by byte with an independent computation."""
 
 import struct
 from hashlib import sha256

@@ -1,5 +1,5 @@
-"""The lease of a pool or worker belongs to one scheduler, and becomes free some time after its
-last release.
+"""The lease of a pool or worker belongs to one scheduler. It becomes free some time after its last
+release.
 """
 
 import pytest
@@ -13,8 +13,6 @@ GRACE_SECONDS = 2.0
 
 
 class Timer:
-    """A clock that a test sets."""
-
     def __init__(self) -> None:
         self.now = 0.0
 

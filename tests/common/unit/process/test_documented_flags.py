@@ -31,7 +31,7 @@ FILES = (
     *("tls/node.pem", "tls/node.key", "tls/ca.pem"),
     *("tls/edge.pem", "tls/edge.key", "tls/clients.pem", "keys.txt"),
 )
-"""Files that the example commands name and that must exist."""
+"""Files that the examples name. They must exist."""
 
 
 def commands() -> dict[str, list[str]]:
@@ -46,7 +46,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def client_commands() -> dict[str, list[list[str]]]:
-    """Maps each other command of `stepwell` to the arguments of its examples."""
+    """Maps each other command of `stepwell` to the argument lists of its examples."""
     found: dict[str, list[list[str]]] = {}
     block = PAGE.read_text().rpartition("## The other commands")[2].partition("```\n")[2]
     for line in block.partition("```")[0].replace("\\\n", " ").splitlines():

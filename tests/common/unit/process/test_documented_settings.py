@@ -27,7 +27,8 @@ PAGES = (
 )
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
 
-# Flags that are no settings of services: of docker, benchmarks, and the other `stepwell` commands.
+# Flags that are no settings of services: flags of docker, of benchmarks, and of other `stepwell`
+# commands.
 OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}
 OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
 OTHERS |= {"--volumes", "--network", "--build", "--keep", "--roles"}

@@ -31,8 +31,8 @@ asyncio.run(main())
 
 
 def probe(file: Path, seconds: int = 10) -> tuple[int, str]:
-    """Runs probe.sh. Returns its exit status and output. PATH contains no program, so the shell can
-    use only built-in commands.
+    """Runs probe.sh. Returns its exit status and output. PATH is empty, so that the shell can run
+    only built-in commands.
     """
     ran = subprocess.run(
         ["/bin/sh", str(PROBE), str(file), str(seconds)],
@@ -66,7 +66,9 @@ async def test_the_file_says_what_grpc_health_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("age_seconds", [0, 100])
 def test_a_probe_costs_a_few_milliseconds_of_a_processor(age_seconds: int, tmp_path: Path) -> None:
-    """A probe in Python would cost more, as Python needs more than ten milliseconds to start."""
+    """Python alone would need more than ten milliseconds to start, so the probe is a shell
+    script.
+    """
     file = tmp_path / "health"
 
     def cost() -> float:

@@ -92,7 +92,7 @@ run_service("thing", ServiceSettings, serve)
 
 
 def test_ctrl_c_during_the_imports_ends_a_service_without_a_traceback() -> None:
-    """The signal is sent at one of the last imports, which is that of services.kvpool.settings."""
+    """The signal is sent during one of the last imports, the one of services.kvpool.settings."""
     body = """
 import builtins, os, runpy, signal
 importing = builtins.__import__
@@ -194,7 +194,7 @@ run_service("thing", ServiceSettings, serve)
 def test_lines_that_a_full_disk_did_not_take_are_counted_once_there_is_room(
     style: str, unbuffered: str, tmp_path: Path
 ) -> None:
-    # A limit on the size of files has the same effect as a full disk.
+    # A limit on the size of files, which has the same effect as a full disk.
     body = """
 import logging, resource
 

@@ -103,7 +103,7 @@ def test_a_secret_is_the_content_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("program", ["gateway", "scheduler", "kvpool", "worker", "up"])
 def test_every_secret_of_a_program_can_be_a_file(program: str, tmp_path: Path) -> None:
-    """The secrets are the API keys and the URLs, which may contain a password."""
+    """The secrets are the API keys, and the URLs, which may contain passwords."""
     cls, file = _settings_class("cli" if program == "up" else program), tmp_path / "secret"
     file.write_text("redis://:word@redis:6379\n")
     fields = dataclasses.fields(cls)
@@ -230,15 +230,13 @@ def test_help_names_every_flag_its_values_and_its_default(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """Settings of several services."""
-
     port: int = setting(doc="where", check=at_least(1))
     noise: int = setting(1, doc="how loud")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extended(Base):
-    """Settings of one service, which extend those that all services share."""
+    """Settings of one service, which extend those of all services."""
 
     port: int = with_default(Base, "port", 7)
     special: str = setting(doc="what only this one has")

@@ -1,4 +1,4 @@
-"""The time for which a watched process was silent although it could run, from given readings."""
+"""Computes from given readings for how long a watched process was silent although it could run."""
 
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ def process(**threads: ThreadTimes) -> ProcessTimes:
 
 
 def after(seconds: float, state: str, ran: float, waited: float) -> ThreadTimes:
-    """The times of a thread in `seconds`. `ran` and `waited` are the shares of this time in which
-    the thread ran and waited for a processor.
+    """The times of a thread in `seconds`. `ran` and `waited` are the fractions of this time in
+    which it ran and in which it waited for a processor.
     """
     return ThreadTimes(state, ran * seconds, waited * seconds)
 
@@ -38,8 +38,8 @@ def counted(
     watcher_waited: float = 0,
     machine: MachineTimes = QUIET,
 ) -> float:
-    """The silence after `seconds` of a process with two threads: one sleeps, and the other has the
-    state `state` and the shares `ran` and `waited`.
+    """The silence after `seconds` of a process with two threads. One sleeps. The other has the
+    state `state`, and the fractions `ran` and `waited`.
     """
     watch = Silence(0.0)
     for number in range(1, round(seconds / PERIOD) + 1):
@@ -68,7 +68,7 @@ def test_time_that_a_thread_waits_for_a_processor_does_not_count() -> None:
 
 
 def test_a_wait_counts_as_one_before_the_counter_shows_it() -> None:
-    """The kernel's counter of waits (sched_info) counts a wait only when the wait ends."""
+    """The kernel's counter of waits (sched_info) includes a wait only when the wait has ended."""
     assert counted(100.0, "R", ran=0.01, waited=0.0) == pytest.approx(1.0)
 
 

@@ -1,4 +1,4 @@
-"""Redis calls end within their time limit, whatever the server does, and can be cancelled."""
+"""Calls of Redis can be cancelled, and end within their time limit, whatever the server does."""
 
 import asyncio
 import socket

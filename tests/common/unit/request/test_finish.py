@@ -17,8 +17,8 @@ TWICE = RepetitionDetection(2, 1, 2)
 def end_of(
     output: list[int], *, known: tuple[int, ...] = (), longest: int = 100, **sampling: Any
 ) -> tuple[list[int], Finish | None]:
-    """Appends `output` to the prompt and the `known` tokens. Returns the tokens of `output` that
-    were kept, and the Finish of the sequence.
+    """Appends `output` to the prompt and the `known` tokens. Returns the part of `output` that was
+    kept, and the Finish of the sequence.
     """
     params = SamplingParams(eos_token_ids=(EOS,), stop_token_ids=(EOS, STOP), **sampling)
     tokens, most, ending = [*PROMPT, *known], len(PROMPT) + longest, ending_token_ids(params)

@@ -1,4 +1,4 @@
-"""Repetition detection: a request is ended when its output repeats a pattern too often."""
+"""Repetition detection: a request ends when its output repeats a pattern too often."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,5 +1,5 @@
-"""Dataclasses that services exchange have the fields of their protobuf messages, and are unchanged
-by a conversion to the message and back.
+"""Dataclasses that services exchange have the fields of their protobuf messages. A conversion to
+the message and back does not change them.
 """
 
 import enum

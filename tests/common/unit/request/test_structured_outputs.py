@@ -1,4 +1,4 @@
-"""The validation of a request's structured outputs before they are compiled to a grammar."""
+"""A request's structured outputs are validated before they are compiled to a grammar."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from services.common.request.structured_outputs import StructuredOutputs, Struct
 
 
 def schema_of(num_values: int) -> StructuredOutputs:
-    """A schema in a new str object, as every request has one of its own."""
+    """A schema as a new str object, because each request has one of its own."""
     text = json.dumps({"enum": list(range(num_values))})
     return StructuredOutputs(StructuredOutputsKind.JSON, text)
 

@@ -21,8 +21,8 @@ UNDECODABLE = b"\x0a\xff"
 
 
 class WrongPool(kvpool_pb2_grpc.KVPoolServicer):
-    """A pool that answers MatchPrefix correctly. To other methods it answers with bytes that cannot
-    be decoded.
+    """A pool that answers MatchPrefix correctly, and all other methods with bytes that cannot be
+    decoded.
     """
 
     async def MatchPrefix(self, request: object, context: object) -> Any:  # noqa: ARG002, N802
@@ -40,7 +40,9 @@ class WrongPool(kvpool_pb2_grpc.KVPoolServicer):
 
 
 def with_wrong_bytes(servicer: Any, server: Any) -> None:
-    """Registers a servicer. Where a method returns None, bytes that cannot be decoded are sent."""
+    """Registers a servicer. If a method returns None, its answer is bytes that cannot be
+    decoded.
+    """
 
     class Registered:
         def add_generic_rpc_handlers(self, handlers: Any) -> None:
@@ -92,7 +94,7 @@ async def test_services_connect_over_a_link_of_some_latency(
 
 
 async def test_a_connection_is_replaced_after_two_calls_without_an_answer() -> None:
-    """The proxy loses all data, but neither side sees the connection end."""
+    """The proxy drops all data, so that neither side sees the connection end."""
     async with serving() as target:
         proxy = CuttableProxy(target)
         async with open_channel(await proxy.start()) as channel:
@@ -160,7 +162,7 @@ async def test_a_call_that_ends_under_writes_has_the_status_of_the_server() -> N
 
 
 async def test_a_channel_without_calls_that_is_renewed_tries_to_connect_no_more() -> None:
-    """Without `renew`, gRPC would try to connect four times a second while the channel is open."""
+    """A channel that is not renewed tries to connect four times a second while it is open."""
     connected = asyncio.Event()
 
     async def close(_reader: object, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,6 @@
-"""Every channel argument that the code uses exists in gRPC. gRPC ignores unknown arguments."""
+"""gRPC ignores unknown channel arguments. Therefore every argument that the code uses is looked up
+in gRPC.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def channel_arguments(source: str) -> Iterator[str]:
-    """The names of channel arguments in source code, from pairs like `("grpc.so_reuseport", 0)`."""
+    """The channel arguments named in source code, in pairs like `("grpc.so_reuseport", 0)`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Tuple) and len(node.elts) == 2:
             name = node.elts[0]
@@ -23,7 +25,7 @@ def channel_arguments(source: str) -> Iterator[str]:
 
 
 def used_arguments() -> dict[str, str]:
-    """Maps each argument that the services and the benchmarks use to a file that uses it."""
+    """Maps each channel argument that services or benchmarks use to a file that uses it."""
     return {
         name: str(path.relative_to(ROOT))
         for folder in ("services", "benchmarks")
@@ -34,7 +36,7 @@ def used_arguments() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def grpc_core() -> bytes:
-    """gRPC's native library. It contains the name of each argument, with a zero byte after it."""
+    """gRPC's native library, which contains the name of each argument, followed by a zero byte."""
     return Path(cygrpc.__file__).read_bytes()
 
 

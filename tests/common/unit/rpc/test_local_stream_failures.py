@@ -1,5 +1,5 @@
-"""The effects of defects, hostile processes and exhausted resources on streams over a Unix socket.
-Tests with the fixture `listening` also run over gRPC, as both must behave the same for clients.
+"""Streams over a Unix socket when code is defective, peers are hostile or resources are exhausted.
+Tests with the fixture `listening` also run over gRPC, because clients must see the same behaviour.
 """
 
 import asyncio
@@ -55,7 +55,6 @@ def call_over(connection: socket.socket) -> LocalCall:
 
 @contextmanager
 def without_descriptors() -> Iterator[None]:
-    """A context in which this process cannot open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.open(os.devnull, os.O_RDONLY)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, hard))
@@ -102,7 +101,9 @@ async def test_a_call_without_descriptors_is_unavailable(listening: str) -> None
             try:
                 await call.write(request(1))
                 assert await call.read() == response(1)
-            except grpc.aio.AioRpcError:  # the channel waits before it connects again
+            except (
+                grpc.aio.AioRpcError
+            ):  # the channel waits before it connects again
                 await asyncio.sleep(0.1)
             else:
                 break
@@ -110,7 +111,7 @@ async def test_a_call_without_descriptors_is_unavailable(listening: str) -> None
 
 
 async def test_a_cancelled_read_cancels_its_call(listening: str) -> None:
-    """Otherwise the answer to one request would be read as the answer to the next request."""
+    """Otherwise the next request would read the answer to the cancelled one."""
     async with serving(echoed, listening) as (_, pool, transact):
         call = transact()
         await call.write(request(1))
@@ -246,7 +247,9 @@ async def test_a_connection_that_names_no_method_is_ended(tmp_path: Path) -> Non
 
 
 async def test_a_call_whose_client_has_gone_is_not_begun(at_socket: str) -> None:
-    """The server begins only the third call, because the client has cancelled the first two."""
+    """The server begins only the third call. The clients of the first two have cancelled them
+    before.
+    """
     begun = []
 
     async def noted(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:

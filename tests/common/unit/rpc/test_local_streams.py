@@ -1,5 +1,5 @@
-"""Streams over a Unix socket. Tests with the fixture `listening` also run over gRPC, as both must
-behave the same for clients and handlers.
+"""Streams over a Unix socket. Tests with the fixture `listening` also run over gRPC, because
+clients and handlers must see the same behaviour.
 """
 
 import asyncio
@@ -232,8 +232,8 @@ async def test_without_a_socket_for_streams_they_go_over_grpc(directory: Path) -
 
 
 async def test_other_calls_succeed_as_soon_as_streams_do(directory: Path) -> None:
-    """Health checks are first called without a server, and fail. Once the server runs and a stream
-    succeeds, they succeed too.
+    """Health checks fail while there is no server. They must succeed as soon as the server runs and
+    a stream has succeeded.
     """
     address = f"unix:{directory / 'pool.sock'}"
     check = health_pb2.HealthCheckRequest()
@@ -326,7 +326,9 @@ async def test_another_thread_sends_what_does_not_have_to_wait() -> None:
     sent: list[bool] = []
 
     def flood() -> int:
-        """Sends messages until one cannot be sent at once. Returns the number of sent messages."""
+        """Sends messages until one is not sent at once. Returns the number of messages that were
+        sent.
+        """
         number = 0
         while sender.send_at_once(b"%d" % number):
             number += 1

@@ -1,4 +1,4 @@
-"""Each member of Stepwell's enums has the same number in the protobuf contracts."""
+"""Each member of Stepwell's enums has the number that the protobuf contracts give it."""
 
 import enum
 

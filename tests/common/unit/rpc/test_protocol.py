@@ -1,4 +1,4 @@
-"""The compatibility of releases. Contracts must not change without a new protocol number."""
+"""Releases are compatible: the contracts do not change without a new protocol number."""
 
 import hashlib
 from importlib.metadata import version
@@ -14,7 +14,7 @@ from services.common.rpc.protocol import PROTOCOL, OtherProtocol, own_release, r
 
 CONTRACTS_DIGEST = "03029b485783d69326a628ee1c2d2da092d4640d60b8911e61ed6c2a8a2f27b8"
 """The digest of the protobuf contracts between services. When they change, decide by the docstring
-of PROTOCOL whether it must be raised, and set the new digest here.
+of PROTOCOL whether the number must be raised, and set the new digest.
 """
 
 

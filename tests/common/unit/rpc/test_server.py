@@ -55,8 +55,6 @@ class Echo(kvpool_pb2_grpc.KVPoolServicer):
 
 
 class Served:
-    """A running server, and a channel to it."""
-
     def __init__(self, server: GrpcServer, echo: Echo, channel: grpc.aio.Channel) -> None:
         self.server = server
         self.echo = echo
@@ -204,7 +202,7 @@ async def test_a_socket_in_the_file_system_is_served_too() -> None:
 
 
 def sockets_in(directory: Path) -> tuple[Path, Path]:
-    """The two sockets of a server at the path "s": for gRPC, and for local streams."""
+    """The server's two sockets at the path "s": one for gRPC and one for local streams."""
     return directory / "s", Path(streams_path(f"{directory}/s"))
 
 
@@ -357,7 +355,7 @@ def test_only_what_is_wrong_with_metrics_is_logged(
         with socket.create_connection(("127.0.0.1", free_port)) as scraper:
             scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert asked.wait(SECONDS)
-            # The connection is closed with a reset, before the answer is sent.
+            # Closes the connection with a reset, before the answer is sent.
             scraper.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         answering.set()
         threads[0].join(SECONDS)

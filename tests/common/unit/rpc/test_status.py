@@ -1,6 +1,4 @@
-"""Errors and gRPC statuses. Each error has a status, and a client catches the error that the
-server raised.
-"""
+"""Each error has a gRPC status, and a client catches the error that the server raised."""
 
 import asyncio
 import importlib
@@ -84,7 +82,9 @@ def test_the_nearest_ancestor_decides() -> None:
 
 
 class Raising(health_pb2_grpc.HealthServicer):
-    """A servicer that raises an error: in Check at once, in Watch after its first answer."""
+    """A servicer whose Check raises an error at once, and whose Watch raises it after the first
+    answer.
+    """
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -107,7 +107,7 @@ class Raising(health_pb2_grpc.HealthServicer):
 async def refusing(
     error: Exception, raising: Raising | None = None, options: Sequence[tuple[str, str]] = ()
 ) -> AsyncIterator[health_pb2_grpc.HealthStub]:
-    """A client of a server whose handlers raise an error."""
+    """A client of a server whose handlers raise `error`."""
     server = grpc.aio.server(interceptors=[StatusInterceptor()])
     health_pb2_grpc.add_HealthServicer_to_server(raising or Raising(error), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -310,7 +310,7 @@ async def test_a_connection_that_ends_under_a_write_was_closed_by_the_peer() -> 
         writer = asyncio.create_task(write_on())
         await asyncio.sleep(0)
         proxy.cut()
-        # A write may raise InvalidStateError once the call has ended. A read has the status.
+        # Once the call has ended, a write may raise InvalidStateError, while a read has the status.
         with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
             await writer
         with pytest.raises(grpc.aio.AioRpcError) as failed:

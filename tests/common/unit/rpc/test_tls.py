@@ -1,4 +1,4 @@
-"""gRPC over TLS: the clients that a server accepts, and the replacement of certificates."""
+"""gRPC over TLS: which clients a server accepts, and how certificates are replaced."""
 
 import asyncio
 import tempfile
@@ -237,7 +237,7 @@ class Stream:
             self.num_read += 1
 
     async def goes_on(self) -> None:
-        """Waits until three more numbers are read. Raises the error of a stream that has ended."""
+        """Waits until three more numbers are read. If the stream has ended, raises its error."""
         target = self.num_read + 3
         async with asyncio.timeout(SECONDS):
             while self.num_read < target:
@@ -252,7 +252,7 @@ class Stream:
 
 async def test_certificates_and_authority_are_replaced_while_streams_run(tmp_path: Path) -> None:
     """An operator first makes all services trust both authorities, then replaces the certificates,
-    and then removes the old authority.
+    and finally removes the old authority.
     """
     old, new = Authority("old"), Authority("new")
     server_files = Files(tmp_path / "server").write(old.issue(*LOOPBACK), old)

@@ -35,12 +35,12 @@ def gauge(name: str, labels: dict[str, str], value: float, text: str = "It.") ->
 
 
 def without_process(text: bytes) -> str:
-    """The text without the process metrics, which are at the end."""
+    """The text without the process metrics, which are at its end."""
     return text.decode().partition("# HELP process_")[0]
 
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """All samples by name and labels, as the parser of prometheus_client reads them."""
+    """The samples by name and labels, as read by the parser of prometheus_client."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -120,7 +120,7 @@ def test_a_metric_that_another_version_has_with_another_type_is_left_out() -> No
 
 
 def timed(*traces: str) -> bytes:
-    """The text of a counter and of a histogram with one observation for each trace id."""
+    """The text of a counter, and of a histogram with one observation for each trace id."""
     histogram = Histogram(vllm.E2E_REQUEST_LATENCY)
     for number, trace_id in enumerate(traces):
         histogram.observe_traced(0.1 + number, trace_id)

@@ -1,4 +1,4 @@
-"""Spans are encoded as the OpenTelemetry SDK encodes them."""
+"""Spans are encoded to the same bytes as by the OpenTelemetry SDK."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def span(number: int = 1, resource: Resource = HERE, **fields: Any) -> ReadableS
     ],
 )
 def test_every_part_of_a_span(fields: dict[str, Any]) -> None:
-    for _ in range(2):  # the second encoding uses cached parts
+    for _ in range(2):  # the second time, cached parts are used
         assert encoded_spans([span(**fields)]) == encode_spans([span(**fields)])
 
 

@@ -1,4 +1,4 @@
-"""The log messages that spans are dropped, and that no more spans are dropped."""
+"""The log reports when spans begin to be dropped, and when this ends."""
 
 from collections import Counter
 

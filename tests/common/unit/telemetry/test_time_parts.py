@@ -1,4 +1,4 @@
-"""The text of a request's times. The rounded parts add up to the rounded sum, for all values."""
+"""The text of a request's times. The rounded parts always add up to the rounded sum."""
 
 import re
 

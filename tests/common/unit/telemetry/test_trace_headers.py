@@ -1,4 +1,4 @@
-"""Attributes of spans that are taken from W3C baggage."""
+"""W3C baggage is converted to attributes of spans."""
 
 from hypothesis import given
 from hypothesis import strategies as st

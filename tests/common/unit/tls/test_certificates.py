@@ -1,4 +1,4 @@
-"""Certificate files. Tests which files are refused, and that replacements are detected."""
+"""Which certificate files are refused, and how replaced files are detected."""
 
 import logging
 import time

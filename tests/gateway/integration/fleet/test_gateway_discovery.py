@@ -18,7 +18,8 @@ from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.streams import Stream, expected
 from tests.redis_servers import RedisServer, needs_redis, redis_server
 
-# Every second the gateway reads the registry and schedulers renew their leases of three seconds.
+# The gateway reads the registry every second. Schedulers renew their leases of three seconds as
+# often.
 UP, ADDRESSES, FAILURES = (
     f'stepwell_discovery_{name}{{source="redis"}}' for name in ("up", "addresses", "failures_total")
 )
@@ -32,7 +33,7 @@ def redis(shared_redis: RedisServer) -> RedisServer:
 
 @asynccontextmanager
 async def discovering(model: Path, redis: RedisServer, **settings: Any) -> AsyncIterator[Serving]:
-    """A gateway that finds its schedulers in Redis alone."""
+    """A gateway that finds its schedulers only in Redis."""
     values = {"schedulers": None, "redis_url": redis.url, "num_ready": 0} | settings
     async with serving(model, **values) as served:
         yield served
@@ -44,7 +45,7 @@ def addresses(served: Serving) -> list[str]:
 
 
 async def until_ready(served: Serving, *schedulers: FakeScheduler) -> None:
-    """Waits until these schedulers are the gateway's replicas, and are all ready."""
+    """Waits until the gateway's replicas are these schedulers, and all are ready."""
     wanted = {scheduler.address for scheduler in schedulers}
 
     def holds() -> bool:
@@ -122,11 +123,11 @@ async def test_one_that_drains_leaves_without_an_error_for_what_runs_there(
         late = [Stream(served) for _ in range(8)]
         await asyncio.gather(*(stream.task for stream in late))
         assert len(leaves.scheduler.adds) == 8, "it gets no new requests"
-        await asyncio.sleep(1.5)  # the gateway keeps the unregistered replica for its streams
+        await asyncio.sleep(1.5)  # the gateway keeps an unregistered replica while it has streams
         assert leaves.scheduler.address in addresses(served)
         leaves.scheduler.allow(5)
         await until(lambda: sum(len(stream.token_ids) for stream in streams) == 8 * 30 + 80)
-        # The drain ends. Sequences that still run continue at the other scheduler.
+        # The end of the drain. Sequences that still run continue at the other scheduler.
         await leaves.scheduler.die()
         await asyncio.gather(*(stream.task for stream in streams))
         await until_ready(served, stays.scheduler)

@@ -1,4 +1,6 @@
-"""If clients disconnect or schedulers die, no token is lost and no state of requests remains."""
+"""If clients disconnect or schedulers die, no token is lost, and nothing remains of ended
+requests.
+"""
 
 import asyncio
 import json
@@ -47,7 +49,7 @@ async def test_a_stream_goes_on_when_the_scheduler_comes_back(served: Serving) -
 async def four_streams(
     served: Serving, first: FakeScheduler, second: FakeScheduler
 ) -> list[Stream]:
-    """Four streams that wait after their fourth token, two at each scheduler."""
+    """Four streams, two at each scheduler, that have received four tokens and wait."""
     first.permits = second.permits = 0
     streams = [Stream(served) for _ in range(4)]
     await until(lambda: first.num_running == second.num_running == 2)
@@ -70,10 +72,12 @@ async def test_a_stream_goes_on_at_another_replica(model: Path) -> None:
 
 
 class Damaged(FakeScheduler):
-    """A scheduler behind a proxy, which damages the next message of a session on request."""
+    """A scheduler behind a proxy that can damage one message of a session."""
 
     damage: Callable[[bytes], bytes | None] | None = None
-    """A function that returns a damaged message, or None if it does not damage this message."""
+    """Returns the damaged message, or None for a message that it does not damage. It is used for
+    one message.
+    """
 
     async def start(self, address: str = "") -> str:
         self._proxy = PeerProxy(await super().start(address))
