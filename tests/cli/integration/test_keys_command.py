@@ -62,9 +62,7 @@ def test_a_key_is_made_listed_and_revoked(place: list[str]) -> None:
     assert [record["limits"] for record in listed] == [both, both], "a tenant's keys share limits"
     assert key not in json.dumps(listed)
     assert "sha256" not in json.dumps(listed)
-    assert (
-        keys("revoke", *place, key).returncode == 0
-    )  # also accepts a key instead of its id
+    assert keys("revoke", *place, key).returncode == 0  # also accepts a key instead of its id
     assert keys("revoke", *place, second["id"], "--json").returncode == 0
     assert keys("revoke", *place, second["id"]).returncode == 0, "twice is no error"
     table = keys("list", *place).stdout.splitlines()

@@ -38,7 +38,9 @@ class Tree:
         (self._root / name).write_text(text)
 
     def change(self, name: str, hunk: str) -> None:
-        """Replaces the old lines of a diff hunk, which occur once in the file, by the new lines."""
+        """Replaces the old lines of a diff hunk, which must occur once in the file, by its new
+        lines.
+        """
         lines = hunk.splitlines()
         old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
         new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
@@ -47,7 +49,7 @@ class Tree:
         self.write(name, text.replace(f"\n{old}", f"\n{new}"))
 
     def failed(self, *tests: str) -> str:
-        """The report of the tests if one fails, and otherwise an empty text."""
+        """The test report if a test fails, otherwise an empty text."""
         command = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", *tests]
         done = subprocess.run(
             command,

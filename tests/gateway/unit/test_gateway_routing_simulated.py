@@ -40,7 +40,7 @@ def test_conversations_stay_where_they_are_cached_at_any_load(at_once: int) -> N
 
 def test_replicas_that_measure_unequal_speeds_share_the_conversations() -> None:
     """With little load, measured speeds differ by chance. Here one of several equal replicas seems
-    half as fast as another.
+    to have half the speed of another.
     """
     num_blocks = round(CONVERSATIONS.num_blocks(BLOCK_SIZE) / NUM_REPLICAS)
     world = SimulatedFleet(
@@ -52,7 +52,7 @@ def test_replicas_that_measure_unequal_speeds_share_the_conversations() -> None:
 
 
 def test_a_prefix_that_all_share_does_not_make_a_queue_at_one_replica() -> None:
-    """Each prompt is the same long system prompt and a short question. The cap of the difference in
+    """Each prompt is the same long system prompt with a short question. The limit on differences in
     load is off.
     """
     questions = Workload(64, 1, 1, 512, 16, 16, 100, 300, 4096, "questions")

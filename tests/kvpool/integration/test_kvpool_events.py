@@ -18,7 +18,7 @@ from tests.kvpool.wire import Speaker, packed
 from tests.kvpool.worked_examples import BLOCK_SIZE, hashes
 
 IDLE_SECONDS = 1.0
-"""An idle pool sends every event within this time."""
+"""An idle pool must send every event within this time."""
 
 
 async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub):
@@ -28,7 +28,7 @@ async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub):
 
     assert await read(watch) == batch(speaker, 1, stored("ab"), snapshot=True)
     await speaker.transact(wire.release(1), wire.admit(wire.admission(2, 8, path="xy")))
-    # Request 2 gets block 3, which was free, and the block of "ab", which is evicted.
+    # Request 2 gets block 3, which is free, and the block of "ab", which is evicted for it.
     assert await read(watch) == batch(speaker, 2, removed("ab", last=1), stored("xy"))
     await speaker.transact(wire.release(2))  # does not change the prefix index
     await speaker.transact(wire.reset())
@@ -37,7 +37,9 @@ async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub):
 
 
 async def test_an_idle_pool_keeps_nothing_back(stub):
-    """A watcher gets the changes of a transaction even after the transaction stream ended."""
+    """A watcher gets the changes of a transaction even if the transaction stream has ended
+    since.
+    """
     speaker = await opened_speaker(stub)
     watch = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id="replica"))
     await read(watch)
@@ -63,7 +65,7 @@ async def test_a_watcher_is_told_that_the_pool_begins_anew(stub):
 
 
 async def test_answers_name_what_changed_if_the_pool_was_opened_so(stub):
-    """The answer to a repeated transaction contains its events again."""
+    """If a transaction is sent again, the answer contains its events again."""
     speaker = await opened_speaker(stub, num_blocks=4, report_events=True)
     answer = await speaker.transact(wire.admit(wire.admission(1, 8, path="ab")))
     assert list(answer.events) == [stored("ab")]
@@ -146,7 +148,7 @@ async def test_a_chain_is_matched_in_every_pool_that_holds_its_beginning(stub):
     assert await match(stub, "w") == []
     assert await match(stub, "") == []
 
-    # The block of "xyz" is reused. The blocks of "x" and "xy" can still be found.
+    # The block of "xyz" is allocated again. The blocks of "x" and "xy" can still be found.
     await a.transact(wire.release(1), wire.admit(wire.admission(2, 4)))
     assert await match(stub, "xyz") == [("a", a.generation, 2), ("b", b.generation, 2)]
     reopened = await opened_speaker(stub, pool_id="b")

@@ -30,7 +30,7 @@ async def test_it_drains_on_sigterm_and_exits_with_success():
         async with asyncio.timeout(wire.SECONDS):
             while b"stopping" not in (line := await process.stderr.readline()):
                 assert line, "it ended without a word"
-        # A draining pool still executes the transactions of an open stream.
+        # A pool that drains still executes the transactions of an open stream.
         assert (await speaker.transact(wire.release(1))).num_free_blocks == 9
         await speaker.end()
         async with asyncio.timeout(wire.SECONDS):
@@ -72,7 +72,7 @@ async def test_metrics_tell_how_long_blocks_live_lie_idle_and_wait_for_their_reu
             await speaker.transact(wire.admit(wire.admission(1, 12, path="abc")))  # transaction 1
             await speaker.transact(wire.release(1))
             await speaker.transact(wire.lookup(2, 8, "ab"))
-            # Transaction 4 hits two blocks that were freed two transactions ago, and evicts the
+            # Transaction 4 hits two blocks that were freed two transactions ago. It evicts the
             # block of "abc", which was cached for three transactions and free for two.
             await speaker.transact(wire.admit(wire.admission(2, 9, hit=8)))
             await speaker.transact(wire.release(2), wire.reset())

@@ -1,5 +1,5 @@
-"""Transactions over gRPC are executed exactly once, refused for older generations of the pool, and
-accepted on one stream at a time.
+"""Transactions over gRPC are executed exactly once. They are accepted on one stream at a time, and
+refused if they name an older generation (earlier opening) of the pool.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A directory's answers for a pool equal the pool's own prefix hits."""
+"""The directory's answer for a pool equals the pool's own prefix hits."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Allocation and prefix hits, in examples with four tokens in a block."""
+"""Allocation and prefix hits, in examples with four tokens per block."""
 
 from services.common.pool.operations import Admit, ResetPrefixCache, Stop, StopReason
 from tests.kvpool.worked_examples import (
@@ -82,7 +82,7 @@ def test_a_hit_leaves_a_token_to_compute():
     pool = make_pool(8)
     admit(pool, 1, 8, path="ab")
     assert lookup(pool, 2, 7, "ab") == 4
-    # Request 2 computes the tokens of "ab" again, although block 2 stores them.
+    # Request 2 has no hit of "ab", so it computes its tokens again, although block 2 stores them.
     assert admit(pool, 2, 8, hit=4) == [1, 3]
     assert pool.num_cached_hashes == 2
 
@@ -184,7 +184,8 @@ def test_a_hit_on_a_free_block_counts_as_a_free_block_needed():
     pool = make_pool(5)
     admit(pool, 1, 8, path="ab")
     release(pool, 1)
-    # The request needs the two blocks of its hit and three new blocks, but four blocks are free.
+    # The request needs the two blocks of its hit and three new ones, but four blocks are free in
+    # total.
     outcome = pool.transact([Admit([admission(2, 20, hit=8, path="ab")])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
     assert admit(pool, 2, 16, hit=8, path="ab") == [1, 2, 3, 4]

@@ -1,4 +1,6 @@
-"""Common prefix hits of several kinds of groups, in examples with four tokens in a block."""
+"""Prefix hits that several kinds of KV-cache groups have in common, in examples with four tokens
+per block.
+"""
 
 from services.common.pool.operations import Admit, BeginStep, Grow, Stop, StopReason
 from tests.kvpool.groups import CHUNK, FULL, STATE, WINDOW, evict, pool_of
@@ -31,7 +33,8 @@ def test_groups_of_two_kinds_agree_on_the_longest_hit_of_both():
 
 def test_a_hit_shrinks_until_every_group_agrees():
     pool = pool_of(FULL, WINDOW, STATE, num_blocks=40)
-    # States are cached at tokens 8 and 24. Blocks before the sliding window are freed.
+    # States are cached at tokens 8 and 24. The group with the window has freed the blocks before
+    # it.
     admit(pool, 1, 8, path="ab")
     commit(pool, 1, 24, hashes("abcdef")[2:])
     grow(pool, 1, 24, computed=8)
@@ -41,7 +44,7 @@ def test_a_hit_shrinks_until_every_group_agrees():
     pool.transact([BeginStep()])
     assert lookup(pool, 2, 100, "abcdef") == 24
     # The hit may have up to 23 tokens. Full attention and the window could hit 20, but a state is
-    # cached only at token 8. The window at token 8 needs "a" and "ab", which are still cached.
+    # cached only at token 8. There the window needs "a" and "ab", which are still cached.
     assert lookup(pool, 3, 23, "abcdef") == 8
     admit(pool, 3, 9, hit=8)
     tables = pool.block_tables(3)
@@ -69,7 +72,7 @@ def test_a_hit_can_shrink_to_nothing():
 
 
 def test_an_admission_counts_what_each_group_needs():
-    # For 40 tokens full attention needs ten blocks, the window five and the state one.
+    # For 40 tokens, full attention needs ten blocks, the window five and the state one.
     pool = pool_of(FULL, WINDOW, STATE, num_blocks=18, in_flight=8)
     outcome = pool.transact([Admit([admission(1, 8, reserve=40, watermark=2)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
@@ -81,8 +84,8 @@ def test_a_growth_fits_if_all_groups_do():
     admit(pool, 1, 12)  # allocates six blocks, so that one is free
     outcome = pool.transact([Grow([1], [8], [16])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
-    # Query 12 sees tokens 7 to 12, so the window frees block 4. Two free blocks are enough for one
-    # new block in each group.
+    # Query 12 sees tokens 7 to 12, so the window frees block 4. With it two blocks are free, one
+    # for each group.
     outcome = pool.transact([Grow([1], [12], [16])])
     assert outcome.stop is None
     assert [group.block_ids for group in outcome.results[0].groups] == [[4], [7]]
@@ -99,7 +102,7 @@ def test_events_and_snapshots_name_the_group():
     assert [(event.group, event.hashes) for event in pool.snapshot()] == told
 
 
-# Hits for EAGLE draft heads, without their last block.
+# Hits for EAGLE draft heads, which do without the last cached block.
 
 
 def test_the_last_block_of_a_hit_is_dropped_for_a_draft_head():

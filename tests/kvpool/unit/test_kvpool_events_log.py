@@ -1,4 +1,4 @@
-"""Events report exactly the hashes that entered or left the pool's prefix index, in order."""
+"""Events report, in order, exactly the hashes that entered or left the pool's prefix index."""
 
 from services.common.pool.operations import Admit, Grow, Release, ResetPrefixCache
 from services.kvpool.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored

@@ -1,4 +1,4 @@
-"""Allocation, freeing and prefix hits of each kind of attention, in examples with four tokens in a
+"""Allocation, freeing and prefix hits for each kind of attention, in examples with four tokens per
 block.
 """
 
@@ -112,13 +112,13 @@ def test_with_less_than_a_window_cached_a_hit_must_begin_at_the_first_token():
 
 def test_a_window_is_admitted_with_less_than_the_whole_sequence():
     pool = pool_of(WINDOW, num_blocks=6, in_flight=8)
-    # 40 tokens fill ten blocks, but a window and a step of eight tokens need at most five blocks.
+    # 40 tokens fill ten blocks, but a window with a step of eight tokens needs at most five.
     assert pool.transact([Admit([admission(1, 8, reserve=40)])]).stop is None
     release(pool, 1)
     tight = pool_of(WINDOW, num_blocks=5, in_flight=8)
     outcome = tight.transact([Admit([admission(1, 8, reserve=40)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
-    # The 20 tokens that this step computes need five blocks, and four are free.
+    # The 20 tokens of this step need five blocks, and four are free.
     outcome = tight.transact([Admit([admission(1, 20)])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
 
@@ -215,12 +215,12 @@ def test_a_state_needs_one_block_however_long_the_prompt():
     pool = pool_of(STATE, num_blocks=3)
     assert admit(pool, 1, 400)[-2:] == [0, 1]
     assert grow(pool, 1, 401, computed=400) == [2]
-    # The step reads one state and writes the other. There is no third block for a third state.
+    # The step reads one state and writes the other. There is no block for a third state.
     assert pool.transact([Grow([1], [400], [405])]).stop == Stop(0, 0, StopReason.NO_BLOCKS)
     assert grow(pool, 1, 405, computed=404) == [1]
 
 
-# Ages of blocks.
+# How long blocks were cached and free.
 
 
 def test_ages_of_blocks_are_counted_in_transactions():
@@ -228,7 +228,7 @@ def test_ages_of_blocks_are_counted_in_transactions():
     admit(pool, 1, 12, path="abc")  # transaction 1
     release(pool, 1)
     assert lookup(pool, 2, 8, "ab") == 8
-    # Transaction 4 hits two blocks that were freed two transactions ago, and evicts the block of
+    # Transaction 4 hits two blocks that were freed two transactions ago. It evicts the block of
     # "abc", which was cached for three transactions and free for two.
     admit(pool, 2, 9, hit=8)
     stats = pool.stats()
@@ -257,8 +257,8 @@ def test_blocks_handed_out_beside_states_are_to_be_zeroed_but_hits_are_not():
     assert zeroed(pool, Grow([1], [8], [13])) == (4, 5)
     assert pool.block_tables(1) == ((1, 2, 4, 5), (0, 3, 0, 6))
     assert zeroed(pool, Grow([1], [12], [13])) == ()
-    # Two requests hit blocks 1 and 2 and the state in block 3. Each request gets a new block in
-    # both groups.
+    # Two requests hit blocks 1 and 2, and the state in block 3. Each gets a new block in both
+    # groups.
     two = [admission(2, 9, hit=8, path="ab"), admission(3, 10, hit=8, path="ab")]
     assert zeroed(pool, Admit(two)) == (7, 9)
     assert pool.block_tables(3) == ((1, 2, 9), (0, 3, 10))
@@ -276,7 +276,7 @@ def test_without_states_nothing_is_to_be_zeroed():
     assert zeroed(pool, Admit([admission(1, 8, path="ab")]), Grow([1], [8], [9])) == ()
 
 
-# Blocks that are loaded from external storage: they are published when they are committed.
+# Blocks that are loaded from external storage become findable when they are committed.
 
 
 def test_blocks_that_are_admitted_uncommitted_are_found_only_once_they_are_committed():

@@ -1,4 +1,4 @@
-"""The pools of a kvpool process. Each opening of a pool increases the pool's generation."""
+"""The pools of a kvpool process. Opening a pool increases its generation number."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Transactions are applied exactly once. Only the next transaction, or a repetition of the last
-one, is accepted.
+"""Transactions are applied exactly once. The pool accepts only the next transaction or a repetition
+of the last one.
 """
 
 import pytest

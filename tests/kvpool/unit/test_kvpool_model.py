@@ -1,4 +1,4 @@
-"""Compares the KV pool with `NaivePool` over random transactions."""
+"""Compares the KV pool with `NaivePool`, a simple model, over random transactions."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -44,8 +44,8 @@ from tests.kvpool.worked_examples import hashes
 
 Option = TypeVar("Option")
 
-# The KV-cache groups of a pool, a letter each: full attention, sliding window, chunked local
-# attention, state-space layers.
+# The KV-cache groups of each tested pool, one letter for each group: full attention, sliding
+# window, chunked local attention, state-space layers.
 POOLS = ["f", "f", "ff", "w", "c", "s", "fw", "wf", "fc", "fs", "wc", "fws", "wcf", "ww"]
 
 REQUESTS = range(6)
@@ -53,7 +53,7 @@ MIN_OPERATIONS = 10_000
 
 
 class Choices:
-    """Choices decoded from bytes, one byte a choice. After the last byte, each choice is the first
+    """Choices decoded from bytes, one byte each. After the last byte, every choice is its first
     option.
 
     Hypothesis draws one byte string for each transaction instead of dozens of values. So thousands
@@ -91,8 +91,8 @@ def spec(kind: str, block_size: int, window: int) -> KVCacheGroup:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """A KVPool and a NaivePool execute the same transactions. After each transaction their visible
-    states are equal.
+    """A KVPool and a NaivePool execute the same transactions. After each, their visible states must
+    be equal.
 
     A request's prompt is a path over two letters, so that prefixes are often shared. Pools are so
     small that blocks are always scarce.
@@ -122,8 +122,9 @@ class PoolMachine(RuleBasedStateMachine):
         in_flight: int,
     ) -> None:
         groups = tuple(spec(kind, block_size, window) for kind in kinds)
-        # With three kinds of groups, or two without full attention, KVPool does not search for the
-        # longest hit whose next block is cached, as NaivePool does.
+        # `drop_last` requires that the block after a hit is cached, too. With three kinds of
+        # groups, or two without full attention, KVPool does not search for the longest such hit, as
+        # NaivePool does.
         drop_last = drop_last and kinds in {"f", "ff", "w", "ww", "s", "fw", "wf", "fs"}
         self.pool = KVPool(
             PoolConfig(
@@ -205,7 +206,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert snapshot == self.naive.found()
 
     def _choose(self, choices: Choices) -> Operation:
-        """An operation that is valid after the operations chosen before it, if all of them fit."""
+        """An operation that is valid if all operations that were chosen before it fit."""
         kinds = [self._release]
         if self.admitted:
             kinds += [self._grow, self._grow, self._commit, self._commit, self._evict]
@@ -239,7 +240,7 @@ class PoolMachine(RuleBasedStateMachine):
     def _grow(self, choices: Choices) -> Grow:
         requests = choices.some_of(self.admitted)
         slots = [choices.upto(8 * self.block_size) for _ in requests]
-        # A request that this transaction admits has no computed tokens yet. No request has more
+        # A request that this transaction admits has no computed tokens yet, and no request has more
         # computed tokens than slots.
         held = [self.num_held_slots.get(request, 0) for request in requests]
         computed = [choices.upto(min(both)) for both in zip(held, slots, strict=True)]

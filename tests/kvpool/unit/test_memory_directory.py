@@ -1,4 +1,4 @@
-"""The in-memory implementation of the Directory."""
+"""The in-memory implementation of the port Directory passes its conformance tests."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The free queue that retains the blocks of contexts, compared with a plain model of its rules."""
+"""The free queue that retains contexts (KV blocks of an ended request for the program's next one),
+compared with a plain model of its rules.
+"""
 
 from collections.abc import Sequence
 
@@ -21,14 +23,14 @@ class Model:
         self.in_use: list[int] = []
         self.contexts: list[tuple[int, list[int]]] = []
         self.whole: set[int] = set()
-        """The contexts that end as a whole when one of their blocks is reused."""
+        """Contexts that are given up as a whole when one of their blocks is reused."""
 
     def owners(self, block: int) -> list[int]:
         return [context for context, blocks in self.contexts if block in blocks]
 
     @property
     def retained(self) -> list[int]:
-        """The free blocks of contexts, in the order in which they are reused."""
+        """The free blocks that belong to contexts, in the order in which they are reused."""
         gone = {*self.blank, *self.lru, *self.in_use}
         left = [context for context, _ in self.contexts]
         order = []

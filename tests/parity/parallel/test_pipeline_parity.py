@@ -1,10 +1,10 @@
-"""Pipeline stages continue every kind of native model as transformers does, token for token in
-float32. Their logits have the same bits as in a single process.
+"""With pipeline stages, every kind of native model continues prompts with the tokens that
+transformers computes in float32. The logits have the same bits as in a single process.
 
 Some tests run plans of the real scheduler, with a step in flight in each stage: with chunks, with
-prefix hits, and with so few blocks that requests are preempted repeatedly. Other tests run the
-steps of a driver: after prefix hits, with embeddings as prompts, and with log-probabilities of
-prompts and outputs.
+prefix hits, and with so few blocks that requests are preempted repeatedly. Others run the steps of
+a test driver: after prefix hits, with embeddings as prompts, and with log-probabilities of prompts
+and outputs.
 """
 
 from pathlib import Path
@@ -66,8 +66,8 @@ async def run_stages(
 
 @pytest.mark.parametrize("kind", NATIVE)
 async def test_two_stages_continue_as_transformers_does(kind: str, tmp_path: Path) -> None:
-    """Kinds in CACHES are served in every situation. Other kinds have the same caches as one of
-    them, and are served only in the situation with chunks, prefix hits and preemptions.
+    """Kinds in CACHES are served in every situation. Each other kind has the same cache as one of
+    them, and is served only in the situation with chunks, prefix hits and preemptions.
     """
     model = save_tiny_model(tmp_path, kind)
     options = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
@@ -90,7 +90,7 @@ async def test_two_stages_continue_as_transformers_does(kind: str, tmp_path: Pat
 async def test_more_stages_and_ranks_in_each(
     kind: str, num_stages: int, ranks_per_stage: int, num_layers: int, tmp_path: Path
 ) -> None:
-    """Stages have unequal numbers of layers, or no layer of some KV-cache group."""
+    """The stages have unequal numbers of layers, or lack the layers of some KV-cache group."""
     save_tiny_model(tmp_path, kind, num_hidden_layers=num_layers)
     greedy, sampled = common_pb2.SamplingParams(**GREEDY), common_pb2.SamplingParams(**SAMPLED)
     options = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS}
@@ -134,7 +134,7 @@ def test_logits_are_the_same_bits_as_in_one_process(
 
 
 def test_steps_run_in_all_stages_at_once(tmp_path: Path) -> None:
-    """The first stage runs a step while the second stage still waits to run the previous step."""
+    """The first stage runs a step while the second stage has not begun the step before."""
     save_tiny_model(tmp_path, "llama")
     with StagedRunner(tmp_path, 2, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS) as stages:
         first, second = (prompt_step(number, row=number) for number in range(2))

@@ -1,6 +1,6 @@
 """Tokens do not depend on the schedule: with one step in flight or two, in chunks, with prefix
 hits, and with so few blocks that requests are preempted repeatedly. Pool, worker and scheduler
-serve at separate ports, and exchange the same messages as separate processes.
+serve at ports of their own, and exchange the same messages as separate processes.
 """
 
 import asyncio
@@ -34,7 +34,9 @@ Outputs = list[list[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """A worker, transformers' greedy answers, and sampled answers to prompts sent together."""
+    """A worker, the greedy answers that transformers computes, and sampled answers to prompts that
+    were sent together.
+    """
 
     loaded: Worker
     greedy: Outputs
@@ -60,7 +62,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def serving(
     loaded: Worker, situation: Situation, *, async_scheduling: bool, **settings: Any
 ) -> AsyncIterator[tuple[Replica, Gateway]]:
-    """Runs a replica whose worker has the limits of a situation, and opens a session with it."""
+    """Runs a replica with `loaded` as its worker, limited as in a situation, and opens a session
+    with it.
+    """
     groups, most = len(loaded.description.groups), loaded.description.num_blocks
     description = replace(
         loaded.description,
@@ -101,7 +105,7 @@ def answers_together(worker: Worker, params: dict[str, Any]) -> Outputs:
 
 @pytest.mark.parametrize("name", ["sixteen together", "chunks of 11", "preempted again and again"])
 async def test_asynchronous_scheduling_changes_no_token(served: Served, name: str) -> None:
-    """One step in flight is tested only with preemptions, where the schedules differ most."""
+    """With preemptions, where the schedules differ most, one step in flight is tested, too."""
     situation = SITUATIONS[name]
     for async_scheduling in (False, True) if situation.num_blocks == SMALL_POOL else (True,):
         async with serving(served.loaded, situation, async_scheduling=async_scheduling) as (
@@ -145,5 +149,5 @@ async def test_alone_to_the_last_token_and_to_a_stop_token(served: Served) -> No
             stats = await replica.stats()
         assert stats.num_cached_tokens > 0
         num_steps[async_scheduling] = stats.num_steps
-    # With two steps in flight, the scheduler knows the end of a request one step later.
+    # With two steps in flight, the scheduler learns the end of a request one step later.
     assert num_steps[True] > num_steps[False]

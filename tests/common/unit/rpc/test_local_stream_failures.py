@@ -101,9 +101,7 @@ async def test_a_call_without_descriptors_is_unavailable(listening: str) -> None
             try:
                 await call.write(request(1))
                 assert await call.read() == response(1)
-            except (
-                grpc.aio.AioRpcError
-            ):  # the channel waits before it connects again
+            except grpc.aio.AioRpcError:  # the channel waits before it connects again
                 await asyncio.sleep(0.1)
             else:
                 break

@@ -102,7 +102,7 @@ def garbled(message: bytes) -> bytes:
 
 
 def with_unequal_arrays(message: bytes) -> bytes | None:
-    """Damages the deltas of a step: they get one count more than there are requests."""
+    """Damages the deltas of a step, which get one more count than requests."""
     response = scheduler_pb2.SessionResponse.FromString(message)
     if not response.deltas.handles:
         return None
@@ -195,7 +195,7 @@ async def test_without_a_replica_a_request_waits_no_longer_than_said(model: Path
         assert stream.token_ids == expected(3)
         assert stream.error is not None
         assert stream.error["type"] == "service_unavailable_error"
-        # A new request also waits for `resubmit_timeout_seconds` before it is refused.
+        # A new request, too, is refused only after `resubmit_timeout_seconds`.
         refused = await served.http.post("/v1/completions", json={"prompt": "the"})
         assert refused.status_code == 503
         assert 1000 <= int(refused.headers["retry-after-ms"]) <= 1251
@@ -217,8 +217,8 @@ async def test_a_replica_that_refuses_is_not_the_last_word(model: Path) -> None:
     full = scheduler_pb2.Rejection(code=8, reason="QUEUE_FULL", message="full")
     first.rejection = full
     async with serving(model, first, second) as served:
-        # The gateway chooses between equal replicas at random, so it sends a request to `first`
-        # sooner or later.
+        # Of equal replicas the gateway chooses one at random, so `first` gets a request sooner or
+        # later.
         while not first.adds:
             response = await served.http.post("/v1/completions", json={"prompt": "the"})
             assert response.status_code == 200
@@ -334,7 +334,6 @@ async def test_a_cancelled_call_aborts(served: Serving) -> None:
 
 
 async def test_a_lost_abort_is_repeated(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The scheduler loses the message with the abort. The gateway sends the abort again."""
     scheduler = FakeScheduler(permits=2, num_lost_aborts=1)
     async with serving(model, scheduler, session_timeout_seconds=0.5) as served:
         call = served.stub.Generate(

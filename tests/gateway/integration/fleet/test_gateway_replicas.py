@@ -61,7 +61,7 @@ async def test_a_scheduler_of_another_protocol_gets_no_requests_and_is_named(
             assert answer.status_code == 200
         health = (await served.http.get("/health")).json()
         assert health["not_ready"] == {first.address: "this scheduler has version 9.0 (protocol 9)"}
-        await asyncio.sleep(1)  # the gateway opens sessions again, and logs no further refusal
+        await asyncio.sleep(1)  # the gateway opens sessions again, but logs no further refusal
         said = [line for line in caplog.messages if "protocol 9" in line]
         assert said == [
             f"no session with scheduler {first.address} can be opened: this scheduler has version "
@@ -307,7 +307,9 @@ async def test_a_stream_never_goes_on_under_another_model(model: Path) -> None:
 
 
 async def test_a_model_that_is_replaced_on_all_replicas_is_served(model: Path) -> None:
-    """Requests that have output of the old model end with an error. The new model serves others."""
+    """A request that has output of the old model ends with an error. Other requests get the new
+    model.
+    """
     first, second = FakeScheduler(permits=3), FakeScheduler(permits=0)
     async with serving(model, first, second) as served:
         streams = [Stream(served) for _ in range(2)]

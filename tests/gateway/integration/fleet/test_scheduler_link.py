@@ -1,5 +1,5 @@
-"""The gateway's session with a scheduler: batched messages, lost connections, and the number of
-steps by which a busy gateway may lag.
+"""The gateway's session with a scheduler: batched messages, lost connections, and by how many steps
+a busy gateway may lag.
 """
 
 import asyncio
@@ -39,8 +39,8 @@ def admitted(index: int) -> scheduler_pb2.Admitted:
 
 
 class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
-    """Runs steps of NUM_RUNNING requests as fast as the gateway reads them. The scheduler runs in a
-    thread, so it continues while the event loop of the test is blocked.
+    """Runs steps of NUM_RUNNING requests as fast as the gateway reads them. It runs in a thread, so
+    that it continues while the event loop of the test is blocked.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,9 @@ class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 class BusyReplica(Replica):
-    """Blocks the event loop when the queue's state arrives, like other work in the gateway."""
+    """Blocks the event loop whenever the state of the queue arrives, as other work of a gateway
+    does.
+    """
 
     def __init__(self, address: str, link: SchedulerLink, scheduler: SteadyScheduler) -> None:
         super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
@@ -87,14 +89,12 @@ class BusyReplica(Replica):
             self.running[handle] = inflight
             self._link.add(handle, inflight)
 
-    def admitted(self, handle: int, num_cached_tokens: int) -> None:
-        """Does nothing, since there is no fleet."""
+    def admitted(self, handle: int, num_cached_tokens: int) -> None: ...
 
     def queue_changed(self, queue: QueueState) -> None:  # noqa: ARG002
         self.looked.set_result(self._scheduler.is_far_ahead.wait(timeout=1))
 
-    def closed(self, reason: str) -> None:
-        """Does nothing, since there is no fleet."""
+    def closed(self, reason: str) -> None: ...
 
 
 class WatchedReplica(Replica):
@@ -109,8 +109,7 @@ class WatchedReplica(Replica):
     def opened(self, description: ReplicaDescription) -> None:  # noqa: ARG002
         self.has_opened.set()
 
-    def state_changed(self, state: ReplicaState) -> None:
-        """Does nothing, since there is no fleet."""
+    def state_changed(self, state: ReplicaState) -> None: ...
 
     def closed(self, reason: str) -> None:
         self.reasons.append(reason)
@@ -148,7 +147,9 @@ async def test_a_gateway_that_is_busy_is_a_few_steps_behind_and_then_reads_on(
 
 
 async def test_after_two_sessions_without_an_answer_the_next_has_another_connection() -> None:
-    """The proxy loses all data without closing the connection, so only a new connection helps."""
+    """The proxy drops all data without closing the connection, so that only a new connection
+    helps.
+    """
     scheduler = FakeScheduler(heartbeat_seconds=0.02)
     async with scheduler.running() as target:
         proxy = CuttableProxy(target)
@@ -170,7 +171,7 @@ async def test_after_two_sessions_without_an_answer_the_next_has_another_connect
 
 
 async def test_a_scheduler_that_answers_in_another_protocol_opens_no_session() -> None:
-    """The gateway compares the protocols too, because an old scheduler may not."""
+    """The gateway compares the protocol numbers, because an old scheduler may not compare them."""
 
     class OtherScheduler(FakeScheduler):
         def opened(self) -> scheduler_pb2.SessionOpened:
@@ -202,7 +203,7 @@ def test_a_scheduler_that_is_away_for_long_is_tried_less_often(
 
 
 async def test_sequences_of_one_moment_go_in_one_message(model: Path) -> None:
-    """All sequences that are added while a message is sent are in the next message."""
+    """All sequences that are added while one message is sent are in the next message."""
     scheduler = FakeScheduler()
     async with serving_gateway(model, scheduler) as served:
         body = {"prompt": [10, 11], "max_tokens": 1, "n": 8, "seed": 1}

@@ -1,4 +1,4 @@
-"""The gateway's gRPC service Inference."""
+"""The gateway's gRPC service `Inference`."""
 
 import asyncio
 from pathlib import Path

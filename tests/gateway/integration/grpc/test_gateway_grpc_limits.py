@@ -1,4 +1,6 @@
-"""The gateway's limits on gRPC clients: messages, connections and their waits."""
+"""The gateway's limits on gRPC clients: on messages, on connections, and on how long they may
+wait.
+"""
 
 import asyncio
 import logging
@@ -19,7 +21,7 @@ KEY = (("authorization", "Bearer right"),)
 
 
 def raw_call(served: Serving, method: str) -> Any:
-    """A call whose messages are raw bytes, or that sends no message."""
+    """A call that sends raw bytes as messages, or no message."""
     return served.channel.stream_stream(METHOD_PREFIX + method)
 
 
@@ -91,7 +93,7 @@ async def test_silent_connections_are_ended(model: Path):
 
 
 async def test_there_are_no_more_connections_than_allowed(model: Path):
-    # With this time limit, no connection ends because it is silent.
+    # The time limit is long, so that no connection ends because it is silent.
     async with serving(model, max_connections=3, receive_timeout_seconds=600.0) as served:
         streams = [await connect(served) for _ in range(10)]
         ended = [asyncio.create_task(reader.read()) for reader, _ in streams]

@@ -20,7 +20,7 @@ DOCUMENT = "docs/sampling.md"
 FLAGS = "services/cli/arguments.py"
 COPIED = ("services", "gen", "pyproject.toml", PROTO, DOCUMENT, CHECK)
 BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
-"""Temporary bytecode files that other processes are still writing."""
+"""Ignores temporary bytecode files that other processes are still writing."""
 
 
 class Tree:
@@ -46,12 +46,11 @@ class Tree:
         self.changed.add(name)
 
     def generate(self) -> None:
-        """Generates the protobuf code, as `make` does after a change of the contract."""
         failed = self._run("-m", "grpc_tools.protoc", "-Iprotos", "--python_out=gen", PROTO)
         assert not failed
 
     def import_problem(self, module: str) -> str:
-        """The error output of a failed import of a module. Empty if the import succeeds."""
+        """The error output if the import of a module fails, otherwise an empty text."""
         return self._run("-c", f"import {module}")
 
     def failed_checks(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""The text of chat answers: its beginning, and its special tokens."""
+"""The text of chat answers: how it begins, and what special tokens become."""
 
 import json
 from pathlib import Path

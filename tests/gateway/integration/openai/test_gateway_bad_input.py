@@ -1,4 +1,6 @@
-"""The error of an invalid request names the wrong field, and no sequence reaches the scheduler."""
+"""An invalid request is refused with an error that names the wrong field. The scheduler gets no
+sequence of it.
+"""
 
 import base64
 import json
@@ -19,7 +21,7 @@ JSON = {"Content-Type": "application/json"}
 CHAT = [{"role": "user", "content": "hi"}]
 SAID = {"role": "assistant", "content": "hello"}
 
-# Each entry: what is wrong, the body, the field that the error names.
+# Each entry has: what is wrong, the body, and the field that the error must name.
 COMPLETIONS: list[tuple[str, dict[str, Any], str]] = [
     ("empty prompt", {"prompt": ""}, "prompt"),
     ("no tokens", {"prompt": []}, "prompt"),
@@ -284,8 +286,8 @@ async def test_the_message_of_a_long_prompt_has_the_counts(served: Serving) -> N
 
 
 async def test_clients_know_an_error_of_length_by_its_words_and_its_code(served: Serving) -> None:
-    """Like OpenAI's API, the error has a text for LiteLLM, which searches it in lower case, and a
-    code for LangChain.
+    """Clients recognize the error, as with OpenAI: LiteLLM by its text, which it searches in lower
+    case, and LangChain by its code.
     """
     messages = [{"role": "user", "content": "z" * 600}]
     for path, body, field in (
@@ -375,7 +377,7 @@ async def test_the_engine_may_give_up(served: Serving) -> None:
 async def test_embeddings_that_the_model_cannot_compute_with_are_the_clients(
     served: Serving,
 ) -> None:
-    """If finite but large embeddings make the model compute NaN, this is the client's error."""
+    """If finite but large embeddings make the model compute NaN, the client gets the error."""
     served.scheduler.engine_error = "the logits held NaN"
     file = base64.b64encode(save({"a": torch.full((3, 4), 3e38)})).decode()
     await refused(served, "/v1/completions", {"prompt_embeds": file}, "prompt_embeds")

@@ -10,7 +10,7 @@ ASK = {"prompt": ["the", "hello"], "max_tokens": 5, "seed": 7, "temperature": 1}
 
 
 def by_token(token_id: int) -> float:
-    """A log-probability that differs between tokens, so that answers have different means."""
+    """A log-probability that depends on the token, so that answers have different means."""
     return -(token_id % 17) / 4
 
 
@@ -40,7 +40,7 @@ def best(choices: list[dict[str, Any]], n: int) -> list[str]:
 async def test_the_answers_with_the_highest_mean_log_probability_are_returned(
     served: Serving,
 ) -> None:
-    """All answers of the same seed are requested first, and the best of them are computed here."""
+    """First requests all answers with the same seeds, and selects the best of them here."""
     every = (await complete(served, n=6, logprobs=0))["choices"]
     expected = [*best(every[:6], 2), *best(every[6:], 2)]
     body = await complete(served, n=2, best_of=6)

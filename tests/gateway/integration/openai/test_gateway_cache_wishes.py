@@ -1,4 +1,4 @@
-"""The time for which a client wants to keep its prompt cached reaches the scheduler."""
+"""For how long a client wants its prompt to stay cached reaches the scheduler."""
 
 from typing import Any
 

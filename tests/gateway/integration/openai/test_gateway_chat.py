@@ -24,7 +24,7 @@ async def test_an_answer_and_its_prompt(served: Serving) -> None:
     (add,) = served.scheduler.adds
     prompt = served.tokens("<|user|>hello<|end|><|assistant|>")
     assert add.prompt_token_ids == b"".join(t.to_bytes(4, "little") for t in prompt)
-    # By default an answer may have all tokens that still fit in the model's length and the pool.
+    # By default an answer may be as long as the model's length and the pool allow.
     assert add.sampling.max_tokens == served.scheduler.max_request_tokens - len(prompt)
     assert list(add.sampling.eos_token_ids) == [0]
     assert add.sampling.HasField("seed")
@@ -80,7 +80,7 @@ async def test_logprobs_have_bytes_and_the_best(served: Serving) -> None:
     assert [len(entry.top_logprobs) for entry in content] == [2] * 3
     assert bytes(byte for entry in content for byte in entry.bytes) == "the é".encode()[:5]
     assert content[0].token == "the"
-    # A token that is a part of a character is shown as its bytes.
+    # A token that is only a part of a character is shown as its bytes.
     assert content[2].token == "bytes:\\xc3"
     assert completion.choices[0].message.content == "the "
 

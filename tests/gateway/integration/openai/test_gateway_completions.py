@@ -1,4 +1,4 @@
-"""Completions over HTTP, whole and streamed."""
+"""Completions over HTTP, streamed and not streamed."""
 
 import json
 from itertools import chain
@@ -60,7 +60,9 @@ async def test_a_stream_says_the_same_in_pieces(served: Serving) -> None:
 
 
 async def test_later_tokens_of_a_stream_are_sent_so_many_together(model: Path) -> None:
-    """The first token is sent at once. With `stream_interval` 3, later events have 3 or more."""
+    """With `stream_interval` 3, the first token is sent at once, and later events have at least 3
+    tokens.
+    """
     async with serving(model, FakeScheduler(), stream_interval=3) as served:
         body = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 7, "return_token_ids": True}
         chunks = await events(served, "/v1/completions", {**body, "ignore_eos": True})
@@ -90,7 +92,7 @@ async def test_many_prompts_in_every_form(served: Serving) -> None:
 
 
 async def test_without_a_seed_every_answer_draws_on_its_own(served: Serving) -> None:
-    """All answers of a request have different seeds, even answers to equal prompts."""
+    """All answers of a request get different seeds, even answers to equal prompts."""
     ask = {"prompt": ["the hello"] * 16 + ["the world"] * 16, "n": 2, "max_tokens": 5}
     await served.http.post("/v1/completions", json=ask)
     assert len({add.sampling.seed for add in served.scheduler.adds}) == 64
@@ -148,7 +150,9 @@ TEXT = "the 世界 🙂 é world"
 @pytest.mark.parametrize("write", [write_tokenizer, write_marked_tokenizer])
 @pytest.mark.parametrize("as_tokens", [False, True])
 async def test_text_offsets_count_characters(tmp_path, write, as_tokens: bool) -> None:
-    """The offset of a token is the number of whole characters before it, in prompt and answer."""
+    """The offset of a token is the number of whole characters before it, in the prompt and the
+    answer.
+    """
     async with serving(write(tmp_path / "tiny"), FakeScheduler()) as served:
         ids = served.tokens(TEXT)
         served.scheduler.answer = ids
@@ -191,7 +195,7 @@ async def test_an_echo_leaves_half_a_character_to_the_answer(served: Serving) ->
 
 
 async def test_tokens_that_are_added_to_a_prompt_take_no_text(tmp_path) -> None:
-    """The tokenizer adds special tokens to the prompt and trims spaces from its offsets."""
+    """The tokenizer adds special tokens to the prompt, and its offsets leave out spaces."""
     model = write_tokenizer(tmp_path / "tiny")
     path = model / "tokenizer.json"
     described = json.loads(path.read_text())

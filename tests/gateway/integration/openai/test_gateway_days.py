@@ -2,7 +2,7 @@
 
 The model's answers are scripted: tool calls, plain texts, refusals, reasoning without an answer,
 and calls that are broken or cut off. The gateway must accept every history that a package builds
-from these answers, and lose no text of the history.
+from these answers, and lose none of its texts.
 """
 
 import re
@@ -36,7 +36,7 @@ ANSWERS = (
     f"{THOUGHT}{CALL[:60]}",
 )
 BROKEN_ANSWERS = (5, 6)
-"""Indexes in ANSWERS of the answers whose tool calls OpenAI's package refuses to parse."""
+"""Indices in ANSWERS of the answers whose tool calls OpenAI's package refuses to parse."""
 WEATHER = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -87,14 +87,18 @@ async def served(tmp_path: Path) -> AsyncIterator[Serving]:
 
 
 def turns(served: Serving) -> Iterator[int]:
-    """Yields the numbers of the user's messages, until the model has got NUM_TURNS requests."""
+    """Yields the numbers of the user's messages, until the model has received NUM_TURNS
+    requests.
+    """
     for turn in range(NUM_TURNS):
         if len(served.scheduler.adds) < NUM_TURNS:
             yield turn
 
 
 def check_day(served: Serving) -> None:
-    """Asserts that the last prompt has the texts of the user and the tools of all turns."""
+    """Asserts that the last prompt contains the texts of the user and of the tools from all
+    turns.
+    """
     (last,) = served_prompts(served)[-1:]
     said = [int(number) for number in re.findall(r"user:turn (\d+)\.", last)]
     assert said == list(range(len(said)))

@@ -1,4 +1,6 @@
-"""generation_config.json has default sampling parameters, which those of a request override."""
+"""The sampling parameters in generation_config.json are defaults, which a request's parameters
+override.
+"""
 
 import json
 from pathlib import Path
@@ -54,7 +56,9 @@ async def asked_over_grpc(served: Serving, **sampling: Any) -> Any:
 
 
 def numbers(sampling: common_pb2.SamplingParams) -> dict[str, float]:
-    """The values of the parameters in NEUTRAL. Parameters that the message lacks are neutral."""
+    """The values of the parameters in NEUTRAL. A parameter that the message lacks has its neutral
+    value.
+    """
     return {
         name: pytest.approx(getattr(sampling, name)) if sampling.HasField(name) else value
         for name, value in NEUTRAL.items()

@@ -1,4 +1,4 @@
-"""In each API, a stream that waits gets keep-alive messages, before and between tokens."""
+"""In each API, a stream gets keep-alive messages while it waits, before and between tokens."""
 
 import json
 from collections.abc import AsyncIterator
@@ -32,7 +32,9 @@ async def waiting(model: Any) -> AsyncIterator[Serving]:
 
 
 def without_signs(text: str, sign: str) -> list[Any]:
-    """The field names of each event of a stream, without the keep-alive messages `sign`."""
+    """The names of the fields of each event in a stream. Keep-alive messages, which are `sign`, are
+    left out.
+    """
     lines = [line for line in text.replace(sign, "").splitlines() if line.startswith("data: {")]
     return [sorted(json.loads(line[6:])) for line in lines]
 

@@ -79,7 +79,7 @@ async def test_recorded_answers_whole_and_streamed(calling: Path, recorded: Reco
 
 
 def _told(message: anthropic.types.Message) -> dict[str, Any]:
-    """The content of a message without the ids of the message and its tool calls."""
+    """The content of a message. Ids of the message and of its tool calls are left out."""
     told = message.model_dump(exclude={"id", "parsed_output"})
     for block in told["content"]:
         block.pop("id", None)
@@ -130,7 +130,7 @@ async def test_the_tool_runner_of_the_client(
         hermes.scheduler.answer = hermes.tokens("Sunny.")
         return "sunny"
 
-    # The tool runner calls the tool, and sends the whole conversation again with the result.
+    # The tool runner calls the tool, and sends the conversation again with the tool's result.
     runner = client.beta.messages.tool_runner(**BASE, tools=[get_weather])
     last = await runner.until_done()
     assert ([block.text for block in last.content], last.stop_reason) == (["Sunny."], "end_turn")
@@ -402,7 +402,7 @@ async def test_an_error_within_a_stream(model: Path) -> None:
 
 
 def test_every_field_of_the_client_is_known() -> None:
-    """A field that a new version of the client's package adds fails here."""
+    """Fails if a new version of the client's package adds a field."""
     for params, body in (
         (message_create_params.MessageCreateParamsBase, MessagesBody),
         (MessageCountTokensParams, CountTokensBody),

@@ -1,7 +1,8 @@
-"""Every field that the `openai` package can send is honoured, has no effect because it requests the
-default behaviour, or is refused by name. docs/http-api.md has the same table.
+"""Every field that the `openai` package can send is handled in one of three ways: it has an effect,
+it has none because it requests the default behaviour, or it is refused by name. docs/http-api.md
+has the same table.
 
-A field that a new version of the package adds fails here.
+The test fails if a new version of the package adds a field.
 """
 
 import re
@@ -30,14 +31,18 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "http-api.md"
 
 @dataclass(frozen=True)
 class Honoured:
-    """A field that has an effect. Each body changes the message to the scheduler or the answer."""
+    """A field that has an effect: each of the bodies changes the message to the scheduler or the
+    answer.
+    """
 
     bodies: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A field whose values in `accepted` change nothing. The values in `refused` are refused."""
+    """A field whose values in `accepted` have no effect, and whose values in `refused` are
+    refused.
+    """
 
     accepted: tuple[Any, ...]
     refused: tuple[Any, ...] = ()
@@ -235,8 +240,8 @@ async def expect(
     handling: Handling,
     *where: str | int,
 ) -> None:
-    """Asserts that the field `name` is handled as `handling` says. The field is set in `base`, or
-    in the part of `base` at the path `where`.
+    """Sets the field `name` in `base`, or in the part of `base` at the path `where`, and asserts
+    that it is handled as `handling` describes.
     """
 
     def changed(values: dict[str, Any]) -> dict[str, Any]:
@@ -309,10 +314,10 @@ async def test_each_field_of_chat_completions_is_handled_as_its_table_says(serve
 
 async def test_each_field_of_a_message_is_handled_as_its_table_says(served: Serving) -> None:
     path = "/v1/chat/completions"
-    for role in ("assistant", "user", "system"):  # the chat template has no role "developer"
+    for role in ("assistant", "user", "system"):  # its chat template lacks "developer"
         base = {**CHAT, "messages": [{"role": role, "content": "hi"}, *MESSAGES]}
         for name, handling in (ASSISTANT if role == "assistant" else OTHER_ROLES).items():
-            if name != "name":  # the chat template of this model does not read the field `name`
+            if name != "name":  # the chat template does not read the field `name`
                 await expect(served, path, base, name, handling, "messages", 0)
 
 

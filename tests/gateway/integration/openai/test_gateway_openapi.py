@@ -1,4 +1,4 @@
-"""The OpenAPI document describes every kind of answer, with its status and schema."""
+"""The OpenAPI document describes every kind of answer: its status and its schema."""
 
 import asyncio
 from pathlib import Path

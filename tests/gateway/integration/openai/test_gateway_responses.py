@@ -55,7 +55,7 @@ async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Any, list
 
 
 def told(response: Any) -> dict[str, Any]:
-    """The content of a response without the ids of the response and its items."""
+    """The content of a response. Ids of the response and of its items are left out."""
     body: dict[str, Any] = response.model_dump(exclude={"id", "created_at"})
     for item in body["output"]:
         item.pop("id")
@@ -117,7 +117,7 @@ async def test_events_of_a_stream(hermes: Serving, client: openai.AsyncOpenAI) -
 
 
 async def test_calls_and_their_results_go_back(hermes: Serving, client: openai.AsyncOpenAI) -> None:
-    """The second request contains the items of the first response unchanged."""
+    """The second request contains the items of the first response, unchanged."""
     hermes.scheduler.answer = hermes.tokens(f"<think>\nhm\n</think>\n\nso {CALL}")
     asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]
     ask: dict[str, Any] = {"model": "tiny", "instructions": "be kind", "tools": [tool()]}
@@ -287,7 +287,7 @@ async def test_effort_and_what_is_stored_are_served_without_a_parser(served: Ser
 
 
 def test_every_field_of_the_client_is_known() -> None:
-    """A field that a new version of the client's package adds fails here."""
+    """Fails if a new version of the client's package adds a field."""
     params = response_create_params.ResponseCreateParamsBase
     assert params.__annotations__.keys() <= ResponsesBody.model_fields.keys()
     known = {field.alias or name for name, field in ResponsesTool.model_fields.items()}

@@ -1,4 +1,4 @@
-"""Settings in tokenizer files, and their effect on the requests to the scheduler."""
+"""Settings in tokenizer files change the requests to the scheduler."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ PROMPT = "the hello world of them, the stop string"
 
 
 async def finished(served: Serving, **body: Any) -> dict[str, Any]:
-    """The only choice of a completion."""
+    """Requests a completion and returns its only choice."""
     response = await served.http.post("/v1/completions", json={"prompt": PROMPT} | body)
     assert response.status_code == 200, response.text
     choice: dict[str, Any] = response.json()["choices"][0]

@@ -49,7 +49,8 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=TEMPLATE)
 
 
-# Without answers in harmony's format, whose end marker <|end|> is this tokenizer's end of sequence.
+# Leaves out answers in harmony's format, whose end marker <|end|> is this tokenizer's end of
+# sequence.
 REPLAYED = [one for one in RECORDED if "<|end|>" not in one.text]
 
 
@@ -107,7 +108,7 @@ async def test_reasoning_that_the_prompt_began_is_apart_and_counted(hermes: Serv
     answer = (await hermes.http.post("/v1/chat/completions", json=body)).json()
     message = answer["choices"][0]["message"]
     assert (message["reasoning"], message["content"]) == ("hm", "yes")
-    # All tokens up to the last one of the end marker count as reasoning tokens.
+    # All tokens up to the last token of the end marker count as reasoning tokens.
     counted = len(hermes.tokens("hm\n</think>")) - 1
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
     body |= {"include_reasoning": False, "reasoning_effort": "low"}
@@ -138,7 +139,7 @@ def served_prompts(served: Serving) -> list[str]:
 
 
 def wanted(served: Serving) -> Any:
-    """The structured output in the last request to the scheduler."""
+    """The structured outputs of the last request to the scheduler."""
     return served.scheduler.adds[-1].sampling.structured_outputs
 
 
@@ -221,7 +222,7 @@ async def test_strict_tools_are_held_or_served_without_the_guarantee(
 
 
 REFERRED = ("Resp[int]", "Map<string,int>", "My Type", "名前", "a%b", "A|B")
-"""Names of definitions that are not allowed in a URI."""
+"""Names of definitions that a URI cannot contain unescaped."""
 
 
 async def test_a_reference_may_have_any_name_in_every_api(hermes: Serving) -> None:
@@ -244,7 +245,7 @@ async def test_a_reference_may_have_any_name_in_every_api(hermes: Serving) -> No
 
 
 def bodies_with(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each API, a request that must call a tool and has a tool with this schema."""
+    """For each API, a request with a tool that has this schema and must be called."""
     choice = {"type": "function", "name": "g"}
     return {
         "/v1/chat/completions": {

@@ -1,4 +1,4 @@
-"""The gateway accepts its own answers when client packages send them back in the next turn."""
+"""The gateway accepts its own answers when client packages send them back with the next message."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ MORE: list[Any] = [{"role": "user", "content": "more"}]
 
 
 Turn = Callable[[Serving, str], Awaitable[None]]
-"""A function that requests an answer, whole and streamed, and sends it back."""
+"""Requests an answer, streamed and not streamed, and sends it back with a further message."""
 
 
 class Weather(BaseModel):

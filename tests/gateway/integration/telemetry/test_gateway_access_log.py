@@ -140,8 +140,8 @@ async def test_it_can_be_turned_off(model: Path, caplog: pytest.LogCaptureFixtur
 async def test_lines_that_are_logged_meanwhile_name_the_request(
     model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, api: str
 ) -> None:
-    """An internal error is logged. The log formatter reads the ids of the request from the context
-    variable REQUEST_FIELDS.
+    """The logged line is an internal error. The log formatter reads the ids of the request from the
+    context variable REQUEST_FIELDS.
     """
     seen: list[Any] = []
 

@@ -1,4 +1,6 @@
-"""Operators' calls: their address, the messages to schedulers, and the reports of failures."""
+"""Operators' calls: the address of their routes, the messages to schedulers, and the reports of
+failures.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -76,8 +78,8 @@ async def test_a_call_reaches_every_replica_and_says_so(model: Path) -> None:
     ],
 )
 async def test_a_pause_is_vllms(model: Path, query: str, heard: list[str]) -> None:
-    """A pause aborts requests and clears the prefix cache by default. With mode=keep the cache is
-    kept by default.
+    """A pause aborts requests and clears the prefix cache by default. With mode=keep, the cache is
+    not cleared by default.
     """
     fake = FakeScheduler()
     async with administered(model, fake) as (_, admin):
@@ -176,8 +178,8 @@ async def test_passwords_in_addresses_are_not_shown(model: Path) -> None:
 
 
 async def test_clients_do_not_reach_operators_calls(model: Path) -> None:
-    """The clients' address does not have these routes. The operators' address refuses calls without
-    a key and calls with a client's key.
+    """The address for clients does not have these routes. The operators' address refuses calls
+    without a key or with a client's key.
     """
     fake = FakeScheduler()
     async with administered(model, fake, admin_key="operator") as (served, admin):
@@ -196,8 +198,8 @@ async def test_clients_do_not_reach_operators_calls(model: Path) -> None:
 
 
 async def test_web_pages_do_not_reach_operators_calls(model: Path) -> None:
-    """A browser lets a page of any site post to a local address. If the name of the site resolves
-    to the local address, the page could also read the answer.
+    """A browser lets a page of any site post to a local address. It even lets the page read the
+    answer if the name of its site resolves to the local address.
     """
     fake = FakeScheduler()
     async with administered(model, fake) as (_, admin):
@@ -230,7 +232,7 @@ async def test_a_wrong_query_is_refused_by_name(model: Path, query: str, named: 
 
 async def test_a_unix_socket_is_for_its_user_alone(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "admin.sock"
-    for _ in range(2):  # the second gateway replaces the socket file of the first
+    for _ in range(2):  # the second gateway replaces the first one's socket file
         async with serving(model, admin_address=f"unix:{path}") as served:
             assert path.stat().st_mode & 0o777 == 0o600
             transport = httpx.AsyncHTTPTransport(uds=str(path))

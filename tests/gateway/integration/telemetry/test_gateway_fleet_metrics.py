@@ -113,7 +113,7 @@ async def test_the_scheduler_is_told_whether_a_stop_string_or_a_client_ended_a_s
 
 
 def points(reader: InMemoryMetricReader) -> dict[str, list[tuple[dict, int, float]]]:
-    """Maps each histogram to the attributes, the count and the sum of its data points."""
+    """Maps each histogram to its data points: attributes, count and sum."""
     data = reader.get_metrics_data()
     assert data is not None
     return {

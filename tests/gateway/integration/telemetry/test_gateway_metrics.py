@@ -1,4 +1,6 @@
-"""Metrics count each request exactly once: as answered, as ended otherwise, or as refused."""
+"""Metrics count each request exactly once: as finished, as ended for another reason, or as
+refused.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -20,8 +22,8 @@ FULL = scheduler_pb2.Rejection(code=8, reason="QUEUE_FULL", message="full", retr
 
 
 async def counts(served: Serving) -> dict[str, float]:
-    """The counters and histogram counts that are not zero. A key is the metric's name, followed by
-    the values of its labels without the model's name.
+    """Counters, and counts of histograms, that are not zero. A key is the metric's name, followed
+    by the values of its labels except the model's name.
     """
     text = (await served.http.get("/metrics")).text
     return {

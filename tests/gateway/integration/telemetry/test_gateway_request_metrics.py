@@ -1,4 +1,4 @@
-"""In every API, an answer can contain the parts of its request's time. The parts add up."""
+"""In every API, an answer can contain the parts of its request's time, which add up."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 async def answer(served: Serving, path: str, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a streamed answer, or a list with the whole answer."""
+    """The events of a streamed answer, or a list that contains the answer."""
     response = await served.http.post(path, json=CALLS[path] | fields)
     assert response.status_code == 200, response.text
     if not fields.get("stream"):

@@ -25,7 +25,7 @@ FAULT = {
 
 
 async def call(served: Serving, api: str, **parameters: Any) -> None:
-    """Makes a call over HTTP or gRPC that fails."""
+    """Makes a failing call over HTTP or gRPC."""
     if api == "http":
         answer = await served.http.post("/v1/completions", json={"prompt": "a", **parameters})
         assert answer.is_error

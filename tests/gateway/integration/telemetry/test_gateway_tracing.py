@@ -1,4 +1,4 @@
-"""The gateway's spans of a request and their attributes. The spans cover the whole request."""
+"""The gateway's spans of a request, which cover its whole time, and their attributes."""
 
 import asyncio
 import time
@@ -90,7 +90,7 @@ async def test_a_span_tells_the_request_by_its_current_names(model: Path) -> Non
             "http.response.status_code": 200,
             "stepwell.kept_for": "sampled",
             "stepwell.wait_seconds": 0.0,
-            "stepwell.directory.state": "unused",  # with one replica, no directory is read
+            "stepwell.directory.state": "unused",  # the directory is not read for one replica
             "stepwell.routing.replica": scheduler.address,
             "stepwell.routing.reason": "only",
             "stepwell.routing.num_candidates": 1,
@@ -132,7 +132,7 @@ async def test_the_parts_of_a_request_are_all_of_its_time(model: Path, api: str)
             assert route.attributes["stepwell.routing.reason"] == ["only", "same_prompt"][number]
             assert (engine.name, engine.kind) == ("gateway.engine", SpanKind.CLIENT)
             assert engine.attributes["stepwell.outcome"] == "finished"
-            # The scheduler gets this span as the parent of its own spans.
+            # The scheduler creates its own spans as children of this span.
             assert parse_traceparent(add.traceparent).span_id == span_id(engine)
 
 
@@ -140,7 +140,7 @@ async def test_the_parts_of_a_request_are_all_of_its_time(model: Path, api: str)
 async def test_what_is_not_the_replicas_time_is_on_the_way_there_or_back(
     model: Path, late: float
 ) -> None:
-    """The clock of the replica may be behind or ahead of the gateway's clock."""
+    """The clock of the replica may be behind the gateway's clock or ahead of it."""
     tracer, scheduler = Tracer(), FakeScheduler()
     scheduler.times = scheduler_pb2.RequestTimes(
         queue_nanos=100, prefill_nanos=200, queued_unix_nanos=time.time_ns() + int(late * 1e9)
@@ -247,7 +247,7 @@ async def test_what_is_not_sampled_goes_without_a_trace(model: Path) -> None:
     async with serving(model, scheduler, tracing=tracer.tracing) as served:
         for headers in ({}, {"traceparent": UNSAMPLED}, {"traceparent": "nonsense"}):
             await served.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-        # An error of the client does not count as a failure that is always traced.
+        # A request that fails by an error of its client is not traced because of the failure.
         await served.http.post("/v1/completions", json={"prompt": "a", "top_p": 7})
         assert [add.traceparent for add in scheduler.adds] == ["", "", ""]
         assert tracer.spans == ()
@@ -266,7 +266,8 @@ async def test_a_request_that_fails_is_traced_though_it_was_not_sampled(model: P
         assert_adds_up(trace)
         assert trace.root.attributes["stepwell.kept_for"] == "failed"
         assert f"{trace.root.context.trace_id:032x}" == TRACE
-        # The gateway requests the scheduler's spans. Their parent is the span `gateway.engine`.
+        # The gateway requests the spans of the scheduler, whose parent is the span
+        # `gateway.engine`.
         await until(lambda: len(scheduler.keeps) == 1)
         (keep,), (add,) = scheduler.keeps, scheduler.adds
         assert keep.request_id == add.request_id
@@ -306,8 +307,8 @@ async def test_the_spans_of_a_request_with_many_answers_are_all_there(model: Pat
 
 
 async def test_the_spans_of_a_request_with_more_answers_are_bounded(model: Path) -> None:
-    """Each sequence may have the same number of spans. Dropped spans are counted, and the remaining
-    spans cover their time.
+    """Each sequence has the same limit on its number of spans. Dropped spans are counted, and the
+    remaining spans cover the whole time.
     """
     tracer = Tracer()
     settings = {"max_choices_per_request": 700}
@@ -340,7 +341,7 @@ async def test_a_tracestate_goes_on(model: Path) -> None:
 
 
 async def test_baggage_goes_on_and_is_on_the_span(model: Path) -> None:
-    """The baggage reaches the scheduler whether the request is sampled or not."""
+    """The baggage reaches the scheduler even if the request is not sampled."""
     tracer, scheduler = Tracer(), FakeScheduler()
     async with serving(model, scheduler, tracing=tracer.tracing) as served:
         baggage = "user.id=a%20b;secret=1, stage = canary ,none"
@@ -374,7 +375,7 @@ async def test_a_grpc_call_ends_with_the_names_of_its_request_and_its_trace(mode
         trailing = dict(await call.trailing_metadata())
         assert trailing["x-trace-id"] == TRACE
         assert answer_id == f"gen-{trailing['x-request-id']}"
-        # A refused request has these names in its trailing metadata too.
+        # A refused request has these names in its trailing metadata, too.
         request = gateway_pb2.GenerateRequest(text="", request_id="mine")
         call = served.stub.Generate(request, metadata=(("traceparent", PARENT),))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -1,4 +1,4 @@
-"""No input of a client blocks the gateway's event loop, leaks memory, or leaves a file open."""
+"""No input of a client may block the gateway's event loop, leak memory, or leave a file open."""
 
 import asyncio
 import json
@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[4]
 SEED = 1
 NUM_ATTACKERS = 6
 ATTACK_SECONDS = 3.0
-# The maximum seconds of uninterrupted work in the event loop, and of a pause that a client may
-# notice while other threads compute.
+# The maximum seconds that the event loop may work without interruption, and for which it may pause
+# while other threads compute, which clients notice.
 MOST_WORK, MOST_PAUSE = 0.02 * slowness(), 0.1 * slowness()
 MOST_GROWTH_BYTES = 50e6
 _SERVING = re.compile(r"HTTP on (\S+), gRPC on (\S+)")
@@ -94,8 +94,8 @@ def watched(model: Path, scheduler: str, *flags: str) -> Iterator[WatchedGateway
 
 
 async def ready(gateway: WatchedGateway, key: str = "") -> Target:
-    """Waits until the gateway serves, and sends a first request. Returns the gateway's addresses as
-    the target of attacks.
+    """Waits until the gateway serves, and sends a first request. Returns the gateway's addresses,
+    as the target of attacks.
     """
     await until(lambda: gateway.addresses() is not None)
     addresses = gateway.addresses()
@@ -120,8 +120,9 @@ def long_context() -> FakeScheduler:
 async def slow_twice(
     gateway: WatchedGateway, send: Callable[[], Awaitable[None]]
 ) -> dict[str, float]:
-    """Sends an input. Returns the pauses of the event loop if they are too long in two attempts, as
-    the machine may have caused the first pause. Otherwise returns an empty dictionary.
+    """Sends an input. If it causes too long pauses of the event loop, sends it again, because the
+    machine may have caused the pauses. Returns the pauses if they are too long again, otherwise an
+    empty dictionary.
     """
     pauses: dict[str, float] = {}
     for _ in range(2):
@@ -165,8 +166,8 @@ async def test_seconds_of_hostility_leave_nothing(model: Path):
 
 
 async def leave_nothing(model: Path, key: str = "") -> None:
-    """Attacks a gateway for some seconds. It must log no error, and free files and memory. With a
-    key, the gateway requires the API key "right", and the attackers send `key`.
+    """Attacks a gateway for some seconds. It must log no error, close files and free memory. If
+    `key` is given, the gateway requires the API key "right", and the attackers send `key`.
     """
     scheduler = long_context()
     async with scheduler.running() as address:

@@ -1,4 +1,4 @@
-"""The gateway's limits on HTTP connections and requests, and which requests get an answer."""
+"""The gateway's limits on HTTP connections and requests, and which requests are still answered."""
 
 import asyncio
 import json
@@ -70,7 +70,7 @@ async def test_a_connection_without_a_request_is_ended(model: Path):
     async with serving(model, http_keep_alive_seconds=0.2) as served:
         answer = await answer_to(served, GET)
         assert answer.startswith(b"HTTP/1.1 200 ")
-        # The connection also ends after a request that was refused before its body had arrived.
+        # The connection also ends if the request was refused before its body had arrived.
         refused = await answer_to(served, post_head("/nowhere", 4), b"{", b"} ", b" ")
         assert refused.startswith(b"HTTP/1.1 404 ")
 
@@ -229,12 +229,12 @@ async def test_a_client_that_has_stopped_sending_gets_its_answer(served: Serving
 
 
 async def test_a_client_that_stops_sending_in_a_stream_gets_the_rest(served: Serving):
-    """The client may end its side of the connection. If it closes the connection, the request is
-    aborted even if no token arrives.
+    """The client may end its sending side. If it closes the connection, the request is aborted even
+    if no token arrives.
     """
     scheduler = served.scheduler
     body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
-    scheduler.answer = [70] * 8  # whole characters, which the gateway does not delay
+    scheduler.answer = [70] * 8  # whole characters, which are not delayed
     for stays in (True, False):
         scheduler.permits = 2
         async with connected(served) as (reader, writer), asyncio.timeout(60):
@@ -254,7 +254,7 @@ async def test_a_client_that_leaves_ends_the_request_before_the_one_it_sent_last
 ):
     scheduler = served.scheduler
     body = json.dumps(BODY | {"stream": True, "max_tokens": 8}).encode()
-    scheduler.answer = [70] * 8  # whole characters, which the gateway does not delay
+    scheduler.answer = [70] * 8  # whole characters, which are not delayed
     scheduler.permits = 2
     async with connected(served) as (reader, writer), asyncio.timeout(60):
         writer.write(post("/v1/completions", body) + GET)
@@ -287,7 +287,7 @@ async def test_many_large_bodies_are_not_held_at_once(model: Path):
             await until(lambda: served.gateway.gate.inside == num_held)
             request = post("/v1/completions", body, "Connection: close")
             answers = await asyncio.gather(*(answer_to(served, request) for _ in range(3)))
-        # The requests waited for memory of the first bodies until the time of these was over.
+        # The requests waited for memory, which the first bodies occupied until their time limit.
         kinds = {answer[:13] for answer in answers}
         assert kinds <= {b"HTTP/1.1 400 ", b"HTTP/1.1 408 ", b"HTTP/1.1 429 "}
 
@@ -296,7 +296,7 @@ def test_a_request_before_too_many_pipelined_ones_is_dropped_with_them(
     model: Path, caplog: pytest.LogCaptureFixture
 ):
     """The connection ends before the first request is answered, so its answer must not be written.
-    uvloop, which the gateway uses, raises an error for writes to a closed connection.
+    uvloop, the gateway's event loop, raises an error for writes to a closed connection.
     """
 
     async def story() -> None:
@@ -313,7 +313,9 @@ def test_a_request_before_too_many_pipelined_ones_is_dropped_with_them(
 
 
 def test_several_connections_are_accepted_in_a_turn_of_the_event_loop(model: Path) -> None:
-    """By default a listener of uvloop, which the gateway uses, accepts only one connection."""
+    """By default a listener of uvloop, the gateway's event loop, accepts only one connection in an
+    iteration.
+    """
 
     async def story() -> None:
         async with serving(model) as served:

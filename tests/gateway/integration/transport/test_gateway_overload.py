@@ -1,4 +1,6 @@
-"""The gateway refuses requests that the replicas cannot serve, or not before their deadline."""
+"""The gateway refuses requests that the replicas cannot serve, or cannot serve before their
+deadline.
+"""
 
 import asyncio
 import json
@@ -17,7 +19,7 @@ from tests.gateway.streams import Stream, expected
 
 
 async def full_for(served: Serving, timeout_seconds: float | None) -> None:
-    """Waits until the gateway knows that a request with this timeout would be refused."""
+    """Waits until the gateway would refuse a request with this timeout."""
     (replica,) = served.gateway.membership.replicas
     await until(lambda: replica.queue_refusal(timeout_seconds) is not None)
 
@@ -25,7 +27,9 @@ async def full_for(served: Serving, timeout_seconds: float | None) -> None:
 async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_scheduler(
     model: Path,
 ) -> None:
-    """The refusal arrives before the HTTP client sends the body or the gRPC client the message."""
+    """The refusal arrives before the HTTP client has sent the body, or the gRPC client the
+    message.
+    """
     async with serving(model, FakeScheduler()) as served:
         served.scheduler.set_queue(num_waiting=3, max_num_waiting=3)
         await full_for(served, None)
@@ -40,7 +44,7 @@ async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_sche
                 size = int(re.findall("content-length: ([0-9]+)", head.lower())[0])
                 error = json.loads(await reader.readexactly(size))["error"]
             assert error["code"] == "queue_full"
-            writer.write(body)  # after the body, the connection can be used again
+            writer.write(body)  # the connection can be used again after the body
         writer.close()
         call = served.channel.stream_stream(GENERATE)()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -84,7 +88,9 @@ async def test_a_queue_is_too_long_for_those_alone_who_cannot_wait_for_it(model:
 
 
 async def test_requests_on_their_way_to_the_scheduler_count_as_queued(model: Path) -> None:
-    """The queue has room for one request. The second request arrives before the next report."""
+    """The queue has room for one request. The second one arrives before the scheduler reports the
+    first.
+    """
     async with serving(model, FakeScheduler(permits=0)) as served:
         served.scheduler.set_queue(num_waiting=2, max_num_waiting=3, seconds_per_request=0.1)
         await full_for(served, 0.1)

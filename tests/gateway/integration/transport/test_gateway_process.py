@@ -107,7 +107,7 @@ def test_a_damaged_tokenizer_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_no_torch_is_needed(model: Path) -> None:
-    """Without torch the tokenizer loads, and nothing is logged about the missing package."""
+    """The tokenizer loads without torch, and no log line says that torch is missing."""
     program = (
         "import sys\n"
         "sys.modules['torch'] = None\n"

@@ -1,4 +1,4 @@
-"""Each HTTP answer has the id of its request, which the client or the gateway has chosen."""
+"""Each HTTP answer contains the id of its request, which the client or the gateway chooses."""
 
 import re
 from pathlib import Path

@@ -53,7 +53,7 @@ async def test_a_grpc_client_that_stops_reading_is_cut(model: Path) -> None:
         await until(lambda: served.gateway.gate.inside == 0)
         await until(lambda: scheduler.num_running == 0)
         assert num_cut(await metrics(served), "grpc") == 1
-        # The client can still read the messages that were sent before, and then the status.
+        # The client can still read the messages that were sent before the status.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(read_on(call), 60)
         assert caught.value.code() == grpc.StatusCode.ABORTED
@@ -82,7 +82,9 @@ def ask(client: socket.socket, **body: Any) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_http_client_that_stops_reading_is_cut(model: Path, stream: bool) -> None:
-    """A whole answer is buffered and frees its slot at once, but its connection is closed too."""
+    """A whole answer is buffered and releases its slot at once, but then its connection is closed,
+    too.
+    """
     scheduler = FakeScheduler(**LONG)
     async with serving(model, scheduler, reader_timeout_seconds=0.5) as served:
         with slow_socket(served) as client:
@@ -140,7 +142,9 @@ async def test_a_slow_but_steady_grpc_reader_is_not_cut(model: Path) -> None:
 async def test_an_answer_that_is_being_written_at_its_deadline_stays_in_one_piece(
     model: Path, stream: bool
 ) -> None:
-    """After its deadline, a whole answer is written to its end, a stream to the end of an event."""
+    """After its deadline, the gateway writes a whole answer to its end, and a stream to the end of
+    the current event.
+    """
     scheduler = FakeScheduler(**LONG | {"tokens_per_step": 4000})
     async with serving(model, scheduler) as served:
         reader, writer = await asyncio.open_connection(sock=slow_socket(served), limit=1024)

@@ -1,5 +1,5 @@
-"""When a gateway stops, it refuses new requests and ends after the running requests. Without
-running requests it ends at once.
+"""A gateway that stops refuses new requests, and ends after the running requests, or at once if
+there are none.
 """
 
 import asyncio
@@ -23,13 +23,15 @@ async def stop_seconds(model: Path) -> float:
 
 
 async def test_nothing_is_waited_for_if_nothing_runs(model: Path) -> None:
-    """The shortest of five times counts, because the others may include waits for a processor."""
+    """The gateway is stopped five times. The shortest time counts, because others may include waits
+    for a processor.
+    """
     assert min([await stop_seconds(model) for _ in range(5)]) < 0.08 * slowness()
 
 
 async def test_clients_connect_elsewhere_from_the_beginning_of_a_drain(model: Path) -> None:
     """Idle HTTP connections end at once, so that clients' connection pools do not use them again.
-    gRPC channels disconnect too.
+    gRPC channels disconnect, too.
     """
     async with serving(model, drain_seconds=DEADLINE_SECONDS) as served:
         url = httpx.URL(served.base_url)

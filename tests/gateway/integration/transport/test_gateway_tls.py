@@ -1,5 +1,5 @@
-"""The gateway's HTTP and gRPC APIs over TLS: they behave as without TLS, and connections are also
-limited before the end of the handshake.
+"""The gateway's HTTP and gRPC APIs over TLS behave as without TLS. Limits on connections also apply
+before the handshake has ended.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ async def connect(
 
 
 async def raw(served: Serving, own: Files, request: bytes) -> bytes:
-    """All bytes received after a request, until the connection ends."""
+    """All bytes that are received after a request, until the connection ends."""
     reader, writer = await connect(served, trusting(own))
     writer.write(request)
     async with asyncio.timeout(SECONDS):
@@ -164,7 +164,9 @@ JSON = {"Content-Type": "application/json"}
 async def test_a_client_that_goes_away_aborts(
     model: Path, own: Files, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Over TLS, a client that ends only its sending side counts as disconnected."""
+    """A client that ends only its sending side counts as disconnected, because TLS does not
+    distinguish this.
+    """
     async with serving_tls(model, own, FakeScheduler(permits=2)) as served:
         reader, writer = await connect(served, trusting(own))
         writer.write(post("/v1/completions", json.dumps(BODY | {"stream": True}).encode()))
@@ -219,7 +221,7 @@ async def test_a_client_that_stops_reading_is_cut(model: Path, own: Files) -> No
 
 
 async def test_a_client_that_reads_slowly_gets_all(model: Path, own: Files) -> None:
-    """The client reads about 100 KB in each 0.5 s. At least 16 KiB are required."""
+    """The client reads about 100 KB in each 0.5 s, and the gateway requires at least 16 KiB."""
     async with serving_tls(model, own, FakeScheduler(**LONG), reader_timeout_seconds=0.5) as served:
         reader, writer = await ask_for_much(served, own, 6_000)
         answer = b""
@@ -256,8 +258,8 @@ async def test_half_a_handshake_is_dropped(model: Path, own: Files) -> None:
 def test_a_handshake_that_came_before_it_was_accepted_goes_on(
     model: Path, own: Files, loop_factory: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    """On a busy server, data arrives before the connection is accepted. uvloop then reads the data
-    in the iteration in which it accepts the connection.
+    """On a busy server, data arrives before the connection is accepted. uvloop reads such data in
+    the iteration in which it accepts the connection.
     """
 
     async def handshake() -> bytes:
@@ -279,7 +281,7 @@ def test_a_handshake_that_came_before_it_was_accepted_goes_on(
 
 
 async def test_stalled_handshakes_make_room_for_others(model: Path, own: Files) -> None:
-    # With this time limit, no connection ends because its handshake takes too long.
+    # The time limit is long, so that no connection ends because of a slow handshake.
     settings = {"max_connections": 8, "receive_timeout_seconds": 600.0}
     async with serving_tls(model, own, **settings) as served:
         stalled = [await connect(served, None) for _ in range(30)]

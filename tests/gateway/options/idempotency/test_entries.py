@@ -1,4 +1,6 @@
-"""Recordings of answers, and the journal entries from which other gateways rebuild a recording."""
+"""Recordings of answers to requests with an idempotency key, and the journal entries from which
+other gateways rebuild a recording.
+"""
 
 import random
 
@@ -83,7 +85,7 @@ def test_damage_is_noticed_wherever_it_is():
 
 
 def random_deltas(rng: random.Random) -> list[tuple[int, Delta]]:
-    """Complete answers of three sequences, as deltas of a few tokens in random order."""
+    """The deltas of complete answers of three sequences, a few tokens each, in random order."""
     deltas = []
     for index in range(3):
         deltas.append((index, Delta(num_cached_tokens=index)))
@@ -111,7 +113,7 @@ def test_a_log_amounts_to_the_recording_however_it_is_cut_and_repeated(seed: int
         if rng.random() < 0.3:
             position = position.next
             view.apply([(position, entry_to_bytes(Bring(cursor.take())))])
-        if rng.random() < 0.05:  # the next owner of the lease writes the recording again
+        if rng.random() < 0.05:  # the lease's next owner writes the recording again
             cursor = Cursor(recording, lambda: None)
             position = position.next_fence
             view.apply([(position, entry_to_bytes(rng.choice([Take("b"), BEGIN])))])

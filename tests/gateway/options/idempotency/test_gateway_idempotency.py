@@ -30,7 +30,7 @@ async def metric(served: Serving, name: str) -> float:
 
 
 def counts_of(served: Serving) -> KeyCounts:
-    """The gateway's counts of requests with a key, from which its metrics are made."""
+    """The gateway's counts of requests with an idempotency key, which its metrics show."""
     [option] = [one for one in served.gateway.parts.options if isinstance(one, Idempotency)]
     return option.keyed_requests.counts
 
@@ -203,7 +203,7 @@ async def test_the_openai_sdk_meets_its_answer_when_it_tries_again(model: Path) 
     fake = FakeScheduler(permits=0)
     async with serving(model, fake) as served:
         async with served.openai(max_retries=5, timeout=1.0) as client:
-            # The first attempts time out, and the SDK sends the request again with the same key.
+            # The first attempts time out. The SDK sends the request again with the same key.
             asked = asyncio.create_task(
                 client.completions.create(
                     model="tiny", prompt="hello", max_tokens=8, extra_headers=KEY

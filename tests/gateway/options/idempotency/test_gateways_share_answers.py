@@ -1,6 +1,6 @@
-"""Two gateway processes with one Redis. An answer survives the loss of the gateway that requested
-it from the scheduler. The tests share the processes and run in the order of this file. The last
-test kills a gateway.
+"""Two gateway processes share one Redis. An answer survives the loss of the gateway that requested
+it from the scheduler. The tests use the same processes and must run in the order of this file,
+because the last one kills a gateway.
 """
 
 import asyncio
@@ -50,11 +50,10 @@ class Reader:
                 self.is_complete |= line == "data: [DONE]"
 
     async def has(self, num_tokens: int) -> None:
-        """Waits until `num_tokens` tokens have arrived."""
         await until(lambda: len(self.token_ids) >= num_tokens)
 
     async def result(self) -> list[int]:
-        """All tokens of the answer. Waits until it is complete."""
+        """Waits until the answer is complete, and returns all its tokens."""
         async with asyncio.timeout(SECONDS):
             await self.task
         assert self.is_complete
@@ -94,13 +93,13 @@ class World:
     redis: RedisServer
 
     def made(self) -> list[int]:
-        """The whole output of the first request that the scheduler received."""
+        """The output of the first request that the scheduler received."""
         seed = self.scheduler.adds[0].sampling.seed
         return [formula(PROMPT, seed, position) for position in range(NUM_TOKENS)]
 
     async def begun(self, key: str) -> Reader:
-        """A client of the first gateway that has received five tokens. The scheduler then computes
-        no more.
+        """A client of the first gateway that has received five tokens, after which the scheduler
+        computes no more.
         """
         self.scheduler.adds.clear()
         self.scheduler.permits = 0
@@ -199,7 +198,7 @@ async def test_an_answer_is_followed_and_survives_its_gateway(world: World) -> N
     a.child.kill()
     with pytest.raises(httpx.TransportError):
         await first.task
-    await until(lambda: len(fake.adds) == 2)  # gateway b continues the answer after the lease
+    await until(lambda: len(fake.adds) == 2)  # gateway b continues after the lease's end
     late = Reader(b, "killed")
     fake.run_freely()
     for reader in (follower, late):

@@ -1,4 +1,4 @@
-"""The idempotency key in a header, and the comparison of two requests with the same key."""
+"""Reads the idempotency key from a header, and compares two requests with the same key."""
 
 from dataclasses import replace
 

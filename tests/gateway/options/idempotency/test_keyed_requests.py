@@ -1,5 +1,5 @@
-"""At one gateway, requests with the same idempotency key are computed once. The number of kept
-answers and the time for which they are kept are limited.
+"""A gateway computes requests with the same idempotency key once. It keeps a limited number of
+answers for a limited time.
 """
 
 from dataclasses import replace
@@ -108,7 +108,7 @@ async def test_so_many_answers_go_on_without_a_client_and_no_more(
     await settle()
     assert len(gateway.engine.open) == 2
     assert gateway.keyed.counts.suspended == 2
-    again = gateway.ask("k3")  # the request has a client again, and is not detached
+    again = gateway.ask("k3")  # has a client again, and is not detached
     await settle()
     gone = gateway.ask("k4")
     await settle()
@@ -209,7 +209,7 @@ async def test_answers_are_forgotten_after_a_time(gateway: KeyedGateway, clock: 
     await client.result()
     clock.advance(LIMITS.retention_seconds - 1)
     assert len(gateway.keyed) == 1
-    await gateway.ask().result()  # reads the kept answer, which counts as use
+    await gateway.ask().result()  # reading the kept answer counts as a use
     clock.advance(LIMITS.retention_seconds - 1)
     assert len(gateway.keyed) == 1
     clock.advance(2)

@@ -1,4 +1,6 @@
-"""The Redis implementation of the Journal, on one server and on a cluster of three."""
+"""The Redis implementation of the port Journal, on one server and on a cluster of three, passes its
+conformance tests.
+"""
 
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -27,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 async def connected(url: str) -> AsyncIterator[Journals]:
-    """The journals of two gateways in the same empty Redis."""
+    """The journals of two gateways, in the same empty Redis."""
     connections = RedisConnection(url), RedisConnection(url)
     await connections[0].call(lambda client: client.flushall(), 5.0)
     first, second = (

@@ -1,5 +1,5 @@
-"""Several gateways with one journal return one answer for an idempotency key, whichever gateway
-dies, stalls or loses the journal.
+"""Gateways with a common journal return the same answer for an idempotency key, even if one dies,
+stalls or loses the journal.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def tokenizer(model: Path) -> HfTokenizer:
 
 @dataclass
 class World:
-    """Gateways "a" and "b" with the journals over the same logs."""
+    """Gateways "a" and "b". Their journals share the same logs."""
 
     logs: SharedLogs
     journals: list[MemoryJournal]
@@ -56,7 +56,7 @@ class World:
         return view.recording.num_tokens
 
     def expected(self, num_tokens: int = 6) -> list[list[int]]:
-        """The expected output of the first request that an engine started, for each sequence."""
+        """The expected output, for each sequence, of the first request that an engine started."""
         requests = next(g.engine.started[0][0] for g in self.gateways if g.engine.started)
         return [[token_at(one, position) for position in range(num_tokens)] for one in requests]
 

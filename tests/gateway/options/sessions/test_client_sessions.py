@@ -1,4 +1,6 @@
-"""Client sessions in the gateway's core: their state, their replica, and their end."""
+"""Client sessions (requests that receive their input in turns) in the gateway's core: their state,
+their replica, and their end.
+"""
 
 import pytest
 
@@ -32,7 +34,7 @@ A, B = Caller("a"), Caller("b")
 
 
 class World:
-    """Client sessions at a gateway with two ready replicas."""
+    """A gateway with client sessions and two ready replicas."""
 
     def __init__(self) -> None:
         self.fake = FakeFleet(policy="round-robin")
@@ -66,7 +68,7 @@ class World:
         return self.fake.fleet.start([request])
 
     def say(self, mailbox: Mailbox, *tokens: int) -> None:
-        """Ends a turn with the output `tokens`."""
+        """Sends the output `tokens` of a turn, and ends the turn."""
         (inflight,) = mailbox.inflights
         replica = self.fake.replicas[mailbox.routes[-1].address]
         inflight.tokens(list(tokens))

@@ -1,4 +1,6 @@
-"""Client sessions at the gateway, over HTTP and gRPC: their turns, refusals and their end."""
+"""Client sessions (requests that receive their input in turns) over HTTP and gRPC: turns, refusals
+and ends.
+"""
 
 import asyncio
 from pathlib import Path

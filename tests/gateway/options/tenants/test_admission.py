@@ -1,5 +1,5 @@
-"""Sequences of tenants occupy slots of the replicas and release them. A slot is called a place in
-names.
+"""Sequences of tenants occupy slots of the replicas and release them. Names in the code call a slot
+a place.
 """
 
 from services.common.replica.load import ReplicaLoad
@@ -34,7 +34,7 @@ def test_a_tenant_alone_has_all_places_and_one_sequence_ahead() -> None:
 
 
 def test_the_next_place_is_for_the_tenant_that_was_served_less() -> None:
-    """Requests of another gateway occupy all slots, and end one after another."""
+    """The slots are occupied by requests of another gateway, which end one after another."""
     world = connected(num_places=6)
     for num_others, expected in ((7, ""), (5, "a"), (4, "ab"), (3, "aba"), (2, "abab")):
         world.replicas["a"].load_changed(ReplicaLoad(7, 0, num_other_requests=num_others))
@@ -70,7 +70,7 @@ def test_requests_of_other_gateways_take_places() -> None:
 
 
 def test_where_blocks_are_missing_few_wait_at_the_replica() -> None:
-    """A replica has fewer slots after two consecutive reports that it lacks blocks."""
+    """A replica gets fewer slots after it has reported twice in a row that blocks are missing."""
     world = connected(num_places=8)
     blocked = QueueState(4, 1024, 60.0, num_running=3, is_blocked=True)
     world.replicas["a"].queue_changed(blocked)
@@ -82,7 +82,7 @@ def test_where_blocks_are_missing_few_wait_at_the_replica() -> None:
 
 
 def test_requests_that_wait_at_a_replica_for_its_next_step_take_no_places_away() -> None:
-    """During a long step several reports show the same waiting requests."""
+    """During a long step the replica reports the same waiting requests several times."""
     world = connected(num_places=8)
     for _ in range(3):
         world.replicas["a"].queue_changed(QueueState(4, 1024, 60.0, num_running=3))
@@ -109,8 +109,8 @@ def test_answers_to_one_prompt_follow_each_other_to_one_replica() -> None:
 
 
 def flooded(num_running: int = 4) -> tuple[FakeFleet, list[Mailbox]]:
-    """Tenant A occupies all slots of a replica, and has one more sequence at the replica. Two
-    sequences of tenant A wait at the gateway.
+    """Tenant A occupies all slots of a replica. One more of its sequences waits at the replica, and
+    two wait at the gateway.
     """
     world = connected(num_places=num_running)
     mailboxes = [world.start(caller=A) for _ in range(num_running + 3)]
@@ -177,7 +177,9 @@ def test_of_a_tenants_sequences_those_that_may_run_latest_are_taken_back() -> No
 
 
 def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
-    """The sequence got 3 of 50 tokens. The other tokens are charged when it continues."""
+    """The sequence got 3 of 50 tokens, which are charged. The others are charged when it
+    continues.
+    """
     world = connected(num_places=2)
     for _ in range(2):
         world.start(caller=A, max_tokens=50)
@@ -239,8 +241,8 @@ def test_sequences_of_a_tenant_go_by_priority_and_then_in_order_of_arrival() -> 
 
 
 def test_what_answers_became_shorter_than_expected_is_given_back() -> None:
-    """Both tenants request 50 tokens each time. The answers to tenant B have one token, so tenant B
-    is next again and again.
+    """Each request of either tenant asks for 50 tokens. The answers to tenant B have only one
+    token, so tenant B is next again and again.
     """
     world = connected(num_places=2)
     for tenant in (A, B) * 4:

@@ -108,7 +108,7 @@ def test_those_that_are_too_late_when_places_become_free_end_two_in_a_turn() -> 
 
 
 async def test_a_sequence_that_can_no_longer_be_done_by_its_deadline_is_not_sent() -> None:
-    """When the sequence arrived, sequences ran for half a second. Now they run for 4.6 s."""
+    """Sequences took half a second when the sequence arrived. Now they take 4.6 s."""
     world = connected(num_places=1)
     moving(world, seconds_per_request=0.1, service_seconds=0.5)
     first, _, third = (world.start(caller=A, deadline=10.0) for _ in range(3))

@@ -17,7 +17,7 @@ def anyone(_: Tenant) -> bool:
 
 
 def filled(counts: dict[Tenant, int]) -> FairQueue[str]:
-    """A queue with the given number of items of each tenant. Tenant "a" has "a0", "a1", ..."""
+    """A queue with `counts` items of each tenant. The items of tenant "a" are "a0", "a1", ..."""
     queue: FairQueue[str] = FairQueue()
     for tenant, count in counts.items():
         for number in range(count):
@@ -26,7 +26,7 @@ def filled(counts: dict[Tenant, int]) -> FairQueue[str]:
 
 
 def take_all(queue: FairQueue[str], costs: dict[Tenant, float]) -> list[str]:
-    """Takes all items in order. For each item its tenant is charged the tenant's cost."""
+    """Takes all items in order. For each item, charges the cost in `costs` to the item's tenant."""
     by_name = {tenant.caller_id: tenant for tenant in costs}
     taken = []
     while (item := queue.take(anyone)) is not None:
@@ -117,7 +117,7 @@ COSTS = st.integers(min_value=1, max_value=100)
 def test_tenants_that_always_wait_get_their_shares_within_one_request(
     weights: list[float], data: st.DataObject
 ) -> None:
-    """No tenant is ever ahead of another by more than the cost of one request of its own."""
+    """No tenant is ever ahead of another by more than the cost of one of its own requests."""
     tenants = [Tenant(str(number), weight) for number, weight in enumerate(weights)]
     queue: FairQueue[int] = FairQueue()
     for index, tenant in enumerate(tenants):
@@ -147,7 +147,9 @@ def test_tenants_that_always_wait_get_their_shares_within_one_request(
 def test_no_tenant_starves_and_nothing_is_lost_repeated_or_reordered(
     steps: list[tuple[int, int, int, bool]],
 ) -> None:
-    """The requests of one tenant leave the queue by priority and then in order of arrival."""
+    """A tenant's requests leave the queue by priority, and requests of equal priority in order of
+    arrival.
+    """
     queue: FairQueue[tuple[int, int]] = FairQueue()
     waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
     taken: Counter[int] = Counter()
@@ -172,7 +174,9 @@ def test_no_tenant_starves_and_nothing_is_lost_repeated_or_reordered(
 def test_a_tenant_that_waits_is_next_before_the_others_get_much_more(
     costs: list[int], credit: float
 ) -> None:
-    """Tenant A gets at most the cost of one request before tenant B, which has just arrived."""
+    """Tenant B has just arrived. Before its first request, tenant A gets at most the cost of one
+    request.
+    """
     queue: FairQueue[str] = FairQueue()
     for number in range(len(costs) + 1):
         queue.add(A, (0, number), "a")

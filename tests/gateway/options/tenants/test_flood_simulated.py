@@ -1,5 +1,5 @@
 """Measures how long the requests of one tenant wait while another tenant sends too many. The
-gateway's admission runs in simulated time with a simulated replica.
+gateway's real admission runs in simulated time, with a simulated replica.
 """
 
 from collections import deque
@@ -18,11 +18,11 @@ from tests.gateway.options.tenants.tenant_fleet import with_queues
 FLOODS, QUIET = Tenant("floods"), Tenant("quiet")
 NUM_PLACES, NUM_OUTPUT_TOKENS = 32, 128
 STEP_SECONDS, DECODE_SECONDS, PROMPT_SECONDS = 0.4e-3, 0.07e-3, 0.9e-3
-"""The time of a step is a constant, and more time for each decoding sequence and each prompt. A
-prompt takes as long as a dozen decoding sequences.
+"""A step takes a constant time, and more for each decoding sequence and for each prompt. A prompt
+takes as long as a dozen decoding sequences.
 """
 LINK_SECONDS = 1.5e-3
-"""The delay of a message from the gateway to the replica, or back."""
+"""The delay of a message from the gateway to the replica or back."""
 QUIET_PERIOD_SECONDS, FLOOD_PERIOD_SECONDS = 0.0503, 0.001
 BEGIN_SECONDS, RUN_SECONDS = 1.0, 5.0
 
@@ -41,9 +41,9 @@ class SimulatedReplica:
         self.on_token: Callable[[Inflight], None] = lambda _: None
         self._waiting: dict[int, Inflight] = {}
         self._num_left: dict[int, int] = {}
-        """Maps a running sequence to the number of its tokens for which no step is planned yet."""
+        """Maps a running sequence to the number of its tokens that are in no planned step yet."""
         self._steps: deque[tuple[list[int], list[int]]] = deque()
-        """The sequences and the new sequences of each step in flight."""
+        """For each step in flight: its sequences, and those of them that are new."""
         self._busy_until = 0.0
 
     def start(self, tenant: Tenant) -> Inflight:
@@ -53,7 +53,9 @@ class SimulatedReplica:
         return inflight
 
     def _receive(self) -> None:
-        """Schedules the arrival of the gateway's new and aborted sequences after LINK_SECONDS."""
+        """Schedules the arrival of the gateway's messages (new and aborted sequences) after
+        LINK_SECONDS.
+        """
         link, later = self.world.links["a"], self.clock.time() + LINK_SECONDS
         for handle, inflight in link.added.items():
             self.clock.call_at(later, partial(self._arrive, handle, inflight))
@@ -112,7 +114,7 @@ class SimulatedReplica:
 
 class Run:
     """The tenant QUIET sends requests at regular intervals, while the tenant FLOODS sends as many
-    requests as the gateway accepts. The first second does not count.
+    as the gateway accepts. The first second is not measured.
     """
 
     def __init__(self) -> None:
@@ -148,7 +150,7 @@ class Run:
 
 def test_in_a_flood_a_first_token_comes_after_three_steps_with_few_prompts() -> None:
     """A request waits for the rest of the running step, for the step that is already planned, and
-    for its own step, which has two other prompts.
+    for its own step, which has two more prompts.
     """
     first_token_seconds = Run().first_token_seconds
     steps = 3 * (STEP_SECONDS + NUM_PLACES * DECODE_SECONDS) + 3 * PROMPT_SECONDS
@@ -157,5 +159,5 @@ def test_in_a_flood_a_first_token_comes_after_three_steps_with_few_prompts() -> 
 
 
 def test_in_a_flood_nearly_all_places_are_taken() -> None:
-    """One slot is kept free, and a second slot is free while a sequence starts."""
+    """One slot is kept free, and another one is free while a sequence starts."""
     assert fmean(Run().replica.nums_running) >= NUM_PLACES - 2

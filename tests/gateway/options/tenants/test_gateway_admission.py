@@ -1,4 +1,4 @@
-"""Two tenants use a real gateway. One tenant sends more requests than the replicas can run."""
+"""Two tenants at a real gateway. One sends more requests than the replicas can run."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def spans_named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]
 
 async def flooded(served: Serving, num_waiting_then: int) -> list[Stream]:
     """Sends requests of tenant FLOODS until its slots are full and `num_waiting_then` requests
-    wait. Running requests make no progress, as the scheduler has no permits.
+    wait. The scheduler runs no steps, so that the requests stay.
     """
     streams = [Stream(served, headers=FLOODS) for _ in range(NUM_PLACES + 1)]
     await until(lambda: len(served.scheduler.adds) == NUM_PLACES + 1)
@@ -155,7 +155,9 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_its_place_to_the_ne
 
 
 async def test_a_burst_is_refused_by_those_of_it_that_are_still_read(model: Path) -> None:
-    """Even without tenants, no more bodies are read at once than requests fit in the queue."""
+    """Even without tenants, the gateway reads only as many bodies at once as requests fit in the
+    queue.
+    """
     scheduler = FakeScheduler(permits=0)
     async with serving(model, scheduler) as served:
         scheduler.set_queue(num_waiting=0, max_num_waiting=3)

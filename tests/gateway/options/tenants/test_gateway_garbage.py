@@ -1,5 +1,5 @@
-"""The objects of a finished request are freed at once, without a garbage collection, because a full
-collection blocks the event loop.
+"""The objects of a finished request are freed at once and not by a garbage collection, because a
+full collection would block the event loop.
 """
 
 import gc
@@ -20,8 +20,8 @@ OURS = ("services.gateway.", "uvicorn.", "starlette.")
 
 @contextmanager
 def only_cycles_are_left() -> Iterator[Counter[str]]:
-    """Counts by type the objects of the block that only a garbage collection frees, because they
-    refer to each other.
+    """Counts, by type, the objects created in the block that only a garbage collection frees,
+    because they refer to each other.
     """
     gc.collect()
     gc.freeze()  # later collections ignore the existing objects
@@ -60,7 +60,7 @@ async def test_nothing_of_a_request_is_left_to_the_garbage_collector(
 ) -> None:
     scheduler = FakeScheduler()
     async with serving(model, scheduler, api_keys=("one",)) as served:
-        await ask(served, 60.0, stream=stream)  # creates the objects that all requests share
+        await ask(served, 60.0, stream=stream)  # creates shared objects
         for name, value in knobs.items():
             setattr(scheduler, name, value)
         await ask(served, seconds, stream=stream)

@@ -1,4 +1,4 @@
-"""API keys in a file and in Redis: which requests a key allows, and the effect of changes."""
+"""API keys in a file and in Redis: which requests a key allows, and when changes take effect."""
 
 import asyncio
 import time
@@ -30,8 +30,8 @@ PLACES = ["file", pytest.param("redis", marks=needs_redis)]
 async def keyed(
     model: Path, place: str, tmp_path: Path, request: pytest.FixtureRequest, **settings: Any
 ) -> AsyncIterator[tuple[Serving, Keyring]]:
-    """A gateway whose API keys are in a file or in Redis, and the keyring that changes them. The
-    keyring has one key of a tenant "nobody".
+    """A gateway whose API keys are in a file or in Redis, and the keyring that changes them. At
+    first there is one key, of the tenant "nobody".
     """
     ring: Keyring
     if place == "file":
@@ -61,7 +61,6 @@ async def refused(served: Serving, key: str) -> tuple[int, str]:
 
 
 async def becomes(served: Serving, key: str, status: int) -> None:
-    """Waits until requests with a key are answered with `status`."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while (await post(served, key)).status_code != status:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -115,7 +114,7 @@ async def test_a_model_that_a_key_may_not_use_is_refused_in_every_call(
         for path, body in answers.items():
             answer = await served.http.post(path, json=body, headers=headers)
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "model_not_found")
-        # The key allows the model "bigger", but the gateway does not serve it.
+        # The key allows the model "bigger", which the gateway does not serve.
         assert (await post(served, key, model="bigger")).status_code == 404
         listed = await served.http.get("/v1/models", headers=headers)
         assert listed.json()["data"] == []
@@ -189,7 +188,7 @@ async def test_settings_that_contradict_one_another_end_the_start(
 async def test_without_redis_known_keys_serve_and_unknown_ones_are_asked_to_come_back(
     model: Path, tmp_path: Path
 ) -> None:
-    """Redis is stopped by a signal, killed, and started again without data."""
+    """Redis is stopped by a signal, killed, and restarted without its data."""
     with redis_server(tmp_path / "redis") as server:
         ring = RedisKeyring(server.url)
         known, unknown = await ring.add(ACME), await ring.add(ACME)
@@ -245,7 +244,7 @@ async def test_known_keys_serve_without_redis_for_a_bounded_time(
 async def test_tenants_have_caches_of_their_own_unless_they_are_to_share_one(
     model: Path, tmp_path: Path
 ) -> None:
-    """The cache salts of two tenants differ, even if their clients send equal salts."""
+    """The cache salts of two tenants differ even if their clients send the same salt."""
 
     async def salts(**settings: Any) -> list[str]:
         ring = FileKeyring(tmp_path / "keys.json")

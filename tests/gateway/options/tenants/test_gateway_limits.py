@@ -1,4 +1,6 @@
-"""Limits of tenants at the gateway: refusals, headers of answers, and return of unused quota."""
+"""Limits of tenants at the gateway: refusals, headers of answers, and the return of unused
+quota.
+"""
 
 import asyncio
 import time
@@ -59,7 +61,7 @@ async def test_requests_beyond_a_minutes_worth_are_refused_and_told_when(
 
 
 async def test_the_limit_is_checked_before_the_body_is_read(model: Path, tmp_path: Path) -> None:
-    """The announced size of the body and the key are checked before the limit."""
+    """Before the limit, the gateway checks the key and the announced size of the body."""
     async with limited(model, tmp_path, requests_per_minute=1) as (served, key):
         assert (await post(served, key)).is_success
         host, port = served.base_url.removeprefix("http://").split(":")
@@ -95,7 +97,7 @@ async def test_requests_at_once_are_refused_until_one_is_over(model: Path, tmp_p
         scheduler.run_freely()
         assert (await over_http).is_success
         assert (await second).is_success
-        # A request releases its slot, however it ends.
+        # However a request ends, its slot is released.
         for fields in ({"max_tokens": 0}, {"prompt": []}, {"suffix": "x"}, {"model": "other"}):
             for _ in range(3):
                 assert (await post(served, key, **fields)).status_code in (400, 404)
@@ -113,7 +115,7 @@ async def test_requests_at_once_are_refused_until_one_is_over(model: Path, tmp_p
 async def test_tokens_are_reserved_and_what_was_not_used_comes_back(
     model: Path, tmp_path: Path
 ) -> None:
-    """The request reserves 3 prompt tokens and 40 output tokens. In the end 2 prompt tokens are
+    """The request reserves 3 prompt tokens and 40 output tokens. In the end, 2 prompt tokens were
     cached, and the answer has 2 tokens.
     """
     scheduler = FakeScheduler(permits=0, num_cached_tokens=2, answer=[9, 0])
@@ -128,11 +130,11 @@ async def test_tokens_are_reserved_and_what_was_not_used_comes_back(
         assert refused.headers["x-ratelimit-remaining-tokens"] == "17"
         scheduler.run_freely()
         assert (await first).headers["x-ratelimit-remaining-tokens"] == "17"
-        # Three tokens were used: one that was not cached, and two that were generated.
+        # Three tokens were used: one prompt token that was not cached, and two output tokens.
         second = await post(served, key, max_tokens=40)
         assert second.is_success
         assert 14 <= int(second.headers["x-ratelimit-remaining-tokens"]) <= 15
-        # A chat without a length reserves the rest of the quota.
+        # A chat request without a maximum length reserves the rest of the quota.
         chat = {"messages": [{"role": "user", "content": "a"}]}
         answer = await served.http.post("/v1/chat/completions", json=chat, headers=bearer(key))
         assert answer.status_code in (200, 429)
@@ -181,7 +183,7 @@ async def test_what_the_load_refuses_costs_the_tenant_nothing(model: Path, tmp_p
 async def test_openais_client_comes_back_after_the_hint_and_not_where_it_is_told_so(
     model: Path, tmp_path: Path
 ) -> None:
-    """After a burst of 20 requests, the limit of 20 requests a minute allows one every 3 s."""
+    """The limit is 20 requests a minute. After a burst of 20, it allows one request every 3 s."""
     async with limited(model, tmp_path, requests_per_minute=20, tokens_per_minute=300) as (
         served,
         key,
@@ -259,7 +261,9 @@ async def test_usage_and_refusals_are_counted_by_tenant(model: Path, tmp_path: P
 async def test_series_of_tenants_are_for_the_address_of_metrics(
     model: Path, tmp_path: Path
 ) -> None:
-    """Metrics at the clients' address need no key, so they have no series of tenants."""
+    """Clients can read the metrics at their address without a key. So these have no series of
+    tenants.
+    """
     series = 'stepwell_tenant_requests_total{model_name="tiny",tenant="acme"} 1.0'
     async with limited(model, tmp_path) as (served, key):
         await post(served, key)
@@ -300,7 +304,7 @@ async def test_two_gateways_share_limits_through_redis_and_part_them_without_it(
         ]
         stores = [limit_store(served) for served in (one, two)]
         await until(lambda: all(store.num_gateways == 2 for store in stores))
-        for store in stores:  # on a busy machine, too, the gateways must wait for Redis
+        for store in stores:  # a long time limit, for busy machines
             store._take_seconds = DEADLINE_SECONDS
         statuses = [
             (await post(served, key)).status_code for _ in range(6) for served in (one, two)

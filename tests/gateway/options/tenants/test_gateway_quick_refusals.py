@@ -1,5 +1,5 @@
-"""A full gateway refuses requests in the HTTP connection, from their headers alone. These quick
-refusals equal the refusals of the ASGI application.
+"""A full gateway refuses requests in the HTTP connection, when it has read only their headers.
+These quick refusals must equal those of the ASGI application.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ KEY, OTHER = "Authorization: Bearer floods", "Authorization: Bearer quiet"
 FULL = {"api_keys": ("floods", "quiet"), "max_num_waiting_per_tenant": 1}
 PATH, BODY = "/v1/completions", b'{"prompt": "a"}'
 APPLICATIONS = "Connection: close"
-"""A request with this header is refused by the application, and not by the connection."""
+"""A request with this header is refused by the ASGI application instead of the connection."""
 
 
 async def filled(served: Serving) -> list[Stream]:
@@ -46,7 +46,7 @@ def end(streams: list[Stream]) -> None:
 
 
 class Client:
-    """An HTTP connection that sends bytes and reads one answer after another."""
+    """An HTTP connection that sends bytes and reads answers one after another."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -69,7 +69,7 @@ class Client:
         return int(status.split(" ")[1]), headers, body
 
     def end(self) -> None:
-        """Ends sending. Answers are still read."""
+        """Ends sending. Answers can still be read."""
         self._writer.write_eof()
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Client:
 
 
 def has_answer(client: socket.socket) -> bool:
-    """Whether data has arrived that was not read yet."""
+    """Whether data has arrived that the client has not read."""
     try:
         return bool(client.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
     except BlockingIOError:
@@ -85,7 +85,7 @@ def has_answer(client: socket.socket) -> bool:
 
 
 async def received(client: socket.socket) -> bytes:
-    """Waits for data and returns it. The event loop iterates all the time, and never sleeps."""
+    """Waits for data and returns it. The event loop iterates the whole time, without sleeping."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not has_answer(client):  # noqa: ASYNC110 - each turn counts
             await asyncio.sleep(0)
@@ -101,12 +101,12 @@ async def asked(served: Serving, *headers: str) -> tuple[int, dict[str, str], by
 
 
 def alike(text: object) -> str:
-    """The text without the parts that differ between two equal requests: times and random ids."""
+    """The text without the parts in which two equal requests differ: times and random ids."""
     return re.sub(r"[0-9a-f]{24,32}|\b[0-9]+\.[0-9e.-]+|:[0-9]{4,5}\b", "*", str(text))
 
 
 async def counts(served: Serving) -> dict[str, float]:
-    """The values of the metrics of refusals and of calls, by series."""
+    """The values of the metrics of refusals and of calls, for each series."""
     lines = (await served.metrics()).splitlines()
     pattern = r"(\S*(?:rejections|refusals|http_requests|duration_seconds_count)\S*) (\S+)"
     matches = [re.fullmatch(pattern, line) for line in lines if "/metrics" not in line]
@@ -116,7 +116,9 @@ async def counts(served: Serving) -> dict[str, float]:
 async def test_a_refusal_of_the_connection_is_as_one_of_the_application(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Status, headers, body, metrics, the access log, and spans of both refusals are equal."""
+    """The two kinds of refusal have the same status, headers, body, metrics, access log and
+    spans.
+    """
     caplog.set_level(logging.INFO)
     exporter = InMemorySpanExporter()
     tracing = configure_tracing("gateway", "", 1.0, exporter=exporter)
@@ -175,7 +177,6 @@ async def test_the_names_and_the_trace_that_a_client_gives_are_those_of_its_refu
 
 
 async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
-    """Pipelined requests are answered in their order."""
     async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
         streams = await filled(served)
         client = await Client.of(served)
@@ -187,7 +188,7 @@ async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
         assert [(await client.answer())[0] for _ in range(5)] == [429, 200, 429, 429, 200]
         client.send(post_head(PATH, len(BODY), KEY))
         assert (await client.answer())[0] == 429
-        client.send(BODY + version)  # the body belongs to the request that was refused before it
+        client.send(BODY + version)  # belongs to the refused request before
         assert (await client.answer())[0] == 200
         client.close()
         end(streams)
@@ -196,7 +197,7 @@ async def test_a_connection_is_used_on_after_refusals(model: Path) -> None:
 async def test_clients_that_were_refused_may_send_a_last_request_and_their_end_at_once(
     model: Path,
 ) -> None:
-    """With 40 refusals at once, some are still deferred when the client has ended sending."""
+    """With 40 refusals at once, some are still delayed when the client has ended sending."""
     async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
         streams = await filled(served)
         clients = [await Client.of(served) for _ in range(40)]
@@ -215,8 +216,8 @@ async def test_clients_that_were_refused_may_send_a_last_request_and_their_end_a
 async def test_another_request_is_answered_before_most_of_a_burst_of_those_just_refused(
     model: Path,
 ) -> None:
-    """80 connections send a request at the same time, in the second round after a refusal. Another
-    connection sends a request after them.
+    """80 connections that were refused once send another request at the same time. After them, a
+    new connection sends a request.
     """
     async with serving(model, FakeScheduler(permits=0, max_num_seqs=1), **FULL) as served:
         streams = await filled(served)
@@ -224,7 +225,7 @@ async def test_another_request_is_answered_before_most_of_a_burst_of_those_just_
         *flood, other = [socket.create_connection(address) for _ in range(81)]
         num_before = 0
         for _ in range(2):
-            gc.collect()  # a collection below would prolong an iteration of the event loop
+            gc.collect()  # collects now, to not prolong an iteration below
             for client in flood:
                 client.sendall(post(PATH, BODY, KEY))
             other.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -239,7 +240,7 @@ async def test_another_request_is_answered_before_most_of_a_burst_of_those_just_
 
 
 async def test_of_a_burst_as_many_are_let_in_as_fit_before_the_first_is_read(model: Path) -> None:
-    """Ten requests arrive. Seven are refused at once, although no accepted body has arrived."""
+    """Of ten requests that arrive, seven are refused at once, although no body has arrived yet."""
     scheduler = FakeScheduler(permits=0, max_num_seqs=1)
     settings = FULL | {"max_num_waiting_per_tenant": 4}
     async with serving(model, scheduler, **settings) as served:

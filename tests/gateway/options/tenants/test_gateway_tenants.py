@@ -1,4 +1,4 @@
-"""The tenant of a request, from its API key to the sequences that are sent to schedulers."""
+"""The tenant of an API key's requests reaches the sequences that are sent to schedulers."""
 
 import asyncio
 from pathlib import Path

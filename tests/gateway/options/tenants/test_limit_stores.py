@@ -1,4 +1,4 @@
-"""The same tests compare the limits in memory and the limits in Redis with a brute-force oracle."""
+"""The limits of tenants in memory and in Redis, each compared with a brute-force oracle."""
 
 import asyncio
 import itertools
@@ -29,13 +29,13 @@ from tests.slowness import busy_slowness
 
 LEASE_MILLIS = 1000
 PATIENT_SECONDS = 60.0
-"""A time limit for calls of Redis that is long enough for a busy machine."""
+"""A time limit for Redis calls that suffices on a busy machine."""
 HOLD, RELEASE, KEEP = SlotChange.HOLD, SlotChange.RELEASE, SlotChange.KEEP
 
 
 @dataclass
 class World:
-    """A store of limits, and the time on which it depends."""
+    """A store of limits and its clock."""
 
     store: LimitStore
     runner: asyncio.Runner
@@ -169,13 +169,13 @@ def test_what_was_reserved_and_not_used_comes_back_and_what_was_used_beyond_it_i
     assert refused.wait_millis > 40_000
 
 
-# Behaviour of the limits in Redis only.
+# Behaviour of the limits that only Redis has.
 
 
 def lease_holder(
     server: RedisServer, name: str, take_seconds: float = PATIENT_SECONDS
 ) -> RedisLimits:
-    """The limits in Redis of the gateway `name`, with slots that expire after 0.9 s."""
+    """The limits in Redis as the gateway `name` uses them. Its slots expire after 0.9 s."""
     local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)
     return RedisLimits(
         *(RedisConnection(server.url), name, local),
@@ -203,8 +203,8 @@ async def test_two_gateways_let_in_no_more_than_one_would(shared_redis: RedisSer
 
 @needs_redis
 async def test_slots_are_held_while_their_gateway_lives(shared_redis: RedisServer) -> None:
-    """Gateway one holds a slot for much longer than the slot's lease. When the gateway ends, the
-    slot and the gateway's share become free.
+    """Gateway one occupies a slot for much longer than the slot's lease. When the gateway ends, the
+    slot and the gateway's share of the limit become free.
     """
     shared_redis.ask("FLUSHALL")
     one, two = lease_holder(shared_redis, "one"), lease_holder(shared_redis, "two")
@@ -216,7 +216,7 @@ async def test_slots_are_held_while_their_gateway_lives(shared_redis: RedisServe
         await asyncio.sleep(0.1)
         taken = await two.take(limits, Change("b", slot_change=HOLD))
         assert taken.refused_by is Quota.CONCURRENCY
-    shared_redis.ask("FLUSHALL")  # the gateway acquires its slots again
+    shared_redis.ask("FLUSHALL")  # the gateway acquires its slots anew
 
     async def is_held() -> bool:
         return bool(await two._redis.call(lambda client: client.zcard("slots:{t:slots}")) == 1)

@@ -1,4 +1,6 @@
-"""The tenants that may occupy a free slot, or must release one. Names call a slot a place."""
+"""Which tenants may occupy a free slot, and which must release one. Names in the code call a slot a
+place.
+"""
 
 import pytest
 from hypothesis import given
@@ -19,8 +21,8 @@ class Clock:
 
 
 def running(counts: dict[Tenant, int], clock: Clock | None = None) -> Places:
-    """Slots with the given number of running sequences of each tenant. The last request of each
-    tenant arrived just now.
+    """Slots that run `counts` sequences of each tenant. The last request of each tenant has just
+    arrived.
     """
     places = Places(clock or Clock())
     for tenant, count in counts.items():
@@ -55,7 +57,7 @@ def test_a_place_is_kept_free_for_a_tenant_below_its_share() -> None:
 
 
 def test_what_a_tenant_below_its_share_waits_for_is_not_for_one_above() -> None:
-    """Tenant B waits for 3 slots within its share of 16. For it 3 slots and one more are free."""
+    """Tenant B waits for 3 slots within its share of 16. These and one more stay free for it."""
     places = running({A: 20, B: 8})
     places.usage(B).num_waiting = 3
     assert [may_take(places, A, num_free) for num_free in (4, 5)] == [False, True]
@@ -105,7 +107,7 @@ def test_no_tenant_gives_back_what_is_its_share() -> None:
 
 
 def test_a_tenant_that_lacks_service_may_take_a_little_more_than_its_share() -> None:
-    """Tenant B lags by 4 answers of 128 tokens. Each output token counts as two."""
+    """Tenant B got 4 answers of 128 tokens less than its share. Each output token counts as two."""
     places = running({A: 16, B: 16})
     places.usage(B).lag = 4 * 2 * 128.0
     assert may_take(places, B, 1)
@@ -129,7 +131,9 @@ def test_what_a_tenant_has_beyond_its_share_stays_its_own_while_it_lacks_service
 
 
 def test_few_sequences_of_a_tenant_start_at_once() -> None:
-    """A tenant may start sequences for an eighth of its share of 32 at once, and at least two."""
+    """The share of a tenant is 32 slots. It may start an eighth as many sequences at once, and at
+    least two.
+    """
     places = running({A: 8, B: 3})
     places.usage(A).num_starting = 3
     assert may_take(places, A, 53, 64)
@@ -146,8 +150,8 @@ def test_few_sequences_of_a_tenant_start_at_once() -> None:
     ("mean_output_tokens", "num_starting"), [(128.0, 2), (32.0, 3), (16.0, 5), (8.0, 8), (0.0, 8)]
 )
 def test_as_many_start_as_end_meanwhile(mean_output_tokens: float, num_starting: int) -> None:
-    """A tenant with 20 running sequences may start as many sequences at once as end within four
-    steps, and at most half of its share of 16.
+    """Of a tenant's 20 running sequences, some end within four steps. It may start this number of
+    sequences at once, at most half of its share of 16.
     """
     places = running({A: 20, B: 3})
     usage = places.usage(A)
@@ -174,7 +178,7 @@ def test_a_tenant_alone_starts_as_many_as_there_are_places() -> None:
 
 
 def test_every_tenant_may_have_one_place() -> None:
-    """Eight tenants with equal weights share four places."""
+    """Eight tenants with equal weights have four slots."""
     many = [Tenant(f"t{number}") for number in range(7)]
     places = running({A: 2, **dict.fromkeys(many[:2], 1), **dict.fromkeys(many[2:], 0)})
     places.usage(many[2]).num_waiting = 1
@@ -252,7 +256,7 @@ def test_giving_back_ends_with_a_free_place_or_with_no_tenant_above_its_share(
 
 @pytest.mark.parametrize("num_places", [8, 32, 100])
 def test_a_tenant_has_its_share_at_once_while_another_one_floods(num_places: int) -> None:
-    """Tenant A occupies every slot that it may, and releases the share of tenant B."""
+    """Tenant A occupies all slots that it may, and then releases tenant B's share."""
     places = running({A: 0, B: 0})
 
     def num_free() -> int:

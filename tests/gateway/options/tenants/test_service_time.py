@@ -1,4 +1,4 @@
-"""The measured duration of sequences, and how long a sequence with a deadline may wait."""
+"""The measured duration of sequences determines how long a sequence with a deadline may wait."""
 
 import pytest
 
@@ -31,17 +31,19 @@ def test_what_varies_leaves_twice_its_mean_deviation() -> None:
 
 
 class World:
-    """A replica with two slots, and requests of a tenant that run one after another."""
+    """A replica with two slots, and a tenant whose requests run one after another."""
 
     def __init__(self) -> None:
         self.fake = with_queues(FakeFleet(1))
         self.fake.connect(*self.fake.replicas, max_num_seqs=2)
         self.replica = self.fake.replicas["a"]
-        # The scheduler reports that a request ends every 0.5 s and that each takes 1 s.
+        # The scheduler reports that each request takes 1 s, and that one ends every 0.5 s.
         self.replica.queue_changed(QueueState(0, 1024, 60.0, 0.5, 1.0, num_running=2))
 
     def serve(self, seconds: float, num_tokens: int = 1, tenant: Tenant = A) -> None:
-        """Sends a request that ends after `seconds`. With no tokens, its client disconnects."""
+        """Sends a request that ends after `seconds`. If `num_tokens` is 0, its client
+        disconnects.
+        """
         mailbox = self.fake.start(max_tokens=1, caller=tenant)
         (inflight,) = mailbox.inflights
         handle = self.fake.handle(self.replica, inflight)
@@ -63,7 +65,9 @@ class World:
 
 
 def test_a_deadline_leaves_time_for_a_request_that_takes_as_long_as_few_do() -> None:
-    """By the scheduler's mean of 1 s, a request that takes 3.5 s would be accepted in vain."""
+    """The scheduler's mean is 1 s, but a request takes 3.5 s. Judged by the mean, it would be
+    accepted although it cannot meet its deadline.
+    """
     world = World()
     for _ in range(20):
         for seconds in (0.5, 3.5):
@@ -85,7 +89,7 @@ def test_requests_whose_clients_leave_early_say_nothing_of_the_time() -> None:
 
 
 def test_requests_that_miss_their_deadlines_say_that_it_takes_longer() -> None:
-    """Otherwise only the requests that meet their deadlines would count."""
+    """Without them, only the short requests that meet their deadlines would count."""
     world = World()
     for _ in range(20):
         world.serve(1.0)

@@ -1,4 +1,4 @@
-"""A tenant sees only its own requests at a gateway: running, waiting and finished ones."""
+"""A tenant sees only its own requests (running, waiting and finished ones) at a gateway."""
 
 from itertools import permutations
 from pathlib import Path

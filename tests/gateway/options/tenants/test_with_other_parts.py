@@ -1,4 +1,6 @@
-"""Tenants together with several models, sessions, routes of other options, and hostile clients."""
+"""Tenants together with several models, client sessions, routes of other options, and hostile
+clients.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace

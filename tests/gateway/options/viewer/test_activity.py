@@ -1,4 +1,4 @@
-"""The route /activity returns the activity that the schedulers report."""
+"""The route /activity returns the schedulers' reports of their steps."""
 
 import asyncio
 from pathlib import Path
@@ -60,14 +60,14 @@ async def test_steps_and_blocks_are_as_the_scheduler_says(model: Path) -> None:
 
 
 async def test_only_steps_that_are_new_to_the_caller_are_sent(model: Path) -> None:
-    """The time of a step that overlaps the previous one begins at the end of the previous one."""
+    """If steps overlap, the time of a step begins at the end of the step before."""
     fake = FakeScheduler(steps=[step(1, SECOND, 3 * SECOND), step(2, 2 * SECOND, 4 * SECOND)])
     async with serving(model, fake) as served:
         (replica,) = (await activity(served.http, f"?after=1@{fake.address}"))["replicas"]
         assert [(one["step"], one["seconds"]) for one in replica["steps"]] == [(2, 1.0)]
         (replica,) = (await activity(served.http, f"?after=2@{fake.address}"))["replicas"]
         assert replica["steps"] == []
-        # Step 99 was a step of an earlier process of the scheduler.
+        # Step 99 ran in an earlier process of the scheduler.
         (replica,) = (await activity(served.http, f"?after=99@{fake.address}"))["replicas"]
         assert len(replica["steps"]) == 2
 

@@ -99,7 +99,7 @@ DRAWN = """async () => {
     marks: [marks(["lost", 55]), marks(["refused", 55])],
   };
 }"""
-"""A script that draws two steps of 1 s and 2 s with a pause of 1 s between them, curves of 110 s
+"""A script that draws two steps of 1 s and 2 s with a pause of 1 s between them, curves over 110 s
 with an event in the middle, the constant curves of `CURVES`, and two replicas.
 """
 CURVES = {
@@ -113,7 +113,7 @@ CURVES = {
     "num_waiting": 2,
     "held_share": 0.25,
 }
-"""The same values for each bin of ten seconds."""
+"""Values that are the same in each bin of ten seconds."""
 SHOWN_CURVES = [
     ("median 500 msp99 2.00 s", [1, 1 / 4]),
     ("median 20.0 msp99 50.0 ms", [1, 2 / 5]),
@@ -123,13 +123,13 @@ SHOWN_CURVES = [
     ("running 3waiting 2", [3 / 5, 2 / 5]),
     ("held 25.0 %", [1 / 2]),
 ]
-"""The text of each chart, and the distance of each curve from the top as a fraction of the chart's
-height.
+"""For each chart, its text, and the distance of each curve from the top, as a fraction of the
+chart's height.
 """
 
 
 def trace_of(name: str, waited_for: str | None) -> dict[str, Any]:
-    """A trace of a request that waited for blocks of the request `waited_for`."""
+    """The trace of a request that waited for blocks of the request `waited_for`."""
     blocks = {"name": "blocks", "seconds": 1.0, "explanation": "", "step": 7}
     return {
         "trace_id": name,

@@ -1,4 +1,4 @@
-"""The page /ui: its files, their headers, and which pages may make operators' calls."""
+"""The page /ui: its files, their headers, and which web pages may make operators' calls."""
 
 import json
 import re
@@ -34,7 +34,7 @@ async def test_the_page_and_its_files_are_served_with_a_policy(served: Serving) 
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
-    """The XML namespace of SVG is allowed, because browsers load nothing from it."""
+    """The XML namespace of SVG may occur, because browsers load nothing from it."""
     for file in FOLDER.iterdir():
         text = file.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
         assert not re.search(r"https?:|//\w+\.\w", text), file.name

@@ -1,4 +1,4 @@
-"""Running requests are in the list of traces and can be read as traces, sampled or not."""
+"""Running requests, sampled or not, are in the list of traces and can be read as traces."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ RUNNING = "stepwell.is_running"
 
 
 async def begun(served: Serving, name: str) -> Stream:
-    """A request with the id `name` that runs at the scheduler and makes no progress."""
+    """Starts a request with the id `name` that runs at the scheduler but makes no progress."""
     (scheduler,) = served.schedulers
     num_running = scheduler.num_running
     stream = Stream(served, headers={"X-Request-Id": name})

@@ -11,7 +11,7 @@ NUMBERS = itertools.count()
 
 
 def encoded(size: int) -> bytes:
-    """The unique bytes of a span, of length `size`."""
+    """Bytes of a span, `size` long and different from all others."""
     return f"{next(NUMBERS):0{size}}".encode()
 
 
@@ -138,7 +138,7 @@ def test_requests_that_failed_or_were_slow_are_dropped_last() -> None:
     for name in ("failed", "slow"):
         assert store.find(name) is not None
     assert len(kept(store)) == 8
-    for number in range(50):  # if all traces are of failed requests, some of these are dropped
+    for number in range(50):  # when all traces are of failures, some are dropped
         store.add(f"failed {number}", request(is_wanted=True))
     assert len(kept(store)) == 8
 

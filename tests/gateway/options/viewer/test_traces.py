@@ -26,19 +26,19 @@ BODY = {"prompt": "the", "max_tokens": 3, "stop": ["a secret"]}
 
 @dataclass
 class Kept:
-    """The trace store of a gateway."""
+    """The parts of a gateway that store traces."""
 
     store: TraceStore
     address: str
-    """The address at which the gateway receives spans of other services."""
+    """The address at which the gateway receives the spans of other services."""
 
 
 @asynccontextmanager
 async def keeping(
     model: Path, *schedulers: FakeScheduler, **settings: Any
 ) -> AsyncIterator[tuple[Serving, Kept]]:
-    """A gateway that keeps the traces of all requests, except requests whose client sends an
-    unsampled trace context.
+    """A gateway that stores the traces of all requests except those that a client marks as
+    unsampled.
     """
     given = {
         "trace_address": "127.0.0.1:0",
@@ -194,8 +194,8 @@ async def test_the_slowest_and_what_a_list_showed_are_kept_though_they_are_not_s
 
 
 async def test_calls_that_are_never_traced_take_no_place_of_those_that_are(model: Path) -> None:
-    """The page /ui requests /activity several times a second. These calls must not use up the
-    limit of sampled traces.
+    """The page /ui requests /activity several times a second. These calls must not use up the limit
+    on sampled traces.
     """
     async with keeping(model, trace_store_max_per_minute=2) as (served, _):
         for path in ("/activity", "/metrics", "/traces"):

@@ -1,5 +1,5 @@
-"""The routes /render, /inference/v1/generate and /derender, called one after another, return the
-same answer as a completion.
+"""Calling /render, /inference/v1/generate and /derender one after another returns the same answer
+as a completion.
 """
 
 import json
@@ -39,7 +39,7 @@ async def post(hermes: Serving, path: str, body: Any) -> Any:
 
 
 def compared(completion: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a completion that are equal in two answers to the same request."""
+    """A completion without the parts that differ between two answers to the same request."""
     for choice in completion["choices"]:
         for call in choice.get("message", {}).get("tool_calls") or ():
             del call["id"]

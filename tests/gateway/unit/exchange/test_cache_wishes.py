@@ -1,4 +1,4 @@
-"""The fields by which Anthropic's and OpenAI's clients ask to keep a prompt cached."""
+"""The fields by which clients of Anthropic and OpenAI ask that a prompt stays cached."""
 
 import json
 from typing import Any

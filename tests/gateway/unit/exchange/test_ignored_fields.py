@@ -1,4 +1,4 @@
-"""Unknown fields of request bodies are ignored and named in the answer, or refused."""
+"""Unknown fields of request bodies are ignored, and named in the answer, or they are refused."""
 
 import json
 from typing import Any

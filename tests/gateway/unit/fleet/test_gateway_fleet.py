@@ -1,5 +1,5 @@
-"""The fleet chooses a replica for each sequence, and another replica if the first one is lost,
-stalls or refuses the sequence.
+"""The fleet chooses a replica for each sequence, and another one if the replica is lost, stalls or
+refuses the sequence.
 """
 
 from dataclasses import replace

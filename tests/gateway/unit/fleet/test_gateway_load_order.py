@@ -1,4 +1,4 @@
-"""A routing policy examines few replicas, and finds the same as if it examined all replicas."""
+"""A routing policy examines only a few replicas, but chooses the same one as if it examined all."""
 
 import random
 
@@ -19,8 +19,8 @@ ALL = 1 << 30
 
 
 def a_while(world: FakeFleet, rng: random.Random, num_events: int) -> None:
-    """Random events: requests arrive, are admitted, get tokens and end, replicas report their load,
-    and time passes.
+    """Makes random events happen: requests arrive, are admitted, get tokens and end, replicas
+    report their loads, and time passes.
     """
     for _ in range(num_events):
         replica = rng.choice(list(world.replicas.values()))

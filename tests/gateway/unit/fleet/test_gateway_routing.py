@@ -1,4 +1,4 @@
-"""The replica to which a routing policy sends a sequence, and the reported reason."""
+"""To which replica a routing policy sends a sequence, and the reason that it reports."""
 
 import random
 from collections import Counter
@@ -29,7 +29,7 @@ from tests.gateway.fake_fleet import BLOCK_SIZE, MAX_LOAD_DELTA, FakeFleet, Manu
 PROMPT = tuple(range(1, 41))
 NUM_BLOCKS = (len(PROMPT) + 1) // BLOCK_SIZE
 COUNT = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT
-"""The cost of a token to compute if all replicas have computed the same number of tokens."""
+"""The cost of computing a token, if all replicas have computed the same number of tokens."""
 
 
 def fleet(policy: str, num_replicas: int = 3) -> FakeFleet:
@@ -40,7 +40,7 @@ def fleet(policy: str, num_replicas: int = 3) -> FakeFleet:
 
 
 def route_of(mailbox: Mailbox) -> RoutingDecision:
-    """The route of the only sequence."""
+    """The route of the request's only sequence."""
     (route,) = mailbox.routes
     return route
 
@@ -190,8 +190,8 @@ def compute(world: FakeFleet, name: str, num_tokens: int) -> None:
 
 
 def test_what_is_new_goes_where_less_was_computed_lately() -> None:
-    """A new prompt is sent to the replica that has computed fewer tokens lately, where it evicts
-    fewer blocks. A cached prompt is sent to the replica that has it cached.
+    """A new prompt is sent to the replica that has computed fewer tokens lately, because it evicts
+    fewer blocks there. A cached prompt is sent to the replica that has it cached.
     """
     world = fleet("cache-aware", 2)
     compute(world, "a", 4 * FEW_TOKENS)
@@ -204,7 +204,7 @@ def test_what_is_new_goes_where_less_was_computed_lately() -> None:
 
 
 def test_few_tokens_evict_little() -> None:
-    """A replica that has computed few tokens gets the next turn of the only conversation, too."""
+    """A replica that has computed few tokens also gets the conversation's next turn."""
     world = fleet("cache-aware", 2)
     compute(world, "a", FEW_TOKENS // 64)
     world.directory = {"a": 2}
@@ -354,7 +354,7 @@ def test_of_a_chain_of_smaller_units_each_block_has_the_key_of_its_last() -> Non
     tokens, chain_keys = list(range(70)), ChainKeys()
     units = block_keys(hash_full_blocks(b"root", tokens, 2, cache_salt="salt"))
     assert chain_keys.of(b"root", tokens, 4, "salt", 2) == units[1:34:2]
-    # The chain of the same tokens in units of 4 tokens has other keys.
+    # With blocks of 4 tokens, the chain of the same tokens has other keys.
     whole = block_keys(hash_full_blocks(b"root", tokens, 4, cache_salt="salt"))
     assert chain_keys.of(b"root", tokens, 4, "salt") == whole
 

@@ -1,5 +1,5 @@
 """The grammars that the gateway generates for tool calls, compiled as in the workers and checked
-with texts. The markers of a format are single tokens or plain text.
+with texts. In some tokenizers a format's markers are single tokens, in others plain text.
 """
 
 import json
@@ -38,7 +38,8 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = [CallableTool("f", SCHEMA, strict=True), CallableTool("g", {"type": "object"})]
 QWEN = REASONING_FORMATS["qwen3"]
-# Reasoning text before the answer, and the state of the reasoning at the end of the prompt.
+# Pairs of a reasoning text that precedes the answer, and the state of the reasoning at the end of
+# the prompt.
 REASONING: list[tuple[str, PromptedReasoning | None]] = [
     ("", None),
     ("hm</think>\n\n", PromptedReasoning(QWEN, ReasoningState.INSIDE)),
@@ -60,7 +61,7 @@ def tokenizer(request: pytest.FixtureRequest, model: Path) -> HfTokenizer:
 def check(
     tokenizer: HfTokenizer, form: StructuredOutputs, good: Sequence[str], bad: Sequence[str]
 ) -> None:
-    """Asserts that the grammar accepts each good text as a whole, and no bad text."""
+    """Asserts that the grammar accepts each good text as a whole and refuses each bad one."""
     size = tokenizer._backend.get_vocab_size()
     matcher = GrammarCompiler(tokenizer.to_json(), size, [0]).compile(form)
     for text in (*good, *bad):

@@ -1,4 +1,4 @@
-"""The gateway validates grammars in a separate thread."""
+"""The gateway validates grammars in a thread of its own."""
 
 import asyncio
 import json
@@ -39,7 +39,7 @@ def judge(tokenizer_json: str) -> GrammarJudge:
 
 
 async def verdict(judge: GrammarJudge, kind: StructuredOutputsKind, text: str) -> str:
-    """The text of the client's error, or "" if the grammar is accepted."""
+    """The message of the client's error, or "" if the grammar is accepted."""
     try:
         await judge.check(StructuredOutputs(kind, text), VOCAB_SIZE, [0])
     except InvalidArgument as error:
@@ -58,11 +58,13 @@ REFERRED = (
     *("Resp[int]", "Map<string,int>", "My Type", "List`1", "名前", "é", "A|B", "a%b", "a%20b"),
     *("a/b", "a~b", 'x"y', "a^b", "{x}", "a\\b", "#x", "a?b", "a%5Bb"),
 )
-"""Names of definitions with characters that a URI does not allow or that have a meaning in it."""
+"""Names of definitions with characters that a URI does not allow, or that have a meaning in it."""
 
 
 def referring(name: str) -> dict[str, Any]:
-    """A schema that refers to a definition by its unescaped name, as generators of schemas do."""
+    """A schema that refers to a definition by its unescaped name, as generators of schemas write
+    it.
+    """
     pointer = name.replace("~", "~0").replace("/", "~1")
     return {"$ref": f"#/$defs/{pointer}", "$defs": {name: {"type": "integer"}}}
 
@@ -209,7 +211,7 @@ async def test_what_takes_too_long_is_refused_here_alone(
     judge: GrammarJudge, tokenizer_json: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the gateway limits the time of compilation. A worker with a slower processor must not
-    refuse a grammar that the gateway accepts.
+    refuse a grammar that the gateway has accepted.
     """
     monkeypatch.setattr(grammar_judge, "MAX_COMPILE_SECONDS", 0.0)
     assert "takes too long to compile" in await verdict(judge, REGEX, "[a-z]{1,30}")

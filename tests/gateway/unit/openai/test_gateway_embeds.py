@@ -1,4 +1,4 @@
-"""Embedded prompts from clients are validated when they are read."""
+"""Prompts of embeddings are validated when they are read."""
 
 import base64
 import json

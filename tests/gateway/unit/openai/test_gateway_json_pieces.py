@@ -1,4 +1,6 @@
-"""The JSON of answers with long lists is written in pieces, and is never in memory as a whole."""
+"""The JSON of answers with long lists is written in pieces, so that it is never in memory as a
+whole.
+"""
 
 import json
 import tracemalloc
@@ -68,6 +70,6 @@ def test_many_logprobs_are_never_whole_in_memory(
     num_bytes = sum(map(len, json_pieces(dialect.whole(answers, Usage(1, 0, 1)))))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    # The 84,000 log-probabilities would take about 500 bytes each as objects.
+    # As objects, the 84,000 log-probabilities would take about 500 bytes each.
     assert num_bytes > 1_000_000
     assert peak < 4_000_000

@@ -1,4 +1,6 @@
-"""Field values that request the default behaviour, and fields that are accepted without effect."""
+"""Values of fields that request the default behaviour, and fields that are accepted but have no
+effect.
+"""
 
 import json
 from functools import partial
@@ -41,8 +43,8 @@ BASES: dict[type[BaseModel], dict[str, Any]] = {
     TokenizeBody: {"messages": ASK},
 }
 
-# The default values in vLLM 0.32 and some earlier releases and in the documentation of OpenAI and
-# Anthropic. Each field may also be null.
+# The default values of vLLM 0.32 and some earlier releases, and those that OpenAI and Anthropic
+# document. Each field may also be null.
 _PROMPTS = {"truncate_prompt_tokens": None, "truncation_side": None, "mm_processor_kwargs": {}}
 _COMPLETIONS = {
     **_PROMPTS,
@@ -379,8 +381,8 @@ def test_an_error_names_no_class_of_the_code(name: str, value: object) -> None:
 
 
 def _unions(schema: Any, path: str) -> list[str]:
-    """Paths of unions whose alternatives pydantic tries one after another. Its errors would contain
-    class names.
+    """Paths of unions whose alternatives pydantic tries one after another, so that its errors would
+    contain class names.
     """
     if isinstance(schema, list | tuple):
         return [found for item in schema for found in _unions(item, path)]

@@ -1,5 +1,5 @@
 """The protobuf contract, the dataclass, the request bodies, the command line and the documentation
-have the same sampling parameters.
+define the same sampling parameters.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from services.gateway.adapters.http.openai.vllm_fields import UnservedSamplingFi
 DOCUMENT = Path(__file__).parents[4] / "docs" / "sampling.md"
 NAMES = {field.name for field in fields(SamplingParams)}
 
-# Maps parameters to their fields in request bodies, where the names differ.
+# Maps the parameters that have another name in request bodies to this name.
 CLIENT_NAMES = {
     "logit_bias_token_ids": "logit_bias",
     "logit_bias_values": "logit_bias",
@@ -75,7 +75,7 @@ OTHER_FIELDS = {
     "guided_grammar",
 }
 
-# Maps each parameter to a field of a body and its value, which is exact in float32.
+# Maps each parameter to a body that sets it and to the resulting value, which is exact in float32.
 EXAMPLES: dict[str, tuple[dict[str, Any], object]] = {
     "temperature": ({"temperature": 0.5}, 0.5),
     "top_k": ({"top_k": 7}, 7),
@@ -103,7 +103,7 @@ EXAMPLES: dict[str, tuple[dict[str, Any], object]] = {
         {"structured_outputs": {"regex": "a+"}},
         StructuredOutputs(StructuredOutputsKind.REGEX, "a+"),
     ),
-    "thinking_budget": ({}, None),  # only for chats, where the reasoning's begin is known
+    "thinking_budget": ({}, None),  # only for chats, where it is known when reasoning begins
 }
 
 
@@ -116,9 +116,9 @@ async def bad_words(words: list[str]) -> tuple[tuple[int, ...], ...]:
 
 
 NOT_WRITTEN = {"bad_words", "eos_token_ids", "thinking_budget", "prompt_logprobs"}
-"""Parameters that /render copies from the body or refuses."""
+"""Parameters that /render copies from the request body, or that it refuses."""
 NO_FLAG = {"min_tokens", "logprobs", "prompt_logprobs"}
-"""Numbers for which `stepwell chat` and `complete` have no flag."""
+"""Numeric parameters for which `stepwell chat` and `complete` have no flag."""
 
 INFERENCE = SimpleNamespace(
     default_sampling=SamplingParams(), texts=SimpleNamespace(bad_words=bad_words), tokenizer=None

@@ -1,5 +1,5 @@
-"""A stream's event with text, which is inserted into a prepared frame, equals the serialized chunk
-byte for byte.
+"""The event for text in a stream, made by inserting the text into a prepared frame, has the same
+bytes as the serialized chunk.
 """
 
 from pathlib import Path

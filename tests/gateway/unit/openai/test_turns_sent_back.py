@@ -1,5 +1,5 @@
-"""Conversations that clients send back, with this server's messages and the fields that client
-packages add to them.
+"""Conversations that clients send back, with this server's messages and with the fields that client
+packages add.
 """
 
 import json
@@ -20,7 +20,7 @@ from tests.gateway.tiny_tokenizer import write_tokenizer
 
 
 def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turns with their parts joined, as for templates that accept only texts."""
+    """The turns, each with its parts joined to one text, as in templates that accept only texts."""
     return [{**turn, "content": "\n".join(turn["content"])} for turn in turns]
 
 
@@ -199,8 +199,8 @@ def test_blocks_that_agents_send_back() -> None:
     assert messages({"role": "msg", "content": None}) == [{"role": "user", "content": ""}]
 
 
-# How models' chat templates write the arguments of calls: Qwen 3 as text or JSON, Llama as JSON,
-# GLM key by key, DeepSeek by concatenating texts. The last template writes no calls.
+# How models' chat templates write the arguments of tool calls: Qwen 3 as text or JSON, Llama as
+# JSON, GLM key by key, DeepSeek by concatenating texts. The last template writes no calls.
 _EACH = (
     "{% for m in messages %}{% for c in m.tool_calls or () %}{% set a = c.function.arguments %}"
     "<%s>{% endfor %}{{ m.content }}{% endfor %}"

@@ -1,4 +1,4 @@
-"""The OpenAPI document's operations."""
+"""The descriptions of operations in the OpenAPI document."""
 
 from starlette.requests import Request
 from starlette.responses import Response

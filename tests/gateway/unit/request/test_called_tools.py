@@ -1,4 +1,6 @@
-"""The names of the tools that an answer calls are sent to the replica that retains its context."""
+"""The names of the tools that an answer calls are sent to the replica, which retains the request's
+KV blocks for the agent's next turn.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The items that a sink receives from the delivery of a generation."""
+"""What a sink receives when the tokens of a generation are delivered to it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 
 
 class Engine:
-    """A Source whose sequences get their tokens from the test."""
+    """A Source whose tokens the test sets."""
 
     def __init__(self) -> None:
         self.dropped: list[Inflight] = []

@@ -1,4 +1,4 @@
-"""The best of several answers have the highest mean log-probability."""
+"""With `best_of`, the best of several answers are those with the highest mean log-probability."""
 
 from services.common.request.sampling import SamplingParams
 from services.gateway.core.request.generation import Answer, best_answers

@@ -1,4 +1,4 @@
-"""An answer does not depend on how its tokens are grouped into deltas."""
+"""An answer does not depend on how its tokens are divided into deltas."""
 
 from dataclasses import replace
 

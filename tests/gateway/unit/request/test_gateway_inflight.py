@@ -1,4 +1,4 @@
-"""The results of a sequence that its reader receives, even if replicas are lost."""
+"""What the reader of a sequence receives, even if replicas are lost."""
 
 from itertools import count
 
@@ -42,8 +42,8 @@ async def test_deltas_are_merged_until_they_are_read() -> None:
 
 
 async def test_prompt_logprobs_that_come_twice_are_told_once() -> None:
-    """The first replica is lost in the middle of the prompt. The next replica begins the prompt
-    again.
+    """The first replica is lost in the middle of the prompt, and the next one begins with the
+    prompt again.
     """
     mailbox = make(max_tokens=9, prompt_logprobs=0)
     (inflight,) = mailbox.inflights

@@ -1,4 +1,6 @@
-"""Errors of requests whose parameters ban every token, alone or together with a grammar."""
+"""Errors of requests whose parameters, or whose parameters together with a grammar, ban every
+token.
+"""
 
 from typing import Any
 

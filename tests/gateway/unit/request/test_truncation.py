@@ -1,4 +1,4 @@
-"""Truncated prompts have the same tokens as with the truncation of the package `tokenizers`."""
+"""Prompts are truncated to the same tokens as by the package `tokenizers`."""
 
 import random
 from array import array
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(model: Path, kept: Truncation, *texts: str, special: bool) -> Any:
-    """The Encoding by the truncation of the package `tokenizers`."""
+    """The Encoding as truncated by the package `tokenizers`."""
     oracle = Tokenizer.from_file(str(model / "tokenizer.json"))
     oracle.enable_truncation(kept.num_tokens, direction="left" if kept.keeps_end else "right")
     return oracle.encode(*texts, add_special_tokens=special)
@@ -89,7 +89,7 @@ def sent(served: Serving) -> list[int]:
 
 
 async def test_requests_are_truncated_and_name_tokens_by_their_ids(tmp_path: Path) -> None:
-    """Over HTTP, -1 keeps as many tokens from the end of a prompt that the answer fits."""
+    """Over HTTP, -1 keeps the last tokens of a prompt, as many as leave room for the answer."""
     async with serving(write_tokenizer(tmp_path)) as served:
         limit = served.gateway.fleet.limits().capacity
 

@@ -1,5 +1,5 @@
-"""The fleet chooses another replica if a scheduler refuses a sequence, or would refuse it by the
-reported state of its queue.
+"""The fleet chooses another replica if a scheduler refuses a sequence, or would refuse it according
+to the last reported state of its queue.
 """
 
 import gc
@@ -35,7 +35,7 @@ DRAINING = Unavailable("draining", retry_after_seconds=0.5)
 
 
 def reject(world: FakeFleet, error: StepwellError) -> str:
-    """Makes the replica of the only sequence refuse it. Returns the replica's name."""
+    """Makes its replica refuse the request's only sequence. Returns the replica's name."""
     (name,) = (name for name in world.links if world.has(name))
     (handle,) = world.replicas[name].running
     world.replicas[name].rejected(handle, error)
@@ -229,7 +229,7 @@ def test_a_request_whose_deadline_passed_is_told_so_and_not_to_come_back() -> No
 
 
 def test_new_requests_are_refused_while_too_many_prompt_tokens_have_no_output() -> None:
-    """The prompt tokens of a sequence count until its first output token, also while it waits."""
+    """The prompt tokens of a sequence count until its first output token, even while it waits."""
     world = FakeFleet(1, max_num_queued_tokens=9)
     ann = Caller("ann")
     first = world.start(prompt=[1] * 5)  # six tokens, and no replica yet

@@ -1,5 +1,5 @@
-"""The gateway's reaction to wrong messages of a scheduler. The tests change each field of a message
-in several ways.
+"""What the gateway does if a message of a scheduler is wrong. The tests change each field of a
+message in several ways.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ STOPPED = common_pb2.FINISH_REASON_STOP
 
 
 class Session:
-    """A session with five requests, whose handles begin at 1: a plain one, one with
+    """A session with five requests, whose handles are 1 to 5: a plain request, one with
     log-probabilities, one that a stop token ends, one that is refused, and one that was aborted.
     """
 
@@ -62,7 +62,7 @@ class Session:
         self.mailboxes[4].close()
 
     def outcome(self) -> list[Any]:
-        """The results that the clients of the requests received."""
+        """What the clients of the requests have received."""
         return [[repr(delta) for _, delta in mailbox.take()] for mailbox in self.mailboxes]
 
 
@@ -117,7 +117,7 @@ def last_step() -> scheduler_pb2.StepDeltas:
 
 
 def outcome_of(messages: Sequence[bytes]) -> list[Any] | None:
-    """The results of the clients after these messages, or None if a message ends the session."""
+    """What the clients receive after these messages, or None if a message ends the session."""
     session = Session()
     for message in messages:
         try:
@@ -144,8 +144,8 @@ def test_a_session_in_order_delivers_everything() -> None:
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_no_changed_field_changes_an_answer_unless_no_check_can_see_it(step: int) -> None:
-    """A changed message ends the session, so that the requests continue elsewhere, or leaves the
-    answers unchanged.
+    """A changed message either ends the session, so that the requests continue at another replica,
+    or leaves the answers unchanged.
     """
     expected = outcome_of(STEPS)
     unseen = []
@@ -160,7 +160,7 @@ def test_no_changed_field_changes_an_answer_unless_no_check_can_see_it(step: int
 
 
 def wrong(message: scheduler_pb2.StepDeltas, session: Session | None = None) -> str:
-    """The reason why a message ends a session. Clients receive nothing of the message."""
+    """The reason for which a message ends a session. Clients receive nothing of such a message."""
     session = session or Session()
     with pytest.raises(WrongMessage) as raised:
         session.deltas.take(message)
@@ -316,7 +316,7 @@ def test_the_last_token_of_a_length_comes_with_the_end() -> None:
 def test_input_that_crosses_the_end_of_its_session_is_rejected_once(
     *, is_given_up: bool, in_one_message: bool
 ) -> None:
-    """The scheduler ends a client session before it receives the input of the next turn."""
+    """The scheduler ends the client session before it receives the input of the next turn."""
     session = Session()
     session.deltas.sent(1, session.replica.running[1])
     ended = [] if is_given_up else [finished(1, common_pb2.FINISH_REASON_ABORT)]

@@ -1,4 +1,4 @@
-"""The gateway logs once that a temperature is so high that answers are random."""
+"""The gateway logs, once, that a request's temperature is so high that its answer is random."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Tool arguments with mistakes of the model are escaped in every API, and are repaired to a JSON
-object in Anthropic's API.
+"""Tool arguments in which the model made mistakes. Every API escapes them. In Anthropic's API they
+are also repaired to a JSON object.
 """
 
 import json
@@ -73,7 +73,7 @@ def read(text: str) -> Any:
         ('{"a": {"b": [1, 2', {"a": {"b": [1]}}),
         ('{"a": tru', {}),
         ('{"a": {', {"a": {}}),
-        # From some character on, the arguments are no JSON and cannot be repaired.
+        # From some character on, the arguments are not JSON and cannot be repaired.
         ('{"a": 1, b: 2}', {"a": 1}),
         ('{"a": 1, "b" 2}', {"a": 1}),
         ('{"a": <0, ...}>(), show', {}),
@@ -103,7 +103,7 @@ def test_what_is_streamed_is_an_object_and_the_same_at_each_cut(
     for delta in streamed:
         so_far += delta
         if so_far:
-            from_json(so_far, allow_partial=True)  # Anthropic's package parses each delta so
+            from_json(so_far, allow_partial=True)  # as Anthropic's package parses deltas
     value = from_json(so_far)
     assert isinstance(value, dict)
     assert json.loads(so_far) == read(text) == value

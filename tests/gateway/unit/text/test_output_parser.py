@@ -1,4 +1,6 @@
-"""The incremental parser of models' answers. Its result does not depend on how a text is split."""
+"""The incremental parser of models' answers, whose result does not depend on how a text is
+split.
+"""
 
 import json
 import time
@@ -20,7 +22,7 @@ from tests.gateway.model_outputs import CALLS, RECORDED, SCHEMAS, Recorded
 EVERY = pytest.mark.parametrize("recorded", RECORDED, ids=lambda one: one.format)
 _THOUGHT = {"open": "<think>", "close": "</think>", "content": "text"}
 _CALL = {"type": "function", "function": "{content}"}
-# Descriptions of two formats for the response parser of transformers, with which ours is compared.
+# Descriptions of two formats for transformers' response parser, with which ours is compared.
 TEMPLATES: dict[str, Any] = {
     "hermes": {
         "open": "<tool_call>",
@@ -190,8 +192,8 @@ def test_hostile_text_takes_time_in_proportion(name: str) -> None:
         text = (unit * 20_000)[:20_000]
         began = time.process_time()
         read(form, [text[at : at + 2] for at in range(0, len(text), 2)])
-        # A piece takes 3 to 10 microseconds. If each piece were followed by a scan of the whole
-        # text, it would take a thousand times as long.
+        # A piece takes 3 to 10 microseconds. If each piece caused a scan of the whole text, it
+        # would take a thousand times as long.
         assert time.process_time() - began < 2, (name, unit)
 
 

@@ -1,4 +1,4 @@
-"""The content of messages as chat templates receive it, compared with transformers' rendering."""
+"""The content of messages as passed to chat templates, compared with transformers' rendering."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -96,7 +96,7 @@ async def test_each_template_gets_what_it_takes(loaded: Any, name: str, count: i
         joined = [(role, ["\n".join(texts)]) for role, texts in turns]
         expected = theirs(loaded, template, joined, [form] * count)
     assert await rendered(loaded, template, turns) == expected
-    # Content that is a text is rendered like content with this text as its only part.
+    # A text as content is rendered like a list that has this text as its only part.
     firsts = [(role, texts[:1]) for role, texts in turns]
     expected = theirs(loaded, template, firsts, [form] * count)
     assert await rendered(loaded, template, firsts) == expected

@@ -1,4 +1,4 @@
-"""The incremental detokenizer. The text does not depend on how the tokens are split."""
+"""The incremental detokenizer, whose text does not depend on how the tokens are split."""
 
 import codecs
 import itertools
@@ -54,7 +54,7 @@ def test_any_text_in_any_cut_comes_out_whole(tokenizer: HfTokenizer, text: str, 
 @settings(max_examples=100, deadline=None)
 @given(text=TEXT, place=st.integers(0, 200))
 def test_the_output_goes_on_where_the_prompt_ends(tokenizer: HfTokenizer, text: str, place: int):
-    """A prompt of token ids may end inside a character, which the output then completes."""
+    """A prompt of token ids may end inside a character, which the output completes."""
     ids = encode(tokenizer, text)
     split = place % (len(ids) + 1)
     detokenizer = new_detokenizer(tokenizer, ids[:split], skip_special_tokens=True)
@@ -67,7 +67,7 @@ def test_a_character_of_four_bytes_waits_for_its_last(tokenizer: HfTokenizer):
     detokenizer = new_detokenizer(tokenizer, [], skip_special_tokens=True)
     fed = [detokenizer.feed([token]) for token in ids]
     assert "".join(fed).strip() == "a🙂b"
-    # If the character consists of byte tokens, it is delayed until the token after them.
+    # If the character consists of byte tokens, it is sent only with the token that follows them.
     assert [piece.strip() for piece in fed if piece.strip()] in (["a", "🙂", "b"], ["a", "🙂b"])
 
 
@@ -78,7 +78,9 @@ def test_a_cut_character_at_the_end_is_dropped(tokenizer: HfTokenizer):
 
 
 def test_bytes_that_are_no_text_are_replaced_and_never_block(tokenizer: HfTokenizer):
-    """A model may generate any bytes. The time for stray bytes is proportional to their number."""
+    """A model may generate any bytes. The time for stray bytes must be proportional to their
+    number.
+    """
     (stray,) = (t for t in range(300) if tokenizer.token_bytes(t) == b"\xff")
     detokenizer = new_detokenizer(tokenizer, [], skip_special_tokens=True)
     text = "".join(detokenizer.feed([stray]) for _ in range(10_000))
@@ -88,7 +90,7 @@ def test_bytes_that_are_no_text_are_replaced_and_never_block(tokenizer: HfTokeni
 
 
 def whole(tokenizer: HfTokenizer, ids: list[int], *, skip_special_tokens: bool) -> str:
-    """The text of all tokens by transformers, without an incomplete character at the end."""
+    """transformers' text of all tokens, without an incomplete character at the end."""
     raw = b"".join(
         tokenizer.token_bytes(token)
         for token in ids
@@ -101,7 +103,7 @@ def whole(tokenizer: HfTokenizer, ids: list[int], *, skip_special_tokens: bool) 
     if not num_cut or tokenizer.is_byte_level:
         text = decode(ids, skip_special_tokens=skip_special_tokens)
         return text[:-1] if num_cut else text
-    # Each byte of the incomplete character is a token. Special tokens may follow each of them.
+    # Each byte of the incomplete character is one token. Special tokens may follow each of these.
     while num_cut:
         num_cut -= ids[-1] in tokenizer.byte_values
         ids = ids[:-1]
@@ -128,7 +130,9 @@ BYTES = st.lists(
 def test_any_tokens_in_any_cut_are_what_transformers_makes_of_them(
     tokenizer: HfTokenizer, drawn: list, cuts: list[int], skips: bool
 ):
-    """Most tokens are single bytes, which need not be valid UTF-8. Runs of bytes are one text."""
+    """Most tokens are single bytes, which need not be valid UTF-8. A run of bytes is decoded as one
+    text.
+    """
     of_byte = {tokenizer.token_bytes(t): t for t in reversed(range(300)) if tokenizer.token_name(t)}
     special = {"end": 0, "unknown": 9999}
     ids: list[int] = []
@@ -149,8 +153,8 @@ def test_any_tokens_in_any_cut_are_what_transformers_makes_of_them(
 
 
 def test_a_run_of_bytes_is_decided_by_its_last(tmp_path: Path):
-    """`decode` replaces all characters of a run of byte tokens if one byte is stray. Therefore none
-    of them may be sent before the run has ended.
+    """If one byte of a run of byte tokens is stray, `decode` replaces all characters of the run. So
+    none of them may be sent before the run has ended.
     """
     tokenizer = load_tokenizer(write_marked_tokenizer(tmp_path))
     run = [token for token in encode(tokenizer, "世界") if token in tokenizer.byte_values]

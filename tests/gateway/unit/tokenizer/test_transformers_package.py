@@ -1,4 +1,6 @@
-"""A tokenizer loads without the import of transformers' list of all models, and is the same."""
+"""A tokenizer loads without importing transformers' list of all models, and equals the one that
+transformers loads.
+"""
 
 import json
 import os
@@ -56,7 +58,7 @@ print(json.dumps([found, packages, AutoTokenizer.__name__, LlamaConfig().model_t
 
 
 def write_model(directory: Path, tokenizer_class: str, model_type: str) -> Path:
-    """Writes the files of a tokenizer with this tokenizer class and model type."""
+    """Writes the files of a tokenizer of this class, for this model type."""
     write = write_marked_tokenizer if tokenizer_class == "LlamaTokenizer" else write_tokenizer
     path = write(directory) / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class}
@@ -68,7 +70,7 @@ def write_model(directory: Path, tokenizer_class: str, model_type: str) -> Path:
 
 
 def described(directory: Path) -> list[Any]:
-    """The properties of the tokenizer that transformers itself loads from the files."""
+    """The properties of the tokenizer that transformers itself loads."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = tokenizer(TEXT)["input_ids"]
     chat = tokenizer.chat_template is not None and tokenizer.apply_chat_template(

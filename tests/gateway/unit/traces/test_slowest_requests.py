@@ -1,4 +1,4 @@
-"""The selection of the slowest requests of each minute, whose traces are kept."""
+"""Selects the slowest requests of each minute, whose traces are kept."""
 
 from services.gateway.core.traces.slowest_requests import SlowestRequests
 

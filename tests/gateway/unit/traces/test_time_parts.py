@@ -12,8 +12,6 @@ from services.gateway.core.traces.timeline import Part, Timeline
 
 
 class Clock:
-    """A clock that the test advances."""
-
     def __init__(self) -> None:
         self.now = 0
 
@@ -22,7 +20,9 @@ class Clock:
 
 
 class Told:
-    """A request with one sequence. The test begins each part, and sets how long it takes."""
+    """A request with one sequence. The test begins each part of its time, and sets how long the
+    part takes.
+    """
 
     def __init__(self) -> None:
         self.clock = Clock()

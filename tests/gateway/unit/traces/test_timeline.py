@@ -1,4 +1,6 @@
-"""The timeline of a request at the gateway has consecutive parts, which add up to the whole."""
+"""The timeline of a request at the gateway consists of consecutive parts, which add up to its whole
+time.
+"""
 
 from itertools import count
 
@@ -50,7 +52,7 @@ def test_a_sequence_knows_where_it_was_and_why_it_left() -> None:
     trace = SequenceTrace(2, "r-2", count(100).__next__)
     trace.sent(RoutingDecision("a:1", RoutingReason.ONLY, 1))
     trace.left(ResubmitCause.SCHEDULER_LOST)
-    trace.found_no_replica()  # the sequence waits for a replica, still because of the loss
+    trace.found_no_replica()  # waits for a replica, still because of the loss
     trace.timeline.enter(Part.ROUTE)
     trace.sent(RoutingDecision("b:1", RoutingReason.LEAST_LOADED, 2))
     trace.timeline.end("finished")

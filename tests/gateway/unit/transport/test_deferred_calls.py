@@ -1,4 +1,4 @@
-"""The number of deferred calls that run in one iteration of the event loop."""
+"""How many deferred calls run in one iteration of the event loop."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from services.gateway.adapters.http.transport.connections import DeferredCalls
 
 
 class Processor:
-    """The thread's processor time in seconds, which a test advances."""
+    """The thread's processor time in seconds, which the test advances."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -48,7 +48,9 @@ async def test_one_is_made_in_a_turn_however_many_wait() -> None:
 
 
 async def test_where_turns_are_long_calls_take_half_of_the_time_that_the_rest_takes() -> None:
-    """The rest of an iteration takes 1 s, and a call takes 0.25 s. So two calls run in each one."""
+    """Apart from the calls an iteration takes 1 s. A call takes 0.25 s, so two of them run in each
+    iteration.
+    """
     made = await calls_of_each_turn(7, seconds_each=0.25, seconds_between=1.0)
     assert made == [2, 2, 2, 1]
 

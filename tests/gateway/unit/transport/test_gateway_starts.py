@@ -6,8 +6,8 @@ from services.gateway.adapters.http.transport.connections import Starts
 
 
 async def started(*clients: bytes) -> list[list[str]]:
-    """The names of the requests that start in each iteration of the event loop. A name is the
-    client and the number of the client's request.
+    """The names of the requests that start in each iteration of the event loop. A name consists of
+    the client and the number of the request among the client's requests.
     """
     starts, turns, numbers = Starts(), [[]], dict.fromkeys(clients, 0)
     for client in clients:
