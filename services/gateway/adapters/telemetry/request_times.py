@@ -1,4 +1,4 @@
-"""Divides the time of a call into parts, for spans and for clients that request `metrics`."""
+"""Divides the time of a call into parts, for spans and for clients that set `include_metrics`."""
 
 from collections.abc import Sequence
 from typing import Any

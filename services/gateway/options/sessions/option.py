@@ -40,7 +40,7 @@ SPECS = _specs.all
 
 
 class SessionsCollector(Collector):
-    """Counts the open and expired sessions of clients at each scrape of the metrics."""
+    """Makes the metrics of clients' sessions at each scrape."""
 
     def __init__(self, sessions: ClientSessions, model_name: str) -> None:
         self._sessions = sessions

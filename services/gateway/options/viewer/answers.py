@@ -6,8 +6,8 @@ from services.gateway.adapters.http.openapi.answers import Answer
 
 
 class ProgramTurn(Answer):
-    """A turn of an agent program: the turn's number, and the tool and the pause before the turn.
-    `recomputed_tokens` is the number of tokens of the turn's context that were no longer cached.
+    """A turn (request) of an agent program: its number, and the tool that ran before it and for how
+    long. `recomputed_tokens` is the number of earlier tokens that were no longer cached.
     """
 
     number: int
@@ -168,7 +168,7 @@ class ReplicaBlocks(Answer):
 
 
 class PausedProgram(Answer):
-    """An agent program between two turns. `num_blocks` blocks of its context are still cached."""
+    """An agent program between two requests. `num_blocks` KV blocks of it are still cached."""
 
     program: str
     tool: str

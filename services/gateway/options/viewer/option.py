@@ -33,9 +33,7 @@ from services.gateway.options.viewer.traces.sampler import AtMostPerMinute
 
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 _MAX_STORED_BYTES = 16 * 2**20
-"""Limit on the total bytes of the stored spans. The number of stored traces is limited to one for
-each 32 KiB of this number.
-"""
+"""Limit on the total bytes of the stored spans, if the settings allow enough traces to reach it."""
 _MAX_EXPORTS = 64
 """Limit on the number of concurrent calls by which other services export spans to the gateway."""
 _LAST_EXPORTS_SECONDS = 1.0
@@ -77,8 +75,8 @@ class Viewer(Option):
         return UiPages(app, UiRole.CLIENT) if self._settings.ui else app
 
     def traced(self, tracing: Tracing) -> Tracing:
-        """Lets the trace store receive the gateway's spans. The limit on traces per minute applies
-        only if no collector is configured.
+        """Adds the trace store to the receivers of the gateway's spans. The limit on traces per
+        minute applies only if no OpenTelemetry collector is configured.
         """
         if self.store is None:
             return tracing

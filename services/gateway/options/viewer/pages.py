@@ -1,5 +1,5 @@
 """Serves the page /ui and its files from memory. The files contain no data of requests. The page
-fetches this data from the server, with an API key if the server requires one.
+fetches the data by other routes, with an API key if the server requires one.
 """
 
 import enum
@@ -31,7 +31,7 @@ _HEADERS = {
     "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # Browsers request each file every time. The answer is 304 while the file is unchanged.
+    # Browsers request each file every time, and get status 304 while it is unchanged.
     "Cache-Control": "no-cache",
 }
 

@@ -26,8 +26,8 @@ _TEXT, _THINKING, _TOOL_USE = "text", "thinking", "tool_use"
 class BlockWriter:
     """Writes the blocks of one request's answer. Each block ends before the next begins.
 
-    Clients send back only thinking blocks that have a signature. The signature is the SHA-256 of
-    the block's text. The server does not verify it.
+    Thinking blocks have a signature, because clients send back only blocks that have one. It is the
+    SHA-256 of the block's text, and the server does not verify it.
     """
 
     def __init__(self, request: ClientRequest, created: int, *, shows_thinking: bool) -> None:
@@ -125,7 +125,7 @@ def _thinking(text: str, signature: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Converts the arguments of a tool call to an object. A stream would send the same JSON."""
+    """Converts the arguments of a tool call to an object, whose JSON equals a stream's events."""
     writer = InputWriter()
     given: dict[str, Any] = json.loads("".join([*writer.feed(arguments), *writer.end()]))
     return given

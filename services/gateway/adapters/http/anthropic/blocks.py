@@ -33,7 +33,9 @@ class ToolUseBlock(MarkedBody):
     input: Arguments | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """The call as chat templates expect it. An input that is not a JSON object stays a text."""
+        """Returns the call as chat templates expect it. An input that is no JSON object is a
+        text.
+        """
         function = {"name": self.name, "arguments": called_arguments(self.input)}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -45,8 +47,8 @@ class RedactedThinkingBlock(HistoryBody):
 
 
 class ToolReferenceBlock(HistoryBody):
-    """A tool that a tool search found. The tool's name is rendered as text. No schema is needed,
-    because the prompt shows all tools.
+    """A tool that a tool search found. Only the tool's name is rendered, because the prompt has the
+    schemas of all tools.
     """
 
     type: Literal["tool_reference"]
@@ -77,8 +79,8 @@ def _result_text(block: TextPart | ToolReferenceBlock) -> str:
 
 
 class ToolResultBlock(MarkedBody):
-    """The result of a tool call. `is_error` is ignored, because chat templates have no field for
-    it. The content describes the error.
+    """The result of a tool call. `is_error` is ignored, because chat templates have no such field,
+    and the content describes the error.
     """
 
     type: Literal["tool_result"]
@@ -139,8 +141,8 @@ class AnthropicMessage(HistoryBody):
 
     def to_template(self, where: str) -> Iterator[dict[str, Any]]:
         """Yields the turns as chat templates expect them. Each tool result is a separate turn.
-        Raises InvalidArgument for blocks that this role cannot have. `where` locates the message in
-        the error.
+        Raises InvalidArgument for blocks that the message's role cannot have. `where` is the path
+        of the message in the error.
         """
         if not self.content or isinstance(self.content, str):
             yield {"role": self.role, "content": [self.content or ""]}

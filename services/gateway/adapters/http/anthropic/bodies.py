@@ -115,7 +115,7 @@ class CountTokensBody(Body):
     workspace_id: Annotated[Any, Only(why=_NO_ACCOUNTS)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error with the core's field name replaced by the name in this body."""
+        """Returns the error, with the name that the invalid field has in this kind of body."""
         has_form = self.output_config is not None and self.output_config.format is not None
         names = {
             "prompt": "messages",
@@ -141,7 +141,7 @@ class MessagesBody(CountTokensBody, StreamedBody, CommonSamplingFields):
 
     max_tokens: Annotated[Int, Field(ge=1)]
     stop_sequences: Texts | None = None
-    # Requests with this field are refused. The error code makes clients send whole conversations.
+    # Refused, with an error code that makes clients send the whole conversation instead.
     thread: dict[str, Any] | None = None
     # Fields without effect.
     metadata: Metadata | None = None

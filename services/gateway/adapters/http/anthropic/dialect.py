@@ -23,7 +23,7 @@ _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
     FinishReason.LENGTH: "max_tokens",
     FinishReason.REPETITION: "end_turn",
-    # The client may send the partial answer back to have it continued.
+    # With this reason, the client may send the partial answer back, so that it is continued.
     FinishReason.ABORT: "pause_turn",
 }
 

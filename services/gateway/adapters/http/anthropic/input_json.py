@@ -1,4 +1,4 @@
-"""Writes the inputs of tool calls. Anthropic's API promises that each input is a JSON object."""
+"""Writes the inputs of tool calls. In Anthropic's API each input must be a JSON object."""
 
 import json
 import math
@@ -11,17 +11,17 @@ _ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|.)", re.DOTALL)
 _ESCAPED = frozenset('"\\/bfnrt')
 _NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_DEPTH = 100
-"""Limit on the nesting of objects and lists. Clients can parse about two hundred levels."""
+"""Limit on the nesting of objects and lists, because clients can parse only about 200 levels."""
 
 
 class InputWriter:
     """Converts the arguments of a tool call to the text of a JSON object while the model generates
     them. The text is returned in pieces: keys, values, brackets.
 
-    A string, number or name is written together with its key once it is complete. A value that is
-    incomplete at the end of the answer is omitted. Superfluous and missing commas, unknown escapes
-    and words without quotes are repaired. Other invalid JSON ends the object. Text that is not an
-    object becomes an empty object.
+    A string, number or name is written together with its key when it is complete. If it is still
+    incomplete at the end of the answer, it is omitted. Superfluous and missing commas, unknown
+    escapes and words without quotes are repaired. Any other error of the JSON ends the object. Text
+    that is not an object becomes an empty object.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class InputWriter:
         pieces: list[str] = []
         yield from self._reader.quoted(pieces.append)
         text = json.loads(_ESCAPE.sub(_known_escape, "".join(pieces)), strict=False)
-        # Two halves of a surrogate pair become one character. A single half is replaced by U+FFFD.
+        # Makes one character of two surrogates, and U+FFFD of a single surrogate.
         whole = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         return json.dumps(whole, ensure_ascii=False)
 

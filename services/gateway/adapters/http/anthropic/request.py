@@ -56,7 +56,7 @@ async def messages_request(
 
 
 async def render(body: CountTokensBody, inference: Inference) -> str:
-    """Renders the prompt. If the last turn is the assistant's, the answer continues that turn."""
+    """Renders the prompt. If its last turn is the assistant's, the answer continues that turn."""
     tools = body.tools or []
     check_tools([tool.callable for tool in tools], _TOOLS)
     turns = [] if body.system is None else [{"role": "system", "content": said(body.system)}]

@@ -1,4 +1,4 @@
-"""The bodies of requests, field by field. These classes check types, and the core checks ranges."""
+"""The bodies of requests. These classes check the types of fields, and the core checks ranges."""
 
 from typing import Annotated, Any, Literal
 
@@ -136,9 +136,9 @@ class ChatMessage(HistoryBody):
     thinking: str | None = None
 
     def to_template(self, where: str) -> dict[str, Any]:
-        """Returns the turn as chat templates expect it. A missing content becomes an empty text.
-        Raises InvalidArgument if a turn of a role other than the assistant has tool calls. `where`
-        is the path of the message in the error.
+        """Returns the turn as chat templates expect it. Missing content becomes an empty text.
+        Raises InvalidArgument if the turn has tool calls and is not the assistant's. `where` is the
+        path of the message in the error.
         """
         content = self.content
         is_text = isinstance(content, str) and content
@@ -158,7 +158,7 @@ class ChatMessage(HistoryBody):
         if self.role == "assistant":
             named = self.reasoning_content or self.reasoning or self.thinking
             if thoughts := named or thought(content):
-                # transformers also passes this text to templates under its other names.
+                # transformers also passes this text to templates under other common names.
                 turn["reasoning_content"] = thoughts
         return turn
 
@@ -245,8 +245,8 @@ class ScoreBody(PooledBody):
     text_2: TextOrTexts
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error with `text_2` as its field. The index is removed, because the core
-        numbers the prompts of both texts together.
+        """Returns the error with `text_2` as its field, without the index, because the core numbers
+        the prompts of both fields together.
         """
         if error.field is not None and error.field.startswith("prompt["):
             message = error.message.replace(error.field, "text_2", 1)

@@ -16,9 +16,9 @@ _DIGITS = 32
 def call_id(
     request: ClientRequest, created: int, choice: int, call: int, prefix: str = _PREFIX
 ) -> str:
-    """Returns the id of a tool call. The id is deterministic, so that a repeated answer has the
-    same ids. If the model's chat template requires a length, the id has this length. Otherwise the
-    id begins with `prefix`.
+    """Returns the id of a tool call. It is computed from the arguments, so that a replayed answer
+    has the ids of the first answer. If the model's chat template requires a length of ids, the id
+    has this length. Otherwise it begins with `prefix`.
     """
     name = f"{request.request_id}/{created}/{choice}/{call}"
     digest = sha256(name.encode()).hexdigest()
@@ -60,8 +60,8 @@ class MessageWriter:
         return message
 
     def finish_reason(self, last: Piece, num_calls: int = 0) -> str | None:
-        """Returns the finish reason as OpenAI and vLLM write it. An answer with tool calls has
-        "tool_calls". If the client named the tool, the reason is "stop" as in vLLM.
+        """Returns the finish reason as OpenAI and vLLM write it. It is "tool_calls" for an answer
+        with tool calls, except that it is "stop", as in vLLM, if the client named the tool.
         """
         reason = last.finish_reason
         if reason is None:

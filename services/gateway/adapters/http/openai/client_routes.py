@@ -81,7 +81,7 @@ def client_routes(
     has_metrics: bool,
     has_tokenizer_info: bool,
 ) -> Sequence[Route]:
-    """Returns all routes for clients. Each route of `further` replaces a route with the same path.
+    """Returns all routes for clients. A route of `further` replaces another route with its path.
     `headers` are the headers of requests that generate text.
     """
     metrics = Route(METRICS, server.metrics, CONTENT_TYPE, needs_key=False, is_polled=True)
@@ -179,8 +179,8 @@ def _tokenizing(tokenizer: TokenizerRoutes) -> Sequence[Route]:
 
 
 def _about_the_server(server: ServerRoutes) -> Sequence[Route]:
-    """Returns the routes about the server. The routes that probes, monitors and routers call need
-    no key.
+    """Returns the routes about the server. Routes that probes, monitors and routers call need no
+    API key.
     """
     probe = partial(
         Route,

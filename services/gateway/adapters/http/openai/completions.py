@@ -132,7 +132,7 @@ async def _token_prompts(
     if (kept := _kept(body, inference)) is not None:
         prompts = [kept.kept(prompt) for prompt in prompts]
     longest = max(map(len, prompts), default=0)
-    if not body.echo or longest >= inference.limits().capacity:  # refused later if too long
+    if not body.echo or longest >= inference.limits().capacity:  # too long: refused later
         return tuple(map(Prompt, prompts))
     tokenizer = inference.tokenizer
     return tuple([Prompt(ids, *await asyncio.to_thread(echoed, tokenizer, ids)) for ids in prompts])

@@ -1,5 +1,5 @@
-"""The text parts of messages and the arguments of tool calls, as clients of all APIs send them back
-in later requests.
+"""The text parts of messages and the arguments of earlier tool calls, in the forms in which clients
+of all APIs send them.
 """
 
 import json
@@ -19,8 +19,8 @@ THOUGHTS = frozenset({"thinking", "reasoning_text", "summary_text"})
 
 
 def _as_text(value: Any) -> Any:
-    """Converts a value to a text. Null becomes an empty text. The texts of a list of parts are
-    joined. Mistral's clients send thoughts as such a list.
+    """Converts a value to a text. Null becomes an empty text. The texts of a list of parts, as
+    which Mistral's clients send thoughts, are joined.
     """
     if value is None:
         return ""
@@ -62,8 +62,8 @@ def said(content: str | Sequence[TextPart] | None) -> list[str]:
 
 
 def read(content: str | Sequence[TextPart] | None) -> list[str]:
-    """Returns the texts of all parts of a content. In turns of roles other than the assistant,
-    parts with a thought's type are ordinary text.
+    """Returns the texts of all parts of a content. It is used for turns that are not the
+    assistant's, in which parts with a thought's type are ordinary text.
     """
     return _texts(content, without=frozenset())
 
@@ -103,8 +103,8 @@ def called_arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any] |
 
 
 def _can_be_written(text: str, read: dict[str, Any]) -> bool:
-    """Whether an object that was read from `text` can be encoded. An object with half of a
-    surrogate pair cannot be encoded.
+    """Whether the text of an object that was read from `text` can be encoded in UTF-8, because it
+    has no single surrogate.
     """
     if "\\ud" not in text.lower():
         return True

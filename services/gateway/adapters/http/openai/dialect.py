@@ -1,5 +1,5 @@
-"""Interface of the classes that write answers in an API's schema, and the base class of completions
-and chat completions.
+"""The interface of dialects, the objects that write answers in an API's schema, and the base class
+of the dialects of completions and chat completions.
 """
 
 from abc import ABC, abstractmethod
@@ -27,8 +27,8 @@ from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import ClientRequest
 
 _TEXT, _TOKEN_ID = "\0", "\1"
-"""Placeholders for the text and the token ids in the chunk from which a TextFrame is made. The text
-precedes the ids, which may be absent.
+"""Placeholders for the text and the token ids in the chunk from which a TextFrame is made. The
+placeholder of the text is first, and the other may be absent.
 """
 
 
@@ -38,7 +38,7 @@ B_contra = TypeVar("B_contra", bound=AskingBody, contravariant=True)
 
 @dataclass(frozen=True, slots=True)
 class ConvertedRequest(Generic[B_co]):
-    """The argument of a dialect: a body, and the request to which it was converted."""
+    """A body, and the request to which it was converted, from which a dialect is made."""
 
     body: B_co
     request: ClientRequest
@@ -56,7 +56,7 @@ class WholeDialect(Protocol):
 
 
 class Api(Protocol[B_contra]):
-    """The class of an API's dialect, the object that writes answers in the API's schema."""
+    """The class of an API's dialect."""
 
     operation: str
     """The name of the operation in traces and metrics, from OpenTelemetry's GenAI conventions."""
@@ -93,7 +93,7 @@ class StreamingDialect(ABC):
 
     def text_event(self, _piece: Piece) -> bytes | None:
         """Encodes a piece quickly if its chunk differs from the previous chunk only in text and
-        token ids. Returns None if the piece must be written by `chunks`.
+        token ids. Otherwise returns None, and `chunks` must write the piece.
         """
         return None
 
@@ -107,12 +107,12 @@ class StreamingDialect(ABC):
 
     @abstractmethod
     def whole(self, answers: Sequence[Answer], usage: Usage) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+        """Returns the body of an answer that is not streamed."""
 
 
 class Dialect(StreamingDialect):
-    """Writes answers and chunks of completions and chat completions. Subclasses write the choices.
-    This class writes the JSON around them.
+    """Writes answers and chunks of completions and chat completions. Subclasses write the choices,
+    and this class writes the JSON around them.
     """
 
     whole_object: str
@@ -133,9 +133,8 @@ class Dialect(StreamingDialect):
         tail = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._frame_without_usage = b"data: " + head[:-1] + b',"choices":[', tail
         self._text_frames: dict[int, TextFrame | None] = {}
-        """Maps the index of an answer to its TextFrame, which is made when the answer's second text
-        is sent. After the first text the value is None, because the first chunk may have further
-        fields.
+        """Maps the index of an answer to its TextFrame. Its value is None after the first text,
+        whose chunk may have further fields. The TextFrame is made for the second text.
         """
 
     def opening(self, _usage: Usage) -> list[dict[str, Any]]:
@@ -183,8 +182,8 @@ class Dialect(StreamingDialect):
     def encode_chunks(
         self, chunks: Sequence[dict[str, Any]], usage: Callable[[], Usage]
     ) -> Iterator[bytes]:
-        """Encodes one server-sent event for each choice. Events without long lists are joined to
-        one part. Calls `usage` only if every chunk must contain token counts.
+        """Encodes one server-sent event for each choice, and joins events without long lists. Calls
+        `usage` only if every chunk must contain token counts.
         """
         head, tail = self._frame(usage)
         events: list[bytes] = []
@@ -254,7 +253,9 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 
 def clipped_wish(usage: Usage) -> dict[str, str]:
-    """Returns the reduced time if the client requested to keep the prompt cached for too long."""
+    """Returns the field with the reduced time, if the client requested to keep the prompt cached
+    for too long.
+    """
     return {"prompt_cache_ttl": "1h"} if usage.is_wish_clipped else {}
 
 
@@ -264,8 +265,8 @@ class TextFrame:
     __slots__ = ("_after", "_before", "_between", "_has_ids")
 
     def __init__(self, head: str, chunk: Mapping[str, Any], tail: str) -> None:
-        """`chunk` is the chunk of the piece that `marked` returns. `head` and `tail` are the texts
-        before and after a chunk in its event.
+        """`chunk` is the chunk of the piece that `marked` returns. `head` and `tail` are an event's
+        texts before and after the chunk.
         """
         before, rest = to_json(chunk).split(to_json(_TEXT))
         self._between, self._has_ids, after = rest.partition(to_json(_TOKEN_ID))

@@ -62,8 +62,8 @@ class JsonSchemaFormat(Body):
 
 
 class StructuralTagFormat(Body):
-    """Constrains parts of the text. The constraint is given by `format` or by `structures`. Each
-    structure applies after one of the texts in `triggers`.
+    """Constrains parts of the text, either by `format`, or by `structures`, each of which applies
+    after one of the texts in `triggers`.
     """
 
     type: Literal["structural_tag"]
@@ -119,8 +119,8 @@ class StructuredOutputsBody(Body):
         return self
 
     async def wanted(self, tokenizer: Tokenizer) -> StructuredOutputs:
-        """Returns the constraint. Only structural tags are validated: raises InvalidArgument if one
-        is invalid.
+        """Returns the constraint. Raises InvalidArgument for an invalid structural tag. Does not
+        validate other constraints.
         """
         if self.structural_tag is not None:
             return await structural_tag(_tag(self.structural_tag), tokenizer)

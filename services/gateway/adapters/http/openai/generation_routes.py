@@ -174,8 +174,8 @@ class GenerationRoutes:
 
 
 def _request_id(prefix: str, body: AskingBody, record: RequestRecord) -> str:
-    """Returns the prefix with the request's id: the client's id from the body or a header, or a new
-    id.
+    """Returns `prefix` and the request's id, which is the client's from the body or a header, or a
+    new id.
     """
     if body.request_id is not None:
         check_request_id(body.request_id)

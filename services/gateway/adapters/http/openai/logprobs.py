@@ -60,8 +60,8 @@ def completion_logprobs(
 ) -> dict[str, Iterable[Any]]:
     """Returns the field `logprobs` of a completion: four parallel lists.
 
-    `offsets[i]` is the position in the text at which token i starts. The chosen token is always
-    listed among the most probable ones, so there can be one entry more than requested.
+    `offsets[i]` is the position in the text at which token i starts. The chosen token is added to
+    the most probable tokens, so there can be one entry more than requested.
     """
 
     def top(ids: list[int], probs: list[float]) -> dict[str, float]:

@@ -28,10 +28,8 @@ NONE, AUTO, REQUIRED = "none", "auto", "required"
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request, and whether the model may or must call them. If `choice` is none, the
-    model must not call tools. If `choice` is auto, the model decides. If `choice` is required, the
-    model must call at least one tool. If `named` is set, the model must call this tool, and
-    `choice` is ignored.
+    """The tools of a request, and whether the model must not (`choice` is none), may (auto) or must
+    (required) call one. If `named` is set, the model must call this tool, and `choice` is ignored.
     """
 
     tools: Sequence[tool_calls.CallableTool] = ()
@@ -86,7 +84,7 @@ class ToolUse:
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
     """The constraint on the answers, and the format by which they are parsed. `marks` are the texts
-    that delimit the parts of an answer in that format. Marks may be special tokens.
+    that delimit the parts of an answer in the format. They may be special tokens.
     """
 
     structured_outputs: StructuredOutputs | None
@@ -104,8 +102,8 @@ async def planned(
 ) -> ClientRequest:
     """Returns the request with the constraint on its answers and the format by which they are
     parsed. `prompt` is the rendered text of the request's prompt. `last_turn` is the assistant's
-    turn that the answer continues. `thinking_token_budget` bounds the number of reasoning tokens.
-    -1 means no bound. Raises InvalidArgument.
+    turn that the answer continues. `thinking_token_budget` is the maximum number of reasoning
+    tokens, or -1 for no maximum. Raises InvalidArgument.
     """
     sampling = request.sampling
     reasoning = _reasoning(request, prompt, inference, last_turn)
@@ -151,9 +149,9 @@ async def _budget(
 def _reasoning(
     request: ClientRequest, prompt: str, inference: Inference, last_turn: Mapping[str, Any] | None
 ) -> PromptedReasoning | None:
-    """Returns the reasoning format, and whether the prompt has begun or ended the reasoning.
-    Returns None if the server has no reasoning parser. If the continued turn has reasoning and
-    content, the reasoning has ended, even if the template omits it from the prompt.
+    """Returns the reasoning format, with the state of the reasoning at the prompt's end, or None if
+    the server has no reasoning parser. If the answer continues a turn with reasoning and content,
+    the reasoning is over, even if the template omits it from the prompt.
     """
     form = inference.output_formats.reasoning
     if form is None:
@@ -177,10 +175,9 @@ async def _plan(
     answers' content. Raises InvalidArgument.
 
     As in vLLM, `wanted` does not apply if a call is forced, and constraints apply only to the text
-    after the reasoning. Some tool formats have an envelope, which marks the start and end of calls.
-    If the model may call tools and the tool format has an envelope, an answer is either calls or
-    content that conforms to `wanted`. In formats without an envelope, the model cannot call tools
-    if `wanted` is set.
+    after the reasoning. If `wanted` is set and the model may call tools, an answer is either calls
+    or content that conforms to `wanted`. But if the tool format has no envelope (marks at the start
+    and end of a call), the model cannot call tools then.
     """
     use.check(inference)
     formats = inference.output_formats
@@ -218,8 +215,8 @@ async def _grammar(
     inference: Inference,
 ) -> StructuredOutputs | None:
     """Returns the constraint on the whole answer, or None if it is unconstrained. Raises
-    InvalidArgument. If the schema of a tool is the cause, the error names its field. In a tool
-    format without an envelope, a grammar cannot constrain the arguments of calls.
+    InvalidArgument, with the field of a tool's schema if the schema is the cause. In a tool format
+    without an envelope, the arguments of calls are not constrained.
     """
     tokenizer, tools = inference.tokenizer, use.held_tools
     formats = inference.output_formats.tools

@@ -187,9 +187,9 @@ class ScoreDialect(ListDialect):
 
 
 def pair_scores(answers: Sequence[Answer], num_second: int) -> list[float]:
-    """Returns one score for each of `num_second` pairs. If there is one answer per pair, the score
-    is the answer's value. Otherwise the answers are the embeddings of the first and then the second
-    texts, and the score is the cosine similarity of a pair.
+    """Returns one score for each of `num_second` pairs. If there is one answer per pair, the answer
+    is the score. Otherwise the answers are the embeddings of all first texts and then of all second
+    texts, and a pair's score is the cosine similarity of its two embeddings.
     """
     vectors = [numbers(answer.pooled) for answer in answers]
     num_first = len(vectors) - num_second

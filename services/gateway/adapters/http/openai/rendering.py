@@ -19,11 +19,11 @@ async def render_turns(tokenizer: Tokenizer, turns: Turns, **options: Any) -> st
     """Renders the prompt. `options` are keyword arguments of `Tokenizer.render_chat`. Raises
     InvalidArgument.
 
-    The arguments of a call are an object, or a text if the model did not write a JSON object. If
-    the template raises, or omits such a text from the prompt, the turns are rendered again: first
-    with all arguments as texts, then with all arguments as objects, where a text becomes the only
-    value of an object. If no prompt contains all texts, the first prompt is returned. If all
-    attempts raised, the first error is raised.
+    In `turns`, the arguments of a call are an object, or a text if they are not a JSON object. If
+    the template raises an error, or omits one of these texts from the prompt, the turns are
+    rendered again: first with all arguments as texts, then with all arguments as objects, where a
+    text becomes the only value of an object. If no prompt contains all texts, the first prompt is
+    returned. If all attempts raised an error, the first error is raised.
     """
     texts = [arguments for arguments in _arguments(turns) if isinstance(arguments, str)]
     prompts: list[str] = []

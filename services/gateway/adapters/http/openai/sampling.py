@@ -34,7 +34,7 @@ def client_request(
     sampling: SamplingParams,
     **own: Any,
 ) -> ClientRequest:
-    """Makes the request from a body. `own` are fields of the request that only one API has."""
+    """Makes the request from a body. `own` are further fields of the request, from the caller."""
     return ClientRequest(
         request_id=request_id,
         prompts=prompts,
@@ -90,8 +90,8 @@ def given_parameters(body: CommonSamplingFields) -> dict[str, Any]:
 
 
 def written_parameters(sampling: SamplingParams) -> dict[str, Any]:
-    """Returns the fields in WRITTEN_NAMES that set these parameters in a body. None and empty
-    lists are omitted.
+    """Returns the body fields in WRITTEN_NAMES that set these parameters, without null and empty
+    values.
     """
     bias = zip(sampling.logit_bias_token_ids, sampling.logit_bias_values, strict=True)
     texts = {"logit_bias": {str(token): value for token, value in bias}}
@@ -164,8 +164,8 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "stop_token_ids": tuple,
     "repetition_detection": _repetition,
 }
-"""Functions that convert values of body fields to parameters, if they are not numbers or have
-another meaning in the core.
+"""Functions that convert values of body fields to parameters, for values that are not numbers or
+have another meaning in the core.
 """
 
 _COMPUTED = {
@@ -197,6 +197,6 @@ WRITTEN_NAMES = (
     *_SAME_NAMES,
     *("max_tokens", "logprobs", "prompt_logprobs", "structured_outputs", "logit_bias"),
 )
-"""The body fields that `written_parameters` returns. `bad_words` and the reasoning budget are
-omitted.
+"""The body fields that `written_parameters` returns: all but `bad_words` and the reasoning
+budget.
 """

@@ -24,8 +24,8 @@ TOOL_NAME = r"^[A-Za-z0-9_.:/-]{1,256}$"
 
 
 DEFERRED = Without("tools.defer_loading", False)
-"""Annotation of the field of tools that the model should find by a search. The field has no effect:
-the prompt contains all tools.
+"""Annotation of the field that marks tools which the model should find by a search. It has no
+effect, because the prompt contains all tools.
 """
 
 
@@ -109,7 +109,7 @@ class ToolCallBody(HistoryBody):
     function: CalledFunction
 
     def to_template(self) -> dict[str, Any]:
-        """The call for chat templates. Arguments that are not a JSON object stay a text."""
+        """Returns the call for chat templates. Arguments that are no JSON object stay a text."""
         arguments = called_arguments(self.function.arguments)
         call: dict[str, Any] = {
             "type": "function",

@@ -33,9 +33,7 @@ _KEY, _KEY_IN_HEADER = "apiKey", "apiKeyInHeader"
 _JSON = "application/json"
 _EVENT_STREAM = "text/event-stream"
 _OTHER_THAN_CLIENTS = {"seed", "top_k"}
-"""Parameters whose range is wider in bodies than in the core, because clients may send negative
-numbers.
-"""
+"""Parameters that may be negative in bodies, but not in the core."""
 
 _LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
 
@@ -71,7 +69,7 @@ def openapi_document(
     asks_for_keys: bool,
     limit_headers: Sequence[str],
 ) -> dict[str, Any]:
-    """Builds the document. If the server requires API keys, routes that need a key have a security
+    """Builds the document. If `asks_for_keys` is true, routes that need an API key have a security
     requirement. `limit_headers` are the headers with the remaining amounts of the client's limits.
     """
     paths: dict[str, dict[str, Any]] = {}
@@ -137,8 +135,8 @@ def _operation(
 
 
 def _error_answers(routes: Iterable[Route], limit_headers: Sequence[str]) -> dict[int, ErrorAnswer]:
-    """Returns the known error answers, with the error answers that headers of the routes
-    can cause.
+    """Returns the error answers of all routes, including those that only a request header
+    causes.
     """
     over_limit = ERRORS[HTTPStatus.TOO_MANY_REQUESTS]
     over_limit = replace(over_limit, headers=(*over_limit.headers, *limit_headers))
@@ -201,7 +199,7 @@ def _error(error: ErrorAnswer, model: type[BaseModel] = Error) -> dict[str, Any]
 
 
 def _other_answer(error: ErrorAnswer, model: type[BaseModel]) -> dict[str, Any]:
-    """Returns the description of an answer whose body is either this model or the general error."""
+    """Returns the description of an answer whose body is either `model` or an error's body."""
     answer = _error(error)
     schema = {"anyOf": [_reference(model), _reference(Error)]}
     return {**answer, "content": {_JSON: {"schema": schema}}}

@@ -58,8 +58,8 @@ ERRORS: dict[int, ErrorAnswer] = {
 }
 
 EVERYWHERE = (400, 405, 408, 421, 429, 431, 500, 503)
-"""The error statuses that every route can have. The cause is the connection, the headers or the
-server's state.
+"""The error statuses that every route can have, because the connection, the headers or the server's
+state can cause them.
 """
 
 

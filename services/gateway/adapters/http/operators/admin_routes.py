@@ -44,8 +44,8 @@ class OneReplicaQuery(Query):
 
 
 class PauseQuery(ReplicasQuery):
-    """The parameters of vLLM's /pause. The flag `wait_for_inflight_requests` is deprecated. It
-    selects the mode `wait`.
+    """The parameters of vLLM's /pause. `wait_for_inflight_requests` is vLLM's former name of the
+    mode `wait`.
     """
 
     mode: Literal["abort", "wait", "keep"] = "abort"
@@ -162,9 +162,9 @@ def _route(
 
 
 async def refuse_web_pages(request: Request) -> None:
-    """Refuses requests that a browser sends for a page of another site, since any page may post to
-    local addresses. The server's own page /ui is allowed, because its Origin equals the address in
-    the header Host. Requests with a Host that the server does not serve are refused earlier.
+    """Refuses requests that a browser sends for a page of another site, because any page can make a
+    browser post to local addresses. Requests of the server's own page /ui are allowed: their header
+    Origin equals the header Host, which was checked before.
     """
     own = f"{request.url.scheme}://{request.headers.get('host', '')}"
     if request.headers.get("origin", own) != own:

@@ -17,8 +17,8 @@ from services.gateway.core.lora_modules import LoraModules
 
 
 class LoraRoutes:
-    """The routes that load and unload adapters. Adapters must be below the directory `allowed`. If
-    it is None, there are no routes.
+    """The routes that load and unload adapters, which must be below the directory `allowed`. If it
+    is None, there are no such routes.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from services.gateway.core.request.request import HeldSequence
 
 
 class TurnListener(Protocol):
-    """Its methods are called when a turn of a session begins or ends."""
+    """Is notified when a turn of a session begins or ends."""
 
     def turn_began(self, session: "ClientSession") -> None: ...
 
@@ -42,7 +42,9 @@ class ClientSession:
         self._listener = listener
 
     def check_idle(self) -> None:
-        """Raises `ended` if the session has ended, and FailedPrecondition if a turn is running."""
+        """Raises the error `ended` if the session has ended, and FailedPrecondition if a turn
+        runs.
+        """
         if self.ended is not None:
             raise self.ended
         if self.is_in_turn:
@@ -54,8 +56,8 @@ class ClientSession:
 
     def begin_turn(self, number: int) -> None:
         """Starts the turn with this number. The first turn has the number 0. Raises
-        FailedPrecondition if another turn is running, or another turn with this number was
-        completed. Raises `ended` if the session has ended.
+        FailedPrecondition if another turn is running, or a turn with this number was completed
+        before. Raises the error `ended` if the session has ended.
         """
         self.check_idle()
         if number != self.num_turns:
@@ -68,8 +70,8 @@ class ClientSession:
         self._listener.turn_began(self)
 
     def finish_turn(self, token_ids: list[int] | None) -> None:
-        """Ends the turn. `token_ids` are all tokens of the session including the turn's, or None if
-        the turn was not completed. The session's tokens are then unchanged.
+        """Ends the turn. `token_ids` are all tokens of the session including the turn's. If it is
+        None, the turn was not completed, and the session's tokens do not change.
         """
         self.is_in_turn = False
         if token_ids is not None:

@@ -1,4 +1,6 @@
-"""The clients' sessions at this gateway. The number of sessions and their idle time are limited."""
+"""The clients' sessions (prompts that grow turn by turn) at this gateway. Their number and their
+idle time are limited.
+"""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Timer
 from services.gateway.options.sessions.core.client_session import ClientSession
 
 MAX_ENDED = 4096
-"""Limit on the number of ended sessions whose errors are stored for later requests."""
+"""Limit on the number of ended sessions whose errors are stored, for requests that name them."""
 EXPIRED = "SESSION_EXPIRED"
 
 
@@ -61,8 +63,8 @@ class ClientSessions:
         self, caller: Caller, on_ended: Callable[[StepwellError], object] | None = None
     ) -> ClientSession:
         """Opens a session. `on_ended` is called with an error if the session expires or the gateway
-        drains. Raises TooManySessions at the caller's, and ResourceExhausted at the gateway's
-        limit.
+        drains. Raises TooManySessions if the caller has too many sessions, and ResourceExhausted if
+        the gateway has.
         """
         limits, num_own = self.limits, self._num_of_caller[caller.caller_id]
         if caller != ANYONE and num_own >= limits.max_sessions_per_caller:

@@ -1,4 +1,4 @@
-"""Requests that are turns of a client's session."""
+"""Requests that are turns of a client's session, a prompt that grows turn by turn."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +21,8 @@ class SessionTurn:
         self._is_running = self._is_complete = False
 
     def begin(self) -> None:
-        """Starts the turn. Raises FailedPrecondition if another turn is running or was completed
-        since this object was made.
+        """Starts the turn. Raises FailedPrecondition if another turn is running, or was completed
+        after this object was made.
         """
         self._session.begin_turn(self.number)
         self._is_running = True
@@ -44,9 +44,9 @@ class SessionTurn:
             self._session.finish_turn(self._token_ids if self._is_complete else None)
 
     def take_held(self, request: EngineRequest) -> HeldSequence | None:
-        """Returns the sequence that a replica keeps, if `request` can continue it: `request` must
-        have more tokens than the sequence, the same priority, cache salt and adapter, and must not
-        skip the prefix cache. Otherwise releases the sequence and returns None.
+        """Returns the sequence that a replica keeps for the session, if `request` can continue it:
+        `request` must have more tokens than the sequence, its priority, cache salt and adapter, and
+        must not skip the prefix cache. Otherwise releases the sequence and returns None.
         """
         held = self._session.take_held()
         if held is None or (

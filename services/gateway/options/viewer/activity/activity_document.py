@@ -34,8 +34,8 @@ def request_document(request: scheduler_pb2.RequestActivity, unix_nanos: int) ->
 def step_documents(
     steps: Iterable[scheduler_pb2.StepActivity], done_before_nanos: int
 ) -> Iterable[Document]:
-    """Describes consecutive steps. The duration of a step is measured from the end of the previous
-    step, since steps overlap. The step before the first one ended at `done_before_nanos`.
+    """Describes consecutive steps. Because steps overlap, a step's duration is measured from the
+    end of the previous step. `done_before_nanos` is the end of the step before the first one.
     """
     for step in steps:
         began = max(step.begun_unix_nanos, done_before_nanos)
@@ -69,7 +69,7 @@ def blocks_document(blocks: common_pb2.BlockMap) -> Document:
 
 
 def program_document(program: scheduler_pb2.PausedProgram) -> Document:
-    """Describes an agent program between two turns."""
+    """Describes an agent program, the requests of one run of an agent, between two requests."""
     return {
         "program": program.program,
         "tool": program.tool,

@@ -1,5 +1,5 @@
-"""Takes samples of the replicas' activity while clients request them. Clients share the samples, so
-the rate of queries to a scheduler does not depend on the number of clients.
+"""Queries the replicas' activity while clients request it. All clients get the same samples, so
+that the rate of queries to a scheduler does not depend on the number of clients.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class ReplicaSample:
     reason: str = ""
     num_unfinished_here: int = 0
     cached_tokens: int | None = None
-    """Number of tokens in the pool's cached blocks, according to the gateway's prefix index. If the
-    index does not contain the pool, only the free cached blocks of the block map are counted.
+    """Number of tokens in the cached blocks of the replica's KV pool, according to the gateway's
+    prefix index. If the index does not contain the pool, only free cached blocks are counted.
     """
     directory: str = ""
     """State of this pool in the gateway's prefix index, as a value of DirectoryState. Empty if the
@@ -57,7 +57,9 @@ class ReplicaSample:
     steps: deque[Document] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     blocks: Document | None = None
     programs: list[tuple[bytes, Document]] = field(default_factory=list)
-    """Paused agent programs, each with the digest of its tenant."""
+    """The agent programs that run a tool between two requests, with the digests of their
+    tenants.
+    """
 
 
 @dataclass(slots=True)
@@ -150,7 +152,7 @@ class ActivityFeed:
             cursor.blocks_at = now
             found = answer.HasField("blocks")
             sample.blocks = blocks_document(answer.blocks) if found else None
-        if cursor.step > answer.stats.num_steps:  # An earlier scheduler process ran this step.
+        if cursor.step > answer.stats.num_steps:  # The scheduler's process is new.
             cursor.step = 0
         if answer.steps:
             sample.steps.extend(step_documents(answer.steps, cursor.done_unix_nanos))

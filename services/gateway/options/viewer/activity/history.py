@@ -66,7 +66,7 @@ def name_of(replica: Replica) -> str:
 
 
 def history_document(history: History, now: float) -> dict[str, Any]:
-    """Returns the events, and the time bins as parallel lists."""
+    """Returns the events, and the statistics of the time bins as parallel lists."""
     bins = history.bins(now)
     return {
         "unix_seconds": now,

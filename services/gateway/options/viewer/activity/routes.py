@@ -27,8 +27,8 @@ _MAX_QUEUED = 256
 
 class ActivityQuery(Query):
     """The query of /activity. `replica` is the address of the replica whose requests, steps and
-    blocks are returned, or empty for all replicas. Each item of `after` is STEP@ADDRESS: of the
-    replica at ADDRESS, only steps after the number STEP are returned.
+    blocks are returned, or empty for all replicas. An item STEP@ADDRESS of `after` means that of
+    the replica at ADDRESS only the steps with numbers above STEP are returned.
     """
 
     replica: str = ""
@@ -154,7 +154,7 @@ def _replica(
     sample: ReplicaSample, after: int, own: Collection[str] | None, tenant: bytes | None
 ) -> Document:
     steps = list(sample.steps)
-    if steps and after <= steps[-1]["step"]:  # A higher `after` is of an earlier process.
+    if steps and after <= steps[-1]["step"]:  # Otherwise `after` is of an earlier process.
         steps = [step for step in steps if step["step"] > after]
     return _in_short(sample) | {
         "requests": [_masked(request, own) for request in sample.requests],

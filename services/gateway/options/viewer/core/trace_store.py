@@ -39,7 +39,7 @@ class StoredTrace:
     encoded: set[bytes] = field(default_factory=set)
     """The encoded spans, by which repeated spans are detected."""
     is_running: bool = False
-    """Whether the trace was made from a running request. Such a trace is not in the store."""
+    """Whether the trace was made from a running request, so that it is not in the store."""
 
     @property
     def request_id(self) -> str:
@@ -54,12 +54,12 @@ class TraceStore:
     """Stores at most `max_traces` traces and `max_bytes` bytes of spans. When a limit is exceeded,
     the oldest traces are removed.
 
-    Half of both limits is reserved for ended requests, so that other traces, most of them of engine
-    steps, cannot displace them. Among the other traces, steps are removed before unfinished
-    requests. Two groups of ended requests are removed last: up to `max_traces` / 4 failed or slow
-    requests, and up to `max_traces` / 8 recently listed requests.
+    Half of both limits is reserved for traces of ended requests, so that traces of engine steps and
+    unfinished requests cannot displace them. Traces of steps are removed before traces of
+    unfinished requests. Two groups of ended requests are removed last: up to `max_traces` / 4
+    failed or slow requests, and up to `max_traces` / 8 recently listed requests.
 
-    A trace may have at most an eighth of `max_bytes`. Further spans of the trace are dropped.
+    Spans of one trace beyond an eighth of `max_bytes` are dropped.
     """
 
     def __init__(self, max_traces: int, max_bytes: int) -> None:
@@ -80,8 +80,9 @@ class TraceStore:
         return len(self._ended) + len(self._others)
 
     def add(self, trace_id: str, span: StoredSpan) -> None:
-        """Adds a span to its trace, which may be new. A span that is already stored is ignored,
-        since services repeat exports that were not confirmed. A trace id has 32 hexadecimal digits.
+        """Adds a span to its trace, which may be new. Ignores a span that is already stored,
+        because services repeat exports that were not confirmed. A trace id has 32 hexadecimal
+        digits.
         """
         trace = self._ended.get(trace_id) or self._others.get(trace_id) or StoredTrace(trace_id)
         size = len(span.encoded)
@@ -107,7 +108,7 @@ class TraceStore:
             self._drop_one()
 
     def shown(self, trace_id: str) -> None:
-        """Marks a trace as recently listed, since it may be read next."""
+        """Marks a trace as recently listed, so that it is kept for a client that reads it next."""
         _keep_newest(self._shown, trace_id, self._max_traces // 8)
 
     def find(self, name: str) -> StoredTrace | None:
@@ -147,9 +148,9 @@ def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
 
 
 def is_called(request_id: str, name: str) -> bool:
-    """Whether `name` identifies the request with this id: it is the request's id, or the client's
-    own id, with which the request's id ends, or a sequence's id, which starts with the request's
-    id.
+    """Whether `name` identifies the request with the id `request_id`. `name` may be this id, the
+    client's own id, with which it ends, or the id of a sequence of the request, which starts with
+    it.
     """
     if not request_id:
         return False

@@ -1,4 +1,4 @@
-"""Stores spans: the gateway's own, and those of other services, which it receives over OTLP."""
+"""Stores the gateway's own spans, and spans that it receives from other services over OTLP."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

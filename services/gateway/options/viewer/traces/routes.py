@@ -30,7 +30,7 @@ _MAX_LISTED = 200
 
 class TracesQuery(Query):
     """The query of /traces: the order and the maximum length of the list. If `program` is given,
-    only the ended turns of this agent program are listed.
+    only ended requests of this agent program are listed.
     """
 
     order: Literal["newest", "slowest", "failed"] = "newest"
@@ -106,7 +106,7 @@ class TraceRoutes:
         if found is None:
             found = kept
         elif kept is not None and kept.trace_id == found.trace_id:
-            found.spans += kept.spans  # Other services have exported the spans that have ended.
+            found.spans += kept.spans  # Spans that other services have already exported.
         if found is None or not may_see(found.caller_id):
             raise NotFound(self._why_not(name), field="name", reason="TRACE_NOT_FOUND")
         return JSONResponse(await asyncio.to_thread(document, found))

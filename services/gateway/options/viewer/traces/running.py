@@ -1,5 +1,5 @@
-"""Makes traces of unfinished requests from the gateway's records of the requests, and from the
-schedulers' spans of the requests' sequences.
+"""Makes traces of unfinished requests from the gateway's RequestRecords, and from the spans that
+schedulers have made of the requests' sequences.
 """
 
 import asyncio
@@ -56,8 +56,8 @@ class RunningTraces:
         self, may_see: Callable[[str], bool], limit: int, order: Order
     ) -> list[StoredTrace]:
         """Returns at most `limit` traces, one for each request, with only the root span. Requests
-        are omitted if `may_see` is false for the id of their caller. The traces of listed requests
-        are stored when the requests end, so that they can be read later.
+        are omitted if `may_see` is false for the id of their caller. When a listed request ends,
+        its trace is stored, so that it can be read later.
         """
         records = [one for one in self._generating() if may_see(one.caller.caller_id)]
         if order is Order.NEWEST:
@@ -71,7 +71,7 @@ class RunningTraces:
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
         """Returns the trace with the id `name`, or the newest trace of a request that `name`
         identifies (see `is_called`). Returns None if there is no such request, or if `may_see` is
-        false for the id of its caller. The trace will be stored when the request ends.
+        false for the id of its caller. When the request ends, its trace is stored.
         """
         for record in reversed(self._generating()):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):
@@ -119,8 +119,8 @@ class RunningTraces:
 
 
 def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequest]:
-    """Maps each scheduler's address to the query for the request's sequences at this scheduler. The
-    query has the parent span of each sequence.
+    """Maps each scheduler's address to the query for the request's sequences there, with the parent
+    span of each sequence.
     """
     asked: dict[str, scheduler_pb2.GetRunningSpansRequest] = defaultdict(
         scheduler_pb2.GetRunningSpansRequest

@@ -34,8 +34,8 @@ def summary(trace: StoredTrace) -> Document:
 
 
 def turn_of(trace: StoredTrace, program: str) -> Document | None:
-    """Describes which turn of an agent program the request is. Returns None if the request does not
-    belong to this program.
+    """Describes which request of an agent program this request is. Returns None if it does not
+    belong to the program.
     """
     for one in trace.spans:
         if names.ATTR_PROGRAM.encode() not in one.encoded:
@@ -124,8 +124,8 @@ def _error(span: trace_pb2.Span) -> str | None:
 
 
 def _time(root: StoredSpan | None) -> Document | None:
-    """Describes the request's time by a line of text, and by its parts with an explanation of each.
-    Returns None before the request's root span is stored.
+    """Describes the request's time by a line of text, and by its parts, each with an explanation.
+    Returns None if the request's root span is not stored yet.
     """
     if root is None:
         return None

@@ -54,7 +54,7 @@ class ClassifyBody(InputBody):
 
 
 class PoolingBody(InputBody):
-    """POST /pooling: returns the vectors that the model computes, whatever its pooling task."""
+    """POST /pooling: texts whose vectors the model computes, for any pooling task."""
 
     task: Literal["embed", "classify"] | None = None
     encoding_format: Literal["float", "base64"] | None = None

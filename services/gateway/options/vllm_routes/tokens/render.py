@@ -75,7 +75,7 @@ async def _rendered(
     offsets: Offsets | None,
     inference: Inference,
 ) -> list[dict[str, Any]]:
-    """Returns one body for each prompt of `request`. Checks `request` as if this server ran it."""
+    """Checks `request` as if this server ran it. Returns one body for each prompt of `request`."""
     generation = await inference.prepare(request)
     firsts = generation.sequences[:: request.num_candidates]
     options = body.stream_options if body.stream else None

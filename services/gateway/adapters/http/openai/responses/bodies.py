@@ -35,8 +35,8 @@ _NO_FILES = "only text is read"
 
 
 def _includable(names: list[str]) -> list[str]:
-    """Validates the field `include`. Log-probabilities are refused. Other names have no effect:
-    reasoning is always included, and the rest concerns tools that OpenAI runs.
+    """Validates the field `include`. Log-probabilities are refused. Other names have no effect,
+    because reasoning is always included, and all further names concern tools that OpenAI runs.
     """
     if _LOGPROBS in names:
         raise PydanticCustomError("not_supported", "{why}", {"why": _NO_LOGPROBS})

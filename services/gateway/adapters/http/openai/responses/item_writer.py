@@ -22,7 +22,7 @@ _DIGITS = 32
 _MESSAGE, _REASONING, _CALL = "message", "reasoning", "function_call"
 _PREFIXES = {_MESSAGE: "msg_", _REASONING: "rs_", _CALL: "fc_"}
 _TEXT_OF = {_MESSAGE: "output_text", _REASONING: "reasoning_text"}
-"""Maps kinds of items to the type of their only part. The names of events contain this type."""
+"""Maps kinds of items to the type of their only part, which is in the names of events, too."""
 
 
 @dataclass(slots=True)

@@ -23,8 +23,8 @@ class MessageItem(HistoryBody):
     content: TextOrParts | None = None
 
     def to_template(self) -> dict[str, Any]:
-        """Returns the item as a turn for chat templates. Thoughts of the assistant become
-        reasoning. In turns of other roles, parts with a thought's type are ordinary text.
+        """Returns the item as a turn for chat templates. Parts with a thought's type become
+        reasoning if the turn is the assistant's, and otherwise ordinary text.
         """
         if self.role != "assistant":
             return {"role": self.role, "content": read(self.content)}
@@ -115,9 +115,7 @@ def _goes_on(last: dict[str, Any], turn: dict[str, Any]) -> bool:
 
 
 def _stage(turn: dict[str, Any]) -> int:
-    """Returns the last part that an assistant's turn has: 0 for reasoning, 1 for content, 2 for
-    tool calls.
-    """
+    """Returns what an assistant's turn has last: 0 for reasoning, 1 for content, 2 for calls."""
     return 2 if "tool_calls" in turn else 1 if any(turn["content"]) else 0
 
 
