@@ -7,11 +7,11 @@
 // plain_products.h and code_products.h define the layout of keys and values in the cache, and the
 // products.
 //
-// A row is one head of one query. Its output is a function of its position alone, bit for bit.
-// Blocks of keys, and parts of a context (attention_plan.h), begin at multiples of their sizes. A
+// A row is one head of one query. Its output depends only on its position, bit for bit, because
+// blocks of keys, and parts of a context (attention_plan.h), begin at multiples of their sizes. A
 // row uses the blocks in which it attends to a key. It adds products in order of depth and values
 // in order of position, and merges parts in order. Keys that it does not attend to have weight
-// zero. Other rows of the task, the size of the chunk and the number of threads only determine
+// zero. The other rows of the task, the size of the chunk and the number of threads only determine
 // which thread computes the row, and when.
 //
 // Keys and values beyond a sequence's end, or before its window, are masked, whatever their values.
@@ -61,9 +61,9 @@ class Attention {
     }
     const int count = int(plan_.tasks.size());
     for (int i = next.fetch_add(1); i < count;) {
-      // The thread reserves its next task before it begins a task of one query, so that the right
-      // keys are prefetched. If too few tasks remain for the other threads, it prefetches for a
-      // guessed task.
+      // A thread reserves its next task before it begins a task of one query, so that it prefetches
+      // the keys of the right task. If too few tasks remain for the other threads, it does not
+      // reserve one, and prefetches for the task that it will probably get.
       const bool is_taken = plan_.tasks[i].count == 1 && i + 2 * team.size < count;
       const int following = is_taken ? next.fetch_add(1) : i + team.size;
       run_task(plan_.tasks[i], following < count ? &plan_.tasks[following] : nullptr);
@@ -83,8 +83,8 @@ class Attention {
     products_.store(heads_.rotated(key, token, dim), value, head, plan_.slots[token]);
   }
 
-  // Sets the rows of one key head, from `first` on: for each query, the rotated query heads that
-  // share the key head.
+  // Sets the rows of one key head, which begin at row `first`: for each query, the rotated query
+  // heads that share the key head.
   void set_queries(const AttentionTask& task, int kv_head, int first) {
     const int dim = layer_.head_dim;
     const std::int64_t begin = layout_.query_starts[task.request] + task.first;
@@ -166,8 +166,8 @@ class Attention {
     return {std::max(first, 0), layer_.window > 0 ? std::min(end * group_, rows) : rows};
   }
 
-  // Locates the task's block that begins at `begin`, or, after the task's last block, the first
-  // block of the following task.
+  // Locates the task's next block, which begins at `begin`. After the task's last block, locates
+  // the first block of the following task.
   void locate_next_block(const AttentionTask& task, int begin, const AttentionTask* following) {
     if (begin < task.key_end) {
       locate(task, begin, next_block_);
@@ -178,9 +178,9 @@ class Attention {
     }
   }
 
-  // Converts the scores of a block to weights, adds the weights to their sums, and scales the
-  // earlier sums to the new maximum. `seeing`: the task's rows that attend to the block. `sums`:
-  // the sums of these rows.
+  // Converts the scores of a block to weights, adds the weights to the rows' sums of weights, and
+  // scales their earlier sums to the new maximum. `seeing`: the task's rows that attend to the
+  // block, whose sums are `sums`.
   void softmax_block(const AttentionTask& task, Range seeing, const SoftmaxSums& sums) {
     const int begin = block_.begin, count = block_.end;
     float* maxima = sums.maxima;
@@ -223,7 +223,7 @@ class Attention {
     }
   }
 
-  // Scores scaled to base 2, and capped if the layer has a softcap.
+  // Returns scores scaled for powers of two, and capped if the layer has a softcap.
   Vector scaled_scores(Vector scores) const {
     if (layer_.softcap > 0) {
       return hyperbolic_tangent(scores * (layer_.scale / layer_.softcap)) * scale_;
@@ -232,7 +232,7 @@ class Attention {
   }
 
   // Merges the sums of all parts of one context into the sums of the first part, and writes the
-  // rows.
+  // rows' outputs.
   void merge_parts(const PartMerge& parts) {
     const int rows = parts.task.count * group_;
     float* memory = plan_.partial_sums.data() + parts.task.partial;
@@ -254,8 +254,8 @@ class Attention {
       const float scale = 1.0f / sum(load(sums.weights + row * LANES));
       for (int d = 0; d < dim; d += LANES) {
         Vector value = load(sums.values + row * padded_dim_ + d) * scale;
-        // Converts -0 to +0. The sign of a zero depends on how many products with weights of zero
-        // are added, and numbers below 2^-126 become zeros.
+        // Converts -0 to +0. Otherwise the sign of a zero would depend on how many products with
+        // weights of zero are added, because numbers below 2^-126 become zeros.
         if constexpr (SUMS_LIKE_TILES<T>) value = value + 0.0f;
         store_partial(target + d, value, dim - d);
       }
@@ -269,7 +269,7 @@ class Attention {
   int group_;
   int padded_dim_;
   int block_size_;
-  float scale_;  // Factor of scores, or of capped scores, to base 2.
+  float scale_;  // Converts (capped) scores to exponents of two.
   Products products_;
   AttentionPlan& plan_;
   KeyBlock block_;
@@ -280,7 +280,7 @@ class Attention {
 }  // namespace
 
 // Stores the step's rotated keys and its values, then computes attention. `output`: [tokens,
-// num_heads * head_dim]. Every thread of the team must call this function. `next` is the shared
+// num_heads * head_dim]. Every thread of the team must call this function. `next` is the team's
 // counter of tasks, initially 0. The team must pass a barrier before it begins another layer.
 template <class T>
 [[gnu::noinline]] void attend(AttentionPlan& plan, const Heads<T>& heads, const Pages& pages,

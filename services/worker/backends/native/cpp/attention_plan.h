@@ -1,10 +1,10 @@
 // The inputs of attention, and the division of a step's attention into tasks.
 //
-// If many requests decode, a task has all key heads of a request, since the keys of a token are
-// adjacent in memory. The keys that a query attends to are its context. A context consists of
-// parts, whose sums are merged in order (Flash-Decoding). Parts begin at multiples of PART_KEYS. If
-// there are fewer than two tasks for each thread, each part is a task. Otherwise one task computes
-// all parts of a context. The output is the same in both cases.
+// If many requests decode, a task has all key heads of a request, because the keys of a token are
+// adjacent in memory. The keys that a query attends to are its context. A context consists of parts
+// of PART_KEYS keys, whose sums are merged in order (Flash-Decoding). If there are fewer than two
+// tasks for each thread, each part is a task. Otherwise one task computes all parts of a context.
+// The output is the same in both cases.
 
 #pragma once
 
@@ -44,8 +44,8 @@ struct Layout {
   const std::int32_t* blocks(int request) const { return tables + rows[request] * table_width; }
 };
 
-// Consecutive queries of a request with all query heads that share a key head, over a part of the
-// request's context or all of it. A task has `heads` key heads from `kv_head` on, mostly one.
+// Consecutive queries of a request with all query heads that share a key head, over the request's
+// context or one part of it. A task has `heads` key heads from `kv_head` on, mostly one.
 struct AttentionTask {
   int request;
   int kv_head;
@@ -54,10 +54,10 @@ struct AttentionTask {
   int count;
   int key_begin;
   int key_end;
-  std::int64_t partial;  // Index of the sums in `partial_sums`; -1 for a whole context.
+  std::int64_t partial;  // Index of the task's sums in `partial_sums`; -1 for a whole context.
 };
 
-// The parts of one context. Their sums are stored consecutively from `task.partial` on.
+// The parts of one context. Their sums are stored one after the other, from `task.partial` on.
 struct PartMerge {
   AttentionTask task;
   int parts;
@@ -80,7 +80,7 @@ struct AttentionPlan {
   std::vector<PartMerge> merges;
   std::vector<float> partial_sums;
 
-  // Number of floats in the sums of `rows` rows: weighted values, lanes of weight sums, maxima.
+  // Number of floats for the sums of `rows` rows: weighted values, sums of weights by lane, maxima.
   std::int64_t sums_size(int rows) const { return std::int64_t{rows} * (padded_dim + LANES + 1); }
 };
 
@@ -106,7 +106,8 @@ inline void add_task(AttentionPlan& plan, AttentionTask task, bool is_split) {
   }
 }
 
-// Chunks are last in a layout. Their tasks are the first tasks, because they are the longest.
+// Creates a plan. Chunks are last in a layout, but their tasks are first, because they take
+// longest.
 inline AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& layout,
                                     int block_size, int threads)
     : layer(layer),
@@ -115,7 +116,7 @@ inline AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& l
       padded_dim(round_up(layer.head_dim, PANEL_WIDTH)),
       stores_keys_first(false) {
   const int queries = std::max(TASK_ROWS / group, 1);
-  std::int64_t num_tasks = 0;  // Without splitting.
+  std::int64_t num_tasks = 0;  // Number of tasks if no context is split.
   for (int r = 0; r < layout.num_requests; ++r) {
     num_tasks += divide_up(layout.new_tokens(r), queries) * layer.num_kv_heads;
   }

@@ -1,6 +1,6 @@
-// The largest logit of each block of the race (see sampling/race.py), in one pass over a row. These
-// maxima determine the row's largest logit and its token, and the blocks that have no token that
-// filters keep.
+// The largest logit of each block of tokens in the race (see sampling/race.py), in one pass over a
+// row. These maxima determine the row's largest logit and its token, and which blocks have no token
+// that filters keep.
 
 #pragma once
 
@@ -30,8 +30,8 @@ struct LogitRow {
   std::int64_t num_blocks() const { return blocks_of(size); }
 };
 
-// Updates the maxima of consecutive blocks with logits from `from` on. Sets lanes of `nan` whose
-// logits are NaN.
+// Updates the maxima of consecutive blocks with logits from `from` on. Marks lanes with NaN in
+// `nan`.
 template <int REGISTERS>
 inline void add_to_maxima(Register (&most)[REGISTERS], IntRegister& nan, const float* from) {
 #pragma GCC unroll 8

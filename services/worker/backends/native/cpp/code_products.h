@@ -1,8 +1,9 @@
-// A task's products with keys and values in 8 bits, see codes.h. All sums over codes are exact.
+// The products of an attention task with keys and values in 8 bits (see codes.h). All sums over
+// codes are exact.
 //
 // A query is rounded to 15-bit integers times a scale. The weights of a block's values, times the
 // values' scales, are rounded to 16-bit integers times a scale. The integers are stored as two rows
-// of bytes, the high and the low parts, for the processor's 8-bit dot products. So codes are
+// of bytes, the high and the low parts, for the processor's 8-bit dot products. Therefore codes are
 // multiplied as the cache stores them, at the speed of pairs of bfloat16.
 //
 // A row's scales depend only on its query and on the keys of the block that it attends to.
@@ -52,8 +53,8 @@ class CodeProducts {
     packed_values_ = scratch.take<ValueByte>(BLOCK_PANELS * sizes_.record());
   }
 
-  // If a token's value is not finite, the key's scale is set to NaN. So the output of every query
-  // that attends to the token is NaN, as without codes.
+  // If a token's value is not finite, the key's scale is set to NaN. The output of every query that
+  // attends to the token is then NaN, as without codes.
   void store(const T* key, const T* value, int head, std::int64_t slot) {
     const std::int64_t offset = slot * token_stride_ + head * sizes_.token();
     std::uint8_t* key_codes = codes_.data();
@@ -156,8 +157,8 @@ class CodeProducts {
   }
 
  private:
-  // Rows of a tile, each of which is two rows of bytes, and the vectors that are multiplied at
-  // once. Both are limited by the number of registers.
+  // Rows of a tile, each of which is two rows of bytes, and the number of vectors that are
+  // multiplied at once. Registers limit both.
 #ifdef __AVX512F__
   static constexpr int TILE_ROWS = 3, TILE_VECTORS = 4;
 #else
@@ -167,11 +168,11 @@ class CodeProducts {
   // and a low part: signed bytes for queries, unsigned bytes for weights.
   static constexpr float MOST_OF_QUERY = 127 * 256;
   static constexpr float MOST_OF_WEIGHTS = 65535;
-  // Weights below 2 to the power of LOWEST_POWER are negligible, because the largest weight is 1.
+  // Weights below 2 to this power are negligible, because the largest weight is 1.
   static constexpr int LOWEST_POWER = -100;
 
-  // The scale of a query. The offsets are the contributions of the 128 that is added to codes, to
-  // the products of the query's high parts and of its low parts.
+  // The scale of a query, and two offsets: what the 128 that is added to codes contributes to the
+  // products of the query's high parts and of its low parts.
   struct QueryScale {
     float scale;
     float high_offset;
@@ -203,7 +204,7 @@ class CodeProducts {
     for (Vector& scales : value_steps_) scales = scales * scaling.inverse;
   }
 
-  // The contribution of the 128 that is added to codes. `sums`: the lanes' sums of a query's parts.
+  // The contribution of the 128 that is added to codes. `sums` has sums of a query's parts by lane.
   static float offset_of(IntRegister sums) {
     int sum = 0;
     for (int i = 0; i < int(sizeof sums / sizeof sums[0]); ++i) sum += sums[i];
@@ -299,7 +300,7 @@ class CodeProducts {
   int num_panels_ = 0;
   KeyPanels<KeyByte> key_panels_;
   KeyPanels<ValueByte> value_panels_;
-  int seen_first_ = 0;  // Arguments of the last see_values for this block; last 0: none.
+  int seen_first_ = 0;  // Arguments of the last see_values for this block; last 0: no call yet.
   int seen_last_ = 0;
   float value_step_ = 0;
   Vector value_steps_[BLOCK_PANELS];

@@ -1,10 +1,11 @@
 // Multiplication of inputs in 8 bits by a panel of a weight in 8 bits (W8A8).
 //
-// A row of the input is quantized to codes, integers from -127 to 127, and a scale, as heads of
-// keys are (codes.h). vLLM quantizes each token's activations dynamically in the same way. Sums of
-// products of codes are exact in 32 bits, in any order. The result is a sum times the scales of row
-// and column. Instructions multiply unsigned bytes of rows by signed bytes of the weight (quads.h).
-// So 128 is added to the codes of rows, and sums begin with the negative contribution of this 128.
+// A row of the input is quantized to codes, integers from -127 to 127, and a scale, in the same way
+// as heads of keys (codes.h). vLLM quantizes each token's activations dynamically in the same way.
+// Sums of products of codes are exact in 32 bits, in any order. The result is a sum times the
+// scales of row and column. Instructions multiply unsigned bytes of rows by signed bytes of the
+// weight (quads.h). Therefore 128 is added to the codes of rows, and sums begin with the negative
+// contribution of this 128.
 //
 // A panel has the scales of its columns, the initial values of their sums, and the codes. If the
 // depth is not a multiple of quads, the weight is padded with codes of zero.
@@ -36,9 +37,10 @@ void pack_coded(const Projection<T>& p, char* panel, CodeOf&& code_of) {
   }
 }
 
-// The codes of rows, at a distance of an odd number of cache lines (see without_set_conflicts). The
-// codes are valid until the thread's next call. Each thread computes the codes of the block that it
-// multiplies. This takes about a hundredth of the multiplication's time, and needs no barrier.
+// Returns the codes of rows, at a distance of an odd number of cache lines (see
+// without_set_conflicts), valid until the thread's next call. Each thread computes the codes of the
+// block that it multiplies, which takes about a hundredth of the multiplication's time and needs no
+// barrier.
 template <class T>
 RowCodes codes_of(const InputRows<T>& rows, std::int64_t depth) {
   static thread_local std::vector<ValueByte> codes;

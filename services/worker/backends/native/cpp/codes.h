@@ -6,7 +6,7 @@
 // head, and 128 is added to the codes. In a panel of values a step is four tokens, and there is a
 // panel for each LANES elements. If a page has a multiple of LANES tokens, it consists of records,
 // [tokens / LANES, num_kv_heads]. Other pages store for each token [num_kv_heads, codes and a
-// scale]; they are converted to records before they are read.
+// scale]. These are converted to records before they are read.
 
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace stepwell {
 
-// A head whose elements are all below this magnitude is stored as zeros, since 127 divided by a
+// A head whose elements are all below this magnitude is stored as zeros, because 127 divided by a
 // very small number is infinite.
 constexpr float SMALLEST_SCALED = 1e-30f;
 

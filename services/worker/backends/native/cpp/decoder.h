@@ -1,7 +1,6 @@
 // A decoder, from token ids to logits.
 //
-// A step is one call: one team of threads runs all of it and synchronizes at barriers, without the
-// interpreter in between.
+// A step is one call from Python: one team of threads runs all of it and synchronizes at barriers.
 
 #pragma once
 
@@ -29,7 +28,8 @@ double step_work(const Decoder<T>& decoder, const Layout* layouts, std::int64_t 
   return work;
 }
 
-// The attention plan of each layer. Layers of a KV-cache group with equal parameters share a plan.
+// The attention plan (its division into tasks) of each layer. Layers of a KV-cache group with equal
+// parameters share a plan.
 template <class T>
 std::vector<std::shared_ptr<AttentionPlan>> layer_plans(const Decoder<T>& decoder,
                                                         const Layout* layouts, int threads) {

@@ -1,8 +1,8 @@
 // One thread's part of a step of a decoder.
 //
-// The residual stream alternates between two buffers. With few rows, every thread normalizes all
-// rows into its own buffer, and only one thread writes the residual stream. This takes less time
-// than another barrier.
+// The residual stream alternates between two buffers. With few rows (tokens), every thread
+// normalizes all rows into its own buffer, and only one thread writes the residual stream. This
+// takes less time than a barrier after a divided normalization.
 
 #pragma once
 
@@ -75,7 +75,7 @@ struct StepBuffers {
   T* gated;
   T* inside;  // See LoraDelta.
   T* normed;
-  std::int64_t normed_stride;  // Distance of the threads' `normed`; 0 if the team shares one.
+  std::int64_t normed_stride;  // Distance of the threads' `normed`; 0 if they share one.
 };
 
 // One thread's part of a step. All threads of the team call the same functions in the same order.
@@ -110,7 +110,7 @@ class StepThread {
     team_.wait();
   }
 
-  // `following`: the first projection after this layer, or null.
+  // `following`: the projection that is computed after this layer, or null.
   void run_layer(const DecoderLayer<T>& layer, AttentionPlan& plan, std::atomic<int>& next,
                  const Projection<T>* following) {
     normalize(layer.input_norm);
@@ -131,7 +131,8 @@ class StepThread {
     normalize_update(layer.mlp_output_norm);
   }
 
-  // Adds the last update, normalizes the sum if there is a norm, and writes it to `output`.
+  // Adds the last layer's output to the residual stream, normalizes the sum if there is a norm, and
+  // writes it to `output`.
   void run_final_norm(T* output) {
     const std::int64_t width = decoder_.hidden_size;
     const Range own = team_.part(rows_);
@@ -145,8 +146,8 @@ class StepThread {
     }
   }
 
-  // Gathers the wanted rows in the buffer of the last update, which is no longer needed, and
-  // projects them to the vocabulary.
+  // Gathers the rows whose logits are wanted, and projects them to the vocabulary. The gathered
+  // rows are in the buffer of layer outputs, which is no longer needed.
   void project_logits(const T* output, const std::int64_t* wanted, std::int64_t num_wanted,
                       float* logits) {
     const std::int64_t width = decoder_.hidden_size;
@@ -173,7 +174,7 @@ class StepThread {
   }
 
  private:
-  // Computes a projection of a layer, including adapters.
+  // Computes a projection of a layer, with its LoRA adapters.
   void project_part(const DecoderLayer<T>& layer, LoraPart part, const Projection<T>& p,
                     const T* input, T* output) {
     const LoraDelta<T> delta{lora_, int(&layer - decoder_.layers), part, buffers_.inside};
@@ -190,7 +191,7 @@ class StepThread {
     project_and_add(p, input, output, rows_, team_, delta, ahead ? &*ahead : nullptr);
   }
 
-  // The A matrices that are read after a projection; none after the last one.
+  // The A matrices of LoRA that are read after this projection; none after the last projection.
   std::optional<LoraReadAhead<T>> read_ahead(int layer, LoraPart part) const {
     if (part == LORA_DOWN) ++layer;
     if (layer == decoder_.num_layers) return {};
@@ -201,14 +202,14 @@ class StepThread {
     return LoraReadAhead<T>({lora_, layer, next, nullptr}, depths[next], team_);
   }
 
-  // Prefetches the first weights of the next projection, then waits for the team. With a small
-  // batch most of the time is spent reading weights, and memory would be idle during the wait.
+  // Prefetches the first weights of the next projection, then waits for the team. With few rows,
+  // reading weights takes most of the time, and memory would be idle during the wait.
   void prefetch_and_wait(const Projection<T>* next) {
     if (next != nullptr && rows_ <= MEMORY_BOUND_ROWS) prefetch(*next, rows_, team_);
     team_.wait();
   }
 
-  // Sums the updates of the ranks that share the layers.
+  // Sums the outputs of a part of the layer over the ranks that divide the layer.
   void sum_updates() {
     if (decoder_.ranks == nullptr) return;
     sum_over(*decoder_.ranks, buffers_.update, rows_ * decoder_.hidden_size, team_);
@@ -247,7 +248,8 @@ class StepThread {
     std::memcpy(cos + buffers_.angles, all.sin + position * half, half * sizeof(T));
   }
 
-  // Adds the update to the residual stream, except in the first call, and normalizes the sum.
+  // Adds the output of attention or MLP to the residual stream, except in the first call, and
+  // normalizes the sum.
   void normalize(const float* weight) {
     const std::int64_t width = decoder_.hidden_size;
     const bool is_private = buffers_.normed_stride > 0;
@@ -263,7 +265,7 @@ class StepThread {
     if (!is_private) team_.wait();
   }
 
-  // Normalizes the update in place, if the layer normalizes outputs.
+  // Normalizes the output of attention or MLP in place, if the layer has output norms.
   void normalize_update(const float* weight) {
     if (weight == nullptr) return;
     normalize_heads(buffers_.update, decoder_.hidden_size, 1, weight, decoder_.hidden_size);

@@ -11,7 +11,7 @@
 
 namespace stepwell {
 
-// The weights of one layer. Python builds its version from LayerWeights in backends/kernels.py.
+// The weights of one layer. Python creates this structure from LayerWeights in backends/kernels.py.
 // Norms that the layer lacks are null.
 template <class T>
 struct LayerWeights {
@@ -31,8 +31,8 @@ template <class T>
 struct DecoderLayer : LayerWeights<T> {
   AttentionLayer attention;
   Pages pages;
-  int group;     // Index of the layer's layout.
-  int rotation;  // Index of the layer's rotation.
+  int group;     // Index of the layer's KV-cache group in the layouts.
+  int rotation;  // Index of the layer's rotary embedding.
 };
 
 // Cosines and sines, [positions, half] each.
@@ -52,11 +52,11 @@ struct Decoder {
   const DecoderLayer<T>* layers;
   int num_layers;
   const float* norm;   // Null in pipeline stages before the last.
-  Projection<T> head;  // Has no columns in these stages.
+  Projection<T> head;  // Has no columns in stages before the last.
   std::int64_t hidden_size;
   float epsilon;
-  SharedRanks* ranks;       // Ranks that share the layers; null for one rank.
-  SharedRanks* head_ranks;  // Ranks that share the head's columns; null if it is whole.
+  SharedRanks* ranks;       // Ranks that divide the layers; null for one rank.
+  SharedRanks* head_ranks;  // Ranks that divide the head's columns; null if it is whole.
 };
 
 }  // namespace stepwell

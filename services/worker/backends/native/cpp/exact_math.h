@@ -1,6 +1,6 @@
 // Exponentials, logarithms and random words, with the arithmetic of sampling/exact_math.py and
-// sampling/race.py: operations that IEEE 754 rounds correctly, in a fixed order and never fused. So
-// these functions and NumPy's versions return the same bits, on every processor.
+// sampling/race.py: operations that IEEE 754 rounds correctly, in a fixed order and never fused.
+// Therefore these functions and NumPy's versions return the same bits on every processor.
 
 #pragma once
 
@@ -31,7 +31,7 @@ inline DoubleRegister widen(HalfRegister value) {
   return __builtin_convertvector(value, DoubleRegister);
 }
 
-// first, first + 1, ...
+// The sequence first, first + 1, ...
 inline WordRegister consecutive(std::uint64_t first) {
   WordRegister value;
   for (int i = 0; i < DOUBLES; ++i) value[i] = first + i;

@@ -19,8 +19,8 @@ inline void set_mode_register(unsigned mode) { _mm_setcsr(mode); }
 constexpr unsigned STANDARD = 0x1f80, FLUSHING = 0x9fc0;
 #endif
 
-// Sets the mode in its scope, whatever the mode of the process: the threads of a team may have been
-// started before the caller changed its own mode.
+// Within its scope, sets the rounding mode of a thread. The process's mode does not matter: the
+// threads of a team may have been started before the caller changed its own mode.
 template <unsigned MODE>
 class FloatMode {
  public:

@@ -12,7 +12,7 @@
 namespace stepwell {
 
 // Queries, keys and values of a step's tokens, in rows `stride` elements apart. `cos` and `sin`
-// [tokens, half]: of the tokens' angles. If `half` is 0, nothing is rotated.
+// [tokens, half] are for the tokens' positions. If `half` is 0, nothing is rotated.
 template <class T>
 struct Heads {
   const T* query;
@@ -46,7 +46,7 @@ struct Heads {
     std::memcpy(output + 2 * half, head + 2 * half, (head_dim - 2 * half) * sizeof(T));
   }
 
-  // A rotated head, in thread-local memory that the next call overwrites.
+  // Returns a rotated head, in thread-local memory that the next call overwrites.
   const T* rotated(const T* head, std::int64_t token, int head_dim) const {
     static thread_local std::vector<T> memory;
     if (int(memory.size()) < head_dim) memory.resize(head_dim);

@@ -1,11 +1,11 @@
 // A block of a context's keys and values, and its location in the pages.
 //
-// Blocks begin at multiples of BLOCK_KEYS, counted from the sequence's first token. So a token's
-// keys are always processed in the same groups. In pages of elements, values are stored token by
-// token, [num_kv_heads, head_dim] each; codes.h describes pages of codes. If a page has a multiple
-// of LANES tokens, keys are stored in panels: for LANES consecutive tokens [num_kv_heads, head_dim
-// / DEPTH, LANES, DEPTH], so that a vector has one step of the depth of LANES keys. In other pages
-// keys are stored like values.
+// Blocks begin at multiples of BLOCK_KEYS, counted from the sequence's first token, so a token's
+// keys are always processed in the same groups. Pages of codes (8 bits) are described in codes.h.
+// In other pages, values are stored token by token, [num_kv_heads, head_dim] each. If a page has a
+// multiple of LANES tokens, keys are stored in panels: for LANES consecutive tokens [num_kv_heads,
+// head_dim / DEPTH, LANES, DEPTH], so that a vector has the same DEPTH elements of LANES keys.
+// Otherwise keys are stored like values.
 
 #pragma once
 
@@ -23,9 +23,9 @@ constexpr int BLOCK_PANELS = BLOCK_KEYS / LANES;
 
 inline bool has_panels(int block_size) { return block_size % LANES == 0; }
 
-// A block, as offsets of elements from the beginning of the pages. Tokens [first, end) of the block
-// are used. Earlier tokens have the offset of the first token that is used, and later tokens the
-// offset of the last one.
+// A block, as offsets of elements from the beginning of the pages. Only tokens [first, end) of the
+// block are used. Tokens before them have the offset of token `first`, and tokens after them the
+// offset of the last used token.
 struct KeyBlock {
   int begin = 0;  // Position of the block's first token.
   int first = 0;
@@ -67,10 +67,10 @@ inline void locate_block(const std::int32_t* table, int page_size, std::int64_t 
   std::fill(block.panels, block.panels + panel, block.panels[panel]);
 }
 
-// The values of one head in a block, or the head's keys if they are stored like values. While rows
-// are read, the rows of `next_block` are prefetched one by one. The processor cannot predict the
-// addresses of these rows, since pages are anywhere in memory. Prefetching all rows at once would
-// delay other reads.
+// The values of one head in a block, or the head's keys if they are stored like values. While their
+// rows are read, the rows of `next_block` are prefetched one by one, because pages are anywhere in
+// memory, so that the processor cannot predict addresses. Prefetching all rows at once would delay
+// other reads.
 template <class T>
 struct TokenRows {
   const T* first;
@@ -95,8 +95,8 @@ struct TokenRows {
   }
 };
 
-// One head's keys of a block as panels of LANES columns. `step`: elements between two steps of
-// depth. `next`: the panels that are prefetched while `current` is read.
+// One head's keys of a block as panels of LANES columns. `step`: distance in elements of two steps
+// of depth. `next`: the panels that are prefetched while `current` is read.
 template <class T>
 struct KeyPanels {
   const T* current[BLOCK_PANELS];

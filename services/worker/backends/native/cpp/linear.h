@@ -1,6 +1,6 @@
 // Multiplication by a packed weight.
 //
-// The panels of the weight (panel.h) are contiguous. So a small batch, which is bound by memory,
+// The panels of the weight (panel.h) are contiguous, so a small batch, which is bound by memory,
 // reads one sequential stream per thread. Large batches are cut into blocks of rows that stay in
 // the second-level cache while all panels are read. A panel is cut into chunks of depth. A chunk
 // stays in a cache while the block's tiles of rows (panel.h) are multiplied by it. For any number
@@ -40,8 +40,8 @@ void pack_panel(const Projection<T>& p, const T* weight, std::int64_t panel) {
 }
 
 // The memory that a tile of rows prefetches while it is multiplied by a chunk. Each of the last two
-// tiles prefetches half of the next chunk. A single tile would request more lines at a time than
-// memory delivers, and stall.
+// tiles prefetches half of the next chunk. If a single tile prefetched a whole chunk, it would
+// request more cache lines at a time than memory delivers, and stall.
 template <class Element>
 Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_left) {
   constexpr std::int64_t STEP_BYTES = PANEL_WIDTH * PanelOps<Element>::DEPTH * sizeof(Element);
@@ -51,8 +51,8 @@ Prefetch prefetch_of_tile(const Element* chunk, std::int64_t elements, int rows_
 }
 
 // The operands of project_panel: rows, a panel of elements of the same type, and initial totals.
-// `finish` converts totals of rows to products. AHEAD: prefetch distance in elements, for a single
-// tile.
+// `finish` converts totals of rows to products. AHEAD: prefetch distance in elements, for a batch
+// of a single tile.
 template <class T>
 struct PlainPanel {
   using Element = T;
@@ -76,7 +76,7 @@ struct PlainPanel {
 };
 
 // Multiplies rows by one panel and writes the results. `totals` [rows, PANEL_WIDTH] is scratch
-// memory. `Panel`: PlainPanel<T> or CodedPanel<T>. With LORA, leaves the products in `totals`, to
+// memory. `Panel` is PlainPanel<T> or CodedPanel<T>. With LORA, leaves the products in `totals`, to
 // which adapters add, and prefetches for `lora`. Without LORA, `lora` is null.
 template <class T, class Out, class Panel, bool LORA>
 void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output,
@@ -129,7 +129,7 @@ void project_panel(const Projection<T>& p, const InputRows<T>& rows, Out* output
 }
 
 // The functions that multiply rows by one panel, and up to MAX_PAIR_ROWS rows by two adjacent
-// panels. `pair` is null if there is no such function.
+// panels. `pair` is null if only one panel is multiplied at a time.
 template <class T, class Out>
 struct PanelFunctions {
   using Function = decltype(&project_panel<T, Out, PlainPanel<T>, false>);
@@ -147,7 +147,7 @@ PanelFunctions<T, Out> quantized_functions() {
   }
 }
 
-// The functions that multiply with tiles. LORA: see project_panel.
+// The functions that multiply with tiles. For LORA see project_panel.
 template <class T, class Out, bool LORA>
 PanelFunctions<T, Out> tile_functions(WeightFormat format) {
   switch (format) {
@@ -164,7 +164,7 @@ PanelFunctions<T, Out> tile_functions(WeightFormat format) {
   }
 }
 
-// LORA: see project_panel.
+// For LORA see project_panel.
 template <class T, class Out, bool LORA>
 PanelFunctions<T, Out> panel_functions(const Projection<T>& p, std::int64_t rows) {
   if constexpr (SUMS_LIKE_TILES<T>) {
@@ -190,7 +190,7 @@ int panels_at_once(const Projection<T>& p, std::int64_t rows) {
   return p.is_unpacked() && rows <= MAX_PAIR_ROWS && !uses_tiles(p, rows) ? 2 : 1;
 }
 
-// All blocks except the last have a multiple of this number of rows.
+// All blocks of rows except the last have a multiple of this number of rows.
 template <class T>
 int row_multiple(const Projection<T>& p, std::int64_t rows) {
   return uses_tiles(p, rows) ? PAIR_ROWS : MAX_TILE_ROWS;
@@ -208,7 +208,7 @@ std::int64_t most_block_rows(const Projection<T>& p, std::int64_t rows) {
 }
 
 // The blocks of rows, which are projected one after the other, and the panels by which each block
-// is multiplied. An item is one panel, or two panels that are read side by side.
+// is multiplied. A work item is one panel, or two panels that are read side by side.
 template <class T>
 struct Blocks {
   Blocks(const Projection<T>& projection, std::int64_t num_rows)
@@ -225,7 +225,7 @@ struct Blocks {
             std::min(rows, groups * (block + 1) / count * multiple)};
   }
 
-  // Whether a panel, the first of an item, is read together with the next one.
+  // Whether the panel that begins an item is read together with the next one.
   bool is_pair(std::int64_t panel) const { return at_once == 2 && panel + 1 < p.num_panels(); }
 
   // Rows of the input in the form in which panels are multiplied by them.
@@ -253,8 +253,8 @@ struct Blocks {
 
 }  // namespace
 
-// Packs a PLAIN weight [columns, depth]. In a gated weight the first half of the columns are gates
-// and the second half values. Each panel has gates next to their values.
+// Packs an unquantized (PLAIN) weight [columns, depth]. In a gated weight the first half of the
+// columns are gates and the second half values. Each panel has gates next to their values.
 template <class T>
 void pack_weight(const Projection<T>& p, const T* weight) {
   in_team(threads_for(double(p.columns) * double(p.depth)), [&](Team team) {

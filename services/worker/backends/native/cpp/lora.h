@@ -4,9 +4,9 @@
 // The rows of a step are grouped by adapter once. Before a projection, the rows of each adapter are
 // multiplied by the adapter's A. The products are stored in `inside`, in the order of the groups.
 // During the projection the product of `inside` and B is added to each panel's totals, before
-// gating and rounding. So adapters work with all storage formats of the weight. Rows of one adapter
-// are multiplied together, wherever they are in the step, since most of the work is reading A and
-// B. Tiles of rows add the products of an element in order of depth, so that a row's result does
+// gating and rounding, so adapters work with all storage formats of the weight. Rows of one adapter
+// are multiplied together, wherever they are in the step, because reading A and B takes most of the
+// time. Tiles of rows add the products of an element in order of depth, so that a row's result does
 // not depend on other rows. Grouping is from punica (Chen et al.).
 
 #pragma once
@@ -32,8 +32,8 @@ struct LoraProjection {
   std::int64_t rank;
 };
 
-// Tiles with at most this many rows are multiplied by several panels at a time. The sums of a
-// single panel would wait for each addition before the next.
+// Up to this many rows, a tile is multiplied by several panels at a time. The sums of a single
+// panel would be too few: each addition would have to wait for the previous one.
 #ifdef __AVX512F__
 constexpr int MAX_SMALL_TILE_ROWS = 4;
 #else
@@ -79,8 +79,8 @@ struct LoraDelta {
   }
 };
 
-// Prefetches the addresses of a layer's A and B matrices. Each adapter stores these addresses
-// separately, and a step reads them once for each layer.
+// Prefetches the structures with the addresses of a layer's A and B matrices. They are separate for
+// each adapter, and a step reads them once for each layer.
 template <class T>
 inline void prefetch_addresses(const StepLora<T>& step, int layer) {
   for (int i = 0; i < step.num_adapters; ++i) {
@@ -92,8 +92,8 @@ inline void prefetch_addresses(const StepLora<T>& step, int layer) {
 }
 
 // The A matrices of a projection that a thread will read, for its part of the adapters. They are
-// prefetched while the previous projection is computed, a part of them with each panel. With many
-// rows, the previous projection is bound by arithmetic, but reading A matrices is bound by memory.
+// prefetched while the previous projection is computed, a part of them with each panel: with many
+// rows that projection is bound by arithmetic, but reading A matrices is bound by memory.
 template <class T>
 class LoraReadAhead {
  public:
@@ -102,7 +102,7 @@ class LoraReadAhead {
     for (std::int64_t i = adapters_.begin; i < adapters_.end; ++i) left_ += size_of(i);
   }
 
-  // Must be called before panels are multiplied. `panels`: their approximate total number.
+  // Must be called before panels are multiplied. `panels` is their approximate total number.
   void begin_panels(std::int64_t panels) {
     of_panel_ = divide_up(left_, std::max(panels, INT64_C(1)));
   }

@@ -1,5 +1,5 @@
-// Adds products with the B matrices of adapters to the totals of a projection: see lora.h for
-// adapters and `inside`, and panel.h for panels and tiles of rows.
+// Adds products with the B matrices of adapters to the totals of a projection. lora.h explains
+// adapters and `inside`, and panel.h panels and tiles of rows.
 
 #pragma once
 
@@ -31,11 +31,11 @@ struct ExpandTile {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Maximum of panels that a few rows are multiplied by together. Panels of B are short and
-// contiguous: together they are one stream, and rows are read once for all.
+// Maximum of panels by which a few rows are multiplied together. Panels of B are short and
+// contiguous, so that together they are one stream, and rows are read once for all.
 constexpr int PANELS_AT_ONCE = 4;
 
-// The number of panels that ROWS rows are multiplied by together, so that sums fit in registers.
+// The number of panels by which ROWS rows are multiplied together, so that sums fit in registers.
 template <int ROWS>
 constexpr int panels_of_tile() {
   return std::clamp(2 * MAX_SMALL_TILE_ROWS / ROWS, 1, PANELS_AT_ONCE);
@@ -149,8 +149,8 @@ inline int num_alike(const int* begins, int most) {
   return count;
 }
 
-// Implements ExpandTile::add. The vectors of a panel may belong to two factors, such as gates and
-// values, each with its own elements of `inside`.
+// Implements ExpandTile::add. The two vectors of a panel may belong to two factors, such as gates
+// and values, each with its own elements of `inside`.
 template <class T, int ROWS, bool PREFETCH>
 void add_tile(const ExpandTile<T>& tile, const PanelRun& run) {
   const LoraProjection<T>& p = *tile.adapter;
@@ -183,14 +183,13 @@ void add_tile(const ExpandTile<T>& tile, const PanelRun& run) {
 
 }  // namespace
 
-// The adapters' additions to a block of rows. The rows that are multiplied together are determined
-// once for all panels: with a few rows for each adapter, determining them takes as long as
-// multiplying them.
+// What adapters add to a block of rows. Which rows are multiplied together is determined once for
+// all panels: with a few rows for each adapter, this takes as long as multiplying them.
 template <class T>
 class BlockDelta {
  public:
-  // The block has `count` rows from `row` on. `prefetches`: each panel of B prefetches the
-  // following panels, since nothing else prefetches them.
+  // The block has `count` rows from `row` on. With `prefetches`, each panel of B prefetches the
+  // following panels, because nothing else prefetches them.
   void begin(const LoraDelta<T>& delta, std::int64_t row, int count, bool prefetches) {
     const StepLora<T>& step = *delta.step;
     row_ = row;
@@ -220,7 +219,7 @@ class BlockDelta {
     for (const ExpandTile<T>& tile : tiles_) tile.add(tile, run);
   }
 
-  // Adds panels of B to the prefetch list, for part `part` of `parts` of the adapters.
+  // Adds panels of B to the prefetch list, for part number `part` of `parts` parts of the adapters.
   void add_part(const PanelRun& run, int part, int parts, PrefetchList& list) const {
     const int count = int(adapters_.size());
     for (int i = count * part / parts; i < count * (part + 1) / parts; ++i) {
@@ -236,7 +235,7 @@ class BlockDelta {
   std::int64_t row_ = 0;
 };
 
-// A panel of a run that adapters add to; `index` is its index in the run.
+// A panel of a run to which adapters add. `index` is its index in the run.
 template <class T>
 struct LoraPanel {
   const BlockDelta<T>& delta;
@@ -246,8 +245,8 @@ struct LoraPanel {
 };
 
 // Divides the prefetches for adapters among the tiles of rows of a panel. Only tiles that prefetch
-// no weights prefetch for adapters. With two tiles, both prefetch for adapters. A single tile does
-// not, since it prefetches weights in every step.
+// no weights prefetch for adapters. If there are only two tiles, both do. A single tile does not,
+// because it prefetches weights in every step.
 template <class T>
 class LoraTiles {
  public:

@@ -1,4 +1,4 @@
-// A projection with LoRA adapters: see lora.h.
+// A projection with LoRA adapters (see lora.h).
 
 #pragma once
 
@@ -11,9 +11,9 @@ namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Maximum of a thread's items that are multiplied before adapters add to their panels. The totals
-// of a block's rows must fit in memory. Runs have about equal lengths, since each run has a cost
-// for every adapter, however short it is.
+// Maximum number of work items of a thread whose panels are multiplied before adapters add to them
+// together. It limits the memory for the totals of a block's rows. Runs have about equal lengths,
+// because each run costs some time for every adapter, however short it is.
 template <class T>
 std::int64_t items_of_run(const Blocks<T>& blocks, std::int64_t items_of_thread) {
   const std::int64_t block_rows = std::min(blocks.rows, most_block_rows(blocks.p, blocks.rows));

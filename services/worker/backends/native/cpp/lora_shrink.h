@@ -1,5 +1,5 @@
-// Products of rows and the A matrices of their adapters: see lora.h for adapters and `inside`, and
-// panel.h for panels and tiles of rows.
+// Products of rows and the A matrices of their adapters. lora.h explains adapters and `inside`, and
+// panel.h panels and tiles of rows.
 
 #pragma once
 

@@ -10,9 +10,9 @@
 
 namespace stepwell {
 
-// Normalizes one row: output = norm(input + update); a null update counts as zeros. The sum is
-// stored in `sum_to` if `sum_to` is not null. `sum_to` may be `input`. `output` may be `input` if
-// there is no update.
+// Normalizes one row: output = norm(input + update). A null update counts as zeros. The sum is
+// stored in `sum_to` if this is not null. `sum_to` may be `input`. `output` may be `input` if there
+// is no update.
 //
 // The sum is rounded to T before it is normalized, because later layers read the rounded sum.
 // `output` contains the sum until it is normalized.

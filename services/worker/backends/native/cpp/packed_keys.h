@@ -38,7 +38,7 @@ void pack_token_rows(const TokenRows<T>& keys, int dim, int depth, T* packed) {
   }
 }
 
-// Packs `count` panels of stored keys as pack_token_rows does.
+// Packs `count` panels of keys that are stored in panels, into the same format as pack_token_rows.
 template <class T>
 void pack_panels(const KeyPanels<T>& panels, int count, int dim, int depth, T* packed) {
   constexpr int SIZE = LANES * PanelOps<T>::DEPTH;
@@ -54,7 +54,8 @@ void pack_panels(const KeyPanels<T>& panels, int count, int dim, int depth, T* p
   }
 }
 
-// The panels of LANES columns in packed keys. `next` is `current`, since nothing is prefetched.
+// The panels of LANES columns in packed keys. `next` equals `current`, so that nothing new is
+// prefetched.
 template <class T>
 KeyPanels<T> packed_panels(const T* packed, int depth) {
   KeyPanels<T> found{.step = PANEL_WIDTH * PanelOps<T>::DEPTH};
@@ -86,8 +87,8 @@ void score_rows(const T* query, int stride, const T* packed, int rows, int dim, 
 }
 
 // Packs values into panels of PANEL_WIDTH elements of a head, [BLOCK_KEYS / DEPTH, PANEL_WIDTH,
-// DEPTH] each. Zeros fill the last panel. Copies of the last value fill the steps up to a multiple
-// of SUM_STEPS.
+// DEPTH] each. Zeros fill the last panel. Copies of the last value fill the depth up to a multiple
+// of SUM_STEPS steps.
 template <class T>
 void pack_values(const TokenRows<T>& values, int dim, T* packed) {
   using Ops = PanelOps<T>;

@@ -20,8 +20,9 @@ inline __attribute__((always_inline)) Register half_of(Register pairs) {
   return HALF == Half::FIRST ? Ops::first_of(pairs) : Ops::second_of(pairs);
 }
 
-// Adds a register of columns, times three rows' values, to the rows' totals. The compiler would
-// keep both halves of all columns in registers, and some totals on the stack.
+// Adds a register of columns, times three rows' values, to the rows' totals. Written in assembly,
+// because the compiler would keep both halves of all columns in registers, and some totals on the
+// stack.
 template <Half HALF>
 inline __attribute__((always_inline)) void add_column(const BFloat16* pairs,
                                                       const Register (&values)[3], Register& first,
@@ -45,7 +46,7 @@ inline __attribute__((always_inline)) void add_column(const BFloat16* pairs,
 template <Half HALF, class Rows, int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void add_half(Vector (&total)[ROWS][VECTORS],
                                                     const Rows& rows, const BFloat16* columns) {
-  asm volatile("" ::: "memory");  // Otherwise rows would be loaded once, and both halves be kept.
+  asm volatile("" ::: "memory");  // Otherwise rows would be loaded once, and both halves kept.
   Register values[ROWS];
 #pragma GCC unroll 16
   for (int row = 0; row < ROWS; ++row) {

@@ -24,8 +24,8 @@ constexpr int MAX_TILE_ROWS = 12;
 #else
 constexpr int MAX_TILE_ROWS = 3;
 #endif
-// Whether products of T are added in the order of the processor's products of tiles. This order is
-// the same for all numbers of rows, and for all ways to multiply.
+// Whether products of T are added in the order of the processor's products of tiles, with or
+// without tiles, for all numbers of rows.
 template <class T>
 constexpr bool SUMS_LIKE_TILES = false;
 #ifdef STEPWELL_TILES
@@ -33,8 +33,8 @@ template <>
 inline constexpr bool SUMS_LIKE_TILES<BFloat16> = true;
 #endif
 
-// The scope in which a thread computes with elements of T. It sets the rounding and the state of
-// tiles.
+// The scope in which a thread computes with elements of T. It sets how floats are rounded, and the
+// state of tiles.
 template <class T>
 using ComputeScope = std::conditional_t<SUMS_LIKE_TILES<T>, TileScope, StandardMode>;
 
@@ -66,7 +66,7 @@ struct DepthSums {
 
 // The order of tiles (tile_model.h): over SUM_STEPS pairs, the products of first elements and of
 // second elements are summed separately, each from +0. The two sums are added, and the result is
-// added to the total. At the end of the depth there may be fewer pairs.
+// added to the total. The last pairs of the depth may be fewer.
 template <class T, int ROWS, int VECTORS>
   requires SUMS_LIKE_TILES<T>
 struct DepthSums<T, ROWS, VECTORS> {
@@ -137,8 +137,8 @@ class RowPointers {
     return fourths_[row / 4] + offset;
   }
 
-  // Advances to the next step. If a pass has several steps, each advances separately: with steps at
-  // fixed distances the compiler would keep more offsets than there are registers.
+  // Advances to the next step. If a pass of the loop has several steps, each advances separately:
+  // with steps at fixed distances the compiler would keep more offsets than there are registers.
   __attribute__((always_inline)) void advance() {
 #pragma GCC unroll 4
     for (const T*& fourth : fourths_) {
@@ -153,7 +153,7 @@ class RowPointers {
   const T* fourths_[(ROWS + 3) / 4];
 };
 
-// total[ROWS][VECTORS] += a step of `rows`, which advance, times the columns of that step.
+// total[ROWS][VECTORS] += a step of `rows` times the columns of that step. Advances `rows`.
 template <class T, int ROWS, int VECTORS>
 inline __attribute__((always_inline)) void add_step(Vector (&total)[ROWS][VECTORS],
                                                     DepthSums<T, ROWS, VECTORS>& sums,
@@ -203,12 +203,12 @@ inline __attribute__((always_inline)) void multiply(Vector (&total)[ROWS][VECTOR
   sums.finish(total);
 }
 
-// Rows of a tile that precedes a tile of few rows.
+// Number of rows in a short tile, which may precede the last tile.
 constexpr int SHORT_TILE_ROWS = 2 * MAX_TILE_ROWS / 3;
 
-// Whether the first tile of `rows` rows is a short one. With few rows the latency of additions
-// limits the loop, so a tile of fewer rows than half of MAX_TILE_ROWS takes as long as a tile of
-// half of MAX_TILE_ROWS.
+// Whether the next tile of the remaining `rows` rows is a short one, so that the last tile has at
+// least half of MAX_TILE_ROWS. A tile with fewer rows takes as long as one with half, because the
+// latency of additions limits its loop.
 constexpr bool has_short_tile(int rows) {
   return rows > MAX_TILE_ROWS && rows < MAX_TILE_ROWS + MAX_TILE_ROWS / 2;
 }

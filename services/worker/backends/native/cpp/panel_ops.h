@@ -9,11 +9,11 @@ namespace stepwell {
 constexpr int PANEL_VECTORS = 2;
 constexpr int PANEL_WIDTH = PANEL_VECTORS * LANES;
 
-// The layout of an element type in panels. DEPTH: elements in one step of depth. `multiply_add`
-// returns total + a * b for one step. `load` and `load_part` read from a panel or a row as it is
-// stored. `interleave` builds one step of a panel from DEPTH rows: `count` elements from `from` on.
-// Totals over interleaved vectors are in the order of `to_interleaved_order`; `to_element_order`
-// reverses it.
+// The layout of an element type in panels. DEPTH is the number of elements in one step of depth.
+// `multiply_add` returns total + a * b for one step. `load` and `load_part` read from a panel or a
+// row as it is stored. `interleave` builds one step of a panel from DEPTH rows: `count` elements
+// from `from` on. Totals over interleaved vectors are in the order of `to_interleaved_order`.
+// `to_element_order` reverses it.
 template <class T>
 struct PanelOps;
 
@@ -34,8 +34,8 @@ struct PanelOps<float> {
   static void to_element_order(Vector (&)[PANEL_VECTORS]) {}
 };
 
-// Without an instruction for dot products of pairs, two multiplications and additions are computed
-// in the order of this instruction: the second elements of the pairs first.
+// Without an instruction for dot products of pairs, two multiplications and additions have the
+// order of this instruction: the second elements of the pairs first.
 template <>
 struct PanelOps<BFloat16> {
   static constexpr int DEPTH = 2;

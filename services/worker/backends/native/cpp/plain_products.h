@@ -1,9 +1,10 @@
-// A task's products with keys and values that are elements of the model's data type.
+// The products of an attention task with keys and values that are elements of the model's data
+// type.
 //
 // Scores and weighted sums are float32. Weights are rounded to the data type before they are
-// multiplied by the values. A single query reads keys and values directly from the pages; for a
+// multiplied by the values. A single query reads keys and values directly from the pages. For a
 // chunk they are packed first, except keys that tiles read from the pages. Pages of values are
-// [num_blocks, block_size, num_kv_heads, head_dim]; for pages of keys see key_block.h.
+// [num_blocks, block_size, num_kv_heads, head_dim]; key_block.h describes pages of keys.
 
 #pragma once
 
@@ -21,7 +22,7 @@
 
 namespace stepwell {
 
-// Maximum number of query heads per key head with which a single query reads values unpacked. It
+// Up to this many query heads per key head, a single query reads values unpacked from the pages. It
 // then also reads keys unpacked, unless tiles multiply them.
 template <class T>
 constexpr int MAX_UNPACKED_HEADS = SUMS_LIKE_TILES<T> ? HEADS_PER_PASS : 8;
@@ -49,8 +50,8 @@ class PlainProducts {
   // Number of elements between two tokens in the pages.
   std::int64_t token_stride() const { return token_stride_; }
 
-  // Scratch memory in bytes of a task with `all` rows, `rows` for each key head. `take` allocates
-  // it.
+  // Bytes of scratch memory for a task with `all` rows, `rows` for each key head. `take` allocates
+  // them.
   std::int64_t bytes(int all, int rows) const {
     return (all * padded_dim_ + rows * BLOCK_KEYS + BLOCK_KEYS * padded_dim_) * sizeof(T) +
            rows * BLOCK_KEYS * sizeof(float) + 256;
@@ -108,13 +109,13 @@ class PlainProducts {
     }
   }
 
-  // The products of row `row` of the last `score` with the keys of panel `panel`.
+  // The products of row `row` in the last call of `score` with the keys of panel `panel`.
   Vector scores(int row, int panel) const {
     return load(scores_ + row * BLOCK_KEYS + panel * LANES);
   }
 
   // Sets the weights of a row. No weight is above two to the power of `highest`. Weights outside of
-  // [first, last) are 0.
+  // [first, last) are set to 0.
   void set_weights(int row, const Vector (&weights)[BLOCK_PANELS], [[maybe_unused]] float highest,
                    [[maybe_unused]] int first, [[maybe_unused]] int last) {
     for (int v = 0; v < BLOCK_PANELS; ++v) {
@@ -145,7 +146,8 @@ class PlainProducts {
  private:
   bool reads_pages() const { return rows_.is_single && rows_.count <= MAX_UNPACKED_HEADS<T>; }
 
-  // The head's keys of the block as panels: in the pages, or packed if the pages have no panels.
+  // Returns the head's keys of the block as panels: in the pages, or packed if the pages have no
+  // panels.
   KeyPanels<T> panels() {
     if (has_panels_) {
       return panels_in_pages(keys_ + rows_.head * dim_ * LANES, *block_, *next_block_);

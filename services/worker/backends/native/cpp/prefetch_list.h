@@ -1,8 +1,9 @@
 // Pieces of memory that are prefetched one after the other while a tile of rows is multiplied by a
 // panel (panel.h).
 //
-// The pieces are spread over the steps of the multiplication. Memory delivers a limited number of
-// bytes in each step, and the processor drops prefetches beyond those that it keeps in flight.
+// The pieces are spread over the steps of the multiplication, because memory delivers a limited
+// number of bytes in each step, and the processor drops prefetches beyond those that it keeps in
+// flight.
 
 #pragma once
 
@@ -29,11 +30,11 @@ class PrefetchList {
     ++count_;
   }
 
-  // The number of steps of depth, of `steps`, after which a piece has been prefetched.
+  // The number of the `steps` steps of depth after which a piece has been prefetched.
   int end_of(int piece, int steps) const { return int(steps * ends_[piece] / bytes()); }
 
-  // The prefetches of a piece in `steps` steps. A step has PANEL_VECTORS prefetches of at most a
-  // cache line.
+  // The prefetches of a piece in `steps` steps. A step has PANEL_VECTORS prefetches, each of at
+  // most a cache line.
   Prefetch over(int piece, int steps) const {
     const std::int64_t bytes = ends_[piece] - (piece > 0 ? ends_[piece - 1] : 0);
     const std::int64_t of_step = round_up(divide_up(bytes, steps), PANEL_VECTORS);

@@ -1,5 +1,5 @@
 // The common parts of multiplications by packed weights: the weight, rows of its input, and the
-// conversion of totals to outputs.
+// conversion of totals (sums of products) to outputs.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace stepwell {
 
-// The activation that is applied to a projection's columns.
+// The activation function that is applied to the gates of a projection.
 enum class Epilogue : int { PLAIN, SILU_GATED, GELU_TANH_GATED };
 
 // A packed weight. The content of `packed` depends on `format`. PLAIN: elements of T. Quantized:
@@ -25,7 +25,7 @@ enum class Epilogue : int { PLAIN, SILU_GATED, GELU_TANH_GATED };
 template <class T>
 struct Projection {
   char* packed;
-  const T* bias;  // [columns], in the order of the weight; null for none.
+  const T* bias;  // [columns], ordered like the weight's; null for none.
   std::int64_t columns;
   std::int64_t depth;
   Epilogue epilogue;
@@ -40,7 +40,7 @@ struct Projection {
 
   std::int64_t num_panels() const { return divide_up(columns, PANEL_WIDTH); }
 
-  // The number of output columns, and the number for one panel.
+  // The number of output columns of the projection, and of one panel.
   std::int64_t output_width() const { return is_gated() ? columns / 2 : columns; }
   int panel_output_width() const { return is_gated() ? LANES : PANEL_WIDTH; }
 
@@ -68,8 +68,9 @@ namespace {  // Internal, so that functions with one caller are inlined.
 constexpr std::int64_t BLOCK_BYTES = 512 * 1024;
 constexpr std::int64_t CHUNK_BYTES = 64 * 1024;
 
-// As BLOCK_BYTES, for weights that are unpacked once for each block. AVX2's tiles have few rows,
-// and the tile that unpacks takes much longer than others. So with AVX2 blocks have BLOCK_ROWS.
+// Like BLOCK_BYTES, for weights that are unpacked once for each block of rows. With AVX2, tiles
+// have few rows, and the tile that unpacks takes much longer than others, so blocks have BLOCK_ROWS
+// rows.
 #ifdef __AVX512F__
 constexpr std::int64_t UNPACKED_BLOCK_BYTES = 640 * 1024;
 #else
@@ -85,11 +86,12 @@ constexpr int TOTAL_ROWS = BLOCK_ROWS + TILE_ROWS;
 // Prefetch distance in a sequential stream, in elements.
 constexpr std::int64_t PREFETCH_AHEAD = 2048;
 
-// Bytes that are prefetched before a stream begins. Memory delivers them in a few microseconds, and
-// they use a small part of a second-level cache.
+// Bytes that are prefetched before a sequential stream begins. Memory delivers them in a few
+// microseconds, and they use a small part of a second-level cache.
 constexpr std::int64_t PREFETCHED_BYTES = 64 * 1024;
 
-// The weight's row for a column of a panel. For padding, the weight's number of rows or more.
+// The weight's row for a column of a panel. For a padding column, at least the weight's number of
+// rows.
 template <class T>
 std::int64_t source_row(const Projection<T>& p, std::int64_t panel, int column) {
   if (!p.is_gated()) return panel * PANEL_WIDTH + column;
@@ -104,8 +106,8 @@ Vector bias_of(const T* bias, std::int64_t first, std::int64_t count) {
   return bias == nullptr ? Vector{} : load_partial(bias + first, int(count));
 }
 
-// Writes a panel's totals [rows, PANEL_WIDTH], gated if the projection is, to the output's columns
-// from `first` on. Uses masked stores only if fewer columns are left than a panel has.
+// Writes a panel's totals [rows, PANEL_WIDTH], gated if the projection is gated, to the output's
+// columns from `first` on. Masked stores are used only for the last, incomplete panel.
 template <class T, class Out>
 __attribute__((noinline)) void write_rows(const Projection<T>& p, const float* total, int rows,
                                           std::int64_t first, std::int64_t width, Out* output) {
@@ -134,8 +136,8 @@ struct RowCodes {
   const float* scales;
 };
 
-// Rows of the input. `codes`: for multiplication by a W8A8 weight. `tiles`: for multiplication with
-// tiles, see rows_in_tiles.
+// Rows of the input. `codes` is for multiplication by a W8A8 weight, and `tiles` for multiplication
+// with tiles (see rows_in_tiles).
 template <class T>
 struct InputRows {
   const T* first;
@@ -145,10 +147,10 @@ struct InputRows {
   const char* tiles = nullptr;
 };
 
-// Rows whose distance is a multiple of 2 KB share a few sets of the first-level cache: a dozen of
-// them, read side by side, evict each other. If such rows fill a tile, they are copied to a
-// distance of an odd number of cache lines; the copy is valid until the thread's next call. Other
-// rows are returned unchanged.
+// Returns rows that do not evict each other from the first-level cache. If the distance of rows is
+// a multiple of 2 KB, they share a few sets of the cache, and a dozen of them, read side by side,
+// do. If such rows fill a tile, they are copied to a distance of an odd number of cache lines. The
+// copy is valid until the thread's next call. Other rows are returned unchanged.
 template <class T>
 InputRows<T> without_set_conflicts(const InputRows<T>& rows, std::int64_t depth) {
   if (rows.count < MAX_TILE_ROWS || rows.stride * sizeof(T) % 2048 != 0) return rows;
@@ -184,8 +186,9 @@ inline __attribute__((always_inline)) void store_totals(const Vector (&total)[RO
 }
 
 // to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + rows of `a` times
-// the panel. PREFETCH and `prefetch` as in `multiply`. A separate function, so that `multiply` has
-// all registers. It is aligned to a cache line, so that other code does not move its loop.
+// the panel. PREFETCH and `prefetch` are those of `multiply`. This is a separate function, so that
+// `multiply` has all registers. It is aligned to a cache line, so that changes of other code do not
+// move its loop.
 template <class T, int ROWS, bool PREFETCH>
 __attribute__((noinline, aligned(64))) void add_product(const float* from, std::int64_t from_stride,
                                                         const T* a, std::int64_t stride,
@@ -198,7 +201,7 @@ __attribute__((noinline, aligned(64))) void add_product(const float* from, std::
   store_totals(total, to);
 }
 
-// Like add_product, with a list of pieces to prefetch, which is not empty.
+// Like add_product, but prefetches a list of pieces, which is not empty.
 template <class T, int ROWS>
 __attribute__((noinline)) void add_product_of_list(const float* from, std::int64_t from_stride,
                                                    const T* a, std::int64_t stride, const T* panel,
@@ -218,8 +221,8 @@ __attribute__((noinline)) void add_product_of_list(const float* from, std::int64
   store_totals(total, to);
 }
 
-// The output columns of a panel's totals, from `first` on. The output has `width` columns. `bias`:
-// the bias of each column of the panel.
+// The output columns of a panel's totals, from `first` on. The output has `width` columns. `bias`
+// has a number for each column of the panel.
 template <class T>
 struct PanelColumns {
   PanelColumns(const Projection<T>& p, std::int64_t panel)

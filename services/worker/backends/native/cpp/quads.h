@@ -39,12 +39,12 @@ inline void store_bytes(std::uint8_t* to, IntRegister value) {
   std::memcpy(to, &low, sizeof low);
 }
 
-// An unsigned byte of a panel of keys. Panels of keys are multiplied by rows of signed bytes.
+// An unsigned byte of a panel of keys, by which rows of signed bytes are multiplied.
 struct KeyByte {
   std::uint8_t bits;
 };
 
-// A signed byte of a panel of values. Panels of values are multiplied by rows of unsigned bytes.
+// A signed byte of a panel of values, by which rows of unsigned bytes are multiplied.
 struct ValueByte {
   std::uint8_t bits;
 };

@@ -14,7 +14,7 @@ inline Register add_quads(Register total, Register a, Register b) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   return (Register)vusdotq_s32((int32x4_t)total, left, right);
 #elif defined(__ARM_FEATURE_DOTPROD)
-  // The instruction multiplies signed bytes: a - 128, then 64 twice.
+  // The instruction multiplies signed bytes only: a - 128 is multiplied, then 64 twice.
   const int8x16_t less = (int8x16_t)veorq_u8(left, vdupq_n_u8(128)), half = vdupq_n_s8(64);
   const int32x4_t rest = vdotq_s32(vdotq_s32((int32x4_t)total, half, right), half, right);
   return (Register)vdotq_s32(rest, less, right);

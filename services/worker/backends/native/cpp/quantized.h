@@ -3,9 +3,9 @@
 // A weight is code * scale + offset. A scale, and an optional offset, belong to a column and a
 // group of consecutive depths. A panel is a sequence of groups, each of them a record: the scales
 // of its columns, the offsets, the codes. Before multiplication codes are unpacked to elements of a
-// panel (panel.h), which represent them exactly; bfloat16 has 8 significant bits. Products of codes
-// are added up within a group, and the sum is multiplied by the scale. So a result differs from a
-// result with float32 weights only by the rounding of sums.
+// panel (panel.h), which represent them exactly, because bfloat16 has 8 significant bits. Products
+// of codes are added up within a group, and the sum is multiplied by the scale. Therefore a result
+// differs from a result with float32 weights only by the rounding of sums.
 
 #pragma once
 
@@ -33,8 +33,8 @@ constexpr std::int64_t code_bytes(WeightFormat format, std::int64_t depth) {
   return depth * PANEL_WIDTH / (format == WeightFormat::INT4 ? 2 : 1);
 }
 
-// Unpacks a block: BYTES of codes become STEPS steps of a panel. A call unpacks one step. The
-// object stores the look-up tables.
+// Unpacks a block of codes: BYTES of codes become STEPS steps of a panel. A call unpacks one step.
+// The object stores the look-up tables.
 template <class T, WeightFormat FORMAT>
 struct Unpacker;
 
@@ -83,8 +83,8 @@ struct PanelCodes {
 };
 
 // total[ROWS] += rows of `a`, `stride` elements apart, times the codes of `steps` steps of PANELS
-// panels. `multiply` adds in the same order. Prefetches codes, at the end of the panels the codes
-// of the next PANELS panels.
+// panels, added in the order of `multiply`. Prefetches codes. At the end of the panels these are
+// the codes of the next PANELS panels.
 template <class T, WeightFormat FORMAT, int ROWS, int PANELS>
 inline __attribute__((always_inline)) void multiply_codes(
     Vector (&total)[ROWS][PANELS * PANEL_VECTORS], const Unpacker<T, FORMAT>& unpacker, const T* a,

@@ -35,7 +35,7 @@ struct Groups {
 };
 
 // A part of a panel's depth that is unpacked at once: `count` whole groups from `group` on, or
-// `depth` elements of one group, after `done` elements.
+// `depth` elements of one group after its first `done` elements.
 struct Piece {
   int group;
   int count;
@@ -81,9 +81,9 @@ inline __attribute__((always_inline)) void for_vectors_of_rows(Work&& work) {
   }
 }
 
-// Adds ROWS rows of `a` times PANELS panels to totals, and unpacks codes in registers. `groups`:
-// the groups of the first panel. They are passed by value, because the compiler would reload
-// members of a reference after each store.
+// Adds ROWS rows of `a` times PANELS panels to totals, and unpacks codes in registers. `groups` are
+// the groups of the first panel, passed by value, because the compiler would reload members of a
+// reference after each store.
 template <class T, WeightFormat FORMAT, int ROWS, int PANELS>
 __attribute__((noinline)) void add_codes(const Groups groups, float* totals, const T* a,
                                          std::int64_t stride) {
@@ -116,7 +116,8 @@ constexpr int PASS_STEPS = 2;
 constexpr int PASS_STEPS = 1;
 #endif
 
-// The source of add_groups' columns: memory to which a piece was unpacked.
+// The source of add_groups' columns for tiles after the first one: memory to which a piece was
+// unpacked.
 template <class T>
 class UnpackedColumns {
  public:
@@ -142,8 +143,8 @@ class UnpackedColumns {
   const T* panel_;
 };
 
-// The source of add_groups' columns: codes, with `between` bytes between groups. Writes unpacked
-// columns to `unpacked`.
+// The source of add_groups' columns for the first tile: codes, with `between` bytes between groups.
+// Writes unpacked columns to `unpacked`.
 template <class T, WeightFormat FORMAT>
 class UnpackingColumns {
  public:
@@ -178,9 +179,9 @@ class UnpackingColumns {
 };
 
 // The operands of add_groups: a piece, with `steps` steps of each group. `scales`: the scales of
-// the first group. Groups are `group_bytes` apart. `bias`: the initial totals, or null if groups
-// were added before. If the piece does not begin a group, `to.sums` has the sums of the group's
-// earlier parts.
+// the first group. Groups are `group_bytes` apart. `bias`: the initial totals, or null if earlier
+// groups were added already. If the piece does not begin a group, `to.sums` has the sums of the
+// group's earlier parts.
 struct PieceGroups {
   template <class T>
   PieceGroups(const Projection<T>& p, const Piece& piece, const Groups& groups, const float* begin,

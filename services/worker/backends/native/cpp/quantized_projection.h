@@ -1,9 +1,9 @@
-// Multiplication by a panel of a quantized weight: see quantized.h.
+// Multiplication by a panel of a quantized weight (quantized.h).
 //
 // A single tile of rows is bound by reading codes, so codes are unpacked in registers. With a few
 // rows, codes of two panels are unpacked side by side. With several tiles, the first tile unpacks a
-// part of the panel at a time, and writes it to memory that stays in a cache. The other tiles of
-// the block read it there. For any number of rows, the products of a group are added in order of
+// part of the panel at a time, and writes it to memory that stays in a cache, where the other tiles
+// of the block read it. For any number of rows, the products of a group are added in order of
 // depth, and groups in order.
 
 #pragma once
@@ -22,7 +22,7 @@ namespace {  // Internal, so that functions with one caller are inlined.
 
 // Maximum of rows that are multiplied by two panels side by side. With so few rows, one panel has
 // fewer sums than the processor can add while one addition is in flight. With AVX2, which has fewer
-// registers, two panels are not faster for any number of rows.
+// registers, two panels are never faster.
 #ifdef __AVX512F__
 constexpr int MAX_PAIR_ROWS = 4;
 #else
@@ -39,9 +39,9 @@ float sum_of(const T* row, std::int64_t count) {
 }
 
 // The prefetches of a tile of rows while it is multiplied by an unpacked piece. Each of the last
-// two tiles prefetches half of the codes after the piece, and a single tile prefetches all of them.
-// See prefetch_of_tile. Without these prefetches, the tile that unpacks would wait for codes of 8
-// bits, but not for codes of 4 bits.
+// two tiles prefetches half of the codes after the piece, and a single tile prefetches all of them
+// (as in prefetch_of_tile). Without these prefetches, the tile that unpacks would wait for codes of
+// 8 bits, but not for codes of 4 bits.
 template <class T, WeightFormat FORMAT>
 Prefetch prefetch_of_codes(const Piece& piece, const Groups& groups, int rows_left, int all_rows) {
   if (FORMAT == WeightFormat::INT4 || rows_left > 2 * MAX_TILE_ROWS) return {};
@@ -89,7 +89,7 @@ __attribute__((noinline)) void project_quantized_panel(const Projection<T>& p,
   const PanelColumns<T> columns(p, panel);
   const Groups groups(p, panel);
   const PanelTotals all{totals, sums};
-  // If every tile is finished with one piece of the panel, tiles share the memory of their totals.
+  // If every tile uses only one piece of the panel, tiles share the memory of their totals.
   const bool is_kept = rows.count <= MAX_TILE_ROWS || p.depth > CHUNK || lora != nullptr;
   const auto totals_of = [&](int row) { return all.from(is_kept ? row : 0); };
   const auto finish = [&](int row, int count) {

@@ -1,5 +1,5 @@
-// Samples a token for each of several rows of logits: temperature, filters and the draw. See
-// sampling/sampler.py for all stages of a row.
+// Samples a token for each of several rows of logits: temperature, filters and the draw.
+// sampling/sampler.py explains all stages of a row.
 
 #pragma once
 
@@ -13,7 +13,7 @@ constexpr std::int64_t UNUSABLE = -1;  // In place of a token: there is none to 
 constexpr std::int64_t REFUSED = -2;   // In place of a token: the mask allows none.
 constexpr std::int64_t NUM_ROW_VALUES = 1 + Filters::COUNT;  // The first is the temperature.
 
-// Rows of a matrix of logits. `rows`: their indexes.
+// Rows of a matrix of logits, of which `rows` has the indexes.
 struct LogitRows {
   const float* logits;
   std::int64_t stride;
@@ -24,7 +24,7 @@ struct LogitRows {
   const float* of(std::int64_t index) const { return logits + rows[index] * stride; }
 };
 
-// The allowed tokens of each row: see RowMasks in row_sampler.py. `rows`: null if no row has a
+// The allowed tokens of each row (see RowMasks in row_sampler.py). `rows` is null if no row has a
 // mask.
 struct RowMasks {
   const std::uint32_t* words;
@@ -36,7 +36,7 @@ struct RowMasks {
   }
 };
 
-// The sampling parameters of each row: see RowParameters in row_sampler.py.
+// The sampling parameters of each row (see RowParameters in row_sampler.py).
 struct RowParameters {
   const double* values;  // [NUM_ROW_VALUES, count]
   const std::uint64_t* seeds;
@@ -44,7 +44,7 @@ struct RowParameters {
 };
 
 // Copies a row, with minus infinity where a bit of the mask is 0. Without a mask, copies the row
-// unchanged. Returns whether the row has a token to sample without the mask.
+// unchanged. Returns whether the row has a token to sample without its mask.
 inline bool copy_row(const float* logits, std::int64_t size, const std::uint32_t* mask,
                      float* copy) {
   constexpr int BITS = 32;

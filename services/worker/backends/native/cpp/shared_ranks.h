@@ -1,10 +1,10 @@
 // The collectives of ranks that are processes of one machine, through memory that all of them map.
 //
-// A collective is one or more rounds. In a round each rank writes to its slot, arrives, waits until
-// the other ranks have arrived, and reads their slots. Each rank has two slots, used alternately. A
-// rank that arrives at a round has read the slots of the previous round, so these slots can be
-// written again in the next round. Therefore a round has only one wait. vLLM has such collectives
-// for its CPU ranks (csrc/cpu/shm.cpp).
+// A collective is one or more rounds. In a round each rank writes to its slot, marks that it has
+// arrived, waits until the other ranks have arrived, and reads their slots. Each rank has two
+// slots, used alternately. When a rank arrives at a round, it has read the slots of the previous
+// round, so these slots can be written again in the next round. Therefore a round needs only one
+// wait. vLLM has such collectives for its CPU ranks (csrc/cpu/shm.cpp).
 
 #pragma once
 
@@ -39,7 +39,7 @@ struct SharedRanks {
   std::atomic<int> is_ended;
   int missing;
 
-  // A rank's slot in this rank's next round.
+  // The slot of a rank in the next round.
   char* next_slot(int of_rank) const {
     return slots + (std::int64_t(~round & 1) * size + of_rank) * slot_bytes;
   }
@@ -54,7 +54,7 @@ struct SharedRanks {
     }
   }
 
-  // Ends this rank's waiting. Other ranks are woken too, and then wait again.
+  // Ends this rank's waiting. Other ranks are woken too, and then continue to wait.
   void end() {
     is_ended.store(1, std::memory_order_seq_cst);
     for (int other = 0; other < size; ++other) wake(cells[other]);
@@ -67,9 +67,9 @@ struct SharedRanks {
     return std::int32_t(cell.round.load(std::memory_order_acquire) - round) >= 0;
   }
 
-  // Spins, and then sleeps: see Barrier. Returns false if the rank does not arrive in time, or
-  // after `end`. A wake-up between the check of `is_ended` and the sleep is lost, so sleeps are
-  // short.
+  // Spins, and then sleeps (see Barrier). Returns false if the rank does not arrive in time, or
+  // after `end`. Sleeps are short, because a wake-up between the check of `is_ended` and the sleep
+  // is lost.
   bool wait_for(RankCell& cell) const {
     for (int spins = 0; spins < BARRIER_SPINS; ++spins) {
       if (has_arrived(cell)) return true;
@@ -121,7 +121,8 @@ void sum_over(SharedRanks& ranks, T* part, std::int64_t count, Team team) {
 }
 
 // Concatenates `rows` rows of `width` bytes of each rank, in rank order. `own` may be the end of
-// `all`: the rows that a round writes end before the rows that it has not read.
+// `all`, because in each round the rows that are written end before the rows that were not read
+// yet.
 inline void gather_over(SharedRanks& ranks, const char* own, char* all, std::int64_t rows,
                         std::int64_t width, Team team) {
   const std::int64_t bytes = rows * width;

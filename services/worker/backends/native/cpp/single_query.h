@@ -1,6 +1,6 @@
-// Attention of the query heads of one token over a block of keys, read directly from the pages.
-// Packing pays only for keys that are read more than once. Products are added in the same order as
-// in packed_keys.h.
+// Attention of the query heads of one token over a block of keys, which are read directly from the
+// pages, because packing pays only for keys that are read more than once. Products are added in the
+// order of packed_keys.h.
 
 #pragma once
 
@@ -57,7 +57,7 @@ template <class T, int HEADS>
 void score_heads(const T* query, int stride, const KeyPanels<T>& panels, int count, int dim,
                  float* scores) {
 #ifdef __AVX512F__
-  constexpr int PANELS = 4;  // At once; more do not fit into registers.
+  constexpr int PANELS = 4;  // Panels at once; more do not fit into registers.
 #else
   constexpr int PANELS = HEADS > 2 ? 1 : 4 / HEADS;
 #endif

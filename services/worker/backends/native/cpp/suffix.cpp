@@ -27,7 +27,7 @@ extern "C" void suffix_take_in(SuffixDecoding* trees, const Token* tokens, std::
   }
 }
 
-// See suffix_take_in for the arguments of known tokens, here and below.
+// For the arguments with known tokens, here and below, see suffix_take_in.
 extern "C" void suffix_read(SuffixDecoding* trees, const Token* tokens, std::int64_t stride,
                             const std::int32_t* num_tokens, std::int32_t row) {
   trees->read(row, tokens + row * stride, num_tokens[row]);

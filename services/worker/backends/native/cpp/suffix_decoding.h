@@ -24,15 +24,15 @@ class SuffixDecoding {
   explicit SuffixDecoding(const SuffixSettings& settings)
       : settings_(settings), responses_(settings.depth) {}
 
-  // Adds a request with `num_tokens` known tokens in a free row. Later tokens are the request's
-  // response, which requests of the same key use.
+  // Adds a request with `num_tokens` known tokens in a free row of the batch. Later tokens are the
+  // request's response, from which requests with the same key get drafts.
   void enter(std::int32_t row, std::string key, std::size_t num_tokens) {
     rows_.insert_or_assign(row, Row{std::move(key), num_tokens, settings_.max_cached > 0});
   }
 
-  // Appends a row's new tokens to the responses. If the responses are too many or too large, tokens
-  // of the response that ended first are removed for each new token. If there is no memory for a
-  // new token, the row's response ends.
+  // Appends a row's new tokens to the responses. If the responses are too many or too large, for
+  // each new token a few tokens of the response that ended first are removed. If there is no memory
+  // for a new token, the row's response ends.
   void take_in(std::int32_t row, const Token* tokens, std::size_t num_tokens) {
     const auto found = rows_.find(row);
     if (found == rows_.end()) return;
@@ -49,14 +49,14 @@ class SuffixDecoding {
   }
 
   // Appends a row's new tokens to the request's own tree. The first call takes time in proportion
-  // to the prompt.
+  // to the prompt's length.
   void read(std::int32_t row, const Token* tokens, std::size_t num_tokens) {
     const auto found = rows_.find(row);
     if (found != rows_.end()) read(found->second, tokens, num_tokens);
   }
 
-  // Writes up to `most` drafts after a row's tokens, and returns their number. If scores are equal,
-  // the request's own tree is used.
+  // Writes up to `most` drafts after a row's tokens, and returns their number. If the scores of
+  // both trees are equal, the request's own tree is used.
   std::size_t propose(std::int32_t row, const Token* tokens, std::size_t num_tokens,
                       std::size_t most, Token* drafts) {
     const auto found = rows_.find(row);
@@ -74,7 +74,7 @@ class SuffixDecoding {
     return best.tokens.size();
   }
 
-  // Removes the request in a row; its response stays.
+  // Removes the request in a row, but not its response.
   void leave(std::int32_t row) {
     const auto found = rows_.find(row);
     if (found == rows_.end()) return;
@@ -142,7 +142,7 @@ class SuffixDecoding {
     own.response = NO_SEQUENCE;
   }
 
-  // An eighth of the memory is left free, since a new token may need more memory than removed
+  // An eighth of the memory is left free, because a new token may need more memory than the removed
   // tokens free.
   bool has_too_much() const {
     const std::size_t most = settings_.max_bytes - settings_.max_bytes / 8;

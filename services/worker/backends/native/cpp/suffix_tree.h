@@ -1,9 +1,9 @@
 // The strings of up to `depth` tokens in growing sequences, and how often each occurs.
 //
-// A string that occurs once is a leaf, which stores the position of the string in a sequence. The
-// sequence's tokens continue the string. So text that does not repeat itself needs one node for
-// each token. If the string occurs again, its leaf becomes an inner node, and the string with one
-// more token becomes a leaf.
+// A string that occurs once is a leaf, which stores the string's position in a sequence. The
+// sequence's next tokens continue the string, so text that does not repeat itself needs one node
+// for each token. If the string occurs again, its leaf becomes an inner node, and the string with
+// one more token becomes a leaf.
 //
 // An appended token extends each of the strings that ended before it by one node. The last m tokens
 // of a sequence are an inner node for every m up to some length. Longer suffixes occur nowhere
@@ -36,7 +36,7 @@ class SuffixTree {
 
   std::size_t bytes() const { return trie_.bytes() + num_tokens_ * sizeof(Token); }
 
-  // Sequences of different roots share no strings.
+  // Adds a root. Sequences of different roots share no strings.
   NodeId add_root() { return trie_.add_root(); }
 
   // Removes a root without sequences.
@@ -63,7 +63,8 @@ class SuffixTree {
     ++num_tokens_;
     ends_.clear();
     NodeId node = sequence.root;
-    // Shortest string first: a leaf can become an inner node only after the shorter strings have.
+    // Shortest string first, because a leaf can become an inner node only after all shorter strings
+    // are inner nodes.
     for (std::size_t length = 1;; ++length) {
       const NodeId end = extend(node, token, id, length);
       if (end != NO_NODE) ends_.push_back(end);
@@ -102,8 +103,9 @@ class SuffixTree {
   }
 
   // The best draft of up to `most` tokens after the known ones. Each suffix of the known tokens
-  // that is in the tree proposes its most frequent continuation. The highest score is used, the
-  // longest suffix among equals. `own`: a sequence that ends with the known tokens, or NO_SEQUENCE.
+  // that is in the tree proposes its most frequent continuation. The one with the highest score is
+  // used, or the longest suffix of equal ones. `own`: a sequence that ends with the known tokens,
+  // or NO_SEQUENCE.
   Draft guess(NodeId root, SequenceId own, const Token* known, std::size_t num_known,
               std::size_t most, const DraftRules& rules) {
     Draft best, draft;
@@ -126,8 +128,9 @@ class SuffixTree {
     std::vector<NodeId> ends;  // Inner nodes of the last 1, 2, 3, ... tokens.
   };
 
-  // Adds an occurrence of a node's string and a token, `length` tokens together, at the end of a
-  // sequence. Returns the inner node, or NO_NODE for a leaf of a string that did not occur before.
+  // Adds an occurrence of a node's string and one more token, `length` tokens together, at the end
+  // of a sequence. Returns the inner node, or NO_NODE for a leaf of a string that did not occur
+  // before.
   NodeId extend(NodeId node, Token token, SequenceId id, std::size_t length) {
     const NodeId child = trie_.child(node, token);
     if (child == NO_NODE) {

@@ -2,10 +2,10 @@
 // threads wait for each other.
 //
 // A team is woken once for a piece of work, which may be a whole step. During the work, threads
-// synchronize at barriers. Waking costs tens of microseconds. On a machine with other busy
-// processes it can cost one of the operating system's time slices. So small work stays in the
-// calling thread. A team is either all threads or one: with a size in between the OpenMP library
-// would end and start threads.
+// synchronize at barriers. Waking costs tens of microseconds, and on a machine with other busy
+// processes it can cost one of the operating system's time slices. Therefore small work stays in
+// the calling thread. A team is either all threads or one, because for other sizes the OpenMP
+// library would end and start threads.
 
 #pragma once
 
@@ -43,8 +43,8 @@ struct Range {
 // The number of checks by a waiting thread before it sleeps.
 constexpr int BARRIER_SPINS = 500;
 
-// The futex system call, for a word of this process, or without FUTEX_PRIVATE_FLAG for a word in
-// shared memory. Timeout 0: no timeout.
+// The futex system call, for a word of this process. For a word in shared memory, `operation` lacks
+// FUTEX_PRIVATE_FLAG. A timeout of 0 means none.
 template <class Word>
 inline void futex(std::atomic<Word>& word, int operation, int value,
                   std::chrono::nanoseconds timeout = {}) {
@@ -62,18 +62,18 @@ inline void pause() {
 #endif
 }
 
-// A waiting thread spins for a few microseconds and then sleeps. If a thread is still missing then,
-// it has lost its processor to another process, and may need the processor of the spinning thread.
-// Yielding instead would give the thread's time slice to that process: every barrier could cost a
-// time slice, and a step could become a tenth slower.
+// A thread that waits spins for a few microseconds and then sleeps. If another thread is still
+// missing then, it has lost its processor to another process, and may need the waiting thread's
+// processor. If the waiting thread yielded instead, its time slice could go to that process: a
+// barrier could cost a time slice, and a step could become a tenth slower.
 class Barrier {
  public:
   void wait(int size) {
     const int phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
       arrived_.store(0, std::memory_order_relaxed);
-      // Sequentially consistent, as are the sleeper's increment and its check of the phase: either
-      // this thread sees the sleeper, or the sleeper sees the new phase.
+      // Sequentially consistent, like the sleeper's increment and its check of the phase, so that
+      // either this thread sees the sleeper, or the sleeper sees the new phase.
       phase_.store(phase + 1, std::memory_order_seq_cst);
       if (sleepers_.load(std::memory_order_seq_cst) > 0) {
         futex(phase_, FUTEX_WAKE_PRIVATE, INT_MAX);
@@ -97,14 +97,15 @@ class Barrier {
   std::atomic<int> sleepers_{0};
 };
 
-// The remaining items of one thread's part. `packed`: the round in bits 48 to 63, the first item in
-// bits 24 to 47, the end in bits 0 to 23. `rounds`: number of rounds that the thread has begun.
+// The remaining items of one thread's part of a round of work. `packed`: the round in bits 48 to
+// 63, the first item in bits 24 to 47, the end in bits 0 to 23. `rounds`: number of rounds that the
+// thread has begun.
 struct alignas(64) RemainingItems {
   std::atomic<std::uint64_t> packed{0};
   std::uint64_t rounds = 0;
 };
 
-// A thread's index in its team, and the state that the team shares.
+// A thread's index in its team, and what the threads of the team share.
 struct Team {
   int index = 0;
   int size = 1;
@@ -115,19 +116,19 @@ struct Team {
     if (size > 1) barrier->wait(size);
   }
 
-  // This thread's part of [0, count), or another thread's part.
+  // The part of [0, count) of this thread, or of the thread with another index.
   Range part(std::int64_t count) const { return part_of(index, count); }
   Range part_of(int thread, std::int64_t count) const {
     return {count * thread / size, count * (thread + 1) / size};
   }
 };
 
-// Assigns the items [0, count), fewer than 2^24, of one round to threads. A thread gets the items
-// of its own part in order, then items that other threads have not begun, from the end of their
-// parts. So a suspended thread delays the others by at most the items that it has begun, and each
-// thread reads a sequential stream. Remaining items of an older round have not been used in this
-// round; the first thread that reads them sets them to the whole part. Between two rounds the team
-// must pass a barrier. This is work stealing (Blumofe and Leiserson).
+// Assigns the items [0, count), fewer than 2^24, of one round of work to threads. A thread gets the
+// items of its own part in order. Then it gets items that other threads have not begun, from the
+// end of their parts. Therefore a suspended thread delays the others only by the items that it has
+// begun, and each thread reads a sequential stream. The first thread that accesses a part in a
+// round sets its remaining items to the whole part. Between two rounds the team must pass a
+// barrier. This is work stealing (Blumofe and Leiserson).
 class WorkItems {
  public:
   WorkItems(Team team, std::int64_t count) : team_(team), count_(count) {
@@ -140,8 +141,8 @@ class WorkItems {
     return taken.begin < taken.end ? taken.begin : -1;
   }
 
-  // The next items: at most `most` of the thread's own part, up to a multiple of `group`; or one of
-  // another part. Empty if none remains.
+  // The next items: at most `most` of the thread's own part, up to a multiple of `group`; or one
+  // item of another thread's part. Empty if none remains.
   Range next(std::int64_t most, std::int64_t group) {
     if (team_.size == 1) {
       const Range taken = begin_of({taken_, count_}, most, group);
@@ -185,15 +186,15 @@ class WorkItems {
   std::int64_t count_;
   std::uint64_t round_ = 0;
   std::int64_t taken_ = 0;  // Items taken so far, if the team is one thread.
-  int others_ = 0;          // Number of exhausted parts, beginning with the thread's own part.
+  int others_ = 0;          // Number of exhausted parts, the thread's own part first.
 };
 
 // Pins each thread to its own processor if the team needs all processors that its first thread may
-// use. Otherwise the operating system may put several threads on one processor. A thread that is
-// woken at a barrier starts on the processor of the waking thread, since a virtual processor that
-// has just become idle counts as busy. Two threads that run alternately never count as too much
-// load for one processor. A smaller team leaves room for itself and for other processes, and is not
-// pinned.
+// use. Otherwise the operating system may put two threads on one processor: a thread that is woken
+// at a barrier starts on the processor of the waking thread, because a virtual processor that has
+// just become idle counts as busy. It stays there, because two threads that run alternately do not
+// count as too much load. A smaller team is not pinned, because it has free processors for itself
+// and for other processes.
 class ProcessorPins {
  public:
   explicit ProcessorPins(int threads) {
@@ -217,7 +218,8 @@ class ProcessorPins {
   }
 
   // Must be called by the first thread when the work is done. This thread, and threads that it
-  // starts, may then use all processors again. The other threads do no other work, and stay pinned.
+  // starts, may then use all processors again. The other threads do nothing between two pieces of
+  // work, and stay pinned.
   void unpin() const {
     if (is_needed_) sched_setaffinity(0, sizeof all_, &all_);
   }
@@ -231,7 +233,7 @@ inline int threads_for(double work, double enough = PARALLEL_WORK) {
   return work < enough ? 1 : omp_get_max_threads();
 }
 
-// Calls work(team) in each of `threads` threads, in the scope of a `Scope`.
+// Calls work(team) in each of `threads` threads, in the scope of a `Scope` object.
 template <class Scope = StandardMode, class Work>
 inline void in_team(int threads, Work&& work) {
   if (threads == 1) {

@@ -23,8 +23,8 @@ constexpr int TILE_ROW_BYTES = 64;
 namespace tile_model {
 
 #ifndef __aarch64__
-// Assembly, since the compiler may exchange the operands of its own instructions, which would
-// return the bits of another NaN, and may move them out of the scope of a FlushingMode.
+// Assembly, because the compiler may exchange the operands of its own instructions, which returns
+// the bits of another NaN, and may move them out of the scope of a FlushingMode.
 inline __m256 fma(__m256 a, __m256 b, __m256 c) {
   asm volatile("vfmadd231ps %2, %1, %0" : "+x"(c) : "x"(a), "x"(b));
   return c;
@@ -77,7 +77,7 @@ inline void multiply_bfloat16(const char* a, const char* b, int rows, int pairs,
   }
 }
 
-// The bytes at even and at odd positions, as words of the same value.
+// The bytes at even and at odd positions, each converted to a word.
 template <class Byte>
 inline __m256i even_words(__m256i bytes) {
   if (Byte(-1) > 0) return _mm256_and_si256(bytes, _mm256_set1_epi16(255));

@@ -1,9 +1,9 @@
 // Products of rows and panels (panel.h), computed with the processor's tiles (tiles.h).
 //
-// The rows of a block are copied into tiles once. A panel is read as it is stored. It has two tiles
+// The rows of a block are copied into tiles once. A panel is read as it is stored: it has two tiles
 // of columns side by side, whose rows are PANEL_WIDTH groups of depth apart. Two tiles of rows are
-// multiplied by two tiles of columns at a time, so that each tile is loaded for two products. A
-// chunk of depth stays in the first-level cache while all rows of a block are multiplied by it.
+// multiplied by two tiles of columns at a time, so that each tile is loaded once for two products.
+// A chunk of depth stays in the first-level cache while all rows of a block are multiplied by it.
 
 #pragma once
 
@@ -34,9 +34,10 @@ constexpr std::int64_t TILE_BLOCK_BYTES = 1152 * 1024;
 // Prefetch distances in a sequential stream, in bytes: for one tile of rows, and for two.
 constexpr std::int64_t TILES_AHEAD[] = {2048, 8192};
 
-// Whether `rows` rows are multiplied by a weight with tiles. In W8A8, sums are exact in any order.
-// A single row is multiplied by a PLAIN weight without tiles, but in the order of tiles, because
-// memory delivers the weight faster to vectors than to tiles.
+// Whether `rows` rows are multiplied by a weight with tiles. A W8A8 weight may use tiles or not,
+// because its sums are exact in any order. A single row is multiplied by a PLAIN weight without
+// tiles, but in the order of tiles, because memory delivers the weight faster to vectors than to
+// tiles.
 template <class T>
 bool uses_tiles(const Projection<T>& p, std::int64_t rows) {
   if (!SUMS_LIKE_TILES<T>) return false;
@@ -80,7 +81,7 @@ inline void multiply_tile() {
 
 // to [ROW_TILES * TILE_ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, +
 // rows times a panel, for `count` tiles of depth. Tiles of rows are `rows_stride` bytes apart.
-// Prefetches `prefetch`, whose step is a tile of depth.
+// Prefetches `prefetch`, of which a step is a tile of depth.
 template <class Element, int ROW_TILES>
 inline void add_tiles(const float* from, std::int64_t from_stride, const char* rows,
                       std::int64_t rows_stride, const char* panel, std::int64_t count,
@@ -119,7 +120,7 @@ inline void add_tiles(const float* from, std::int64_t from_stride, const char* r
 }
 
 // The prefetches of the rows from `row` on while they are multiplied by a chunk of `count` tiles of
-// depth: with few rows the stream of panels, otherwise the rows' part of the next chunk.
+// depth. With few rows, these are the stream of panels, otherwise the rows' part of the next chunk.
 inline Prefetch prefetch_of_rows(const char* chunk, std::int64_t count, int row, int rows) {
   if (rows <= PAIR_ROWS) return {chunk + TILES_AHEAD[rows > TILE_ROWS ? 1 : 0], PANEL_TILE_BYTES};
   const std::int64_t lines = count * PANEL_TILE_BYTES / LINE_BYTES;
@@ -128,7 +129,7 @@ inline Prefetch prefetch_of_rows(const char* chunk, std::int64_t count, int row,
   return {chunk + count * PANEL_TILE_BYTES + row / PAIR_ROWS * count * step_bytes, step_bytes};
 }
 
-// Computes project_panel with tiles. `totals` has room for whole tiles of rows.
+// Does the same as project_panel, with tiles. `totals` has room for whole tiles of rows.
 template <class T, class Out, class Panel, bool LORA>
 void project_panel_in_tiles(const Projection<T>& p, const InputRows<T>& rows, Out* output,
                             std::int64_t panel, float* totals, const LoraPanel<T>*) {
@@ -173,7 +174,7 @@ void unpack(const Groups& groups, const Piece& piece, T* unpacked) {
   }
 }
 
-// Computes project_quantized_panel with tiles.
+// Does the same as project_quantized_panel, with tiles.
 template <class T, class Out, WeightFormat FORMAT>
 __attribute__((noinline)) void project_quantized_in_tiles(const Projection<T>& p,
                                                           const InputRows<T>& rows, Out* output,

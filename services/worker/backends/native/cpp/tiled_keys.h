@@ -1,9 +1,9 @@
-// Attention of rows over a block of keys by the processor's products of tiles. The sums have the
-// same bits as in packed_keys.h and single_query.h.
+// Attention of rows (query heads) over a block of keys, by the processor's products of tiles. The
+// sums have the same bits as in packed_keys.h and single_query.h.
 //
-// Panels of keys and of values (key_block.h, packed_keys.h) have the layout of tiles: a row of a
-// tile is one step of depth of LANES columns. The rows of the other operand are queries, or query
-// heads of one query, or their weights. A tile is SUM_STEPS steps deep.
+// Panels of keys and of values (key_block.h, packed_keys.h) already have the layout of tiles: a row
+// of a tile is one step of depth of LANES columns. The rows of the other operand are queries, or
+// query heads of one query, or their weights. A tile is SUM_STEPS steps deep.
 
 #pragma once
 
@@ -20,7 +20,7 @@ namespace stepwell {
 constexpr int SUM_DEPTH = SUM_STEPS<BFloat16> * PanelOps<BFloat16>::DEPTH;
 static_assert(!SUMS_LIKE_TILES<BFloat16> || PANEL_WIDTH % SUM_DEPTH == 0);
 
-// Rows that are `stride` elements apart. With two tiles of rows the first one has `first_rows`
+// Rows that are `stride` elements apart. If they fill two tiles, the first tile has `first_rows`
 // rows.
 struct TiledRows {
   const BFloat16* first;
@@ -36,8 +36,8 @@ struct TiledColumns {
 };
 
 // Computes the products of ROWS tiles of rows and COLUMNS tiles of columns, `depth` tiles deep.
-// With ADD, the products are added to the totals. Rows of totals are `stride` elements apart. Calls
-// visit(tile of depth) before the products of each tile of depth.
+// With ADD, adds them to the totals, whose rows are `stride` elements apart. Calls visit(tile of
+// depth) before the products of each tile of depth.
 template <int ROWS, int COLUMNS, bool ADD, class Visit>
 void multiply_in_tiles(const TiledRows& rows, const TiledColumns& columns, int depth, float* total,
                        int stride, Visit&& visit) {
@@ -81,7 +81,7 @@ void multiply_in_tiles(const TiledRows& rows, const TiledColumns& columns, int d
 }
 
 // Calls work.template operator()<tiles of rows>(first row, rows of its first tile) for tiles that
-// cover `rows` rows, two at a time. Only the first tile of all may have fewer than TILE_ROWS rows.
+// cover `rows` rows, two at a time. Only the very first tile may have fewer than TILE_ROWS rows.
 template <class Work>
 inline void for_tiles_of_rows(int rows, Work&& work) {
   constexpr int PAIR = 2 * TILE_ROWS;

@@ -1,12 +1,12 @@
 // The processor's tile registers and their operations (Intel AMX).
 //
 // With STEPWELL_EMULATED_TILES the same functions compute with any processor that has AVX2, bit for
-// bit like the hardware. The emulation ends the process where the hardware would raise a fault.
-// Where the hardware zeroes tiles, the emulation fills them with NaN, so that code which relies on
-// the zeros returns NaN.
+// bit like the hardware, and end the process where the hardware would raise a fault. Where the
+// hardware zeroes tiles, the emulation fills them with NaN, so that code that wrongly relies on the
+// zeros returns NaN.
 //
-// A process needs the operating system's permission before its first tile instruction, see
-// tiles.py. The shapes of the tiles are a state of each thread. A thread must call `release` when
+// A process needs the operating system's permission before its first tile instruction (see
+// tiles.py). The shapes of the tiles are a state of each thread. A thread must call `release` when
 // its work is done: otherwise every switch between threads would save the tiles.
 
 #pragma once
@@ -58,7 +58,7 @@ namespace tiles {
 #ifndef STEPWELL_EMULATED_TILES
 constexpr bool ARE_EMULATED = false;
 
-// Assembly, since the compiler (GCC 12) removes stores to the operands of its own functions for
+// Assembly, because the compiler (GCC 12) removes stores to the operands of its own functions for
 // tiles.
 inline void configure(const TileShapes& shapes) {
   asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
@@ -226,8 +226,8 @@ inline void end() {
 
 }  // namespace tiles
 
-// The scope of a thread's work with tiles. In this scope, other instructions round like products of
-// tiles.
+// The scope of a thread's work with tiles. In this scope, all other instructions round like
+// products of tiles.
 class TileScope {
  public:
   ~TileScope() { tiles::end(); }

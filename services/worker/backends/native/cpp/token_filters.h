@@ -1,8 +1,8 @@
 // The tokens that min-p, top-k and top-p keep, as defined in sampling/filters.py.
 //
-// Nothing is sorted. The logits that may be at the limit are collected from the row. The limit is
-// found among them by histograms. Each histogram covers the range of the logits that remain. Sums
-// of masses are exact, so their order does not matter.
+// Nothing is sorted. The logits near the limit between kept and dropped tokens are collected from
+// the row, and histograms, each over the range of the logits that remain, find the limit among
+// them. Sums of masses are exact, so their order does not matter.
 
 #pragma once
 
@@ -43,7 +43,7 @@ class TokenFilters {
     return std::max(size, LogitRow::blocks_of(size)) + FLOATS;
   }
 
-  // `logits` and `weights`: memory for scratch_floats(row.size) numbers each.
+  // `logits` and `weights` are memory for scratch_floats(row.size) numbers each.
   TokenFilters(const LogitRow& row, const Filters& filters, float temperature, float* logits,
                float* weights)
       : row_(row),
@@ -57,7 +57,7 @@ class TokenFilters {
 
   KeptTokens kept() {
     std::int64_t limit = row_.size;
-    float least = LOWEST;  // Lower bound of the logits of tokens within the limit.
+    float least = LOWEST;  // Lower bound of the logits of kept tokens.
     if (filters_.min_p > 0) {
       least = logit_below(filters_.min_p);
       collect(least);
@@ -76,7 +76,7 @@ class TokenFilters {
   static constexpr float LOWEST = std::numeric_limits<float>::lowest();
   static constexpr double LEAST_MASS = 0x1p-42;  // Smaller masses are rounded to 0.
 
-  // The `limit` tokens with the greatest logits. `least`: a lower bound of their logits.
+  // The `limit` tokens with the greatest logits, all of which are at least `least`.
   KeptTokens best(std::int64_t limit, float least) {
     if (limit <= row_.num_blocks()) {
       count_ = row_.num_blocks();
@@ -89,7 +89,7 @@ class TokenFilters {
     return first_of(place_of(limit, ones), limit);
   }
 
-  // Of `limit` kept tokens, the first ones with a fraction `top_p` of their mass.
+  // Of `limit` kept tokens, the first ones that have a fraction `top_p` of their mass.
   KeptTokens nucleus(const KeptTokens& kept, std::int64_t limit) {
     double mass = 0;
     if (limit < row_.size) {
@@ -151,7 +151,7 @@ class TokenFilters {
     return total;
   }
 
-  // Copies the logits that are at least `least`, which is finite.
+  // Collects the logits that are at least `least`, which is finite.
   void collect(float least) {
     count_ = 0;
     std::int64_t id = 0;
@@ -213,7 +213,7 @@ class TokenFilters {
     }
   }
 
-  // The first `limit` tokens, of which the last one is at this place.
+  // The first `limit` tokens, the last of which has the logit of this place.
   KeptTokens first_of(const Place& place, std::int64_t limit) const {
     const std::int64_t count = limit - std::int64_t(place.before);
     if (count == place.count) return {place.logit};

@@ -1,5 +1,5 @@
-// Draws a token, with the same result as Race in sampling/race.py, which explains blocks, lanes,
-// bounds and speeds.
+// Draws the token that Race in sampling/race.py draws. That file explains blocks, lanes, bounds and
+// speeds.
 
 #pragma once
 
@@ -20,7 +20,7 @@ struct KeptTokens {
 
 class TokenRace {
  public:
-  // `bounds` and `smallest`: memory for one number for each block.
+  // `bounds` and `smallest` are memory for one number for each block.
   TokenRace(const LogitRow& row, const KeptTokens& kept, float temperature,
             const std::uint64_t (&states)[2], double* bounds, double* smallest)
       : row_(row),

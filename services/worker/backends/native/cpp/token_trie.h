@@ -38,8 +38,8 @@ struct TrieNode {
 };
 
 // A hash table of children, with linear hashing (Litwin, 1980). Each bucket has a chain of nodes.
-// Each added child may add one bucket, which receives children of one other bucket. So no call
-// moves many nodes, and memory grows with the number of children.
+// Each added child may add one bucket, to which children of one other bucket are moved. Therefore
+// no call moves many nodes, and memory grows with the number of children.
 class TrieBuckets {
  public:
   TrieBuckets() { add_chunk(); }
@@ -53,8 +53,8 @@ class TrieBuckets {
     return chunks_[at / CHUNK][at % CHUNK];
   }
 
-  // Adds a bucket. Empties the bucket that it is split from, and returns the first node of that
-  // chain. All nodes of the chain must be added again.
+  // Adds a bucket. Empties the bucket from which it is split, and returns the first node of that
+  // bucket's chain, whose nodes must all be added again.
   NodeId split() {
     if (size() == chunks_.size() * CHUNK) add_chunk();
     const NodeId first = std::exchange((*this)[num_split_], NO_NODE);
@@ -99,7 +99,7 @@ class TokenTrie {
   // The node of an empty string.
   NodeId add_root() { return take({}); }
 
-  // The child of a parent for a token; NO_NODE if there is none.
+  // The child of a parent for a token, or NO_NODE if there is none.
   NodeId child(NodeId parent, Token token) const {
     NodeId id = buckets_.of(parent, token);
     while (id != NO_NODE && !is_child(id, parent, token)) id = (*this)[id].chained;
@@ -148,7 +148,7 @@ class TokenTrie {
     prefer((*this)[node.parent], id);
   }
 
-  // Counts one occurrence less; at least one must remain.
+  // Counts one occurrence less. At least one must remain.
   void count_down(NodeId id) {
     TrieNode& node = (*this)[id];
     --node.count;
@@ -186,7 +186,7 @@ class TokenTrie {
     return id;
   }
 
-  // Makes a child the favourite if a favourite is known and the child ranks above it.
+  // Makes a child the favourite of its parent if the known favourite ranks below it.
   void prefer(TrieNode& above, NodeId id) {
     if (above.favourite == NO_NODE) return;
     const TrieNode &one = (*this)[id], &other = (*this)[above.favourite];

@@ -55,7 +55,7 @@ struct Unpacker<float, FORMAT> {
   }
 };
 
-// Codes of eight words of a register are side by side: see place_of_byte.
+// The codes of eight words of a register are side by side (see place_of_byte).
 template <WeightFormat FORMAT>
   requires(FORMAT == WeightFormat::INT8 || FORMAT == WeightFormat::FP8)
 struct Unpacker<BFloat16, FORMAT> {

@@ -10,8 +10,8 @@ namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Conversions are intrinsic functions, since the compiler (GCC 12) converts vectors of bytes one
-// number at a time.
+// Conversions are intrinsic functions, because the compiler (GCC 12) would convert vectors of bytes
+// one number at a time.
 template <>
 struct Unpacker<float, WeightFormat::INT8> {
   static constexpr int BYTES = PANEL_WIDTH, STEPS = 1;
@@ -92,8 +92,8 @@ struct ByteTable {
 };
 
 // Looks up magnitudes. The table has no entry for 128, the magnitude of -128, and returns the bytes
-// of 0. The low byte of 128 is zero too. Its high byte is the difference magnitude - `less`, which
-// for smaller magnitudes is at most the looked-up high byte.
+// of 0. The low byte of 128 is zero too. Its high byte is the difference magnitude - `less`. For
+// smaller magnitudes this difference is at most the high byte in the table.
 template <>
 struct Unpacker<BFloat16, WeightFormat::INT8> {
   static constexpr int BYTES = 64, STEPS = 1;

@@ -1,5 +1,5 @@
 // Vectors of sixteen floats, the same for AVX-512, AVX2 and NEON, and the two element types of
-// weights and caches.
+// weights and KV caches.
 //
 // The library is compiled with -ffp-contract=off. Otherwise the compiler would choose, depending on
 // the surrounding expression, whether a multiplication and an addition are rounded once or twice,
@@ -50,7 +50,7 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
-// Bits of bfloat16 numbers, one in the lower half of each lane, rounded like `from_float`.
+// bfloat16 numbers, rounded like `from_float`, each in the lower half of a lane.
 inline IntRegister bfloat16_bits(Register value) {
   typedef std::uint32_t Bits __attribute__((vector_size(REGISTER_BYTES)));
   const Bits bits = (Bits)value, high = bits >> 16;

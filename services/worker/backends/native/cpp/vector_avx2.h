@@ -51,7 +51,7 @@ OPERATION(/)
 
 inline Vector& operator+=(Vector& a, Vector b) { return a = a + b; }
 
-// Copied register by register: a single copy would go through the stack.
+// Copied register by register, because a single copy would go through the stack.
 inline Vector load(const float* from) {
   Vector value;
   std::memcpy(&value.low, from, sizeof value.low);

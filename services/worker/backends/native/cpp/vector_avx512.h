@@ -32,15 +32,15 @@ inline Vector load(const float* from) {
 
 inline void store(float* to, Vector value) { std::memcpy(to, &value, sizeof value); }
 
-// Stores a vector as two halves. In code with multiplications this is faster on a Zen 5: there,
-// reading a whole register delays a multiplication, unless the register has just been computed.
+// Stores a vector as two halves. In code with multiplications this is faster on a Zen 5: reading a
+// whole register there delays a multiplication, unless the register has just been computed.
 inline void store_halves(float* to, Vector value) {
   const __m512d all = (__m512d)value;
   _mm256_storeu_pd(reinterpret_cast<double*>(to), _mm512_castpd512_pd256(all));
   _mm256_storeu_pd(reinterpret_cast<double*>(to + LANES / 2), _mm512_extractf64x4_pd(all, 1));
 }
 
-// A bit for each of the first `count` lanes of 32.
+// A mask of 32 lanes with a bit for each of the first `count`.
 inline __mmask32 lane_mask(int count) {
   return count >= 32 ? ~__mmask32{0} : (__mmask32{1} << (count < 0 ? 0 : count)) - 1;
 }

@@ -6,9 +6,9 @@
 
 namespace stepwell {
 
-// e^x within 2 units in the last place; 0 or almost 0 below -87, where normal floats end. Cody and
-// Waite's reduction: x / ln 2 is split into an integer and a remainder of at most one half. A
-// polynomial of degree six approximates the exponential of the remainder.
+// e^x within 2 units in the last place. The result is 0 or almost 0 below -87, where normal floats
+// end. Cody and Waite's reduction: x / ln 2 is split into an integer and a remainder of at most one
+// half. A polynomial of degree six approximates the exponential of the remainder.
 inline Register exponential(Register x) {
 #ifdef __AVX512F__
   const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-110.0f), (__m512)x);  // NaN stays NaN.
@@ -38,8 +38,8 @@ inline Register exponential(Register x) {
 #endif
 }
 
-// 2^x for x up to 0, within 2 units in the last place; 0 or almost 0 below -126. A polynomial
-// approximates 2^(x - floor(x)).
+// 2^x for x up to 0, within 2 units in the last place. The result is 0 or almost 0 below -126. A
+// polynomial approximates 2^(x - floor(x)).
 inline Register power_of_two(Register x) {
 #ifdef __AVX512F__
   const Register rest = (Register)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);
@@ -85,8 +85,8 @@ inline Vector hyperbolic_tangent(Vector x) {
 
 inline Vector silu(Vector x) { return x / (1.0f + exponential(-x)); }
 
-// GELU by the approximation with tanh, expressed by the logistic function: (1 + tanh(y)) / 2 is the
-// logistic function of 2 y.
+// GELU by the approximation with tanh, computed with the logistic function, because (1 + tanh(y)) /
+// 2 is the logistic function of 2 y.
 inline Vector gelu_tanh(Vector x) {
   return x / (1.0f + exponential(x * fmadd(x * x, -0.0713548163f, -1.5957691216f)));
 }

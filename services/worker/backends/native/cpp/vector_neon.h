@@ -74,7 +74,7 @@ inline Vector larger(Vector a, Vector b) {
   return map_registers([](Register x, Register y) { return larger(x, y); }, a, b);
 }
 
-// Copied register by register: a single copy would go through the stack.
+// Copied register by register, because a single copy would go through the stack.
 inline Vector load(const float* from) {
   return of_registers([=](int lane) {
     Register part;
