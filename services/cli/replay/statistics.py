@@ -16,7 +16,7 @@ from services.scheduler.core.request import Request
 
 @dataclass(slots=True)
 class StepSample:
-    """One step: the state after planning, and the number of scheduled tokens of each kind."""
+    """One step: the queues and the pool after planning, and the scheduled tokens of each kind."""
 
     num_running: int
     num_waiting: int
@@ -61,7 +61,7 @@ class RunStatistics:
     @property
     def num_preemptions(self) -> int:
         """The number of preemptions of running requests for any reason: for another request, after
-        the loss of a pool or worker, or by an operator. It equals the sum over all samples.
+        the loss of a pool or worker, or by an operator.
         """
         return self._scheduler.num_preemptions
 

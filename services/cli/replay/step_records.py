@@ -119,7 +119,7 @@ class StepRecords:
         )
 
     def _owner(self, context: ContextId) -> Request:
-        """The ended request whose blocks are a context, or the latest one with the context's id."""
+        """The request whose blocks a context has: the last request with the context's id."""
         if (known := self._owners.get(context)) is not None:
             return known
         return next(one for one in reversed(self._requests.values()) if one.context == context)

@@ -18,6 +18,6 @@ NULL_BLOCK = BlockId(0)
 """The null block, which is never allocated. Its id fills block table entries that are not read."""
 
 MAX_GENERATION = 2**62
-"""Larger than any generation of a pool, the number of its last opening. Generations are times in
-microseconds since 1970.
+"""Larger than any generation number of a pool, since these are about the microseconds since 1970 at
+the pool's last opening.
 """

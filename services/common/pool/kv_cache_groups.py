@@ -162,9 +162,9 @@ def has_partial_hits(groups: Sequence[KVCacheGroup], hash_size: int) -> bool:
 
 
 def last_state_position(num_tokens: int, unit: int, *, drops_last: bool) -> int:
-    """The last position, a multiple of `unit`, from whose state the computation of a sequence can
-    continue. At least one token must be left to compute after that position, or a whole unit if
-    `drops_last` is set, because then a hit's last block is dropped.
+    """The last position, a multiple of `unit`, whose state an equal sequence can continue from. At
+    least one token must be left to compute after that position, or a whole unit if `drops_last` is
+    set, because then a hit's last block is dropped.
     """
     if drops_last:
         return max(0, num_tokens // unit * unit - unit)

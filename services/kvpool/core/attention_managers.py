@@ -48,7 +48,7 @@ class FullAttentionManager(GroupManager):
             assert published == expected, "blocks are not under their hashes"
 
     def _publish_end_of_prompt(self, table: BlockTable, chain: Chain, num_tokens: int) -> None:
-        """Adds the block inside which a prompt ends to the prefix index, under the hash of the last
+        """Adds to the prefix index the block inside which a prompt ends, under the hash of the last
         full hash block. The last token is left out, since an equal prompt computes it again.
         With a draft head (EAGLE), that token is included, and look-ups shorten the hit instead.
         """

@@ -58,8 +58,8 @@ class Program:
 
 @dataclass(slots=True)
 class Context:
-    """The tokens of a program so far. All tokens that an application shares are one token, and all
-    later tokens of a program are another. Therefore two blocks at the same position are equal if
+    """The tokens of a program so far: one token for all that the application shares, repeated, and
+    then the program's own token, repeated. Therefore two blocks at the same position are equal if
     and only if they have the same owner (an application or a program).
     """
 
@@ -72,7 +72,7 @@ class Context:
 
     @property
     def own_token(self) -> int:
-        """The token of which all tokens after the application's tokens consist."""
+        """The token that is repeated after the application's tokens."""
         return _FIRST_OWN + self.number
 
     def prompt(self) -> list[int]:

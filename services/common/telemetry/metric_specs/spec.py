@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 class Kind(enum.Enum):
-    """The metric types of Prometheus' text format that are used."""
+    """The metric types that Stepwell uses, as Prometheus' text format names them."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
