@@ -129,7 +129,6 @@ class Parts:
         return self.membership.replicas
 
     def _own_metrics(self, fleet_collector: FleetCollector, tracing: Tracing) -> Exposition:
-        """Returns the metrics of this gateway, without the metrics of replicas."""
         return Exposition(
             "gateway",
             (

@@ -34,7 +34,6 @@ DEFAULT_SCHEDULERS = ("127.0.0.1:9001",)
 
 
 def _are_schedulers(addresses: tuple[str, ...]) -> str | None:
-    """Checks that each entry is an address or a DNS name."""
     for address in addresses:
         check = is_dns_address if address.startswith(DNS) else is_listen_address
         if check(address) is not None:
@@ -43,7 +42,6 @@ def _are_schedulers(addresses: tuple[str, ...]) -> str | None:
 
 
 def _are_named_paths(entries: tuple[str, ...]) -> str | None:
-    """Checks that each entry has the form name=path, and that no name is repeated."""
     names = [entry.partition("=")[0] for entry in entries]
     if not all(entry.partition("=")[0] and entry.partition("=")[2] for entry in entries):
         return "must be name=path each"
@@ -51,7 +49,6 @@ def _are_named_paths(entries: tuple[str, ...]) -> str | None:
 
 
 def _json_object(text: str | None) -> dict[str, Any]:
-    """Parses a text that was checked to be a JSON object."""
     value: dict[str, Any] = json.loads(text or "{}")
     return value
 

@@ -76,6 +76,5 @@ def lora_modules(model_name: str, named: Iterable[str]) -> LoraModules:
 
 
 def _shown(entry: str) -> str:
-    """Returns a printable text for an error message. Long entries are truncated."""
     cut = entry[:_MAX_SHOWN_CHARACTERS] + "…" * (len(entry) > _MAX_SHOWN_CHARACTERS)
     return cut if cut.isprintable() else repr(cut)

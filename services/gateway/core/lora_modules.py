@@ -20,7 +20,6 @@ class LoraModules:
         return iter(self._adapters.values())
 
     def find(self, name: str | None) -> Adapter | None:
-        """Returns the adapter with this name, or None if there is no such adapter."""
         return None if name is None else self._adapters.get(name)
 
     def check_new(self, name: str, *, in_place: bool = False) -> None:

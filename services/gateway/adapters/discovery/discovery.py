@@ -108,7 +108,6 @@ class Discovery(Collector):
                 await self._registry.close()
 
     def collect(self) -> Iterator[Metric]:
-        """Yields one family for each metric. The source is a label."""
         up = value_family(edge.DISCOVERY_UP)
         addresses = value_family(edge.DISCOVERY_ADDRESSES)
         failures = value_family(edge.DISCOVERY_FAILURES)
@@ -132,7 +131,6 @@ class _Registry:
         self._registry = FleetRegistry(self._redis, model_name)
 
     async def addresses(self) -> set[str]:
-        """Returns the addresses of the replicas that are registered. Raises Unavailable."""
         return {replica.address for replica in await self._registry.replicas()}
 
     async def close(self) -> None:

@@ -32,13 +32,11 @@ class Lark:
         self._rules: list[str] = []
 
     def rule(self, body: str, attributes: str = "") -> str:
-        """Adds a rule and returns its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
     def literal(self, text: str) -> str:
-        """Returns a rule body that matches exactly this text."""
         parts: list[str] = []
         for piece in _split(text):
             token_id = self._marker_ids.get(piece)

@@ -129,7 +129,6 @@ async def _lark_of_calls(
     tokenizer: Tokenizer,
     reasoning: PromptedReasoning | None,
 ) -> Lark:
-    """Makes an empty grammar for calls of these tools after the reasoning."""
     begins = [_begin(envelope, tool.name) for tool in tools]
     literals = [*begins, envelope.end, *reasoning_literals(reasoning)]
     return await make_lark(tokenizer, literals)

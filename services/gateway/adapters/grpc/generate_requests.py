@@ -93,7 +93,6 @@ class GenerateRequests:
         raise InvalidArgument("prompt is missing", field="prompt")
 
     async def chat_tokens(self, chat: gateway_pb2.Chat) -> list[int]:
-        """Returns the token ids of a rendered conversation. Raises InvalidArgument."""
         if not chat.messages:
             raise InvalidArgument("messages must not be empty", field="chat.messages")
         for number, turn in enumerate(chat.messages):

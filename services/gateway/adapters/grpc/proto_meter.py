@@ -115,7 +115,6 @@ class MessageReaders:
             ) from None
 
     def _shorten_timeouts(self) -> None:
-        """Limits all current reads to _SECONDS_UNDER_PRESSURE from their start."""
         now = asyncio.get_running_loop().time()
         for began, timeout in self._reads:
             timeout.reschedule(max(now, began + _SECONDS_UNDER_PRESSURE))

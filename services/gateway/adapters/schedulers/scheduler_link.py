@@ -269,7 +269,6 @@ class SchedulerLink:
                 watch.cancel()
 
     def _open(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
-        """Processes the first message of a session. Raises WrongMessage or OtherProtocol."""
         require(
             response.WhichOneof("message") == "opened",
             "the first message of a session is not `opened`",
@@ -281,7 +280,6 @@ class SchedulerLink:
         replica.opened(description)
 
     def _take(self, response: scheduler_pb2.SessionResponse, replica: Replica) -> None:
-        """Processes a message. Raises WrongMessage or OtherProtocol."""
         if self._deltas is None:
             self._open(response, replica)
             return

@@ -27,7 +27,6 @@ class SchedulerLinks:
         self._to_open: asyncio.Queue[tuple[SchedulerLink, Replica]] = asyncio.Queue()
 
     def __getitem__(self, address: str) -> SchedulerLink:
-        """Returns the link that was made last for an address."""
         return self._links[address]
 
     def all(self) -> list[SchedulerLink]:

@@ -51,7 +51,6 @@ class GenAiMetrics:
         usage: Usage,
         error_type: str | None,
     ) -> None:
-        """Records a request that has ended, with or without an error."""
         attributes = {
             names.GENAI_OPERATION_NAME: operation,
             names.GENAI_PROVIDER_NAME: names.GENAI_PROVIDER,

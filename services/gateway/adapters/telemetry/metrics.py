@@ -76,7 +76,6 @@ class Metrics:
         )
 
     def trace_kept(self, reason: KeptFor) -> None:
-        """Counts a request whose spans are exported, with the reason as a label."""
         self._traces_kept.labels(self._model, reason.value).inc()
 
     def trace_cut(self, num_spans: int) -> None:

@@ -127,7 +127,6 @@ class Observation:
             listener.answered(self._record, usage)
 
     def _exemplar(self) -> dict[str, str] | None:
-        """Returns the trace id as an exemplar, or None if the request is not sampled."""
         return {"trace_id": self._record.trace_id} if self._record.origin.is_sampled else None
 
     def _waited(self, waits: Sequence[Wait]) -> None:
@@ -186,7 +185,6 @@ class Observer:
         return CountedRefusals(self, record)
 
     def refused(self, record: RequestRecord, error: StepwellError) -> None:
-        """Counts the refusal of a request that has no Observation yet."""
         reason = error.metric_reason
         _count_refusal(self._metrics, self.listeners, record, reason)
         record.failed(reason, error.message, is_failure=isinstance(error, InternalError))

@@ -141,7 +141,6 @@ class RequestRecord:
         return ((self.timeline.ended or self.timeline.now()) - self.timeline.began) / 1e9
 
     def rename(self, request_id: str) -> None:
-        """Sets the request id that the client specified in the body."""
         self.request_id = self.log_fields["request_id"] = request_id
 
     def enter(self, part: Part) -> None:

@@ -110,7 +110,6 @@ class RequestRecorder:
             log_access(record)
 
     def _kept_for(self, record: RequestRecord) -> KeptFor | None:
-        """Returns the reason for tracing the request. Returns None if it is not traced."""
         ended = (record.timeline.ended or 0) / 1e9
         is_slowest = self._slowest.is_among(record.seconds, ended)
         if record.origin.is_sampled and not (is_slowest or record.is_failure):

@@ -176,7 +176,6 @@ class RequestSpans:
         )
 
     def make_root(self, kept_for: KeptFor | None) -> None:
-        """Exports the root span only."""
         record = self._record
         self._tracing.record(
             f"{record.operation} {self._model_name}",

@@ -45,7 +45,6 @@ class ChatTemplateOptions:
 
 
 def _check(text: str) -> None:
-    """Raises FailedPrecondition if the template has a syntax error."""
     # Imported here, since importing transformers takes 0.2 s.
     from transformers.utils.chat_template_utils import (  # noqa: PLC0415
         _compile_jinja_template,  # knows the extra tags of chat templates

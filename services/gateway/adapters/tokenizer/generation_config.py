@@ -49,7 +49,6 @@ def read_sampling_defaults(
 
 
 def _defaults(source: Path | str, values: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-    """Converts the values of a source: returns the sampling parameters and `max_new_tokens`."""
     given: dict[str, Any] = {
         name: _number(source, values, name) for name in _NUMBERS if name in values
     }

@@ -19,7 +19,6 @@ def described(tokenizer: Any) -> Mapping[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value to JSON. A token becomes its text."""
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -54,7 +54,6 @@ class Administration:
     """Calls several replicas concurrently. A failure at one replica does not affect the others."""
 
     def __init__(self, replicas: Callable[[], Sequence[ReplicaAdmin]]) -> None:
-        """`replicas` returns the current replicas."""
         self._replicas = replicas
 
     async def pause(

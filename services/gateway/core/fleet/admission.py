@@ -34,7 +34,6 @@ class Admission:
         return iter(())
 
     def queued(self) -> Iterable[Queued]:
-        """Returns the queued sequences with the reasons of their waits."""
         return ()
 
     def check_room(self, caller: Caller, deadline: float | None) -> None:

@@ -106,7 +106,6 @@ class Fleet:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences that wait at this gateway."""
         return len(self._waiting) + len(self.admission)
 
     def queued(self, most: int) -> list[Queued]:

@@ -70,7 +70,6 @@ def era_of(now_seconds: float) -> Era:
 
 
 def mean_speeds(known: Sequence[Speeds]) -> Speeds:
-    """Returns the mean of the speeds, or DEFAULT_SPEEDS if `known` is empty."""
     if not known:
         return DEFAULT_SPEEDS
     return Speeds(

@@ -108,7 +108,6 @@ class Membership:
         return len(self.ready())
 
     def not_ready(self) -> dict[str, str]:
-        """Returns the unready replicas as a map from address to reason."""
         return {
             replica.address: replica.reason for replica in self.replicas if not replica.is_ready
         }
@@ -155,7 +154,6 @@ class Membership:
         self.changed.set()
 
     def _remove_leaving(self) -> bool:
-        """Returns whether any replica was removed."""
         named = {address for addresses in self._addresses.values() for address in addresses}
         leaving = [r for r in self.replicas if r.address not in named and _has_ended(r)]
         for replica in leaving:

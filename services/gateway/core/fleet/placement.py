@@ -27,7 +27,6 @@ class Placement:
         """Whether any replica has announced the state of its queue."""
 
     def reported(self, replica: Replica) -> None:
-        """Called when a replica's scheduler has reported its queue or its load."""
         self._knows_queues |= replica.queue is not None
 
     def check_queues(self, deadline: float | None, num_arriving: int) -> None:

@@ -106,7 +106,6 @@ class Replica:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of this gateway's running and waiting sequences at the replica."""
         return len(self.running)
 
     def seconds_stalled(self) -> float | None:
@@ -179,7 +178,6 @@ class Replica:
         return route
 
     def release(self, handle: int) -> None:
-        """Ends a sequence that the replica keeps."""
         if self._drop_held(handle):
             self._link.abort(handle)
 
@@ -198,7 +196,6 @@ class Replica:
         inflight.finished(finish)
 
     def _drop_held(self, handle: int) -> bool:
-        """Removes a kept sequence. Returns whether there was a kept sequence with this handle."""
         turn = self._held.pop(handle, None)
         if turn is None:
             return False
@@ -253,7 +250,6 @@ class Replica:
         self._listener.load_reported(self)
 
     def admitted(self, handle: int, num_cached_tokens: int) -> None:
-        """Called when the scheduler has scheduled a sequence for the first time."""
         self._unadmitted.discard(handle)
         block_size = 0 if self.description is None else self.description.block_size
         self.load.admitted(handle, num_cached_tokens, block_size, self._clock.time())

@@ -26,7 +26,6 @@ class DirectoryState(enum.Enum):
 
     @property
     def has_matches(self) -> bool:
-        """Whether the index returns matches in this state."""
         return self is DirectoryState.EXACT or self is DirectoryState.DEGRADED
 
 

@@ -99,7 +99,6 @@ class PrefixIndex:
         return tuple(self._views.values())
 
     def view(self, node: str) -> NodeView | None:
-        """Returns the view of one node, or None if the node is not known."""
         return self._views.get(node)
 
     @property
@@ -323,7 +322,6 @@ class PrefixIndex:
         self._retired |= view.bit
 
     def _new_bit(self) -> int:
-        """Returns the lowest bit that the table does not use."""
         used = self._retired | sum(self._node_of_bit)
         bit = ~used & (used + 1)
         self._node_of_bit[bit] = ""

@@ -195,7 +195,6 @@ def best_answers(answers: Sequence[Answer], request: ClientRequest) -> list[Answ
 
 
 def _mean_logprob(answer: Answer) -> float:
-    """Returns the mean log-probability per token, or -inf for an answer without tokens."""
     rows = answer.logprobs
     if rows is None or not len(rows):
         return float("-inf")

@@ -101,7 +101,6 @@ class Inference:
         caller.check_model(self.model_name)
 
     def _names_for(self, caller: Caller) -> str:
-        """Lists the names of the models that a caller may use, for an error message."""
         names = [self.model_name, *(adapter.name for adapter in self.adapters)]
         allowed = [repr(name) for name in names if caller.may_use(name)]
         more = f" and {len(allowed) - _MAX_NAMES} more" if len(allowed) > _MAX_NAMES else ""
@@ -205,7 +204,6 @@ class Inference:
 
     @staticmethod
     async def _turn_for(num_answers: int) -> None:
-        """Lets the event loop do other work if there are many answers."""
         if num_answers > _ANSWERS_AT_A_TIME:
             await asyncio.sleep(0)
 
@@ -247,5 +245,4 @@ class Inference:
 
 
 def _width(num_logprobs: int | None) -> int:
-    """Returns the number of columns in a row of log-probabilities."""
     return 0 if num_logprobs is None else num_logprobs + 1

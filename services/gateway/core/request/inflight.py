@@ -206,7 +206,6 @@ class Inflight:
         self._delta().finish = finish
 
     def failed(self, error: StepwellError) -> None:
-        """Ends the sequence with an error, which the reader receives."""
         self.trace.timeline.end("failed")
         self._delta().error = error
 

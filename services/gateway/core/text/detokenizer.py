@@ -119,7 +119,6 @@ class WindowDetokenizer:
         return not self._tokenizer.byte_values and text.endswith(_REPLACEMENT)
 
     def _end_run(self) -> str:
-        """Ends the current run of byte tokens, and returns its text."""
         if not self._run.values:
             return ""
         run, self._run = self._run, _ByteRun()

@@ -106,7 +106,6 @@ def _name(stretch: Stretch) -> str:
 
 
 def _stretches(timeline: Timeline, now: int) -> Iterator[tuple[Stretch, int, int]]:
-    """Yields each part of a timeline with the part's start and end."""
     for one, following in pairwise(timeline.stretches):
         yield one, one.began, following.began
     last = timeline.stretches[-1]

@@ -33,7 +33,7 @@ from services.gateway.options.viewer.traces.sampler import AtMostPerMinute
 
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 _MAX_STORED_BYTES = 16 * 2**20
-"""Limit on the total bytes of the stored spans, if the settings allow enough traces to reach it."""
+"""Limit on the total bytes of the stored spans. One trace for each 32 KiB of it can be stored."""
 _MAX_EXPORTS = 64
 """Limit on the number of concurrent calls by which other services export spans to the gateway."""
 _LAST_EXPORTS_SECONDS = 1.0

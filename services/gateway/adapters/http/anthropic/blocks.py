@@ -59,7 +59,6 @@ _TEXT_TAGS = frozenset(f"<{name}>" for name in get_args(TextType))
 
 
 def _kind(value: Any) -> str | None:
-    """Returns the union tag of a block. All text types share one tag."""
     tag = by_type(value)
     return "<text>" if tag in _TEXT_TAGS else tag
 

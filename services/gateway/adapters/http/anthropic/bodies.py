@@ -49,7 +49,6 @@ class AnthropicTool(MarkedBody):
         return CallableTool(self.name, arguments_schema(self.input_schema), bool(self.strict))
 
     def to_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
         function = {"name": self.name, "parameters": self.input_schema}
         if self.description is not None:
             function["description"] = self.description

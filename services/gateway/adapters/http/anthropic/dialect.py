@@ -96,7 +96,6 @@ class MessagesDialect(StreamingDialect):
         }
 
     def _stop(self, last: Piece, usage: Usage, *, has_called: bool) -> tuple[str, str | None]:
-        """Returns the stop reason, and the stop string if a stop string ended the answer."""
         assert last.finish_reason is not None
         if isinstance(last.stop_reason, str):
             return "stop_sequence", last.stop_reason

@@ -33,7 +33,6 @@ class InputWriter:
         next(self._work)
 
     def feed(self, text: str) -> list[str]:
-        """Adds generated text. Returns the pieces that it completes."""
         self._reader.feed(text)
         next(self._work, None)
         return self._take()

@@ -95,7 +95,6 @@ def _tool_use(body: MessagesBody) -> ToolUse:
 
 
 def _thinking(body: CountTokensBody) -> dict[str, Any]:
-    """Returns template variables that set whether and how much the model thinks."""
     effort = None if body.output_config is None else body.output_config.effort
     thinking = "adaptive" if body.thinking is None else body.thinking.type
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}

@@ -102,12 +102,10 @@ def program_of(body: ProgramFields, headers: Mapping[str, str]) -> DeclaredProgr
 
 
 def parent_header(headers: Mapping[str, str]) -> str:
-    """Returns the name of the header that identifies the program's parent."""
     return _parent(headers)[1]
 
 
 def _names(body: ProgramFields, headers: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
-    """Yields each field and header that may name the program, with its value."""
     yield "job_id", body.job_id
     yield "session_id", body.session_id
     if body.vllm_xargs is not None:

@@ -71,7 +71,6 @@ class RequestRecords:
 
 
 def names_of(record: RequestRecord) -> tuple[tuple[bytes, bytes], tuple[bytes, bytes]]:
-    """Returns the headers with the request's id and the trace's id."""
     return (_REQUEST_ID, record.request_id.encode()), (_TRACE_ID, record.trace_id.encode())
 
 
@@ -90,7 +89,6 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def call_of(scope: Scope) -> Call:
-    """Returns the method, path and client of a request, for its record."""
     # The raw path, because the decoded path may contain a line break, which would spoil logs.
     path = scope.get("raw_path", b"").decode("ascii", errors="backslashreplace")[:_MAX_PATH]
     client = scope.get("client")

@@ -36,7 +36,6 @@ class Client:
         self._read_on()
 
     def unwatch(self) -> None:
-        """Cancels `watch`."""
         self._on_gone = None
 
 

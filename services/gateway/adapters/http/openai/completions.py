@@ -70,7 +70,6 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
 
 
 async def _prompts(body: CompletionBody, inference: Inference) -> tuple[Prompt, ...]:
-    """Returns the prompts of a body, which may be texts, token ids or embeddings."""
     if body.prompt_embeds is not None:
         return await _embedded_prompts(body.prompt_embeds, body, inference)
     if body.prompt is None:

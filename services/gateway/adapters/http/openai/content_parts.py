@@ -43,7 +43,6 @@ class TextPart(MarkedBody):
 
 
 def _as_part(value: Any) -> Any:
-    """Converts a plain text to a text part, as vLLM does."""
     return {"type": "text", "text": value} if isinstance(value, str) else value
 
 

@@ -59,7 +59,6 @@ async def prompts_request(
 
 
 async def score_request(body: ScoreBody, inference: Inference, request_id: str) -> ClientRequest:
-    """Converts a body to a request. Raises InvalidArgument."""
     first, second = ([given] if isinstance(given, str) else given for given in _texts(body))
     return await pair_request(body, inference, request_id, {"text_1": first, "text_2": second})
 

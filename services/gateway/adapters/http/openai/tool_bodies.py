@@ -52,7 +52,6 @@ class FunctionBody(HistoryBody):
         return CallableTool(self.name, arguments_schema(self.parameters), bool(self.strict))
 
     def to_template(self) -> dict[str, Any]:
-        """The tool as chat templates expect it."""
         shown = {"name", "description", "parameters"}
         function = self.model_dump(exclude_none=True, include=shown)
         return {"type": "function", "function": function}

@@ -184,7 +184,6 @@ def _event(route: Route, model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _error_of(route: Route, error: ErrorAnswer) -> dict[str, Any]:
-    """Returns the description of an error answer, in the schema of the route's API."""
     if route.error is Error:
         return {"$ref": f"#/components/responses/{error.name}"}
     return _error(error, route.error)

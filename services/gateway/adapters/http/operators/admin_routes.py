@@ -194,7 +194,6 @@ def _answer(outcomes: Sequence[Outcome], **done: Any) -> Response:
 
 
 def _shown(name: str, value: object) -> object:
-    """Converts a setting's value to JSON. Secrets are masked."""
     if _SECRET.search(name):
         return "***" if value else None
     if isinstance(value, str | Path):

@@ -35,7 +35,6 @@ class ClientProbe:
         self._write(cycle, _FIRST_SECONDS)
 
     def stop(self) -> None:
-        """Stops the timer when the connection has ended. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
 

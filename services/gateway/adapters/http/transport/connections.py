@@ -171,7 +171,6 @@ class Connections:
         self._on_reader_timeout()
 
     def remove(self, connection: Connection) -> None:
-        """Removes a connection that has ended. Idempotent."""
         self._connections.discard(connection)
         self._idle.pop(connection, None)
 

@@ -34,7 +34,6 @@ class HostNames:
         self._names = frozenset(names)
 
     def allow(self, host: str) -> bool:
-        """Whether requests with this value of `Host` are allowed."""
         if ANY in self._names:
             return True
         name = host.lower()

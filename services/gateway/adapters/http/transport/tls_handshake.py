@@ -143,7 +143,6 @@ class TlsHandshake(asyncio.Protocol):
             return None
 
     def _pass_on(self) -> None:
-        """Forwards the data that arrived before the TLS protocol was installed."""
         undecrypted, self._undecrypted = b"".join(self._undecrypted or ()), None
         tls = cast(asyncio.BufferedProtocol, self.transport.get_protocol())
         while undecrypted and not self.transport.is_closing():

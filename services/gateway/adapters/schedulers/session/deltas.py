@@ -41,7 +41,6 @@ class SessionDeltas:
     """
 
     def __init__(self, replica: Replica, limits: ModelLimits) -> None:
-        """`limits` are the limits of the replica's model."""
         self._replica = replica
         self._limits = limits
         self._sent: dict[int, Sent] = {}
@@ -99,7 +98,6 @@ class SessionDeltas:
         self._pass_on(deltas, handles, counts, token_ids, is_steady=is_steady)
 
     def _of(self, handle: int) -> Sent:
-        """Returns the sequence with this handle. Raises WrongMessage if there is none."""
         sent = self._sent.get(handle)
         if sent is None:
             raise WrongMessage(f"no request has handle {handle}")
@@ -170,7 +168,6 @@ class SessionDeltas:
         return False
 
     def _ended(self, deltas: scheduler_pb2.StepDeltas) -> frozenset[int]:
-        """Returns the handles of the sequences that a message ends, or whose turns it ends."""
         ends = [end.handle for end in (*deltas.finished, *deltas.turns)]
         for rejected in deltas.rejected:
             if self._is_late(rejected, ends):

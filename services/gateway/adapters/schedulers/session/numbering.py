@@ -31,7 +31,6 @@ class Numbering:
         return bool(self._untaken)
 
     def number(self, message: scheduler_pb2.SessionRequest, now: float) -> None:
-        """Numbers a message that is about to be sent."""
         self._num_sent += 1
         message.number = self._num_sent
         match message.WhichOneof("message"):

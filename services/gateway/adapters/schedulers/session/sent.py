@@ -123,7 +123,6 @@ class Sent:
         token_ids: list[int],
         limits: ModelLimits,
     ) -> None:
-        """Compares the finish reason with the reason that is derived from the tokens."""
         tokens = [*self.inflight.output_token_ids, *token_ids]
         require(bool(tokens), "a request ended without an output token")
         num_prompt, last = len(self.inflight.request.prompt_token_ids), tokens.pop()
@@ -143,7 +142,6 @@ class Sent:
         )
 
     def check_prompt_rows(self, rows: common_pb2.Logprobs, vocab_size: int) -> None:
-        """Checks the log-probabilities of the next tokens of the prompt."""
         request, start = self.inflight.request, self.num_prompt_rows
         num_rows = len(rows.ranks)
         is_wanted = start + num_rows <= self.num_prompt_rows_wanted

@@ -129,7 +129,6 @@ class CacheAware:
 
 
 def _cached_key(offer: Offer, keys: Sequence[int]) -> int | None:
-    """Returns the key of the last block that is expected to be cached at the offer's replica."""
     return keys[offer.depth - 1] if offer.depth else None
 
 

@@ -45,7 +45,6 @@ class ConsistentHash:
         return RoutingDecision(replica.address, RoutingReason.HASH, len(candidates))
 
     def _place(self, addresses: frozenset[str]) -> None:
-        """Builds the hash ring of these replicas, if the addresses have changed."""
         if addresses == self._addresses:
             return
         ring = sorted(

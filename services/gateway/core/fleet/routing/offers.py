@@ -132,12 +132,10 @@ class Offers:
         return self._examined.get(index) or self._offer(self.order.replicas[index])
 
     def _idle_up_to(self, most: float, idle: Sequence[Entry], others: Container[int]) -> list[int]:
-        """Returns the indices of the idle replicas, except `others`, that cost at most `most`."""
         end = bisect_right(idle, most, key=self._idle_cost)
         return [index for _, index in idle[:end] if index not in others]
 
     def _idle_cost(self, entry: Entry) -> float:
-        """Returns the cost at an idle replica that has cached nothing, if there are idle speeds."""
         return self._cost(self._idle_speeds, entry[0], 0)
 
     def _least_cost(self, num_requests: int, weight: float) -> float:

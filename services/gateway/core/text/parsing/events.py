@@ -104,7 +104,6 @@ class ParsedMessage:
         return [ParsedCall(call.name, call.text) for call in self._calls]
 
     def _part(self, kind: type[ContentDelta] | type[ReasoningDelta]) -> _Part:
-        """Returns the last part if it has this kind. Otherwise adds a part and returns it."""
         if not self._parts or self._parts[-1].kind is not kind:
             self._parts.append(_Part(kind))
         return self._parts[-1]

@@ -87,6 +87,5 @@ def _leading_space(reader: Reader, space: list[str]) -> Reading[str]:
 
 
 def _repeats_start(reader: Reader, form: ReasoningFormat) -> Reading[bool]:
-    """Reads a start mark, if there is one. Returns whether there was one."""
     yield from reader.skip_space()
     return bool((yield from reader.starts_with(form.start)))

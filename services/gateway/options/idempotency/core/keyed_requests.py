@@ -82,7 +82,6 @@ class KeyedRequests:
             sharing.listener = self
 
     def __len__(self) -> int:
-        """The number of answers, complete or in progress."""
         return len(self._table)
 
     def knows(self, key: IdempotencyKey) -> bool:
@@ -297,7 +296,6 @@ class KeyedRequests:
     def _at(
         self, seconds: float, request: KeyedRequest, call: Callable[[KeyedRequest], None]
     ) -> None:
-        """Calls `call` with `request` after `seconds`. Replaces the request's timer."""
         request.stop_timer()
         request.timer = self._clock.call_at(self._clock.time() + seconds, partial(call, request))
 

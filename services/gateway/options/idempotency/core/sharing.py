@@ -330,5 +330,4 @@ class Sharing:
 
 
 def _begins_or_resumes(request: KeyedRequest) -> Role:
-    """Returns the role for an answer that the journal does not contain."""
     return Role.RESUMES if request.recording.num_tokens else Role.BEGINS

@@ -76,7 +76,6 @@ class ApiKeys(Access):
         return known.tenant
 
     def _check_state(self, known: KnownKey) -> None:
-        """Raises Unauthenticated if the key was revoked or has expired."""
         match known.record.state(self._unix_seconds()):
             case KeyState.REVOKED:
                 raise Unauthenticated("this API key was revoked", reason="REVOKED_API_KEY")

@@ -81,7 +81,6 @@ def program_document(program: scheduler_pb2.PausedProgram) -> Document:
 
 
 def _reason(number: int) -> str | None:
-    """Returns the name of the wait reason with this number, or None if there is no such reason."""
     if number not in scheduler_pb2.WaitReason.values():
         return None
     name = scheduler_pb2.WaitReason.Name(scheduler_pb2.WaitReason.ValueType(number))

@@ -125,7 +125,6 @@ class ActivityFeed:
         return sample
 
     def _look_up(self, replica: Replica, sample: ReplicaSample) -> None:
-        """Sets `cached_tokens` and `directory` of a sample."""
         served = replica.description
         view = None if served is None else self._index.view(served.cache_node)
         if served is not None and view is not None:
@@ -137,7 +136,6 @@ class ActivityFeed:
                 sample.cached_tokens = sample.blocks["num_cached"] * served.block_size
 
     async def _ask(self, sample: ReplicaSample, cursor: _Cursor) -> None:
-        """Fills a sample with a scheduler's activity. Raises AioRpcError."""
         now = time.monotonic()
         is_large = sample.blocks is not None and sample.blocks["blocks_per_cell"] > 1
         wants_blocks = now >= cursor.blocks_at + (LARGE_POOL_SECONDS if is_large else 0)

@@ -103,7 +103,6 @@ class ActivityRoutes:
         )
 
     def _queued(self, own: Collection[str] | None) -> list[Document]:
-        """Returns the sequences that wait at this gateway."""
         return [
             {
                 "request_id": _shown(queued.inflight.request.request_id, own),
@@ -125,14 +124,12 @@ class ActivityRoutes:
 
 
 def _cursors(after: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yields, for each STEP@ADDRESS, the address of the replica and the number of the step."""
     for text in after:
         step, _, address = text.partition("@")
         yield address, int(step)
 
 
 def _in_short(sample: ReplicaSample) -> Document:
-    """Describes a replica without its requests, steps and blocks."""
     return {
         "address": sample.address,
         "name": sample.name,

@@ -140,7 +140,6 @@ class TraceStore:
 
 
 def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
-    """Adds an id as the newest id. Removes the oldest id if there are more than `most` ids."""
     ids.pop(trace_id, None)
     ids[trace_id] = None
     if len(ids) > most:

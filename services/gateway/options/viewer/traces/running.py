@@ -92,7 +92,6 @@ class RunningTraces:
         so_far: EngineParts | None = None,
         now: int | None = None,
     ) -> StoredTrace:
-        """Makes a trace of the gateway's own spans, or of the root span if `is_whole` is false."""
         spans = RequestSpans(record, self._spans.tracing, self._model_name, so_far, now)
         (spans.make if is_whole else spans.make_root)(None)
         trace = StoredTrace(record.trace_id, is_running=True)
@@ -110,7 +109,6 @@ class RunningTraces:
     async def _ask(
         self, address: str, request: scheduler_pb2.GetRunningSpansRequest
     ) -> ExportTraceServiceRequest:
-        """Queries a scheduler for its spans. Returns no spans if the scheduler does not respond."""
         try:
             answer = await self._links[address].running_spans(request, _TIMEOUT_SECONDS)
             return ExportTraceServiceRequest.FromString(answer.otlp)

@@ -117,7 +117,6 @@ def _seconds(start: int, end: int) -> float:
 
 
 def _error(span: trace_pb2.Span) -> str | None:
-    """Returns the error message of a span, or None if the span has no error."""
     if span.status.code != trace_pb2.Status.STATUS_CODE_ERROR:
         return None
     return span.status.message or "failed"

@@ -104,7 +104,6 @@ async def derendered_completion(
 def _plain(
     asked: ChatCompletionBody | CompletionBody, name: str, prompts: Sequence[Prompt]
 ) -> ClientRequest:
-    """Makes a request whose answers are not parsed."""
     return client_request(asked, name, tuple(prompts), SamplingParams())
 
 

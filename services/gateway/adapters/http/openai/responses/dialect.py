@@ -88,7 +88,6 @@ class ResponsesDialect(StreamingDialect):
 
 
 def _frame(converted: ConvertedRequest[ResponsesBody]) -> dict[str, Any]:
-    """Returns a response without output."""
     body, request = converted.body, converted.request
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
@@ -120,7 +119,6 @@ def _frame(converted: ConvertedRequest[ResponsesBody]) -> dict[str, Any]:
 
 
 def _given(part: Body) -> dict[str, Any]:
-    """Returns a part of a body as the client sent it."""
     return part.model_dump(exclude_none=True, by_alias=True)
 
 

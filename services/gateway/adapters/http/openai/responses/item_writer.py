@@ -38,7 +38,6 @@ class _Item:
         return "".join(self.pieces)
 
     def part(self, text: str) -> dict[str, Any]:
-        """Returns the only part of a message or reasoning item."""
         part: dict[str, Any] = {"type": _TEXT_OF[self.kind], "text": text}
         if self.kind == _MESSAGE:
             part |= {"annotations": [], "logprobs": []}
@@ -146,7 +145,6 @@ class ItemWriter:
 
 
 def _logprobs(item: _Item) -> dict[str, Any]:
-    """Returns the fields that only text events of messages have."""
     return {"logprobs": []} if item.kind == _MESSAGE else {}
 
 

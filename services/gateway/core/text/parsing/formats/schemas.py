@@ -199,7 +199,6 @@ def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
 
 
 def _json(text: str) -> Any:
-    """Returns the value of a JSON text, or None for invalid JSON and for null."""
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
@@ -207,7 +206,6 @@ def _json(text: str) -> Any:
 
 
 def _loose(text: str) -> Any:
-    """Returns the value of a JSON text whose strings may contain raw line breaks."""
     return json.loads(text, strict=False)
 
 

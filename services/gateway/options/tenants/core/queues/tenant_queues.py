@@ -263,7 +263,6 @@ class TenantQueues(Admission):
         )
 
     def _take_back(self, inflight: Inflight) -> None:
-        """Preempts a sequence: aborts it at its replica, and queues it again."""
         self._free_place(inflight)
         inflight.taken_back(ResubmitCause.PREEMPTED)
         now = self._clock.time()
@@ -336,7 +335,6 @@ class TenantQueues(Admission):
 
 
 def _tenant(inflight: Inflight) -> Tenant:
-    """Returns the tenant of a sequence that was queued or has a slot."""
     tenant = inflight.request.caller
     assert isinstance(tenant, Tenant)
     return tenant
