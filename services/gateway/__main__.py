@@ -93,9 +93,11 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
             addresses.grpc,
         )
         if not gateway.parts.options.access.needs_key:
-            logger.info("no key is needed: every client that reaches these addresses is served")
+            logger.info(
+                "no API key is required: every client that reaches these addresses is served"
+            )
         if addresses.admin is not None:
-            logger.info("operators' calls on %s", addresses.admin)
+            logger.info("operators' calls are served on %s", addresses.admin)
         await gateway.serve_until(stop)
 
 

@@ -55,7 +55,7 @@ def _headline(trace: Document, total: float) -> Text:
     if trace["is_running"]:
         line.append("  running: these are its spans so far", style="yellow")
     elif not trace["is_complete"]:
-        line.append("  not complete: spans are still to come", style="yellow")
+        line.append("  not complete: further spans will arrive", style="yellow")
     return line
 
 
@@ -81,9 +81,9 @@ def _explanations(trace: Document, width: int) -> list[Text]:
     for part in [] if time is None else time["parts"]:
         text = f"{part['name']}: {part['explanation']}"
         if part["waited_for"]:
-            text += f" Request {part['waited_for']} held most of what it lacked."
+            text += f" Request {part['waited_for']} held most of the missing resource."
         if part["step"] is not None:
-            text += f" Its longest wait began with step {part['step']}."
+            text += f" The longest wait began with step {part['step']}."
         lines += [Text(line, style="dim") for line in wrap(text, width, subsequent_indent="  ")]
     return lines
 

@@ -41,7 +41,7 @@ def within(allowed: Path, path: str) -> Path:
         directory = _resolved(root / path)
         places = [_resolved(directory / name) for name in (CONFIG_FILE, WEIGHTS_FILE)]
     except (OSError, RuntimeError, ValueError) as error:
-        problem = f"lora_path: {path[:200]!r} is no path of a directory: {error}"
+        problem = f"lora_path: {path[:200]!r} is not the path of a directory: {error}"
         raise InvalidArgument(problem[:600], field="lora_path") from error
     for place in (directory, *places):
         if not place.is_relative_to(root):

@@ -45,7 +45,8 @@ def connections_within_limit(wanted: int) -> int:
     possible = max(1, (hard - _FILES_BESIDES) // 2)
     if possible < wanted:
         logger.warning(
-            "%d connections are allowed instead of %d: this process may open %d files",
+            "only %d connections are accepted instead of %d, since this process may open only %d "
+            "files",
             possible,
             wanted,
             hard,

@@ -51,7 +51,7 @@ class LoraModules:
         """
         if self._adapters.pop(name, None) is None:
             raise NotFound(
-                f"there is no adapter {name[:100]!r} here",
+                f"no adapter {name[:100]!r} is loaded",
                 field="lora_name",
                 reason="ADAPTER_NOT_FOUND",
             )

@@ -74,7 +74,7 @@ def test_what_the_name_says_is_not_said_again() -> None:
 
 def test_a_trace_that_is_not_complete_says_why() -> None:
     (first, *_) = waterfall(trace(span("queue", 0, 0.0, 0.1), is_complete=False), 120)
-    assert "not complete: spans are still to come" in first.plain
+    assert "not complete: further spans will arrive" in first.plain
     so_far = trace(span("queue", 0, 0.0, 0.1), is_complete=False, is_running=True)
     assert "running: these are its spans so far" in waterfall(so_far, 120)[0].plain
     assert waterfall(trace(), 80)[0].plain.startswith("cmpl-1  0 s")
@@ -123,8 +123,8 @@ def test_the_parts_of_the_time_come_first_and_are_explained_at_the_end() -> None
     assert lines[1] == "2.0 s = blocks 0.5 · decode 1.5"
     assert lines[-4:] == [
         "█ scheduler  ",
-        "blocks: Too few were free. Request cmpl-2 held most of what",
-        "  it lacked. Its longest wait began with step 7.",
+        "blocks: Too few were free. Request cmpl-2 held most of the",
+        "  missing resource. The longest wait began with step 7.",
         "decode: It decoded.",
     ]
 

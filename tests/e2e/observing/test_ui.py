@@ -144,9 +144,9 @@ async def test_a_conversation_and_where_its_time_went_on_a_phone(shown: Stack) -
         await page.wait_for_selector("#waterfall .track i.stepwell-scheduler")
         await until(page, "document.querySelector('#waterfall-time').textContent.includes(' = ')")
         await page.click("#waterfall-parts .decode")
-        await page.wait_for_selector("#waterfall-part >> text=Its output was generated")
+        await page.wait_for_selector("#waterfall-part >> text=The output was generated")
         # When the last spans arrive, the page draws the waterfall's rows anew.
-        await until(page, f"!{SAYS}.includes('spans are still to come')")
+        await until(page, f"!{SAYS}.includes('further spans will arrive')")
         await page.click("#waterfall .span .head")
         await page.wait_for_selector("#waterfall dt >> text=gen_ai.response.id")
         assert await page.evaluate(fits)

@@ -56,7 +56,9 @@ class GrammarJudge:
         """Runs `_judge` in the thread. Raises ResourceExhausted if too many calls wait for it."""
         if self._num_waiting >= _MAX_WAITING:
             raise ResourceExhausted(
-                f"{FIELD}: {self._num_waiting} others are compiled first", retry_after_seconds=1.0
+                f"{FIELD}: {self._num_waiting} grammars already wait to be compiled; try again "
+                "later",
+                retry_after_seconds=1.0,
             )
         self._num_waiting += 1
         try:

@@ -70,7 +70,7 @@ def _of_tool(error: InvalidArgument, field: str, tool: CallableTool) -> InvalidA
 
 def _of_all(error: InvalidArgument, tools: Mapping[str, Any]) -> InvalidArgument:
     field = "tools" if tools else FIELD
-    what = "the schemas of all tools together" if tools else "this form after reasoning"
+    what = "the schemas of all tools together" if tools else "this format together with reasoning"
     return InvalidArgument(f"{field}: {what} cannot be enforced: {_reason(error)}", field=field)
 
 

@@ -118,7 +118,9 @@ def _program(request: gateway_pb2.GenerateRequest) -> DeclaredProgram | None:
         return DeclaredProgram(request.session_id) if request.session_id else None
     program = program_from_proto(request.program)
     if request.session_id and program.id and program.id != request.session_id:
-        raise InvalidArgument("session_id and program.id name two programs", field="session_id")
+        raise InvalidArgument(
+            "session_id and program.id name two different programs", field="session_id"
+        )
     return replace(program, id=program.id or request.session_id)
 
 

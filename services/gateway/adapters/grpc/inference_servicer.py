@@ -129,7 +129,9 @@ class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
         self, request_iterator: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
     ) -> None:
         if (call := self._calls.get("GenerateSession")) is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "sessions are not served here")
+            await context.abort(
+                grpc.StatusCode.UNIMPLEMENTED, "this server does not support sessions"
+            )
         await call(request_iterator, context)
 
     async def _prepare(

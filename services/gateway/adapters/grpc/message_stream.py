@@ -155,4 +155,4 @@ class AnswerStreams:
 
     def _reader_timed_out(self) -> None:
         self._metrics.reader_timed_out("grpc")
-        logger.warning("a gRPC client stopped reading: its request is ended")
+        logger.warning("a request is ended because its gRPC client stopped reading")

@@ -184,7 +184,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     def _counted(self) -> Iterator[None]:
         if self._num_other_streams >= _MAX_OTHER_STREAMS:
             raise ResourceExhausted(
-                f"{_MAX_OTHER_STREAMS} such streams are open; no more are served at once",
+                f"{_MAX_OTHER_STREAMS} streams of this kind are open, the most at once; try again "
+                "later",
                 retry_after_seconds=1.0,
             )
         self._num_other_streams += 1

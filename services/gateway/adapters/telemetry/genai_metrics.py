@@ -39,7 +39,8 @@ class GenAiMetrics:
         self._token = meter.create_histogram(
             names.GENAI_SERVER_TIME_PER_OUTPUT_TOKEN,
             unit="s",
-            description="Time per token after the first, of requests without an error.",
+            description="Time per output token after the first token, for requests without an "
+            "error.",
             explicit_bucket_boundaries_advisory=_TOKEN_BOUNDS,
         )
 

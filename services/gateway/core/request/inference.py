@@ -94,7 +94,8 @@ class Inference:
             return
         if name and name != self.model_name:
             raise NotFound(
-                f"there is no model {name[:100]!r} here; this server has {self._names_for(caller)}",
+                f"this server has no model {name[:100]!r}; its models are "
+                f"{self._names_for(caller)}",
                 field="model",
                 reason="MODEL_NOT_FOUND",
             )
@@ -127,14 +128,14 @@ class Inference:
         pooler = self.limits().pooler
         if pooler is None:
             raise InvalidArgument(
-                "this model generates text and gives no embeddings or scores: ask for "
+                "this model generates text and gives no embeddings or scores: use "
                 "/v1/completions, /v1/chat/completions, /v1/messages or /v1/responses",
                 field="model",
                 reason=OTHER_RUNNER,
             )
         if task is not None and pooler.task is not task:
             raise InvalidArgument(
-                "this model gives scores and no embeddings: ask for /score",
+                "this model gives scores, not embeddings: use /score",
                 field="model",
                 reason=OTHER_RUNNER,
             )
@@ -222,8 +223,8 @@ class Inference:
         name, each = ("n", n) if best_of is None else ("best_of", best_of)
         if num_prompts * each > self._max_choices:
             raise InvalidArgument(
-                f"{num_prompts} prompts with {name}={each} are {num_prompts * each} answers; one"
-                f" request may have {self._max_choices}",
+                f"{num_prompts} prompts with {name}={each} are {num_prompts * each} answers; a"
+                f" request may have at most {self._max_choices}",
                 field=name if each > 1 else "prompt",
             )
 
@@ -239,7 +240,8 @@ class Inference:
         if count > self.max_logprobs:
             raise OutOfRange(
                 f"logprobs: the answers may have {count} log-probabilities, more than the "
-                f"{self.max_logprobs} of one request; stream, or lower max_tokens or n",
+                f"limit of {self.max_logprobs} for one request; set stream, or lower max_tokens or "
+                "n",
                 field="logprobs",
             )
 

@@ -51,13 +51,13 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
     _check_stop(request.stop)
     if len(request.cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
         raise InvalidArgument(
-            f"cache_salt may be {MAX_CACHE_SALT_BYTES} bytes long", field="cache_salt"
+            f"cache_salt may have at most {MAX_CACHE_SALT_BYTES} bytes", field="cache_salt"
         )
     if "\0" in request.cache_salt:
-        raise InvalidArgument("cache_salt must not hold NUL", field="cache_salt")
+        raise InvalidArgument("cache_salt must not contain the character NUL", field="cache_salt")
     if len(request.session_id.encode()) > MAX_SESSION_ID_BYTES:
         raise InvalidArgument(
-            f"session_id may be {MAX_SESSION_ID_BYTES} bytes long", field="session_id"
+            f"session_id may have at most {MAX_SESSION_ID_BYTES} bytes", field="session_id"
         )
     if request.program is not None:
         request.program.check()
@@ -68,7 +68,7 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
     """Raises InvalidArgument or OutOfRange if a prompt cannot be served."""
     length = len(prompt.token_ids)
     if length == 0:
-        raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")
+        raise InvalidArgument("prompt must not be empty: the prompt has no tokens", field="prompt")
     if prompt.embeds is not None:
         prompt.embeds.check(limits.hidden_size)
         if sampling.prompt_logprobs is not None:
@@ -135,7 +135,7 @@ def _check_runner(request: ClientRequest, limits: ModelLimits) -> None:
     if request.pooling is None and pooler is not None:
         kind = "scores" if pooler.task is PoolingTask.CLASSIFY else "embeddings"
         raise InvalidArgument(
-            f"this model gives {kind} and generates no text: ask for /"
+            f"this model gives {kind} and generates no text: use /"
             + ("score" if pooler.task is PoolingTask.CLASSIFY else "v1/embeddings"),
             field="model",
             reason=OTHER_RUNNER,
@@ -147,7 +147,7 @@ def _check_runner(request: ClientRequest, limits: ModelLimits) -> None:
 def _check_stop(stop: Sequence[str]) -> None:
     if len(stop) > MAX_STOP_STRINGS:
         raise InvalidArgument(
-            f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are taken", field="stop"
+            f"stop holds {len(stop)} strings; at most {MAX_STOP_STRINGS} are allowed", field="stop"
         )
     for text in stop:
         if not 0 < len(text) <= MAX_STOP_STRING_LENGTH:

@@ -27,7 +27,7 @@ class Tokenization:
         """Raises OutOfRange if a field has too many values for one request."""
         if num_items > self._max_items:
             raise OutOfRange(
-                f"{field} holds {num_items} items; one request may hold {self._max_items}",
+                f"{field} has {num_items} items; a request may have at most {self._max_items}",
                 field=field,
             )
 
@@ -104,8 +104,7 @@ class Tokenization:
             )
         except TextTooLong as error:
             raise OutOfRange(
-                f"prompt has more than {self._max_items} tokens, which is all that one answer "
-                "holds",
+                f"prompt has more than {self._max_items} tokens, the most that an answer may have",
                 field="prompt",
             ) from error
         return token_ids
@@ -126,11 +125,12 @@ class Tokenization:
             return ()
         if len(words) > MAX_BAD_WORDS:
             raise InvalidArgument(
-                f"bad_words holds {len(words)} entries; at most {MAX_BAD_WORDS}", field="bad_words"
+                f"bad_words has {len(words)} entries; at most {MAX_BAD_WORDS} are allowed",
+                field="bad_words",
             )
         if sum(map(len, words)) > MAX_BAD_WORDS_CHARACTERS:
             raise InvalidArgument(
-                f"bad_words may have {MAX_BAD_WORDS_CHARACTERS} characters in all",
+                f"bad_words may have at most {MAX_BAD_WORDS_CHARACTERS} characters in all",
                 field="bad_words",
             )
         bare = [word.lstrip() for word in words]

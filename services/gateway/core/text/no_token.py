@@ -20,7 +20,7 @@ def why_no_token(
     """
     if request.prompt_embeds is not None:
         return InvalidArgument(
-            "prompt_embeds: the model's logits held NaN for these numbers",
+            "prompt_embeds: the model's logits held NaN with these embeddings",
             field="prompt_embeds",
             reason=NAN_IN_LOGITS,
         )

@@ -17,32 +17,54 @@ REQUESTS = _specs.counter(
     "Requests with an idempotency key, by outcome.",
     "outcome",
 )
-ANSWERS = _specs.gauge("stepwell_idempotent_answers", "answers", "Answers that are remembered.")
-BYTES = _specs.gauge("stepwell_idempotent_answer_bytes", "bytes", "Bytes of answers that ended.")
+ANSWERS = _specs.gauge(
+    "stepwell_idempotent_answers",
+    "answers",
+    "Answers with an idempotency key that the gateway keeps.",
+)
+BYTES = _specs.gauge(
+    "stepwell_idempotent_answer_bytes", "bytes", "Bytes of kept answers that have ended."
+)
 SUSPENDED = _specs.counter(
-    "stepwell_idempotent_answers_suspended", "answers", "Answers that no client read."
+    "stepwell_idempotent_answers_suspended",
+    "answers",
+    "Answers whose generation stopped because no client read them.",
 )
 EVICTED = _specs.counter(
-    "stepwell_idempotent_answers_evicted", "answers", "Answers evicted for lack of memory."
+    "stepwell_idempotent_answers_evicted",
+    "answers",
+    "Answers evicted because idempotency_max_bytes was reached.",
 )
 SHARED = _specs.gauge(
     "stepwell_idempotent_sharing",
     "",
-    "1 while other gateways can find this one's answers; only with Redis.",
+    "1 while this gateway shares its answers with other gateways through Redis, else 0.",
 )
-ENTRIES = _specs.counter("stepwell_idempotent_log_entries", "entries", "Entries that were written.")
+ENTRIES = _specs.counter(
+    "stepwell_idempotent_log_entries",
+    "entries",
+    "Entries of answers' logs that were written to Redis.",
+)
 ALONE = _specs.counter(
-    "stepwell_idempotent_answers_alone", "answers", "Answers that stay at this gateway."
+    "stepwell_idempotent_answers_alone",
+    "answers",
+    "Answers that were not shared with other gateways because Redis could not be used.",
 )
 FENCED = _specs.counter(
-    "stepwell_idempotent_answers_fenced", "answers", "Answers that another gateway continued."
+    "stepwell_idempotent_answers_fenced",
+    "answers",
+    "Answers of this gateway that another gateway continues.",
 )
 LOST = _specs.counter(
-    "stepwell_idempotent_logs_lost", "logs", "Logs that were gone and written again."
+    "stepwell_idempotent_logs_lost",
+    "logs",
+    "Answers' logs that Redis had lost and that were written again.",
 )
-DAMAGED = _specs.counter("stepwell_idempotent_logs_damaged", "logs", "Logs that could not be read.")
+DAMAGED = _specs.counter(
+    "stepwell_idempotent_logs_damaged", "logs", "Answers' logs in Redis that were damaged."
+)
 FAILURES = _specs.counter(
-    "stepwell_idempotent_sharing_failures", "calls", "Calls of Redis that failed."
+    "stepwell_idempotent_sharing_failures", "calls", "Calls to Redis for answers' logs that failed."
 )
 SPECS = _specs.all
 

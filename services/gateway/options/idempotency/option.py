@@ -35,11 +35,12 @@ class Idempotency(Option):
     request_headers = (
         RequestHeader(
             FIELD,
-            "A name for this request, by which it can be sent again: it is computed once.",
+            "A key for this request. If the request is sent again with the same key, its answer is "
+            "not generated again.",
             {"type": "string", "minLength": 1, "maxLength": MAX_LENGTH},
             {
                 KeyReused.http_status: ErrorAnswer(
-                    "KeyReused", "The idempotency key was given before with another request."
+                    "KeyReused", "The idempotency key was used before for another request."
                 )
             },
         ),

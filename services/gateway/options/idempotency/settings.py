@@ -12,24 +12,28 @@ class IdempotencySettings:
 
     idempotency_linger_seconds: float = setting(
         30.0,
-        doc="how long the answer of a request with an idempotency key goes on while no client "
-        "reads it; it stops then, and goes on when the client comes back",
+        doc="time for which an answer to a request with an idempotency key is generated further "
+        "while no client reads the answer. Then the generation stops until a client sends the "
+        "request again",
         check=at_least(0),
     )
     idempotency_max_detached: int = setting(
         64,
-        doc="answers that go on so at once; for a further one the first is stopped",
+        doc="answers with an idempotency key that are generated at once without a client; if one "
+        "more loses its client, the generation of the oldest one stops",
         check=at_least(0),
     )
     idempotency_retention_seconds: float = setting(
         600.0,
-        doc="how long such an answer is remembered after it ended or stopped, here and in Redis",
+        doc="time for which the gateway and Redis keep an answer with an idempotency key after the "
+        "answer ended or stopped",
         check=at_least(1),
     )
     idempotency_max_bytes: int = setting(
         64 * 2**20,
-        doc="bytes of such answers, 4 for each token and 8 for each log-probability, and an answer "
-        "for each 16 KiB; those unused for longest are forgotten",
+        doc="memory for answers with an idempotency key: 4 bytes for each token, 8 for each "
+        "log-probability, and at most one answer for each 16 KiB; the answers unused for longest "
+        "are evicted",
         check=at_least(2**14),
     )
 

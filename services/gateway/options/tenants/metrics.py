@@ -36,7 +36,7 @@ REFUSALS = _specs.counter(
 NUM_WAITING = _specs.gauge(
     "stepwell_tenant_num_waiting",
     "sequences",
-    "Sequences of a tenant that wait here for a slot.",
+    "Sequences of a tenant that wait at the gateway for a slot at a replica.",
     "tenant",
 )
 NUM_RUNNING = _specs.gauge(

@@ -114,7 +114,9 @@ class Viewer(Option):
         self._server.add(register, TraceServicer(self.store), OTLP_SERVICE_NAME)
         self.address = await self._server.start(self._settings.trace_address)
         await self._server.set_ready(True)
-        logger.info("traces are kept here; spans of other services on %s", self.address)
+        logger.info(
+            "the gateway keeps traces, and receives spans of other services at %s", self.address
+        )
 
     async def run(self) -> None:
         await self._keeper.run()

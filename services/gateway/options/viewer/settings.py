@@ -23,13 +23,13 @@ class ViewerSettings:
     )
     trace_store_max_per_minute: int = setting(
         12,
-        doc="requests per minute that are traced for the store, as many at once after a quiet "
-        "minute; 0: by --trace-sample-ratio",
+        doc="requests per minute that are traced for the store, all of them at once after a minute "
+        "without requests; 0: the share --trace-sample-ratio is traced",
         check=at_least(0),
     )
     trace_linger_seconds: float = setting(
         0.0,
-        doc="time after the drain in which spans of services that stop later are accepted, until "
+        doc="time for which the gateway still accepts other services' spans after its drain, until "
         "another SIGTERM",
         check=at_least(0),
     )

@@ -35,7 +35,7 @@ async def test_sigterm_finishes_what_runs_and_exits_0(model: Path) -> None:
     async with scheduler.running() as address:
         with process(*flags(model, address)) as child:
             http_address = await asyncio.to_thread(serving_address, child)
-            await asyncio.to_thread(line_with, child, "no key is needed: every client that")
+            await asyncio.to_thread(line_with, child, "no API key is required: every client that")
             async with httpx.AsyncClient(base_url=f"http://{http_address}", timeout=60) as http:
                 async with asyncio.timeout(60):
                     while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110

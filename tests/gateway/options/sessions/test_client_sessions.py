@@ -200,7 +200,7 @@ def test_a_session_that_its_client_ends_in_a_turn_is_released_after_it() -> None
 def test_one_turn_at_a_time() -> None:
     session = sessions_of(ManualClock()).open(ANYONE)
     session.begin_turn(0)
-    with pytest.raises(FailedPrecondition, match="is in a turn"):
+    with pytest.raises(FailedPrecondition, match="still generates a turn"):
         session.begin_turn(0)
     session.finish_turn([1])
     with pytest.raises(FailedPrecondition, match="another turn"):

@@ -54,7 +54,7 @@ async def test_requests_beyond_a_minutes_worth_are_refused_and_told_when(
         assert third.headers["x-ratelimit-reset-requests"].endswith("s")
         error = third.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
-        assert error["message"] == "tenant acme is over its limit of 2 requests per minute"
+        assert error["message"] == "tenant acme has reached its limit of 2 requests per minute"
         assert 29_000 < int(third.headers["retry-after-ms"]) <= 30_000 * 1.25
         assert 30 <= int(third.headers["retry-after"]) <= 38
         assert served.scheduler.adds[2:] == []

@@ -98,9 +98,9 @@ def test_each_name_is_logged_once_for_a_route_with_the_field_that_is_similar(
     for _ in range(2):
         log.note("/v1/completions", ("temprature", "quite_another"), CompletionBody.model_fields)
     assert caplog.messages == [
-        "/v1/completions: the field temprature of a body is ignored; did the client mean "
-        "temperature?",
-        "/v1/completions: the field quite_another of a body is ignored",
+        "/v1/completions: the field temprature of a request's body has no effect; did the client "
+        "mean temperature?",
+        "/v1/completions: the field quite_another of a request's body has no effect",
     ]
 
 
@@ -109,4 +109,4 @@ def test_the_log_of_names_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     for number in range(1000):
         log.note("/", (f"f{number}",), ())
     assert len(caplog.messages) == 257
-    assert caplog.messages[-1] == "further ignored fields are not logged"
+    assert caplog.messages[-1] == "further fields without effect are not logged"

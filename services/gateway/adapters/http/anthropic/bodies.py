@@ -27,9 +27,9 @@ from services.gateway.adapters.http.openai.tool_bodies import (
 )
 from services.gateway.core.request.request_check import CONTEXT_LENGTH_EXCEEDED
 
-_ONE_TIER = "there is one service tier"
-_ONE_PLACE = "requests are computed where this server is"
-_NO_ACCOUNTS = "the API key says whose a request is"
+_ONE_TIER = "this server has one service tier"
+_ONE_PLACE = "the region of inference cannot be chosen"
+_NO_ACCOUNTS = "the API key identifies the client"
 
 
 class AnthropicTool(MarkedBody):
@@ -108,7 +108,7 @@ class CountTokensBody(Body):
     cache_control: CacheControl | None = None
     # Fields without effect.
     context_management: Annotated[Any, Without("context_management", {}, {"edits": []})] = None
-    mcp_servers: Annotated[Any, Only([], why="tools are called by the client")] = None
+    mcp_servers: Annotated[Any, Only([], why="the client must call the tools")] = None
     speed: Annotated[Any, Only("standard", why=_ONE_TIER)] = None
     user_profile_id: Annotated[Any, Only(why=_NO_ACCOUNTS)] = None
     workspace_id: Annotated[Any, Only(why=_NO_ACCOUNTS)] = None
@@ -144,9 +144,11 @@ class MessagesBody(CountTokensBody, StreamedBody, CommonSamplingFields):
     thread: dict[str, Any] | None = None
     # Fields without effect.
     metadata: Metadata | None = None
-    container: Annotated[Any, Only(why="no code is run")] = None
+    container: Annotated[Any, Only(why="this server does not execute code")] = None
     diagnostics: Annotated[Any, Without("diagnostics")] = None
-    kv_transfer_params: Annotated[Any, Only({}, why="the server decides where they are")] = None
+    kv_transfer_params: Annotated[
+        Any, Only({}, why="the server decides where keys and values are stored")
+    ] = None
     output_format: Annotated[Any, Only(why="send output_config.format")] = None
     inference_geo: Annotated[Any, Only(why=_ONE_PLACE)] = None
     service_tier: Annotated[Any, Only("auto", "standard_only", why=_ONE_TIER)] = None

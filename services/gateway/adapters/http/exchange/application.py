@@ -58,7 +58,13 @@ class Application:
             await self._http_error(error, scope)(scope, receive, send)
         except Exception:
             if not record.status:  # the answer has not begun
-                await error_response(InternalError("a defect here"), scope)(scope, receive, send)
+                await error_response(
+                    InternalError(
+                        "the request failed because of a defect of the server; its log has the "
+                        "cause"
+                    ),
+                    scope,
+                )(scope, receive, send)
             raise  # the server logs it
 
     def _http_error(self, error: HTTPException, scope: Scope) -> Response:

@@ -75,4 +75,4 @@ def _ending_at(deadline: float, end: Callable[[StepwellError], None]) -> Iterato
 
 
 def _exceeded() -> DeadlineExceeded:
-    return DeadlineExceeded(f"the time that {HEADER} allows passed before the answer was complete")
+    return DeadlineExceeded(f"the time limit of {HEADER} passed before the answer was complete")

@@ -57,6 +57,6 @@ class IgnoredFieldLog:
             self._logged.add((path, name))
             meant = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             hint = f"; did the client mean {meant[0]}?" if meant and meant[0] != name else ""
-            logger.warning("%s: the field %s of a body is ignored%s", path, name, hint)
+            logger.warning("%s: the field %s of a request's body has no effect%s", path, name, hint)
             if len(self._logged) == _MAX_LOGGED:
-                logger.warning("further ignored fields are not logged")
+                logger.warning("further fields without effect are not logged")

@@ -177,7 +177,7 @@ def _declared_bytes(record: RequestRecord, max_bytes: int) -> int:
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"the body is larger than the {max_bytes} bytes that are read")
+    return PayloadTooLarge(f"the body is larger than the limit of {max_bytes} bytes")
 
 
 _UNKNOWN = "extra_forbidden"

@@ -43,7 +43,7 @@ def _no_others(value: Any) -> Any:
     if isinstance(value, dict) and (others := value.keys() - ProgramArguments.model_fields):
         raise PydanticCustomError(
             "not_supported",
-            "may have no {name}: the server has no extensions",
+            "cannot have the key {name}: the server has no extensions",
             {"name": min(others)},
         )
     return value
@@ -78,7 +78,7 @@ def program_of(body: ProgramFields, headers: Mapping[str, str]) -> DeclaredProgr
     where, name = names[0] if names else ("job_id", "")
     for other, theirs in names[1:]:
         if theirs != name:
-            raise InvalidArgument(f"{where} and {other} name two programs", field=other)
+            raise InvalidArgument(f"{where} and {other} name two different programs", field=other)
     more = body.vllm_xargs or body
     tool, tool_field = body.this_func_call or more.this_func_call or "", "this_func_call"
     parent, parent_header = _parent(headers)

@@ -109,7 +109,14 @@ class GenerationReply:
             await self._refuse(error, scope, receive, send)
         except Exception:
             logger.exception("defect while serving %s", exchange.api.operation)
-            await self._refuse(InternalError("a defect here"), scope, receive, send)
+            await self._refuse(
+                InternalError(
+                    "the request failed because of a defect of the server; its log has the cause"
+                ),
+                scope,
+                receive,
+                send,
+            )
 
     async def _generate(
         self, exchange: Exchange, observation: Observation, state: dict[str, Any], send: Send

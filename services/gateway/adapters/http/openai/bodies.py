@@ -24,11 +24,11 @@ from services.gateway.adapters.http.openai.sampling_fields import SamplingFields
 from services.gateway.adapters.http.openai.tool_bodies import ToolCalls, ToolChoice, Tools
 from services.gateway.core.request.request import ChatRole
 
-_NO_FUNCTIONS = "functions have become tools"
-_NO_SEARCH = "the web is not searched"
+_NO_FUNCTIONS = "send tools and tool_choice"
+_NO_SEARCH = "this server does not search the web"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """The reasoning effort that a client may request."""
-_NO_PREFIX = "an answer is continued with continue_final_message"
+_NO_PREFIX = "to continue the last message, send continue_final_message"
 
 
 class StreamOptions(Body):
@@ -36,7 +36,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
+    include_obfuscation: Annotated[Any, Only(False, why="this server does not pad events")] = None
 
 
 class TruncationFields(Body):
@@ -56,7 +56,9 @@ class SamplingBody(
     stream_options: StreamOptions | None = None
     # Extensions of vLLM.
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: Annotated[Any, Only(True, why="it cannot be turned off")] = None
+    spaces_between_special_tokens: Annotated[
+        Any, Only(True, why="spaces between special tokens cannot be turned off")
+    ] = None
     add_special_tokens: bool | None = None
     prompt_cache_key: str | None = None
     return_token_ids: bool | None = None
@@ -71,8 +73,10 @@ class SamplingBody(
     # Fields without effect.
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: Annotated[Any, Only(False, why="nothing is stored")] = None
-    service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
+    store: Annotated[Any, Only(False, why="this server stores no answers")] = None
+    service_tier: Annotated[
+        Any, Only("auto", "default", why="this server has one service tier")
+    ] = None
     safety_identifier: str | None = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
@@ -96,7 +100,7 @@ class CompletionBody(SamplingBody):
     echo: bool | None = None
     logprobs: Int | None = None
     best_of: Int | None = None
-    suffix: Annotated[Any, Only("", why="text cannot be inserted before a suffix")] = None
+    suffix: Annotated[Any, Only("", why="this server cannot insert text before a suffix")] = None
 
 
 class LoadLoraBody(Body):
@@ -149,7 +153,9 @@ class ChatMessage(HistoryBody):
         if self.tool_calls:
             if self.role != "assistant":
                 field = f"{where}.tool_calls"
-                raise InvalidArgument(f"{field}: only the assistant calls tools", field=field)
+                raise InvalidArgument(
+                    f"{field}: only messages of role assistant may have tool calls", field=field
+                )
             turn["tool_calls"] = [call.to_template() for call in self.tool_calls]
         if self.tool_call_id is not None:
             turn["tool_call_id"] = self.tool_call_id
@@ -193,14 +199,14 @@ class ChatCompletionBody(SamplingBody, ChatTemplateBody, vllm_fields.UnservedCha
     prompt_cache_retention: CacheRetention | None = None
     functions: Annotated[Any, Only([], why=_NO_FUNCTIONS)] = None
     function_call: Annotated[Any, Only("none", why=_NO_FUNCTIONS)] = None
-    modalities: Annotated[Any, Only([], ["text"], why="only text is generated")] = None
-    audio: Annotated[Any, Only(why="only text is generated")] = None
+    modalities: Annotated[Any, Only([], ["text"], why="this server generates text only")] = None
+    audio: Annotated[Any, Only(why="this server generates text only")] = None
     prediction: Annotated[Any, Only(why="predicted outputs are not supported")] = None
     reasoning_effort: Effort | None = None
     thinking_token_budget: Int | None = None
     verbosity: Annotated[Any, Only("medium", why="verbosity is not supported")] = None
     web_search_options: Annotated[Any, Only(why=_NO_SEARCH)] = None
-    moderation: Annotated[Any, Only(why="nothing is moderated")] = None
+    moderation: Annotated[Any, Only(why="this server has no moderation")] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         names = {"prompt": "messages", "logprobs": "top_logprobs"}

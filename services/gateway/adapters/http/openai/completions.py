@@ -35,7 +35,7 @@ async def completion_request(
     check_stream_options(body)
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
         raise InvalidArgument(
-            "best_of beyond n cannot be streamed: the best answers are known at the end",
+            "best_of above n cannot be streamed, since the best answers are only known at the end",
             field="best_of",
         )
     prompt_only = bool(body.echo) and body.max_tokens == 0
@@ -63,7 +63,7 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
         return body.prompt_logprobs
     if body.prompt_logprobs not in (None, body.logprobs):
         raise InvalidArgument(
-            "prompt_logprobs must equal logprobs where the prompt is echoed",
+            "prompt_logprobs must equal logprobs if echo is true",
             field="prompt_logprobs",
         )
     return body.logprobs
@@ -86,13 +86,13 @@ async def _embedded_prompts(
 ) -> tuple[Prompt, ...]:
     if body.prompt:
         raise InvalidArgument(
-            "prompt must be absent where prompt_embeds is given", field="prompt_embeds"
+            "prompt and prompt_embeds cannot both be given", field="prompt_embeds"
         )
     if body.echo:
-        raise InvalidArgument("echo: an embedded prompt has no text", field="echo")
+        raise InvalidArgument("echo: prompt_embeds have no text to echo", field="echo")
     if body.truncate_prompt_tokens is not None:
         field = "truncate_prompt_tokens"
-        raise InvalidArgument(f"{field}: embedded prompts are not truncated", field=field)
+        raise InvalidArgument(f"{field}: prompt_embeds cannot be truncated", field=field)
     files = [given] if isinstance(given, str) else given
     inference.check_num_choices(len(files), body.n or 1, body.best_of)
     embedded = [await asyncio.to_thread(read_prompt_embeds, file) for file in files]

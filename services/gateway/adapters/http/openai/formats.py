@@ -29,7 +29,7 @@ from services.gateway.adapters.http.exchange.fields import (
 from services.gateway.core.ports import Tokenizer
 
 ANY_OBJECT = '{"type": "object"}'
-_NO_CHOICE = "JSON is written as its schema allows"
+_NO_CHOICE = "the schema determines the JSON that the model may write"
 _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -106,7 +106,7 @@ class StructuredOutputsBody(Body):
     # vLLM's options for the form of JSON.
     disable_any_whitespace: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
     disable_additional_properties: Annotated[Any, Only(False, why=_NO_CHOICE)] = None
-    disable_fallback: Annotated[Any, Only(False, why="there is one backend")] = None
+    disable_fallback: Annotated[Any, Only(False, why="this server has one backend")] = None
     whitespace_pattern: Annotated[Any, Only(why=_NO_CHOICE)] = None
 
     @model_validator(mode="after")
@@ -155,7 +155,7 @@ async def wanted_form(
         return of_format
     if of_format is not None:
         raise InvalidArgument(
-            f"{FIELD} and response_format both say what an answer conforms to: send one of them",
+            f"{FIELD} and response_format both define the format of the answer: send one of them",
             field=FIELD,
         )
     return await structured_outputs.wanted(tokenizer)

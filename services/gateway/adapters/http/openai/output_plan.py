@@ -45,7 +45,7 @@ class ToolUse:
         if self.named is not None:
             if self.named not in {tool.name for tool in self.tools}:
                 raise InvalidArgument(
-                    f"tool_choice: there is no tool {self.named[:100]!r} in tools",
+                    f"tool_choice names the tool {self.named[:100]!r}, which is not in tools",
                     field="tool_choice",
                 )
         elif self.choice != NONE and not self.tools:

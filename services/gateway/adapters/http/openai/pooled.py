@@ -78,7 +78,8 @@ async def pair_request(
     (name, first), (other, second) = texts_of.items()
     if len(first) not in (1, len(second)):
         raise InvalidArgument(
-            f"{name} holds {len(first)} texts and {other} {len(second)}: give one, or as many",
+            f"{name} holds {len(first)} texts and {other} {len(second)}: {name} must hold one "
+            f"text, or as many as {other}",
             field=name,
         )
     params = PoolingParams(use_activation=body.use_activation)
@@ -95,7 +96,8 @@ async def pair_request(
         return _client_request(body, request_id, tuple(prompts), params)
     if pooler.size != 1:
         raise InvalidArgument(
-            f"this model has {pooler.size} classes: a score needs a model with one", field="model"
+            f"this model has {pooler.size} classes: only models with one class give scores",
+            field="model",
         )
     inference.check_num_choices(len(second), 1)
     pairs = list(zip(first * (len(second) // len(first)), second, strict=True))

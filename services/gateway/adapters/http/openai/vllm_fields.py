@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 from services.gateway.adapters.http.exchange.fields import Body, Ignored, Only
 
-_NO_BEAMS = "beams are not searched"
-_NO_TRANSFER = "the server decides where keys and values are"
-_NO_MEDIA = "only text is read"
+_NO_BEAMS = "this server has no beam search"
+_NO_TRANSFER = "the server decides where keys and values are stored"
+_NO_MEDIA = "this server reads text only"
 _NO_EXTENSIONS = "the server has no extensions"
 _NO_TRUNCATION = "prompts are not truncated"
+_ONLY_COMPLETIONS = "only /v1/completions and /v1/chat/completions support this field"
 
 
 class UnservedMediaFields(Body):
@@ -31,9 +32,9 @@ class UnservedPromptFields(UnservedMediaFields):
 class UnservedTemplateFields(Body):
     """Unsupported fields of requests with conversations."""
 
-    chat_template: Annotated[Any, Only("", why="templates come with the model")] = None
+    chat_template: Annotated[Any, Only("", why="the server uses the model's template")] = None
     chat_template_content_format: Annotated[
-        Any, Only("auto", why="the template says which content it takes")
+        Any, Only("auto", why="the server's template determines the form of the content")
     ] = None
     media_io_kwargs: Annotated[Any, Only({}, why=_NO_MEDIA)] = None
 
@@ -44,18 +45,24 @@ class UnservedSamplingFields(UnservedMediaFields):
     use_beam_search: Annotated[Any, Only(False, why=_NO_BEAMS)] = None
     length_penalty: Annotated[Any, Only(1, why=_NO_BEAMS)] = None
     early_stopping: Annotated[Any, Only(False, why=_NO_BEAMS)] = None
-    watermarking: Annotated[Any, Only(False, why="answers bear no watermark")] = None
+    watermarking: Annotated[Any, Only(False, why="this server adds no watermark")] = None
     logits_processors: Annotated[Any, Only([], why=_NO_EXTENSIONS)] = None
-    logprob_token_ids: Annotated[Any, Only(why="ask for logprobs")] = None
-    thinking_token_budget: Annotated[
-        Any, Only(-1, why="completions are not searched for reasoning")
+    logprob_token_ids: Annotated[Any, Only(why="use logprobs")] = None
+    thinking_token_budget: Annotated[Any, Only(-1, why="this route does not parse reasoning")] = (
+        None
+    )
+    routed_experts_prompt_start: Annotated[
+        Any, Only(0, why="this server does not return routed experts")
     ] = None
-    routed_experts_prompt_start: Annotated[Any, Only(0, why="experts are not returned")] = None
-    stream_interval: Annotated[Any, Only(1, why="it is a setting of the server")] = None
+    stream_interval: Annotated[
+        Any, Only(1, why="the interval is a setting of the server, stream_interval")
+    ] = None
     kv_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
     ec_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
-    guided_whitespace_pattern: Annotated[Any, Only(why="JSON is written as it is")] = None
-    guided_decoding_backend: Annotated[Any, Only("auto", why="there is one backend")] = None
+    guided_whitespace_pattern: Annotated[
+        Any, Only(why="the server determines the whitespace of JSON")
+    ] = None
+    guided_decoding_backend: Annotated[Any, Only("auto", why="this server has one backend")] = None
     # vLLM ignores these fields, too.
     return_mm_kwargs: Ignored = None
 
@@ -63,27 +70,31 @@ class UnservedSamplingFields(UnservedMediaFields):
 class UnservedChatFields(Body):
     """Unsupported fields of chat completions only."""
 
-    best_of: Annotated[Any, Only(1, why="ask completions for the best answers")] = None
-    echo: Annotated[Any, Only(False, why="the last message is not repeated")] = None
-    documents: Annotated[Any, Only([], why="put documents into messages")] = None
-    return_prompt_text: Annotated[Any, Only(False, why="ask for return_token_ids")] = None
+    best_of: Annotated[Any, Only(1, why="only /v1/completions supports best_of")] = None
+    echo: Annotated[Any, Only(False, why="the answer does not repeat the last message")] = None
+    documents: Annotated[Any, Only([], why="send the documents as text of the messages")] = None
+    return_prompt_text: Annotated[Any, Only(False, why="use return_token_ids")] = None
 
 
 class UnservedResponsesFields(UnservedPromptFields):
     """Unsupported fields of responses."""
 
-    logit_bias: Annotated[Any, Only({}, why="ask completions for it")] = None
-    repetition_penalty: Annotated[Any, Only(1, why="ask completions for it")] = None
-    presence_penalty: Annotated[Any, Only(0, why="ask completions for it")] = None
-    frequency_penalty: Annotated[Any, Only(0, why="ask completions for it")] = None
-    ignore_eos: Annotated[Any, Only(False, why="ask completions for it")] = None
-    stop: Annotated[Any, Only([], "", why="ask completions for it")] = None
-    include_stop_str_in_output: Annotated[Any, Only(False, why="there are no stop strings")] = None
-    skip_special_tokens: Annotated[Any, Only(True, why="ask completions for it")] = None
+    logit_bias: Annotated[Any, Only({}, why=_ONLY_COMPLETIONS)] = None
+    repetition_penalty: Annotated[Any, Only(1, why=_ONLY_COMPLETIONS)] = None
+    presence_penalty: Annotated[Any, Only(0, why=_ONLY_COMPLETIONS)] = None
+    frequency_penalty: Annotated[Any, Only(0, why=_ONLY_COMPLETIONS)] = None
+    ignore_eos: Annotated[Any, Only(False, why=_ONLY_COMPLETIONS)] = None
+    stop: Annotated[Any, Only([], "", why=_ONLY_COMPLETIONS)] = None
+    include_stop_str_in_output: Annotated[
+        Any, Only(False, why="responses have no stop strings")
+    ] = None
+    skip_special_tokens: Annotated[Any, Only(True, why=_ONLY_COMPLETIONS)] = None
     structured_outputs: Annotated[Any, Only(why="send text.format")] = None
-    enable_response_messages: Annotated[Any, Only(False, why="send items again")] = None
-    previous_input_messages: Annotated[Any, Only([], why="send items as input")] = None
-    previous_response: Annotated[Any, Only(why="send items as input")] = None
+    enable_response_messages: Annotated[Any, Only(False, why="send the earlier items as input")] = (
+        None
+    )
+    previous_input_messages: Annotated[Any, Only([], why="send the earlier items as input")] = None
+    previous_response: Annotated[Any, Only(why="send the earlier items as input")] = None
     kv_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
 
 

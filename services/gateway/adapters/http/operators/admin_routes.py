@@ -168,7 +168,7 @@ async def refuse_web_pages(request: Request) -> None:
     """
     own = f"{request.url.scheme}://{request.headers.get('host', '')}"
     if request.headers.get("origin", own) != own:
-        raise HTTPException(HTTPStatus.FORBIDDEN, "web pages may not make operators' calls")
+        raise HTTPException(HTTPStatus.FORBIDDEN, "operators' calls from web pages are refused")
 
 
 def _answer(outcomes: Sequence[Outcome], **done: Any) -> Response:

@@ -48,7 +48,8 @@ class BodyBudget:
                 self._free -= num_bytes
         except TimeoutError as error:
             raise ResourceExhausted(
-                "large bodies of other requests are being read",
+                "the server already reads as many large bodies as its memory allows; try again "
+                "later",
                 reason="TOO_MANY_LARGE_BODIES",
                 retry_after_seconds=1.0,
             ) from error

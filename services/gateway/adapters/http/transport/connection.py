@@ -48,9 +48,9 @@ CLOSING_SECONDS = 30.0
 class _Stage(enum.Enum):
     """The input that is expected next from the client."""
 
-    REQUEST = "its first bytes"
-    HEADERS = "the rest of the headers"
-    BODY = "the rest of the body"
+    REQUEST = "the first bytes of the request"
+    HEADERS = "the rest of the request's headers"
+    BODY = "the rest of the request's body"
     NOTHING = "nothing: its request is being answered"
     END = "nothing: it was refused"
 
@@ -180,7 +180,7 @@ class GuardedConnection(SlicedProtocol):
         # The application has already refused a body that is too large, but most clients send the
         # whole body before they read the answer, so some more bytes are accepted and discarded.
         if self._num_body_bytes > self._connections.limits.max_body_bytes + _IGNORED_BYTES:
-            self._connections.refusals.count("went on sending a body that was refused")
+            self._connections.refusals.count("the client continued to send a body that was refused")
             self.end()
 
     def on_message_complete(self) -> None:
@@ -257,7 +257,7 @@ class GuardedConnection(SlicedProtocol):
             self.cycle.keep_alive = False
             self._stage = _Stage.NOTHING
         except httptools.HttpParserError:
-            self._refuse(*(self._refusal or (400, "this is no valid request of HTTP/1.1")))
+            self._refuse(*(self._refusal or (400, "the request is not valid HTTP/1.1")))
             return
         if self._stage is _Stage.HEADERS:
             self._num_header_bytes += len(data)
@@ -296,11 +296,11 @@ class GuardedConnection(SlicedProtocol):
 
     def _too_slow(self) -> None:
         if self._stage is _Stage.REQUEST:
-            self._connections.refusals.count("nothing was sent in time")
+            self._connections.refusals.count("the client sent no request within the time limit")
             self._stage = _Stage.END
             self.transport.close()
         else:
-            self._refuse(408, f"{self._stage.value} did not come in time")
+            self._refuse(408, f"{self._stage.value} did not arrive within the time limit")
 
     def _refuse(self, status: int, message: str) -> None:
         """Ends the connection. Sends an error answer first if no answer has begun."""

@@ -167,7 +167,7 @@ class Connections:
         return True
 
     def reader_timed_out(self) -> None:
-        self.refusals.count("the client had stopped reading its answer")
+        self.refusals.count("the client stopped reading the answer")
         self._on_reader_timeout()
 
     def remove(self, connection: Connection) -> None:
@@ -202,7 +202,7 @@ class RefusalLog:
         if not self._unlogged:
             return
         counts = ", ".join(f"{reason} ({count})" for reason, count in self._unlogged.items())
-        logger.warning("HTTP: ended or refused: %s", counts)
+        logger.warning("HTTP connections were ended or refused: %s", counts)
         self._unlogged.clear()
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(_SECONDS_BETWEEN_LINES, self._log)

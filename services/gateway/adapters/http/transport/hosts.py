@@ -53,10 +53,14 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         hosts = hosts_of(scope)
         if len(hosts) > 1 or (not hosts and scope["http_version"] != "1.0"):
-            response = plain_error_response(400, "exactly one Host header is needed", scope)
+            response = plain_error_response(
+                400, "the request must have exactly one Host header", scope
+            )
             await response(scope, receive, send)
         elif hosts and not self._names.allow(hosts[0]):
-            message = "this server does not answer to this Host; see --allowed-hosts"
+            message = (
+                "the server does not accept this value of the header Host; see --allowed-hosts"
+            )
             await plain_error_response(421, message, scope)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

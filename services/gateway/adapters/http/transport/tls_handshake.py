@@ -44,7 +44,7 @@ class TlsContext:
             except (ssl.SSLError, OSError) as error:
                 self._refused = wanted
                 complaint = self._watch.files.cert.error(_refusal(error))
-                logger.warning("%s; HTTP goes on with the certificate before it", complaint)
+                logger.warning("%s; HTTP still uses the previous certificate", complaint)
         return self._context
 
     def _make(self) -> ssl.SSLContext:
@@ -165,5 +165,5 @@ def _why_failed(error: OSError) -> str:
         reason = (error.reason or "an error without a reason").replace("_", " ").lower()
         return f"the TLS handshake failed: {reason}"
     if isinstance(error, ConnectionAbortedError):
-        return "the TLS handshake did not end in time"
+        return "the TLS handshake did not end within the time limit"
     return "the client left during the TLS handshake"

@@ -100,10 +100,10 @@ def entry_from_bytes(value: bytes) -> Entry:
         whole = value[_CRC.size :]
         version, kind = _HEAD.unpack_from(whole)
         if zlib.crc32(whole) != crc or version != _VERSION:
-            raise DamagedEntry("its checksum or its version differs")
+            raise DamagedEntry("the checksum or the version of an entry is wrong")
         return _body(kind, whole[_HEAD.size :])
     except (struct.error, ValueError, KeyError, TypeError) as error:
-        raise DamagedEntry(f"no entry: {error!r}") from error
+        raise DamagedEntry(f"an entry cannot be decoded: {error!r}") from error
 
 
 def _body(kind: int, body: bytes) -> Entry:
@@ -117,7 +117,7 @@ def _body(kind: int, body: bytes) -> Entry:
         return Bring(_Parts(body).all())
     if kind == _FAILS:
         return Fail(_error_from_bytes(body))
-    raise DamagedEntry(f"kind {kind} is not known")
+    raise DamagedEntry(f"an entry has the unknown kind {kind}")
 
 
 def _part_to_bytes(part: Part) -> bytes:

@@ -32,7 +32,7 @@ class KeyReused(InvalidArgument):
 
     def __init__(self) -> None:
         super().__init__(
-            f"{FIELD} was given before with another request; a new request needs a new key",
+            f"{FIELD} was used before for another request; a new request needs a new key",
             field=FIELD,
         )
 

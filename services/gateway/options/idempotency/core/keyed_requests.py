@@ -190,8 +190,12 @@ class KeyedRequests:
         try:
             await make(self._engine, request, generation)
         except Exception:
-            logger.exception("defect while an answer with a key was made")
-            request.recording.fail(InternalError("a defect here"))
+            logger.exception("a defect ended the answer of a request with an idempotency key")
+            request.recording.fail(
+                InternalError(
+                    "the request failed because of a defect of the server; its log has the cause"
+                )
+            )
         request.maker = None
         self._end_making(request)
 

@@ -115,7 +115,9 @@ class OwnedLogs:
                 self._on_news()
             case Appended.FENCED:
                 self._counts.fenced += 1
-                logger.warning("another gateway took over the answer of a request with a key")
+                logger.warning(
+                    "another gateway continues the answer to a request with an idempotency key"
+                )
                 request.owns_log = False
                 self._remove(log)
                 self._fenced(request)

@@ -135,7 +135,11 @@ class Sharing:
                     await asyncio.sleep(self._times.again_seconds)
                 return role
         except TimeoutError:
-            logger.warning("the log of a key was being opened by another gateway for too long")
+            logger.warning(
+                "an answer with an idempotency key is not shared, since another gateway did not "
+                "finish "
+                "opening its log in Redis within the time limit"
+            )
         except Unavailable as error:
             self._failed(error)
         return self._begin_alone(request)
@@ -223,7 +227,10 @@ class Sharing:
         return _begins_or_resumes(request)
 
     async def _remove_damaged(self, request: KeyedRequest, error: DamagedEntry) -> None:
-        logger.warning("the log of a key is removed: %s", error)
+        logger.warning(
+            "the log in Redis of an answer with an idempotency key is damaged and removed: %s",
+            error,
+        )
         self.counts.damaged += 1
         await self._journal.forget([request.scope])
 
@@ -249,13 +256,15 @@ class Sharing:
             del self._forgotten[: len(forgotten)]
         self._contact_at = self._clock.time()
         if not self.is_reachable:
-            logger.info("answers of requests with a key are shared again")
+            logger.info("answers with an idempotency key are shared with other gateways again")
         self.is_reachable = self._was_reached = True
 
     def _failed(self, error: Unavailable) -> None:
         self.counts.failures += 1
         if self.is_reachable:
-            logger.warning("answers of requests with a key stay at this gateway: %s", error)
+            logger.warning(
+                "answers with an idempotency key are not shared with other gateways: %s", error
+            )
         self.is_reachable = False
         if self._clock.time() >= self._contact_at + self._times.lease_seconds:
             for request, _ in list(self._followed.values()):
@@ -301,7 +310,9 @@ class Sharing:
         try:
             view.apply(entries)
         except DamagedEntry as error:
-            logger.warning("a log is not followed any further: %s", error)
+            logger.warning(
+                "the log of another gateway's answer with an idempotency key is damaged: %s", error
+            )
             self.counts.damaged += 1
             self._make_alone(request)
             return False

@@ -49,7 +49,8 @@ class ClientSession:
             raise self.ended
         if self.is_in_turn:
             raise FailedPrecondition(
-                f"session {self.session_id} is in a turn: the next one can begin when it is over",
+                f"session {self.session_id} still generates a turn: the next turn can begin when "
+                "that turn has ended",
                 field="session",
                 reason="SESSION_IN_TURN",
             )
@@ -62,7 +63,7 @@ class ClientSession:
         self.check_idle()
         if number != self.num_turns:
             raise FailedPrecondition(
-                f"another turn of session {self.session_id} came first",
+                f"another turn of session {self.session_id} began before this turn",
                 field="session",
                 reason="SESSION_IN_TURN",
             )

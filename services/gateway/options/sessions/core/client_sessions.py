@@ -75,7 +75,8 @@ class ClientSessions:
             )
         if len(self._sessions) >= limits.max_sessions:
             raise ResourceExhausted(
-                f"{limits.max_sessions} sessions are open; no more are kept at once",
+                f"{limits.max_sessions} sessions are open, the most that this gateway keeps; try "
+                "again later",
                 reason="TOO_MANY_SESSIONS",
                 retry_after_seconds=1.0,
             )

@@ -75,20 +75,20 @@ def turn_of(session: ClientSession, request: ClientRequest) -> ClientRequest:
     session.check_idle()
     sampling, prompt = request.sampling, request.prompts[0] if request.prompts else Prompt([])
     for field, is_given, why in (
-        ("n", request.n > 1, "a session has one answer to go on from"),
-        ("best_of", (request.best_of or 1) > 1, "a session has one answer to go on from"),
+        ("n", request.n > 1, "a turn of a session has one answer"),
+        ("best_of", (request.best_of or 1) > 1, "a turn of a session has one answer"),
         ("prompt", len(request.prompts) > 1, "a turn has one prompt"),
-        ("prompt_embeds", prompt.embeds is not None, "a session has tokens only"),
+        ("prompt_embeds", prompt.embeds is not None, "a session contains tokens only"),
         ("echo", prompt.text is not None or request.prompt_only, "only the answer is returned"),
         (
             "prompt_logprobs",
             sampling.prompt_logprobs is not None,
-            "most of the prompt is not computed again",
+            "the tokens of earlier turns are not computed again",
         ),
     ):
         if is_given:
             raise InvalidArgument(f"{field} cannot be given in a session: {why}", field=field)
     if not prompt.token_ids:
-        raise InvalidArgument("prompt must not be empty: it has no tokens", field="prompt")
+        raise InvalidArgument("prompt must not be empty: the prompt has no tokens", field="prompt")
     whole = Prompt([*session.token_ids, *prompt.token_ids])
     return replace(request, prompts=(whole,), turn=SessionTurn(session, whole.token_ids))

@@ -53,7 +53,7 @@ class FileKeys:
             except (OSError, DamagedRecord) as error:
                 self._version = version_of(self._path)
                 logger.error(
-                    "--api-key-file %s: %s; the keys read before are in use",
+                    "--api-key-file %s: %s; the previous keys stay in use",
                     self._path,
                     _why(error),
                 )

@@ -82,7 +82,7 @@ class RedisKeys:
         """Reads the keys that are in memory again, if any may have changed in Redis."""
         version = (await look_up(self._redis, ())).version
         if not version and self._keys:
-            self._lost("it holds no API keys any more")
+            self._lost("Redis has no API keys any more")
             return
         if version != self._version:
             key_ids = list(self._keys)
@@ -91,7 +91,7 @@ class RedisKeys:
                 self._take(await look_up(self._redis, part), part)
             self._version = version
         if self._is_lost:
-            logger.info("API keys are looked up again")
+            logger.info("API keys can be looked up in Redis again")
         self._is_lost = False
         self._contact_at = asyncio.get_running_loop().time()
 
@@ -108,7 +108,8 @@ class RedisKeys:
     def _lost(self, why: str) -> None:
         if not self._is_lost:
             logger.warning(
-                "API keys cannot be looked up, %d that are known go on working for %.0f s: %s",
+                "API keys cannot be looked up in Redis; %d recently used keys stay valid for %.0f "
+                "s: %s",
                 len(self._keys),
                 self._cache_seconds,
                 why,
@@ -118,7 +119,7 @@ class RedisKeys:
 
 def _keys_unavailable() -> Unavailable:
     return Unavailable(
-        "this API key cannot be looked up now",
+        "this API key cannot be checked now, since Redis does not answer; try again later",
         reason="API_KEYS_UNAVAILABLE",
         retry_after_seconds=1.0,
     )

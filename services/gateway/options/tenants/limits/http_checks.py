@@ -105,7 +105,7 @@ class TenantChecks:
             declared = record.headers.get("content-length", "")
             if declared.isdigit() and int(declared) > self._max_body_bytes:
                 raise PayloadTooLarge(
-                    f"the body is larger than the {self._max_body_bytes} bytes that are read"
+                    f"the body is larger than the limit of {self._max_body_bytes} bytes"
                 )
             tenant = state["caller"] = await self._access.authenticate(
                 authorization_of(record.headers)

@@ -180,7 +180,9 @@ class RedisLimits:
             num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, self._take_seconds)
         self.num_gateways = max(1, num_gateways)
         if self._is_lost:
-            logger.info("limits are counted in Redis again, by %d gateways", self.num_gateways)
+            logger.info(
+                "tenants' limits are counted in Redis again, by %d gateways", self.num_gateways
+            )
             self._is_lost = False
             self._local.forget_levels()
         while self._unreleased:
@@ -208,7 +210,10 @@ class RedisLimits:
     def _lost(self, error: RedisUnavailable) -> None:
         if not self._is_lost:
             logger.warning(
-                "each of %d gateways counts its share of the limits: %s", self.num_gateways, error
+                "tenants' limits cannot be counted in Redis, so each of %d gateways applies its "
+                "share: %s",
+                self.num_gateways,
+                error,
             )
         self._is_lost = True
 

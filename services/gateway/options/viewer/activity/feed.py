@@ -119,7 +119,9 @@ class ActivityFeed:
             sample.reason = sample.reason or f"{error.code().name}: {error.details()}"
             sample.blocks = None
         except ValueError as error:
-            sample.reason = sample.reason or f"what it says of itself is wrong: {error}"
+            sample.reason = (
+                sample.reason or f"the scheduler's report about its activity is wrong: {error}"
+            )
             sample.blocks = None
         self._look_up(replica, sample)
         return sample

@@ -118,7 +118,7 @@ class History:
             is_first = status.is_ready and address not in self._were_ready
             if is_first:
                 self._were_ready.add(address)
-                self._note(now, "ready", status.name, "it takes requests")
+                self._note(now, "ready", status.name, "accepts requests")
             elif before is not None:
                 for kind, text in changes(before, status):
                     self._note(now, kind, status.name, text)
@@ -154,15 +154,15 @@ def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, 
     scheduler that does not respond is unknown, and counts as unchanged.
     """
     if before.is_ready and not after.is_ready:
-        yield "lost", after.reason or "it cannot run steps"
+        yield "lost", after.reason or "cannot run steps"
     elif after.is_ready and not before.is_ready:
-        yield "recovered", "it takes requests again"
+        yield "recovered", "accepts requests again"
     if not (before.incarnation and after.incarnation):
         return
     if before.incarnation != after.incarnation:
-        yield "restarted", "its scheduler is another process"
+        yield "restarted", "the scheduler was restarted"
     if after.is_paused != before.is_paused:
-        yield ("paused", "an operator paused it") if after.is_paused else ("resumed", "it runs on")
+        yield ("paused", "by an operator") if after.is_paused else ("resumed", "by an operator")
     if after.is_drained != before.is_drained:
         yield ("drained" if after.is_drained else "undrained"), "by an operator"
 

@@ -118,7 +118,10 @@ class TraceRoutes:
     def _why_not(self, name: str) -> str:
         if self._store is None:
             return (
-                "no such request runs, and this gateway keeps no traces: see --trace-address, or "
-                "the collector"
+                "no request with this id is running, and this gateway keeps no traces: set "
+                "--trace-address, or ask the collector"
             )
-        return f"no trace of {name[:200]!r} is kept: it was not sampled, or was dropped"
+        return (
+            f"no trace of {name[:200]!r} is kept: the request was not sampled, or its trace was "
+            "dropped"
+        )

@@ -24,7 +24,7 @@ export class Traces {
     const none = order === "failed" && !traces.length ? "; none of them failed" : "";
     byId("traces-say").textContent = are_kept
       ? `${num_kept} kept: a few of each minute, and those that fail or are slow${none}`
-      : "not kept here: they go to a collector, or tracing is off";
+      : "this gateway keeps no traces: a collector receives them, or tracing is off";
     byId("trace-rows").replaceChildren(...traces.map((trace) => this.#row(trace)));
   }
 
@@ -103,7 +103,7 @@ function outcome(trace, tokens) {
 function state(trace) {
   if (trace.has_ended) return "; it has ended since, and tracing is off";
   if (trace.is_running) return "; it runs, and these are its spans so far";
-  return trace.is_complete ? "" : "; spans are still to come";
+  return trace.is_complete ? "" : "; further spans will arrive";
 }
 
 /** Identifies a span. Each time a running request is fetched, its spans have new ids. */
@@ -145,9 +145,9 @@ function explain(part, open) {
   if (part.waited_for) {
     const link = element("button", { class: "link", type: "button", textContent: idOf(part.waited_for) });
     link.addEventListener("click", () => open(part.waited_for));
-    told.push(" Request ", link, " held most of what it lacked.");
+    told.push(" Request ", link, " held most of the missing resource.");
   }
-  if (part.step !== null) told.push(` Its longest wait began with step ${part.step}.`);
+  if (part.step !== null) told.push(` The longest wait began with step ${part.step}.`);
   byId("waterfall-part").replaceChildren(...told);
 }
 

@@ -10,15 +10,17 @@ from services.gateway.adapters.http.exchange.fields import Ignored, Int, Only, T
 from services.gateway.adapters.http.openai.bodies import StreamOptions
 from services.gateway.adapters.http.openai.sampling_fields import SamplingFields
 
-_NO_MEDIA = "only tokens are read"
-_NO_TRANSFER = "the server decides where keys and values are"
+_NO_MEDIA = "this route reads token ids only"
+_NO_TRANSFER = "the server decides where keys and values are stored"
 
 
 class TokenSamplingBody(SamplingFields):
     """vLLM's sampling parameters."""
 
     logprobs: Int | None = None
-    prompt_logprobs: Annotated[Any, Only(why="ask completions for them")] = None
+    prompt_logprobs: Annotated[
+        Any, Only(why="only /v1/completions and /v1/chat/completions support this field")
+    ] = None
     # The following fields are ignored, because answers of this route have no text.
     detokenize: Ignored = None
     skip_special_tokens: Ignored = None
@@ -32,7 +34,9 @@ class GenerateTokensBody(StreamedBody):
     token_ids: Annotated[TokenIds, Field(min_length=1)]
     sampling_params: TokenSamplingBody
     stream_options: StreamOptions | None = None
-    output_mode: Annotated[Any, Only("tokens", why="ask completions for text")] = None
+    output_mode: Annotated[
+        Any, Only("tokens", why="only /v1/completions and /v1/chat/completions return text")
+    ] = None
     token_offsets: Ignored = None
     features: Annotated[Any, Only(why=_NO_MEDIA)] = None
     content_parts: Annotated[Any, Only([], why=_NO_MEDIA)] = None

@@ -15,7 +15,7 @@ from services.gateway.adapters.http.exchange.fields import (
 )
 from services.gateway.adapters.http.openai.bodies import ChatCompletionBody, CompletionBody
 
-_NO_STREAM = "only whole answers are read"
+_NO_STREAM = "this route reads complete answers only"
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -68,9 +68,11 @@ class GeneratedTokensBody(Body):
 
     request_id: str = Field(min_length=1, max_length=256)
     choices: Annotated[list[TokensChoiceBody], Field(min_length=1, fail_fast=True)]
-    output_mode: Annotated[Any, Only("tokens", why="only tokens are read")] = None
+    output_mode: Annotated[Any, Only("tokens", why="this route reads token ids only")] = None
     prompt_token_ids: TokenIds | None = None
-    prompt_logprobs: Annotated[Any, Only(why="ask completions for them")] = None
+    prompt_logprobs: Annotated[
+        Any, Only(why="only /v1/completions and /v1/chat/completions support this field")
+    ] = None
     model: Ignored = None
     created: Ignored = None
     usage: Ignored = None

@@ -34,7 +34,9 @@ def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
             continue
         if name == "best_of" and value == (body.n or 1):
             continue
-        raise InvalidArgument(f"{name}: /inference/v1/generate does not serve it", field=name)
+        raise InvalidArgument(
+            f"{name}: /inference/v1/generate does not support this field", field=name
+        )
 
 
 async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from services.gateway.adapters.http.openai.vllm_fields import UnservedResponsesF
 
 _NOT_KEPT = "responses are not kept: send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
-_NO_LOGPROBS = "ask completions for log-probabilities"
-_NOT_ASYNC = "a call is answered before the next response"
-_NO_FILES = "only text is read"
+_NO_LOGPROBS = "only /v1/completions and /v1/chat/completions return log-probabilities"
+_NOT_ASYNC = "the results of all tool calls must be in the next request"
+_NO_FILES = "this server reads text only"
 
 
 def _includable(names: list[str]) -> list[str]:
@@ -48,7 +48,9 @@ class ResponsesTool(FunctionBody, FunctionType):
 
     allowed_callers: Annotated[Any, Only(["direct"], why="only the model calls tools")] = None
     async_: Annotated[Any, Only(False, why=_NOT_ASYNC)] = Field(default=None, alias="async")
-    output_schema: Annotated[Any, Only(why="what tools give is not checked")] = None
+    output_schema: Annotated[Any, Only(why="this server does not check the results of tools")] = (
+        None
+    )
 
 
 class ResponsesNamedTool(Body):
@@ -97,7 +99,7 @@ class ResponsesReasoning(Body):
 class ResponsesStreamOptions(Body):
     """Options of a stream, which have no effect."""
 
-    include_obfuscation: Annotated[Any, Only(False, why="events are not padded")] = None
+    include_obfuscation: Annotated[Any, Only(False, why="this server does not pad events")] = None
 
 
 class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields):
@@ -126,19 +128,25 @@ class ResponsesBody(StreamedBody, CommonSamplingFields, UnservedResponsesFields)
     safety_identifier: str | None = None
     user: str | None = None
     max_tool_calls: Int | None = None
-    background: Annotated[Any, Only(False, why="responses are made at once")] = None
+    background: Annotated[
+        Any, Only(False, why="this server generates no responses in the background")
+    ] = None
     context_management: Annotated[Any, Without("context_management", [])] = None
     conversation: Annotated[Any, Only(why=_NOT_KEPT)] = None
     previous_response_id: Annotated[Any, Only(why=_NOT_KEPT)] = None
     store: Annotated[Any, Without("store", False)] = None
     include: Annotated[Texts, AfterValidator(_includable)] | None = None
-    access_programs: Annotated[Any, Only(why="there are no such programs")] = None
+    access_programs: Annotated[Any, Only(why="this server has no access programs")] = None
     image: Annotated[Any, Only(why=_NO_FILES)] = None
-    moderation: Annotated[Any, Only(why="nothing is moderated")] = None
-    prompt: Annotated[Any, Only(why="no prompts are kept")] = None
-    service_tier: Annotated[Any, Only("auto", "default", why="there is one service tier")] = None
+    moderation: Annotated[Any, Only(why="this server has no moderation")] = None
+    prompt: Annotated[Any, Only(why="this server stores no prompts")] = None
+    service_tier: Annotated[
+        Any, Only("auto", "default", why="this server has one service tier")
+    ] = None
     top_logprobs: Annotated[Any, Only(0, why=_NO_LOGPROBS)] = None
-    truncation: Annotated[Any, Only("disabled", why="conversations are not cut")] = None
+    truncation: Annotated[
+        Any, Only("disabled", why="this server does not shorten conversations")
+    ] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
         names = {

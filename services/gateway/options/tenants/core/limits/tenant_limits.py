@@ -66,7 +66,7 @@ class LimitReached(QuotaExceeded):
         if quota is Quota.CONCURRENCY:
             wait = _CONCURRENCY_RETRY_SECONDS
         super().__init__(
-            f"tenant {limits.tenant_id} is over its limit of "
+            f"tenant {limits.tenant_id} has reached its limit of "
             + _sentence(limits, standing, num_tokens),
             tenant_id=limits.tenant_id,
             quota=quota.value,
