@@ -78,13 +78,14 @@ $(BIN)/python:
 	    || { echo "Python's venv module is missing; on Debian: apt-get install python3-venv"; exit 1; }
 
 # torch comes first: pip's choice of its build (CPU or CUDA) then stands. pip would compile 20,000
-# files with one processor.
+# files with one processor. Half of their text is rarely imported: Python compiles it at first use.
+NOT_COMPILED := /(transformers/models|litellm|sympy|networkx|torch/(_inductor|testing)|tests)/
 define install
 	@echo "Installing what $(1) (a few minutes the first time; torch is the large part)"
 	@$(BIN)/python -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null \
 	    || $(PIP) install --no-compile --progress-bar on -c requirements.lock torch
 	$(PIP) install --no-compile --progress-bar on -c requirements.lock -e '.[$(EXTRAS)$(2)]'
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(NOT_COMPILED)' $(VENV)/lib || true
 endef
 
 $(VENV)/.run: $(BIN)/python pyproject.toml requirements.lock
