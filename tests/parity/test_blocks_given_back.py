@@ -44,7 +44,7 @@ KINDS = {
 @dataclass
 class Holder:
     """The entries of a request's block tables that have a block according to the rule. `held` has a
-    set of entries for each KV-cache group.
+    set of these for each KV-cache group.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -74,7 +74,9 @@ class Holder:
 def expected_free_blocks(
     entries: list[dict[str, Any]], groups: tuple[LayerGroup, ...], num_usable_blocks: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields each step's number of free blocks according to the rule, and the logged number."""
+    """For each step, yields the number of free blocks according to the rule, and the number in the
+    log.
+    """
     holders: dict[int, Holder] = {}
     in_flight: dict[int, dict[int, int]] = {}
     for entry in entries:

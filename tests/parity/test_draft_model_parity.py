@@ -1,6 +1,6 @@
-"""Drafts from a second model do not change the tokens. Under any schedule, the drafts are the draft
-model's own greedy continuation. If the draft model is the target model itself, all drafts are
-right. A rejected draft then shows that the draft model's keys and values are wrong.
+"""Drafts from a draft model do not change the tokens. Under any schedule, the drafts are the draft
+model's own greedy continuation. If the draft model is the target model itself, every draft is
+right, so that a rejected draft shows wrong keys and values of the draft model.
 """
 
 import json
@@ -62,9 +62,9 @@ def save_draft(kind: str, model: Path, directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Drafting:
-    """A worker with a draft model, and the results of `outputs_without_drafts` for its model. Both
-    models have the data type `dtype`. `kind` is the kind of draft model, and `directory` contains
-    it.
+    """A worker with a draft model, and the results of `outputs_without_drafts` for its target
+    model. Both models have the data type `dtype`. `kind` is the kind of draft model, which is in
+    `directory`.
     """
 
     kind: str
@@ -105,7 +105,9 @@ always_right = pytest.mark.parametrize(
 
 
 def assert_share(kind: str, recorded: Recorded) -> None:
-    """Asserts the fraction of greedy drafts that a kind of draft model must have accepted."""
+    """Asserts which fraction of the greedy drafts is accepted, depending on the kind of draft
+    model.
+    """
     assert recorded.num_drafts > 30
     share = recorded.num_accepted / recorded.num_drafts
     match kind:
@@ -150,13 +152,15 @@ async def test_a_model_that_drafts_for_itself_takes_a_step_for_all_drafts_and_on
         assert await generate(gateway, prompts(), GREEDY) == drafting.outputs[0][1]
         stats = await replica.stats()
     each = 1 + -(-(MAX_TOKENS - 1) // (1 + NUM_DRAFTS))
-    # If only one token of a prompt is not cached, the step that computes it already has drafts. An
-    # empty step removes the last request from the workers' batch.
+    # If all but one token of a prompt are cached, the step that computes this token already has
+    # drafts. The last step is empty, and removes the last request from the workers' batch.
     assert (each - 1) * len(prompts()) < stats.num_steps <= each * len(prompts()) + 1
 
 
 async def test_what_is_proposed_is_how_the_draft_model_continues(drafting: Drafting) -> None:
-    """The reference is transformers in float32, and the draft model alone in bfloat16."""
+    """The drafts are compared with transformers in float32, and with the draft model run alone in
+    bfloat16.
+    """
     recorded = record_drafts(drafting.worker)
     async with serving(drafting.worker, SITUATIONS["chunks of 11"], async_scheduling=True) as (
         _,
@@ -175,7 +179,7 @@ async def test_what_is_proposed_is_how_the_draft_model_continues(drafting: Draft
 
 
 def assert_continued_alone(directory: Path, chosen: Sequence[Proposed]) -> None:
-    """Asserts that drafts equal the continuation by the model in `directory` alone."""
+    """Asserts that drafts equal the continuation by the model in `directory`, run alone."""
     runner = build_runner(directory, dtype=torch.bfloat16)
     driver = Driver(runner, block_size=16, num_blocks=runner.limits.num_blocks)
     for proposed in chosen:

@@ -1,5 +1,5 @@
-"""The logits of a token depend only on the tokens up to this token. They have the same bits in any
-batch and with any chunks, cached or recomputed, with one thread or two.
+"""The logits of a token depend only on the tokens up to it. They have the same bits in any batch
+and with any chunks, cached or recomputed, with one thread or two.
 """
 
 from pathlib import Path
@@ -74,8 +74,8 @@ def test_logits_of_a_request_alone_are_the_same_bits_in_any_chunks(
 
 
 def test_logits_token_by_token_are_the_same_bits(model: ExactModel) -> None:
-    """The last 20 tokens of each sequence are computed one by one. With these lengths, most
-    positions are among the last 20 of some sequence.
+    """The last 20 tokens of each sequence are computed one by one. The lengths are such that most
+    positions are among these in some sequence.
     """
     for served, name in ((slice(8, 9), "alone"), (slice(None), "together")):
         serving, together = model.serving(seed=2), requests()[served]
@@ -110,7 +110,7 @@ def test_logits_after_preemptions_are_the_same_bits(model: ExactModel) -> None:
 
 
 WIDE = {"hidden_size": 384, "intermediate_size": 1536}
-"""Sizes of a model with enough work for two threads in most steps."""
+"""The sizes of a model whose steps mostly have enough work for two threads."""
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral", "qwen3"])

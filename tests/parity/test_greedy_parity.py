@@ -1,4 +1,4 @@
-"""Greedy output equals transformers' token for token in float32, however a request is served.
+"""In float32, greedy output has the tokens that transformers computes, however requests are served.
 
 Every kind of model is served with blocks of four tokens and short chunks. Other sizes are tested
 with one kind of model for each kind of cache.
@@ -30,7 +30,7 @@ NUM_BLOCKS = 6400
 KINDS = sorted(TINY_MODELS)
 TORCH_KINDS = ["gemma2", "gemma3", "llama", "mistral_window", "mixtral", "opt", "qwen2_window"]
 TORCH_KINDS += ["qwen3_moe", "qwen3_next"]
-"""Kinds of models that call kernels in different ways."""
+"""Kinds of models that call kernels in ways of their own."""
 NOT_INVARIANT = "torch, not batch-invariant"
 SERVED = [(kind, "auto") for kind in KINDS]
 SERVED += [(kind, "torch") for kind in TORCH_KINDS]
@@ -43,8 +43,8 @@ EACH_CACHE = pytest.mark.parametrize(
     indirect=True,
     ids="-".join,
 )
-"""One kind of model for each kind of cache. Kernels do not read the states of recurrent layers, so
-kinds with recurrent layers are served with one kind of kernels.
+"""One kind of model for each kind of cache. Kinds with recurrent layers are served with only one
+kind of kernels, because kernels do not read recurrent states.
 """
 
 Build = Callable[..., Driver]
@@ -80,7 +80,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @cache
 def reference(kind: str) -> PreTrainedModel:
-    """The model in transformers. It is built once for all kernels."""
+    """transformers' model of a kind, built once for all kernels."""
     return build_tiny_model(kind)
 
 
@@ -95,7 +95,9 @@ def make_requests() -> list[Request]:
 
 @cache
 def choices(model: PreTrainedModel, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:
-    """Transformers' most probable tokens, cached because most tests have the same output."""
+    """The tokens that transformers finds most probable, cached because most tests have the same
+    output.
+    """
     return first_choices(model, list(prompt), list(output))
 
 
@@ -164,8 +166,8 @@ def serve_behind_prefix_hits(served: Served, block_size: int) -> None:
     model, build, requests = served
     prompt = requests[-1].prompt
     first = Request(prompt, 4)
-    # The first follower has the prompt of `first`. The second and third share 48 and 70 tokens with
-    # it.
+    # The prompt of the first follower is that of `first`. The prompts of the second and third share
+    # 48 and 70 tokens with it.
     followers = [
         Request(prompt, 16),
         Request([*prompt[:48], 9, 8, 7], 16),

@@ -1,5 +1,5 @@
-"""Greedy output of models with recurrent layers equals transformers', however recurrent states are
-stored and shared in KV-cache blocks. Scheduler, pool and model runner are real.
+"""Greedy output of models with recurrent layers equals transformers', however the recurrent states
+are stored and shared in KV-cache blocks. Scheduler, pool and model runner are real.
 parallel/test_services_parity.py tests the default settings.
 """
 
@@ -30,17 +30,19 @@ from tests.worker.serving_worker import ServingWorker
 
 KINDS = ["bamba", "qwen3_next"]
 NUM_TURNS_ALONE = 6
-"""The number of turns that are served in the situation `alone`. They include repeated prompts, and
+"""How many turns (prompts) are served in the situation `alone`. They include repeated prompts, and
 prompts that end inside a block.
 """
 PREEMPTED = replace(SITUATIONS["preempted again and again"], num_blocks=28)
-"""A situation with few blocks. They are enough for two or three turns, since states need few."""
+"""A situation with blocks for only two or three turns. The number is small, because states need few
+blocks.
+"""
 HYBRID_SITUATIONS = {**SITUATIONS, "preempted again and again": PREEMPTED}
 
 
 @dataclass(frozen=True)
 class Served:
-    """The directory of a model, and the model in transformers."""
+    """A model's directory, and the model loaded by transformers."""
 
     directory: Path
     model: PreTrainedModel
@@ -63,7 +65,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def turns() -> list[list[int]]:
-    """Prompts that repeat two sequences, with more or fewer tokens. Two end inside a block."""
+    """Prompts that repeat two sequences, with more tokens or fewer. Two prompts end inside a
+    block.
+    """
     random = np.random.default_rng(5)
     first, second = (random.integers(3, VOCAB_SIZE, length).tolist() for length in (27, 39))
     return [
@@ -74,8 +78,8 @@ def turns() -> list[list[int]]:
 
 
 async def serve(served: Served, name: str, runner: ModelRunner, **changes: Any) -> list[Run]:
-    """Serves the turns with two steps in flight, and asserts the expected tokens. The situation
-    with preemptions also runs with one step in flight.
+    """Serves the turns with two steps in flight, and asserts that the tokens are the expected ones.
+    The situation with preemptions also runs with one step in flight.
     """
     greedy, runs = common_pb2.SamplingParams(**GREEDY), []
     given = turns()[:NUM_TURNS_ALONE] if name == "alone" else turns()
@@ -118,7 +122,7 @@ async def test_a_state_that_each_step_overwrites(served: Served, name: str) -> N
 
 
 class Disturbance:
-    """Sometimes aborts a request, and sometimes preempts all running requests."""
+    """At random steps, aborts a request or preempts all running requests."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(2)
@@ -162,7 +166,8 @@ async def test_retention_keeps_states_where_prompts_end_and_part(served: Served)
 @pytest.mark.parametrize(
     ("mode", "setting", "cached"),
     [
-        # A hit of the 27 tokens has whole units of 2 tokens. It ends inside the seventh block.
+        # A hit of the 27 tokens consists of whole units of 2 tokens, so it ends inside the seventh
+        # block.
         (MambaCacheMode.ALIGN, {"prefix_match_unit": 2}, [0, 26, 26]),
         (MambaCacheMode.ALIGN, {}, [0, 24, 24]),
         (MambaCacheMode.NONE, {"enable_prefix_caching": False}, [0, 0, 0]),

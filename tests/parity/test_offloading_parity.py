@@ -1,5 +1,6 @@
 """Tokens are the same whether keys, values and states are computed, cached, or loaded from the
-worker's tier of offloaded blocks. Losses and damage of the cache or the tier do not change tokens.
+worker's tier of host memory for offloaded blocks. They do not change if the cache or the tier is
+lost or damaged.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -43,7 +44,7 @@ PREEMPTED = SITUATIONS["preempted again and again"]
 
 @dataclass(frozen=True)
 class Served:
-    """A kind of model, and the workers that run it, one for each pipeline stage."""
+    """A kind of model, and the workers that run it, one in each pipeline stage."""
 
     kind: str
     workers: list[Worker]
@@ -59,8 +60,8 @@ class Served:
 
     @property
     def num_whole_blocks(self) -> int:
-        """The number of tokens in whole blocks of all prompts. The last token of a prompt does not
-        count, since it is always computed.
+        """The number of tokens in whole blocks of all prompts, without the last token of each
+        prompt, which is always computed.
         """
         return sum((len(prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for prompt in prompts())
 
@@ -68,7 +69,9 @@ class Served:
     async def replica(
         self, situation: Situation, *, async_scheduling: bool
     ) -> AsyncIterator[tuple[Replica, Gateway]]:
-        """A replica whose workers describe the limits of a situation, and a session with it."""
+        """A replica whose workers report the limits of a situation, and a gateway's session with
+        it.
+        """
         workers = []
         for worker in self.workers:
             own = worker.description
@@ -88,13 +91,13 @@ class Served:
 
 
 def settings_for(directory: Path, num_mib: float) -> WorkerSettings:
-    """Settings of a worker whose group has tiers of `num_mib` in total."""
+    """Settings of a worker. The tiers of all workers of its group have `num_mib` in total."""
     return settings_of(directory, kv_offloading_size=num_mib / 1024)
 
 
 @contextmanager
 def built(kind: str, num_stages: int, directory: Path, num_mib: float) -> Iterator[Served]:
-    """A model whose workers' tiers have `num_mib` in total."""
+    """A model whose workers have tiers of `num_mib` in total."""
     save_tiny_model(directory, kind)
     settings = settings_for(directory, num_mib)
     if num_stages == 1:
@@ -150,7 +153,7 @@ async def reset(replica: Replica) -> None:
 
 
 def num_cached(gateway: Gateway) -> int:
-    """The number of cached tokens of the prompts that were sent last."""
+    """The number of cached tokens, summed over the prompts that were sent last."""
     handles = range(len(gateway.heard) - len(prompts()), len(gateway.heard))
     return sum(gateway.heard[handle].num_cached_tokens or 0 for handle in handles)
 
@@ -191,14 +194,14 @@ async def test_damage_costs_recomputation_and_nothing_else(
         assert await generate(gateway, prompts(), GREEDY) == expected
         await reset(replica)
         random = np.random.default_rng(5)
-        for tier in served.tiers:  # different blocks are damaged in each tier
+        for tier in served.tiers:  # different blocks in each tier
             memory = tier.memory
             flipped = np.flatnonzero(random.random(len(memory)) < share)
             memory[flipped, random.integers(0, memory.shape[1], len(flipped))] ^= 16
         assert await generate(gateway, prompts(), GREEDY) == expected
         assert num_cached(gateway) < served.num_whole_blocks
         await reset(replica)
-        # The previous run computed the damaged blocks and stored them again.
+        # The run before computed the damaged blocks again and stored them.
         assert await generate(gateway, prompts(), GREEDY) == expected
         assert num_cached(gateway) == served.num_whole_blocks
 

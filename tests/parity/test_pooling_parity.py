@@ -1,4 +1,4 @@
-"""Vectors of prompts equal vectors that are computed with transformers and an explicit pooling.
+"""Vectors of prompts equal those that are computed with transformers and an explicit pooling.
 Chunks, batches, preemptions and prefix hits do not change them. All numbers are float32. The
 tolerance applies to vectors of length 1.
 """
@@ -48,7 +48,6 @@ DECODERS = ["llama", "mistral_window", "gemma2", "qwen3_moe"]
 
 
 def loaded(directory: Path, **settings: Any) -> Worker:
-    """A worker for the model in a directory, built as in a worker process."""
     limits: dict[str, Any] = {
         "max_model_len": 128,
         "max_num_seqs": 16,
@@ -70,8 +69,8 @@ async def pooled(
     params: PoolingParams | None = None,
     situation: Situation | None = None,
 ) -> tuple[list[np.ndarray], list[Request]]:
-    """Serves prompts with the real scheduler and pool, and with the worker's messages between them.
-    Returns the vectors and the requests.
+    """Serves prompts with the real scheduler and pool, which exchange protobuf messages with the
+    worker. Returns the vectors and the requests.
     """
     situation = situation or Situation()
     runner, built = worker.runner, worker.description

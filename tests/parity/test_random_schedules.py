@@ -1,5 +1,5 @@
-"""Under any schedule, requests in float32 get transformers' tokens and log-probabilities. In
-bfloat16 a request's log-probabilities have the same bits as if the request runs alone.
+"""Under any schedule, requests in float32 get the tokens and log-probabilities that transformers
+computes. In bfloat16 a request's log-probabilities have the same bits as when it runs alone.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ three_examples = settings(
 
 @dataclass(frozen=True)
 class Served:
-    """A model in transformers, and its directory."""
+    """A model loaded by transformers, and its directory."""
 
     model: PreTrainedModel
     directory: Path
@@ -143,7 +143,9 @@ def check(served: Served, requests: list[Request]) -> None:
 
 
 def check_alone(runner: ModelRunner, schedule: Schedule, requests: list[Request]) -> None:
-    """Serves each request alone, with its prompt in one step. The answer must have equal bits."""
+    """Serves each request alone, with its prompt in one step. The answer must have the same bits as
+    before.
+    """
     runner.reset()
     driver = Driver(runner, block_size=schedule.block_size, num_blocks=runner.limits.num_blocks)
     for number, request in enumerate(requests):

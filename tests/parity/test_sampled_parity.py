@@ -1,4 +1,4 @@
-"""With a seed, sampled output is the same however a request is served."""
+"""With a seed, sampled output does not depend on how a request is served."""
 
 from pathlib import Path
 

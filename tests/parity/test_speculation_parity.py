@@ -1,4 +1,4 @@
-"""The tokens with drafts equal the tokens without, for every proposer and every schedule."""
+"""Drafts do not change tokens, with any proposer and any schedule."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ def outputs_without_drafts(
     kind: str, dtype: torch.dtype, directory: Path
 ) -> list[tuple[dict[str, Any], Outputs]]:
     """Saves a model. Returns pairs of sampling parameters and the model's answers without drafts.
-    In float32 the greedy answers are computed by transformers.
+    Transformers computes the greedy answers in float32.
     """
     is_float32 = dtype is torch.float32
     save_tiny_model(directory, kind, dtype=dtype, **({} if is_float32 else TILED))
@@ -79,7 +79,6 @@ class Speculating:
     outputs: list[tuple[dict[str, Any], Outputs]]
 
     def propose_with(self, name: str) -> None:
-        """Selects the draft proposer, a key of PROPOSERS."""
         assert isinstance(self.loaded.runner, ModelRunner)
         given = [prompt for _ in self.outputs for prompt in prompts()]
         answers = [answer for _, outputs in self.outputs for answer in outputs]
@@ -124,7 +123,7 @@ async def test_drafts_change_no_token(
 ) -> None:
     speculating.propose_with(proposer)
     chosen, each = SITUATIONS[situation].chosen, 1 + NUM_DRAFTS * (proposer == "always right")
-    # A step for the prompt, steps for further tokens, and a step after the request's end.
+    # One step for the prompt, steps for further tokens, and one step after the request's end.
     num_steps = 0
     async with serving(
         speculating.loaded, SITUATIONS[situation], async_scheduling=async_scheduling

@@ -1,4 +1,4 @@
-"""With windows of every length, greedy output equals transformers'. Chunks begin inside blocks and
+"""With windows of any length, greedy output equals transformers'. Chunks begin inside blocks and
 windows. Requests are preempted repeatedly, and resume with their cached blocks.
 """
 
@@ -36,7 +36,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True},
     "starcoder2": {},
 }
-"""One kind of model for each architecture that can have windows, and the changes to the kind's
+"""One kind of model for each architecture that can have windows, and changes to its
 configuration.
 """
 

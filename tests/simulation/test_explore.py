@@ -9,9 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OTHER_PYTHON = os.environ.get("OTHER_PYTHON", "")
-"""A Python interpreter of another version that has the packages of `make test`, or empty."""
+"""A Python interpreter of another version that has the packages of `make test`, or an empty
+text.
+"""
 RICH_SEED = "3082"
-"""A seed with most kinds of requests and services. It has two data-parallel ranks and Redis."""
+"""The number of a simulation with most kinds of requests and services, two data-parallel ranks, and
+Redis.
+"""
 
 
 def explore(*flags: str, python: str = sys.executable, hash_seed: int = 0) -> str:

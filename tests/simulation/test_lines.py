@@ -1,4 +1,4 @@
-"""The log lines of a simulated run that count as failures."""
+"""Which log lines of a simulated run count as failures."""
 
 from services.simulation.explore.lines import unexpected_line
 

@@ -1,4 +1,6 @@
-"""The in-memory Redis passes the conformance tests of the directory and the journal over TCP."""
+"""The in-memory Redis passes, over TCP, the conformance tests of the ports Directory and
+Journal.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,6 @@
-"""Each defect of `planted` can be planted in the sources, and the first seed finds one of them."""
+"""Each defect of the folder `planted` can be planted in the sources, and the first seed finds one
+of them.
+"""
 
 import pytest
 

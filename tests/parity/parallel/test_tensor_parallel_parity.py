@@ -1,4 +1,5 @@
-"""Two ranks continue every kind of model as transformers does, token for token in float32.
+"""On two ranks, every kind of model continues prompts with the tokens that transformers computes in
+float32.
 
 Requests run in chunks, are preempted, and start after prefix hits. Some prompts are embeddings, and
 some requests have log-probabilities of prompts and outputs.
@@ -25,7 +26,9 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 
 def make_requests() -> list[Request]:
-    """Requests with prompts of 1 to 61 tokens. Windows have 16 to 24 or 200 tokens."""
+    """Requests with prompts of 1 to 61 tokens, some longer than the models' windows of 16 to 24
+    tokens.
+    """
     random = np.random.default_rng(5)
     return [
         Request(random.integers(3, VOCAB_SIZE, 1 + 12 * number).tolist(), MAX_TOKENS)
@@ -34,7 +37,9 @@ def make_requests() -> list[Request]:
 
 
 def embedded_requests(hidden_size: int) -> list[Request]:
-    """A request whose prompt is embeddings, and a request with tokens after its embeddings."""
+    """Two requests. One prompt consists of embeddings, the other has tokens after its
+    embeddings.
+    """
     rows = torch.randn((30, hidden_size), generator=torch.Generator().manual_seed(1))
     embeds = embedded_prompt(rows)
     return [
@@ -44,7 +49,7 @@ def embedded_requests(hidden_size: int) -> list[Request]:
 
 
 def serve(driver: Driver, hidden_size: int) -> dict[str, list[Request]]:
-    """Serves the same requests in every way, and returns the requests of each way."""
+    """Serves the same requests in several ways. Returns the requests of each way."""
     chunked = make_requests()
     for request in chunked[1::2]:
         request.sampling = WITH_LOGPROBS

@@ -1,4 +1,4 @@
-"""Ranks with unequal parts continue as transformers does, token for token in float32."""
+"""Ranks with unequal parts of a model compute the tokens that transformers computes in float32."""
 
 from pathlib import Path
 from typing import Any

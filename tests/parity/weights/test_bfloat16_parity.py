@@ -4,8 +4,8 @@ as the error of transformers in bfloat16.
 All runs use the same weights, which are rounded to bfloat16. The error at a position is the root
 mean square difference of the log-probabilities of all tokens, in units of their standard deviation.
 Rounding may change a router's choice of experts, after which results are completely different.
-Therefore the median over all positions is compared. For models without experts, the 90th percentile
-is compared too.
+Therefore the median over all positions is compared, and only for models without experts the 90th
+percentile, too.
 """
 
 from pathlib import Path
@@ -53,14 +53,14 @@ def has_experts(kind: str) -> bool:
 
 @torch.inference_mode()
 def of_transformers(directory: Path, dtype: torch.dtype) -> torch.Tensor:
-    """Log-probabilities after every token but the last of each prompt."""
+    """The log-probabilities after every token of each prompt except its last."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     return model.eval()(prompts()).logits[:, :-1].float().log_softmax(-1)
 
 
 def of_runner(directory: Path, setting: KernelsSetting) -> torch.Tensor:
-    """The log-probabilities as in `of_transformers`, from a model runner. The runner computes the
-    beginnings of all prompts in one step, then chunks, then single tokens.
+    """Like `of_transformers`, computed by a model runner: first the beginnings of all prompts in
+    one step, then chunks, then single tokens.
     """
     runner = build_runner(
         directory, num_blocks=NUM_BLOCKS, dtype=torch.bfloat16, kernels_setting=setting

@@ -1,4 +1,6 @@
-"""Checkpoints of 8-bit floats continue as transformers does with the same weights in float32."""
+"""From checkpoints of 8-bit floats, the worker computes the tokens that transformers computes with
+the same weights in float32.
+"""
 
 import json
 import shutil
@@ -30,7 +32,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def by_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, Tensors]:
-    """Quantizes a weight with one scale. A scale of inputs is added, and must be ignored."""
+    """Quantizes a weight with one scale. Adds a scale of inputs, which must be ignored."""
     scale = weight.abs().max() / MOST
     return scale, {"weight_scale": scale, "input_scale": torch.ones(1)}
 

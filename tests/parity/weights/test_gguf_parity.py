@@ -1,4 +1,6 @@
-"""GGUF files continue as transformers does with the weights that llama.cpp's own package reads."""
+"""From GGUF files, the worker computes the tokens that transformers computes with the weights as
+read by llama.cpp's own package.
+"""
 
 import json
 from pathlib import Path
@@ -35,7 +37,7 @@ _ALL = (
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Types]]] = {
     "q8_0": ("llama", NARROW, dict.fromkeys(_ALL, Types.Q8_0)),
     "q4_0": ("qwen2", NARROW, dict.fromkeys(_ALL[1:], Types.Q4_0)),
-    # Files of type Q4_K_M have several types within a fused projection.
+    # In files of type Q4_K_M, the parts of a fused projection have different types.
     "q4_k_m": ("llama", WIDE, dict.fromkeys(_ALL, Types.Q4_K) | {"v_proj": Types.Q6_K}),
     "q6_k": ("qwen3", {**WIDE, "head_dim": 32}, dict.fromkeys(_ALL, Types.Q6_K)),
 }

@@ -1,5 +1,5 @@
-"""With keys and values in 8 bits, a request's logits and tokens still depend only on the request.
-The logits are close to the logits with unrounded keys and values.
+"""With keys and values in 8 bits, a request's logits and tokens still depend only on the request,
+and the logits are close to those with unrounded keys and values.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ LENGTHS = [1, 2, 16, 17, 33, 63, 64, 65, 90, 130, 210]
 SEQUENCES = [drawn(length, seed, VOCAB_SIZE) for seed, length in enumerate(LENGTHS)]
 WITH_RUNNER_UP = SamplingParams(temperature=0, logprobs=2)
 KINDS = ["llama", "gemma3", "mistral_window", "qwen3"]
-"""Models with full attention, with full attention and windows in separate groups, with only
-windows, and with normalized keys.
+"""Models with full attention, with full attention and windows in separate KV-cache groups, with
+only windows, and with normalized keys.
 """
 
 
@@ -105,7 +105,7 @@ def test_logits_do_not_depend_on_what_is_computed_with_them(case: Case, tmp_path
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_off_by_little(kind: str, tmp_path: Path) -> None:
     """The root mean square error is above 0 and below 6 % of the logits' standard deviation. The
-    logits of torch's and of native kernels differ by less than a third of this error.
+    logits of torch's kernels and of native kernels differ by less than a third of this error.
     """
 
     def logits(kernels: KernelsSetting, kept: KVCacheDtype) -> list[torch.Tensor]:
@@ -153,7 +153,7 @@ async def test_tokens_are_the_same_in_every_situation(
 
 
 def served(runner: ModelRunner | StagedRunner) -> list[Request]:
-    """Continues all prompts. Answers include the two most probable tokens at each position."""
+    """Continues all prompts. Answers have the two most probable tokens at each position."""
     made = [Request(prompt, 12, sampling=WITH_RUNNER_UP) for prompt in prompts()]
     Driver(runner, block_size=16, num_blocks=400).run(made, chunk=9)
     return made
@@ -161,8 +161,9 @@ def served(runner: ModelRunner | StagedRunner) -> list[Request]:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path) -> None:
-    """Stages have the same results as the whole model. Ranks add in another order, which may change
-    a number's code by one. Their tokens are the same until two tokens are almost equally probable.
+    """Stages compute the same results as the whole model. Ranks add in another order, which may
+    change the 8-bit code of a number by one. So their tokens are the same only until two tokens are
+    almost equally probable.
     """
     save_tiny_model(tmp_path, kind)
     torch.set_num_threads(1)
@@ -189,7 +190,9 @@ def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 async def test_blocks_come_back_from_the_tier(kind: str, tmp_path: Path) -> None:
-    """Requests are preempted repeatedly, with and without a tier of offloaded blocks."""
+    """Requests are preempted repeatedly, with and without a host-memory tier for offloaded
+    blocks.
+    """
     save_tiny_model(tmp_path, kind, dtype=torch.bfloat16)
     torch.set_num_threads(1)
     answers: list[Sequence[Sequence[int]]] = []

@@ -1,4 +1,4 @@
-"""Requests of different adapters in one batch continue as peft does, token for token in float32."""
+"""Requests for different adapters in one batch get the tokens that peft computes in float32."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,9 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model, its adapters, and peft's model for each adapter. The key None has no adapter."""
+    """A model, its LoRA adapters, and peft's model of each adapter. The key None is the model
+    without adapters.
+    """
 
     directory: Path
     adapters: list[Path]
@@ -110,7 +112,7 @@ def test_a_mixed_batch_is_each_request_alone(
 
 
 def test_two_ranks_share_each_layer(adapted: Adapted) -> None:
-    """Adapters do not add exchanges between ranks."""
+    """Adapters require no additional exchange between ranks."""
 
     def serve(rank: RankThread) -> list[Request]:
         torch.set_num_threads(1)

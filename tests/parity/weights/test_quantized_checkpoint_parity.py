@@ -1,5 +1,5 @@
-"""Checkpoints of quantized weights continue as transformers does with the same weights in float32,
-token for token, with every kind of kernels and on two ranks.
+"""From checkpoints of quantized weights, the worker computes the tokens that transformers computes
+with the same weights in float32, with every kind of kernels and on two ranks.
 """
 
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_two_ranks_divide_it(checkpoint: Checkpoint) -> None:
 def test_logits_in_bfloat16_do_not_depend_on_what_is_computed_with_them(
     tmp_path: Path, name: str
 ) -> None:
-    """A group of codes has as many inputs as a tile."""
+    """A quantization group has as many inputs as a tile."""
     save_tiny_model(tmp_path / "plain", "llama", **TILED)
     of = FORMATS[name]
     of = replace(of, group=32, config=of.config | {"group_size": 32})
@@ -70,7 +70,9 @@ def test_ranks_that_would_divide_a_group_are_refused(tmp_path: Path) -> None:
 
 
 def test_codes_fill_their_range(tmp_path: Path) -> None:
-    """With only a few codes, the other tests would not detect a wrong order of bits."""
+    """If weights had only a few different codes, the other tests would not detect a wrong order of
+    bits.
+    """
     save_tiny_model(tmp_path / "plain", "llama")
     save_quantized(tmp_path / "plain", tmp_path / "quantized", FORMATS["pack_int4"])
     tensors = load_file(tmp_path / "quantized" / "model.safetensors")

@@ -1,5 +1,6 @@
-"""A quantized model continues as transformers does with the dequantized weights, token for token in
-float32: alone and with adapters, in chunks and together, on two ranks and in two stages.
+"""With weights that are quantized at load, the worker computes the tokens that transformers
+computes with the dequantized weights in float32: alone and with adapters, in chunks and together,
+on two ranks and in two stages.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 @dataclass(frozen=True)
 class Quantized:
-    """A model, and the dequantized model for each adapter. The key None has no adapter."""
+    """A model, and its dequantized model with each adapter. The key None is without an adapter."""
 
     directory: Path
     models: dict[Path | None, PreTrainedModel]

@@ -1,5 +1,5 @@
-"""A checkpoint of weights and inputs in 8 bits (W8A8) continues as transformers does in float32
-with rounded inputs of projections.
+"""From a checkpoint of weights and inputs in 8 bits (W8A8), the worker computes what transformers
+computes in float32 if the inputs of projections are rounded.
 
 The tests run with and without an adapter, with every kind of kernels, and on two ranks, each of
 which rounds its own part of an input. Stepwell may add in another order than transformers. A number
@@ -48,7 +48,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_inputs(model: PreTrainedModel, num_ranks: int) -> PreTrainedModel:
-    """Makes projections round their inputs. If inputs are divided among ranks, each rank's part is
+    """Makes projections round their inputs. If an input is divided among ranks, each rank's part is
     rounded separately. Inputs of adapters are not rounded.
     """
     for name, module in model.named_modules():
@@ -67,7 +67,7 @@ def round_inputs(model: PreTrainedModel, num_ranks: int) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Model:
-    """The directories of the served model, the same model in float32, and an adapter."""
+    """The directories of the served model, of the same model in float32, and of an adapter."""
 
     served: Path
     quantization: QuantizationSetting
@@ -104,8 +104,8 @@ class Model:
 
 @pytest.fixture(scope="module", params=[QuantizationSetting.AUTO, QuantizationSetting.W8A8])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A model from a quantized checkpoint, or a model that is quantized at load. Loading also
-    quantizes the head, but the head's inputs are not rounded.
+    """A model from a quantized checkpoint, or a model quantized when it is loaded. In the latter
+    the head is quantized, too, but not the head's inputs.
     """
     directory = tmp_path_factory.mktemp("model")
     plain, quantized = directory / "plain", directory / "quantized"
@@ -117,7 +117,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def agreement(served: Sequence[Request], oracles: dict[Path | None, PreTrainedModel]) -> float:
-    """The fraction of served log-probabilities that equal the oracle's."""
+    """The fraction of log-probabilities that agree with those of the oracle, transformers'
+    model.
+    """
     found = []
     for request in served:
         expected = logprobs(oracles[request.adapter], request).numpy()
@@ -137,7 +139,7 @@ def agreement(served: Sequence[Request], oracles: dict[Path | None, PreTrainedMo
 def num_first_choices(
     served: Sequence[Request], oracles: dict[Path | None, PreTrainedModel]
 ) -> int:
-    """The number of output tokens that are the oracle's first choice."""
+    """The number of output tokens that are the first choice of the oracle, transformers' model."""
     return sum(
         chosen == token
         for request in served

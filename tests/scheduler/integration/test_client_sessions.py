@@ -1,4 +1,6 @@
-"""Client sessions over the scheduler's gRPC: turns, and the blocks kept between turns."""
+"""Client sessions (requests that receive their input in turns) over the scheduler's gRPC: turns,
+and the blocks that stay allocated between them.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,8 +17,8 @@ from tests.scheduler.story import prompt
 
 FIRST, NEXT = prompt(9), prompt(3, 700)
 HELD = [*FIRST, *continuation(FIRST, 4)[:-1]]
-"""The tokens of a session after a turn of four output tokens. The session drops the last of them,
-because no step has computed its keys and values.
+"""The tokens of a session after a turn of four output tokens. The last of them is dropped, because
+no step has computed its keys and values.
 """
 
 

@@ -72,7 +72,7 @@ async def run(replica: Replica, prompts: list[list[int]], **fields: Any) -> None
 
 
 async def view_of(subscriber: Subscriber) -> tuple[CacheView, list[object]]:
-    """The cached blocks according to all events up to now, and the events."""
+    """The cached blocks according to all events so far, and these events."""
     view, seen = CacheView(ROOT, BLOCK_SIZE), []
     for number, (_, sequence, payload) in enumerate(await subscriber.replay(0)):
         assert sequence == number
@@ -87,7 +87,7 @@ async def test_a_request_is_published_with_its_tokens_and_parents(tmp_path: Path
     async with publishing(tmp_path, FakeWorker()) as (replica, subscriber):
         await run(replica, [prompt(10)])
         _, seen = await view_of(subscriber)
-        # 10 prompt tokens and 8 generated tokens fill 4 blocks. The last token is not computed.
+        # 10 prompt tokens and 8 output tokens, of which the last is not computed, fill 4 blocks.
         stored = [event for event in seen if isinstance(event, BlockStored)]
         tokens = prompt(10) + continuation(prompt(10), 8)
         assert [token for event in stored for token in event.token_ids] == tokens[:16]
@@ -111,7 +111,7 @@ async def test_a_request_is_published_with_its_tokens_and_parents(tmp_path: Path
 async def test_the_events_lead_to_what_the_pool_has_cached(
     tmp_path: Path, asynchronous: bool, groups: tuple[common_pb2.KVCacheGroup, ...]
 ) -> None:
-    """The pool is so small that requests are preempted and blocks are reused all the time."""
+    """The pool is so small that requests are preempted and blocks are evicted all the time."""
     num_blocks = 20 if WIDE in groups else 24
     worker = FakeWorker(num_blocks=num_blocks, max_model_len=60, groups=groups)
     async with publishing(tmp_path, worker, async_scheduling=asynchronous) as (replica, subscriber):
@@ -132,8 +132,8 @@ async def test_the_events_lead_to_what_the_pool_has_cached(
 
 
 async def test_a_part_of_a_block_is_a_block_of_the_tokens_of_a_hash(tmp_path: Path) -> None:
-    """A hash covers 2 tokens, so that prefix hits may end inside a block of 4 tokens. A prompt of
-    11 tokens has two full blocks, and one more hash.
+    """A hash covers 2 tokens, so that prefix hits may end inside a block of 4. A prompt of 11
+    tokens has two full blocks, and one more hash.
     """
     worker = FakeWorker(groups=[FULL, STATE])
     async with publishing(tmp_path, worker, prefix_match_unit=2) as (replica, subscriber):
@@ -164,7 +164,7 @@ async def test_the_salt_of_a_request_is_an_extra_key_of_its_first_block(tmp_path
 async def test_the_blocks_of_an_adapter_are_named_apart_from_those_of_the_model(
     tmp_path: Path,
 ) -> None:
-    """An adapter is an extra key of each block, and precedes the salt, as in vLLM."""
+    """An adapter is an extra key of each block, before the cache salt, as in vLLM."""
     adapter = common_pb2.Adapter(digest=b"a" * 32, name="billing", path="/adapters/billing")
     async with publishing(tmp_path, FakeWorker(max_loras=1)) as (replica, subscriber):
         await run(replica, [prompt(10)])

@@ -1,4 +1,4 @@
-"""The scheduler's client of the pool service when no pool answers."""
+"""The scheduler's client of the pool service, when no pool answers."""
 
 import asyncio
 import socket
@@ -36,8 +36,6 @@ async def client(silent_address: str) -> AsyncIterator[PoolClient]:
 
 
 class HangingPool(kvpool_pb2_grpc.KVPoolServicer):
-    """A pool that reads transactions and answers none of them."""
-
     async def Transact(  # noqa: N802
         self, requests: AsyncIterator[object], _: object
     ) -> AsyncIterator[kvpool_pb2.TransactResponse]:
@@ -82,8 +80,8 @@ async def test_a_transaction_can_be_cancelled_while_the_connection_begins(
 
 
 async def test_a_transaction_ends_in_time_whose_stream_was_just_begun(closed_address: str) -> None:
-    """The deadline passes just after the first retry has begun a stream, in some of the 30 cases
-    before the headers of the stream are sent.
+    """The deadline passes just after the first retry has begun a stream. In some of the 30 cases,
+    the stream's headers have not been sent then.
     """
     async with asyncio.timeout(60):
         for tenth in range(30):

@@ -1,5 +1,5 @@
-"""The scheduler asks workers once to compile a grammar, and again if they may have dropped the
-grammar. A worker that hangs during the compilation counts as lost.
+"""The scheduler asks workers to compile each grammar once, and again if they may have dropped it. A
+worker that hangs in a compilation counts as lost.
 """
 
 import asyncio

@@ -37,7 +37,9 @@ async def look(
 
 
 async def hold_three(replica: Replica, gateway: Gateway, **fields: Any) -> None:
-    """Adds three requests. The first step of two of them is blocked, and the third one waits."""
+    """Adds three requests. The worker blocks in the first step of two of them, and the third
+    waits.
+    """
     async with replica.planning_together(3):
         for handle in range(3):
             await gateway.add(handle, prompt(9, 100 * handle), **fields)
@@ -103,7 +105,7 @@ async def test_steps_are_noted_from_the_first_look_on(replica: Replica, gateway:
     assert list((await look(replica, after_step=newest)).steps) == []
     later = (await look(replica, after_step=newest - 1)).steps
     assert [step.step for step in later] == [newest]
-    # The step number may be that of an earlier scheduler process, which had run more steps.
+    # The given step number may come from an earlier scheduler process that had run more steps.
     assert len((await look(replica, after_step=10**6)).steps) == len(steps)
 
 

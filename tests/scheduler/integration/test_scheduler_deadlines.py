@@ -40,7 +40,7 @@ MANY = 150
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes deadlines short, and makes the machine count as not overloaded."""
+    """Makes deadlines short. The machine counts as not overloaded."""
     monkeypatch.setattr(pool_client, "watch_addresses", lambda _: Reading)
     monkeypatch.setattr(worker_client, "STEP_FLOOR_SECONDS", FLOOR_SECONDS)
     monkeypatch.setattr(pool_client, "TRANSACTION_FLOOR_SECONDS", FLOOR_SECONDS)
@@ -66,7 +66,7 @@ async def test_a_step_that_takes_far_longer_than_usual_is_given_up_on(free_port:
         assert found is not None, stats.state_reason
         assert FLOOR_SECONDS <= float(found[1]) < CEILING_SECONDS / 2
 
-        # A hanging worker does not count as recovered, although it answers calls.
+        # A worker that hangs does not count as recovered, even if it answers other calls.
         generations = {step.generation for step in worker.steps}
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2 * FLOOR_SECONDS):
@@ -108,7 +108,7 @@ async def test_the_time_of_a_step_begins_when_the_one_before_it_is_done() -> Non
         await gateway.until_tokens(1, 20)
         allowed_seconds = worker.steps[-1].timeout_millis / 1000
         assert FLOOR_SECONDS <= allowed_seconds < CEILING_SECONDS / 2
-        # Two steps are in flight. Each is delayed by less than its deadline.
+        # Two steps are in flight. The delay of each is shorter than its deadline.
         for _ in range(2):
             num_steps = len(worker.steps)
             worker.going.clear()
@@ -209,13 +209,13 @@ async def test_a_pool_that_hangs_without_transactions_is_noticed_before_the_next
 
 @pytest.fixture
 def short_directory() -> Iterator[Path]:
-    """A directory whose path is short enough for the address of a Unix socket."""
+    """A directory whose path is short enough for the paths of sockets in it."""
     with tempfile.TemporaryDirectory(prefix="sw") as directory:
         yield Path(directory)
 
 
 class HalfDeadPool(kvpool_pb2_grpc.KVPoolServicer):
-    """A pool that ends each stream at once until `hangs_from`, a time of the event loop. From then
+    """A pool that ends each stream at once until the time `hangs_from` of the event loop. From then
     on it keeps streams open without answering.
     """
 
@@ -239,7 +239,7 @@ class HalfDeadPool(kvpool_pb2_grpc.KVPoolServicer):
 async def test_the_time_of_a_transaction_ends_between_two_tries_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # The deadline passes in the pause after the first try. A second try would hang.
+    # The deadline passes in the pause after the first try, because a second try would hang.
     monkeypatch.setattr(pool_client, "RETRY_SECONDS", 1.0)
     pool = HalfDeadPool(asyncio.get_running_loop().time() + 0.7)
     server = GrpcServer()
@@ -269,7 +269,7 @@ async def test_an_alarm_that_comes_late_gives_what_waits_unread_a_second() -> No
 
 
 async def test_an_alarm_waits_for_work_that_gets_no_processor() -> None:
-    """The watched thread gets a fifth of a processor, so that 0.2 s of work take a second."""
+    """The watched thread gets only a fifth of a processor, so that 0.2 s of work take a second."""
     loop = asyncio.get_running_loop()
     began, rang = loop.time(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""A failed pool or worker costs computation and time. No token is lost, repeated or changed."""
+"""A failed pool or worker costs computation and time, but no token is lost, repeated or changed."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
 
 @pytest.fixture(params=[False, True], ids=["one step in flight", "two steps in flight"])
 async def patient(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
-    """A replica that waits long for its pool, because tests break the connection to the pool."""
+    """A replica that waits long for its pool, because tests break its connection to the pool."""
     worker = FakeWorker(num_blocks=200)
     async with serving_replica(
         worker, cuttable=True, async_scheduling=request.param, pool_timeout_seconds=15.0
@@ -180,7 +180,7 @@ async def test_ranks_are_told_of_a_generation_before_there_is_work() -> None:
 
 
 async def test_a_generation_is_greater_than_what_any_rank_has_seen() -> None:
-    """Otherwise a rank that still runs a step of the same generation, for an earlier scheduler,
+    """Otherwise a rank that still runs a step of an equal generation, for an earlier scheduler,
     would never synchronize with the other ranks.
     """
     ranks = [FakeWorker(rank=rank, world_size=2) for rank in range(2)]

@@ -1,5 +1,5 @@
-"""An idle replica. Connections with no traffic except gRPC's keepalive pings stay open, and the
-replica keeps its generation and its prefix cache.
+"""An idle replica keeps its connections open, although they carry only gRPC's keepalive pings. It
+keeps its generation (the number of the pool's opening) and its prefix cache.
 """
 
 import asyncio
@@ -10,9 +10,11 @@ from services.common.rpc import channel
 from tests.scheduler.serving_replica import gateway_of, serving_replica
 
 PING_MILLIS = 520
-"""Longer than the shortest interval between pings that the servers allow."""
+"""A little more than the shortest interval between pings that the servers allow, in
+milliseconds.
+"""
 IDLE_SECONDS = 4.0
-"""Enough time for a server to end the connection, if it allowed no pings without traffic."""
+"""Long enough for a server to end the connection if it did not allow pings without traffic."""
 PROMPT = range(3, 43)
 NUM_CACHED_TOKENS = 36
 

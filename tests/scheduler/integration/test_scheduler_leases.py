@@ -1,4 +1,4 @@
-"""A worker or pool belongs to one scheduler. A second scheduler waits, and logs the reason."""
+"""A worker or pool serves one scheduler. A second scheduler waits, and logs the reason."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Worker:
 async def another_scheduler(
     replica: Replica, directory: Path, name: str
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """A second scheduler for the pool service and the worker of a replica, in a running task."""
+    """A second scheduler, running in a task, for the pool service and the worker of a replica."""
     stop = asyncio.Event()
     settings = SchedulerSettings(
         kvpool=replica.pool_address,
@@ -67,7 +67,7 @@ async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
 
 
 async def keep_busy(gateway: Gateway, handle: int) -> None:
-    """Keeps a request generating tokens for the rest of a test."""
+    """Adds a request that generates tokens until the test ends."""
     params = sampling(400, eos_token_ids=[])
     await gateway.add(handle, PROMPT, sampling=params)
     await gateway.until_tokens(handle, 3)
@@ -77,8 +77,8 @@ async def keep_busy(gateway: Gateway, handle: int) -> None:
 async def test_two_schedulers_do_not_take_a_worker_from_each_other(
     loaded: Worker, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, what: str
 ) -> None:
-    """The second scheduler either has another name and thus another pool, or the name of the first
-    scheduler and a later start, with which it takes over the first one's pool.
+    """The second scheduler has either another name, and thus another pool, or the same name and a
+    later start, with which it takes over the first one's pool.
     """
     caplog.set_level(logging.INFO)
     async with serving_replica(ServingWorker(loaded)) as replica, gateway_of(replica) as gateway:

@@ -1,4 +1,4 @@
-"""The calls of operators to a scheduler, such as pause, resume, reset and statistics."""
+"""The calls of operators to a scheduler: pause, resume, reset, statistics and others."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -168,8 +168,8 @@ async def test_a_drained_replica_finishes_what_it_has_and_takes_nothing_new(
 async def test_a_drained_replica_that_cannot_run_steps_is_not_merely_draining(
     replica: Replica, gateway: Gateway
 ) -> None:
-    """Gateways move running requests away from a replica that cannot run steps, but not from one
-    that drains.
+    """Gateways move requests away from a replica that cannot run steps, but not from one that
+    drains.
     """
     await gateway.add(1, prompt(9), sampling=sampling(150))
     await gateway.until_tokens(1, 2)
@@ -231,7 +231,9 @@ async def test_an_idle_replica_has_told_the_pool_everything(
 
 
 async def test_preempted_requests_count_once_in_the_hit_rate() -> None:
-    """Prefix hits of a preempted request on its own blocks save no computation and do not count."""
+    """A preempted request that hits its own blocks saves no computation. So these hits do not
+    count.
+    """
     worker = FakeWorker(num_blocks=14)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         for handle in range(5):

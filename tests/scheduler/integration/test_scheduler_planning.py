@@ -1,5 +1,5 @@
-"""The scheduler plans each step shortly before the running step ends. The services are real, and
-the worker's steps take 120 ms.
+"""The scheduler plans each step shortly before the running step ends. All services are real. The
+worker's steps take 120 ms.
 """
 
 import asyncio
@@ -33,7 +33,8 @@ async def test_a_request_that_comes_in_the_middle_of_a_step_is_part_of_the_next(
     admissions = [ran.began for ran in steps if ran.message.new_requests][1:]
     waits = [admitted - sent for admitted, sent in zip(admissions, came.values(), strict=True)]
     # Each request was sent 2/3 of a step before the running step ended. If it had missed the next
-    # step, it would have waited 5/3 of a step. On a busy machine some requests may be late.
+    # step, it would have waited for 5/3 of a step. Only on a busy machine may some requests miss
+    # it.
     assert sorted(waits)[1] < STEP_SECONDS, waits
     gaps = [after.began - before.ended for before, after in itertools.pairwise(steps)]
     assert statistics.median(gaps) < STEP_SECONDS / 10, gaps

@@ -1,4 +1,4 @@
-"""Requests that kill the worker process in each of their steps, beside other requests."""
+"""Some requests kill the worker process in each of their steps. Other requests are served."""
 
 import pytest
 from stepwell.common.v1 import common_pb2

@@ -1,4 +1,4 @@
-"""The scheduler as a process: its start, drain and end."""
+"""The scheduler as a process: how it starts, drains and ends."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ async def test_sigterm_drains_what_runs_refuses_what_comes_and_exits_0() -> None
 
 
 async def _refused_while_draining(gateway: Gateway) -> int:
-    """Sends requests until one is refused because of the drain. Returns its handle."""
+    """Sends requests until one is refused because the scheduler drains. Returns its handle."""
     for handle in range(2, 1000):
         await gateway.add(handle, prompt(5), sampling=sampling(1))
         await gateway.abort(handle)
@@ -76,7 +76,9 @@ async def test_what_does_not_end_within_the_drain_is_cut_off() -> None:
 
 
 async def test_a_drain_without_workers_ends_the_sessions_at_once() -> None:
-    """When a whole replica stops, its workers end too. Gateways continue its requests elsewhere."""
+    """If a whole replica stops, its workers end, too, and gateways continue its requests
+    elsewhere.
+    """
     worker = FakeWorker()
     async with running_scheduler("--drain-seconds", "60", worker=worker) as running:
         gateway = Gateway(running.stub)
@@ -119,7 +121,7 @@ async def test_it_waits_for_a_worker_of_its_own_protocol_and_says_so_once() -> N
     try:
         assert scheduler.process.stderr is not None
         lines = [json.loads(await scheduler.process.stderr.readline())["message"]]
-        await asyncio.sleep(1)  # the scheduler asks again, but does not log the reason again
+        await asyncio.sleep(1)  # the scheduler retries, but does not log the reason again
         worker.protocol = PROTOCOL
         while "serving on" not in lines[-1]:
             lines.append(json.loads(await scheduler.process.stderr.readline())["message"])

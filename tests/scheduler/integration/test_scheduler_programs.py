@@ -1,5 +1,5 @@
-"""Programs (conversations of agents) over the scheduler's gRPC: the tool that an answer calls, the
-names of programs, and metrics.
+"""Programs (conversations of agents) over the scheduler's gRPC: the tools that answers call, the
+programs' names, and metrics.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ async def test_pauses_have_the_tools_of_the_answers(replica: Replica, gateway: G
 async def test_the_tool_of_an_answer_that_a_stop_string_ended(
     replica: Replica, gateway: Gateway
 ) -> None:
-    """The stop and the tool are received before the scheduler has ended the request."""
+    """The scheduler receives the stop and the tool before it has ended the request."""
     await gateway.add(1, FIRST, sampling=sampling(150))
     await gateway.until(lambda: bool(gateway.heard[1].tokens))
     stopped = scheduler_pb2.AbortRequests(handles=[1], stopped_handles=[1])

@@ -1,5 +1,5 @@
-"""The limit of the time in the queue: a request is refused at arrival, or ended before its first
-step. Also what gateways are sent about the queue and the load of the replica.
+"""The limit on the time in the queue: requests are refused at arrival, or end before their first
+step. Also which reports on queue and load gateways receive.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ async def replica() -> AsyncIterator[Replica]:
 
 
 async def hold_two(replica: Replica, gateway: Gateway) -> None:
-    """Adds two requests whose first step is blocked, so that further requests wait."""
+    """Adds two requests. The worker blocks in their first step, so that further requests wait."""
     async with replica.planning_together(2):
         for handle in range(2):
             await gateway.add(handle, prompt(5, 100 * handle), timeout_millis=60_000)
@@ -137,7 +137,7 @@ async def test_gateways_hear_how_long_the_queue_is_before_any_request_has_ended(
 
 
 async def test_gateways_hear_how_many_have_places_and_what_a_prompt_takes() -> None:
-    """8 requests may run, but the pool has blocks for only 5 requests of 8 blocks each."""
+    """Of 8 requests that may run, the pool has blocks for only 5, because each needs 8 blocks."""
     worker = FakeWorker(num_blocks=5 * 8 + 1)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         for handle in range(10):
@@ -188,7 +188,7 @@ async def test_each_gateway_hears_how_many_run_and_how_many_are_not_its_own(
 async def test_loads_come_with_the_steps_that_change_them(
     replica: Replica, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Periodic messages with loads are disabled. A decode-only step does not change the load."""
+    """Periodic reports of the load are off. A step that only decodes does not change the load."""
     monkeypatch.setattr(QueueWatch, "_look", lambda _: None)
     async with gateway_of(replica) as other:
         await gateway.add(1, prompt(9), sampling=sampling(60))
@@ -219,7 +219,9 @@ async def test_a_long_prompt_weighs_less_with_each_of_its_chunks(
 async def test_gateways_hear_whether_blocks_are_what_is_missing(
     max_num_seqs: int, is_blocked: bool
 ) -> None:
-    """The pool has blocks for one of two prompts. The other waits for blocks or a batch row."""
+    """The pool has blocks for one of two prompts. The other one waits, for blocks or for a row of
+    the batch.
+    """
     worker = FakeWorker(max_num_seqs=max_num_seqs, num_blocks=40)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         replica.worker.going.clear()

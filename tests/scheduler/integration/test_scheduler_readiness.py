@@ -1,4 +1,4 @@
-"""The readiness of a replica, as the scheduler reports it to gateways and health checks."""
+"""Whether a replica is ready, as the scheduler reports it to gateways and health checks."""
 
 import asyncio
 

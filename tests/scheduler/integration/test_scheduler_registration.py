@@ -1,4 +1,4 @@
-"""A scheduler registers in Redis, for as long as it accepts requests."""
+"""A scheduler is registered in Redis for as long as it accepts requests."""
 
 import asyncio
 import signal

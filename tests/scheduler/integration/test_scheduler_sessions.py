@@ -1,5 +1,5 @@
-"""The sessions of gateways with a scheduler over gRPC: requests, tokens, and disconnections, after
-which all blocks of the session's requests are free.
+"""The sessions (streams) of gateways with a scheduler over gRPC: requests, tokens, and
+disconnections, after which all blocks of the session's requests are free.
 """
 
 import logging

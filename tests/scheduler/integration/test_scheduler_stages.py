@@ -1,5 +1,5 @@
-"""Pipeline parallelism. As many steps are in flight as there are stages, and the message of a step
-has the last token of each request that the step computes.
+"""Pipeline parallelism: as many steps are in flight as there are stages. A step's message has the
+last token of each request that the step computes.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ async def test_each_step_has_the_last_of_the_tokens_that_it_computes() -> None:
         await replica.until_idle()
     tokens = [*prompt(100), *continuation(prompt(100), 10)]
     steps = [step for step in stages[0].steps if step.rows]
-    # The budget of a step is 64 tokens. No step computes the last output token.
+    # The budget of a step is 64 tokens. The last output token is not computed in any step.
     assert [unpack_token_ids(step.num_scheduled_tokens) for step in steps] == [
         [64],
         [36],
@@ -80,7 +80,7 @@ async def test_a_step_is_what_its_last_stage_answers_and_takes_as_long_as_all_of
             execute_nanos=nanos,
         )
 
-    # Ranks a and b are the first stage, c and d the second. Rank a answers last.
+    # Ranks a and b form the first stage, c and d the second. Rank a answers last.
     steps = StepsInFlight("abcd", Deadlines(1, 10))
     steps.num_stages = 2
     steps.model = ModelFacts(vocab_size=10)

@@ -29,8 +29,6 @@ EVERY_STEP = ["--trace-step-sample-ratio", "1"]
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """The recorded spans."""
-
     spans: list[Seen]
 
     def named(self, name: str) -> list[Seen]:
@@ -66,7 +64,8 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
             await gateway.say(
                 keep=scheduler_pb2.KeepTrace(request_id="slow", traceparent=SLOW_TRACEPARENT)
             )
-            # Messages are read in order: when this request is answered, the one before was read.
+            # Messages are read in order. So when this request is answered, the message before it
+            # was read.
             await gateway.add(4, prompt(9), sampling=sampling(1))
             await gateway.finish(4)
             await gateway.close()
@@ -183,7 +182,7 @@ async def test_the_gateway_is_told_where_the_time_of_each_request_went() -> None
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_comes_from_a_lost_scheduler_has_waited_since_it_came() -> None:
-    """The time on the lost scheduler does not count as time in the queue of this scheduler."""
+    """The time on the lost scheduler does not count as time in this scheduler's queue."""
     collector = SpanCollector()
     try:
         async with running_scheduler("--otlp-endpoint", collector.endpoint) as running:

@@ -1,4 +1,6 @@
-"""vllm.grpc.engine over a scheduler, called with the published stubs."""
+"""vLLM's gRPC service vllm.grpc.engine, served by a scheduler and called with the published
+stubs.
+"""
 
 import asyncio
 import hashlib
@@ -141,7 +143,7 @@ async def test_a_client_that_goes_away_ends_its_requests(tmp_path: Path) -> None
 
 
 async def test_a_client_that_does_not_read_gets_fewer_larger_chunks(tmp_path: Path) -> None:
-    """Tokens that the client has not read yet are merged into one chunk for each answer."""
+    """Tokens that the client has not read are merged into one chunk for each answer."""
     worker = FakeWorker(num_blocks=2400, max_num_seqs=16, max_model_len=600)
     async with vllm_replica(tmp_path, worker, max_queue_seconds=0.0) as (replica, stub):
         request = generate_request(prompt(9), 500, stream=True, sampling={"n": 16})
@@ -203,8 +205,8 @@ async def test_what_cannot_be_served_is_refused_by_its_name(
 def with_logprobs(
     step: worker_pb2.ExecuteRequest, answer: worker_pb2.ExecuteResponse
 ) -> list[worker_pb2.ExecuteResponse]:
-    """Adds log-probabilities to the worker's answer to a step of one request, which wants two
-    candidates for each output token and none for prompt tokens.
+    """Adds log-probabilities to the worker's answer to a step of one request: two candidates for
+    each output token, and none for prompt tokens.
     """
     num_prompt = sum(len(unpack_token_ids(new.token_ids)) - 1 for new in step.new_requests)
     for index, num_tokens in enumerate(unpack_token_ids(answer.num_tokens)):
@@ -235,7 +237,7 @@ async def test_logprobs_of_output_and_prompt(tmp_path: Path) -> None:
 
 
 async def test_the_trace_of_the_client_goes_on(tmp_path: Path) -> None:
-    """A request with a sampled `traceparent` has a span in the client's trace. Others have none."""
+    """If its `traceparent` is sampled, a request has a span in the client's trace."""
     trace_id = "0123456789abcdef0123456789abcdef"
     collector = SpanCollector()
     settings = {"otlp_endpoint": collector.endpoint, "trace_sample_ratio": 0.0}

@@ -1,4 +1,6 @@
-"""SubscribeKvEvents of vllm.grpc.engine, compared with the pool's cached blocks."""
+"""The RPC SubscribeKvEvents of vllm.grpc.engine: its events are compared with the pool's cached
+blocks.
+"""
 
 import asyncio
 from pathlib import Path
@@ -21,7 +23,7 @@ Stub = vllm_engine_pb2_grpc.VllmEngineStub
 
 
 class View:
-    """The cached blocks, according to the messages of a subscription."""
+    """The cached blocks according to the messages of a subscription."""
 
     def __init__(self) -> None:
         self.stored: dict[int, bytes] = {}
@@ -29,7 +31,7 @@ class View:
         self.sequence = -1
 
     def apply(self, batch: common_pb2.KvEventBatch) -> None:
-        """Applies a message, which must follow the previous message or be a snapshot."""
+        """Applies a message, which must be a snapshot or the successor of the last message."""
         if batch.load.load_only:
             assert (batch.sequence_number, len(batch.events)) == (self.sequence, 0)
             return
@@ -48,7 +50,7 @@ class View:
 
     @property
     def hashes(self) -> dict[int, set[int]]:
-        """The cached hashes in the format of `pool_hashes`."""
+        """The cached hashes, in the format that `pool_hashes` returns."""
         return {0: {block_hash % 2**64 for block_hash in self.stored}} if self.stored else {}
 
     def _store(self, stored: common_pb2.KvBlocksStored) -> None:
@@ -148,7 +150,7 @@ async def test_the_adapter_of_a_request_goes_with_its_blocks(tmp_path: Path) -> 
 
 
 async def test_batches_that_are_not_kept_are_out_of_range(tmp_path: Path) -> None:
-    """The client of the package smg then requests a snapshot."""
+    """After this error, the client in the package smg requests a snapshot."""
     async with vllm_replica(tmp_path, kv_events_buffer_steps=2) as (_, stub):
         await run(stub, prompt(9), prompt(9, 300))
         for begin in (1, 1000):

@@ -1,4 +1,4 @@
-"""A group of workers is open when every rank is connected and has answered an empty step."""
+"""A group of workers is open once every rank is connected and has answered an empty step."""
 
 import asyncio
 

@@ -1,5 +1,5 @@
-"""Wrong answers of a pool or worker. After each of them the scheduler opens pool and workers again,
-and it delivers no token of the wrong answer.
+"""Wrong answers of a pool or worker. After each one, the scheduler opens the pool and the workers
+again. It delivers no token of a wrong answer.
 """
 
 import logging
@@ -29,7 +29,7 @@ from tests.scheduler.story import prompt
 Answer = worker_pb2.ExecuteResponse
 Request = worker_pb2.ExecuteRequest
 Bytes = Callable[[bytes], list[bytes]]
-"""A function that replaces a message by any number of messages."""
+"""A function that returns the messages to send in place of a message."""
 
 PROMPTS = {handle: prompt(6 + handle, 150 * handle) for handle in range(4)}
 POISON = 777
@@ -37,7 +37,7 @@ MANY = 120
 
 
 class Spoiler:
-    """Replaces every tenth answer of a worker by a wrong one, of each kind once."""
+    """Replaces every tenth answer of a worker by a wrong one, with each kind of error once."""
 
     def __init__(self, worker: FakeWorker) -> None:
         self.kinds: list[Spoil] = [
@@ -65,7 +65,7 @@ class Spoiler:
         return [self._old]
 
     def _late(self, _step: Request, answer: Answer) -> Sequence[Answer]:
-        """Delays the answer until after the next answer."""
+        """Delays an answer until the next answer has been sent."""
         self.kinds.append(lambda _, after: [after, answer])
         self._num_answers = 9
         return []
@@ -163,8 +163,8 @@ async def test_a_worker_that_always_answers_wrongly_is_waited_for_with_the_reaso
 
 
 class Proxied(Pool):
-    """A pool or worker behind a proxy. The proxy changes every `every`-th message of a lane (one
-    direction of a gRPC method) by the next of `kinds`.
+    """A pool or worker behind a proxy. In a lane (one direction of a gRPC method), the proxy
+    changes every `every`-th message in the next of the ways `kinds`.
     """
 
     every = 10
@@ -282,8 +282,8 @@ async def test_a_request_of_which_transactions_are_always_answered_wrongly_is_fo
     poisoned = [*prompt(5, 600), POISON]
 
     class Poisoned(Proxied):
-        """A pool whose answers are wrong after a request with as many prompt tokens as the poisoned
-        request was admitted, in the same transaction.
+        """A pool behind a proxy. An answer is wrong if its transaction admits a request with as
+        many prompt tokens as the poisoned request has.
         """
 
         is_wrong = False
@@ -345,7 +345,9 @@ async def test_one_wrong_description_of_a_worker_ends_nothing(wrong: dict[str, A
 async def test_a_peer_that_answers_in_another_protocol_is_waited_for_with_the_reason(
     method: str, peer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The scheduler compares protocols, because a peer of an older version may not do so."""
+    """The scheduler compares the protocol numbers, because a peer of an older version may not
+    compare them.
+    """
     lane = Lane(method, Direction.RESPONSE)
 
     def older(message: bytes) -> list[bytes]:
@@ -367,7 +369,9 @@ async def test_a_peer_that_answers_in_another_protocol_is_waited_for_with_the_re
 
 async def test_a_description_that_does_not_come_ends_nothing() -> None:
     class Silent(Proxied):
-        """A pool or worker whose first two answers to calls of one method are lost."""
+        """A pool or worker behind a proxy, which drops the first two answers to calls of one
+        method.
+        """
 
         num_swallowed = 0
 

@@ -25,7 +25,7 @@ def settings(policy: str, *more: str) -> SchedulerSettings:
 
 
 async def test_a_new_policy_is_one_new_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(POLICIES, NAME, ShortestPromptFirstPolicy)  # the line to be added
+    monkeypatch.setitem(POLICIES, NAME, ShortestPromptFirstPolicy)  # the line to add
     assert settings(NAME).policy == NAME
     assert parse_override(f"policy={NAME}") == ("policy", NAME)
     story = Story(policy=NAME, num_blocks=6, max_num_seqs=2)

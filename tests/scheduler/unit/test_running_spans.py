@@ -1,4 +1,4 @@
-"""The spans of unfinished requests, queried while the requests wait and run."""
+"""The spans of requests that have not ended, queried while the requests wait and run."""
 
 from collections.abc import Awaitable, Callable
 
@@ -15,7 +15,9 @@ _OTHER_PARENT = 7
 
 
 def so_far(story: TracedStory, name: str) -> list[Seen]:
-    """The spans of a request so far. An unsampled request gets the parent `_OTHER_PARENT`."""
+    """The spans of a request so far. If it is not sampled, its spans get the parent
+    `_OTHER_PARENT`.
+    """
     collector = SpanCollector("scheduler")
     traceparent = f"00-{trace_id_of(name):032x}-{_OTHER_PARENT:016x}-01"
     story.tracer.so_far(name, traceparent, collector.tracing)
@@ -117,8 +119,8 @@ async def recovered(story: TracedStory) -> None:
 
 
 class AskedStory(TracedStory):
-    """A story that queries the spans of all requests each time its clock advances, and checks that
-    the parts of each request add up to its time so far.
+    """A TracedStory that queries the spans of all requests each time its clock advances, and checks
+    that the parts of each request add up to its time so far.
     """
 
     num_asked = 0
@@ -133,7 +135,7 @@ class AskedStory(TracedStory):
 
 
 def assert_adds_up(bar: Bar) -> None:
-    """The parts of a span, if it has any, cover it from beginning to end without gaps."""
+    """Asserts that the parts of a span, if it has any, cover it completely and without gaps."""
     if not bar.parts:
         return
     ends = [bar.start, *(part.end for part in bar.parts)]

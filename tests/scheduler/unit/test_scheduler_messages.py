@@ -1,4 +1,6 @@
-"""Pool transactions and steps as protobuf messages: decoding yields the encoded values."""
+"""Pool transactions and steps are unchanged after they are encoded as protobuf messages and
+decoded.
+"""
 
 import random
 
@@ -43,7 +45,7 @@ HASHES = [BlockHash(bytes([number]) * 32) for number in range(4)]
 
 
 def over_the_wire(core: KVPool, *operations: Operation) -> Outcome:
-    """Executes a pool transaction, whose operations and outcome are encoded and decoded."""
+    """Executes a transaction, encoding and decoding its operations and its outcome."""
     asked = kvpool_pb2.TransactRequest(operations=map(operation_to_proto, operations))
     received = kvpool_pb2.TransactRequest.FromString(asked.SerializeToString())
     outcome = core.transact(operations_from_proto(received.operations))
@@ -130,8 +132,8 @@ def test_tables_of_several_groups_are_told_apart() -> None:
 
 
 class WirePool:
-    """A `KVPool` that encodes and decodes all operations and outcomes, and compares them with those
-    of an in-process pool.
+    """A `KVPool` that encodes and decodes all operations and outcomes. Compares the outcomes with
+    those of an in-process pool.
     """
 
     def __init__(self, core: KVPool, twin: InProcessPool) -> None:

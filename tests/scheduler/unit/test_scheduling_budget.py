@@ -1,4 +1,4 @@
-"""The token budget of a step goes first to running requests, then to waiting ones, in order."""
+"""The token budget of a step is given to running requests in order, and then to waiting ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Requests end by themselves, by an abort, or because the model's logits are NaN."""
+"""How requests end: by themselves, by an abort, or because the model's logits are NaN."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ SAID = continuation(prompt(5), 10)
 
 
 def says_the_same_again(token_ids: list[int]) -> list[int]:
-    """The tokens, extended by a token that the model then repeats."""
+    """The tokens, extended by one that makes the model repeat it."""
     return next(
         longer for token in range(1000) if next_token(longer := [*token_ids, token]) == token
     )
@@ -77,7 +77,7 @@ async def test_reasons_have_an_order(
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 async def test_output_that_repeats_itself_ends(async_scheduling: bool) -> None:
-    """The output ends when a token is repeated (a pattern of one token that occurs twice)."""
+    """The pattern of one token occurs twice, which ends the request."""
     story = Story(async_scheduling=async_scheduling)
     request = story.add("a", REPEATS, num_prompt_tokens=9, repetition=RepetitionDetection(3, 1, 2))
     other = story.add("b", REPEATS, num_prompt_tokens=9, max_tokens=9)

@@ -23,13 +23,11 @@ STATE = KVCacheGroup(AttentionType.STATE_SPACE, BLOCK_SIZE, mamba_cache_mode=Mam
 
 
 def tables(story: Story, key: int) -> tuple[tuple[int, ...], ...]:
-    """The pool's block tables of a request. The first request of a story has the key 1."""
+    """The pool's block tables of a request. The first request that is added has the key 1."""
     return story.pool.core.block_tables(RequestKey(key))
 
 
 class Overheard:
-    """A `KVPool` that records its transactions."""
-
     def __init__(self, pool: InProcessPool) -> None:
         self.operations: list[Operation] = []
         self._pool = pool
@@ -40,7 +38,7 @@ class Overheard:
 
     @property
     def grown(self) -> list[tuple[list[int], list[int]]]:
-        """For each Grow operation: `num_computed_tokens` and `num_slots` of its requests."""
+        """For each Grow operation, the `num_computed_tokens` and `num_slots` of its requests."""
         return [
             (list(operation.num_computed_tokens), list(operation.num_slots))
             for operation in self.operations
@@ -94,11 +92,11 @@ async def test_a_window_does_not_move_over_tokens_of_a_step_in_flight() -> None:
     assert (first.num_computed_tokens, first.num_scheduled_tokens) == ([8], [4])
     assert heard[0].grown == [([0], [12])]
     story.scheduler.update_from_output(prefill, ModelRunnerOutput([[500]]))
-    # Twelve tokens count as computed. Four of them are in flight, of which three are drafts.
+    # Twelve tokens count as computed. Four of them, three of which are drafts, are in flight.
     second = await story.scheduler.schedule()
     assert (second.num_computed_tokens, second.num_scheduled_tokens) == ([12], [4])
     assert heard[0].grown[1:] == [([8], [16])]
-    # Query 12 sees tokens 7 to 12, but query 8, still in flight, sees token 3 in block 1.
+    # Query 12 sees tokens 7 to 12. But query 8, which is in flight, sees token 3 in block 1.
     assert tables(story, 1) == ((1, 2, 3, 4),)
     story.scheduler.update_from_output(first, ModelRunnerOutput([[501]]))
     third = await story.scheduler.schedule()
@@ -129,7 +127,7 @@ async def test_two_groups_of_full_attention_take_twice_the_blocks() -> None:
     assert told.round_trips == 2
 
 
-# Draft heads
+# EAGLE draft heads, for which hits lack their last block
 
 
 async def test_a_burst_that_shares_a_prompt_is_admitted_at_once_where_hits_drop_a_block() -> None:
@@ -168,7 +166,7 @@ async def test_a_state_is_found_only_after_the_step_that_computes_it() -> None:
     story.add("b", prompt(10))
     story.add("c", prompt(10, 300))
     told = await story.step()
-    # Request b waits for the state that a stores, and c waits behind b.
+    # Request b waits for the state that request a stores. Request c waits behind b.
     assert (told.start, story.waiting) == ({"a": 0}, ["b", "c"])
     told = await story.step()
     assert (told.start["b"], told.start["c"]) == (8, 0)
@@ -209,8 +207,8 @@ async def test_where_hits_drop_a_block_the_last_state_of_use_lies_one_block_earl
     story.add("a", prompt(14))
     assert [told.granted["a"] for told in await story.steps(2)] == [8, 6]
     story.add("b", prompt(14))
-    # Of twelve tokens that full attention has cached, four are dropped. The state after eight
-    # tokens is cached.
+    # Full attention has twelve tokens cached, of which four are dropped, because a state is cached
+    # only after eight.
     assert (await story.step()).start["b"] == 8
 
 
@@ -273,8 +271,8 @@ def test_the_longest_request_is_one_that_all_groups_hold(
 
 
 def test_drafts_that_may_yet_be_rejected_hold_a_window_open() -> None:
-    # A step of five tokens, and five tokens before it, lie in at most four blocks. With drafts, the
-    # five tokens before may be followed by four drafts in flight, and then need five blocks.
+    # A step of five tokens, with the five tokens before it, covers at most four blocks. With
+    # drafts, four drafts in flight may lie between them, so that they cover up to five.
     small = {"num_blocks": 5, "max_num_batched_tokens": 5}
     assert max_request_tokens(config(WINDOW, **small)) == 1000
     assert max_request_tokens(config(WINDOW, **small, num_speculative_tokens=4)) == 16

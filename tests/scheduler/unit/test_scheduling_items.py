@@ -1,5 +1,5 @@
-"""Items of prompts, such as images: where chunks end because of items, and when requests share
-encoder outputs.
+"""Multimodal items of prompts, such as images: chunks that end because of an item, and requests
+that share encoder outputs.
 """
 
 from typing import Any

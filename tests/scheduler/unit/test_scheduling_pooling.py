@@ -1,4 +1,4 @@
-"""Requests of a pooling model. A request ends when its prompt is computed."""
+"""Requests of a pooling model, which end when their prompts are computed."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from tests.scenarios.scenario import read_scenario
 
 
 async def run(prompts: dict[str, int], **config: Any) -> dict[str, Any]:
-    """Runs a scenario with prompts of these lengths, which share no tokens and all arrive before
-    step 0. Returns its record.
+    """Runs a scenario in which prompts of these lengths, without common tokens, arrive before step
+    0. Returns its record.
     """
     events = [
         {

@@ -1,4 +1,4 @@
-"""Preemption: the victim when a running request needs a block and no block is free."""
+"""Preemption: which request is preempted when a running one needs a block and none is free."""
 
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, prompt
@@ -66,8 +66,8 @@ async def test_priority_preempts_the_least_important_and_rolls_its_grant_back() 
 
 
 async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -> None:
-    """As in vLLM, the number of tokens of "high" is set before its slots are allocated. Only the
-    allocation preempts "low" and rolls back the grant of "low".
+    """As in vLLM, the number of tokens for "high" is set before its slots are allocated. Only then
+    the allocation preempts "low" and returns the tokens granted to "low" to the budget.
     """
     story = Story(
         num_blocks=8, policy="priority", max_num_batched_tokens=8, scheduler_reserve_full_isl=False
@@ -84,7 +84,9 @@ async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -
 
 
 async def test_a_victim_leaves_no_hash_of_a_block_that_was_never_computed() -> None:
-    """vLLM does leave the hash: it publishes a step's blocks before the whole step is scheduled."""
+    """vLLM leaves the hash, because it publishes the blocks of a step before the whole step is
+    scheduled.
+    """
     story = Story(
         num_blocks=9, policy="priority", max_num_batched_tokens=12, long_prefill_token_threshold=8
     )

@@ -1,4 +1,4 @@
-"""Prefix hits: their length, and the blocks that requests share."""
+"""Prefix hits: how long they are, and which blocks requests share."""
 
 from tests.scheduler.paged_model import continuation
 from tests.scheduler.story import Story, prompt

@@ -1,4 +1,6 @@
-"""Runs random worlds (see tests/scheduler/worlds.py), and checks invariants after each step."""
+"""Runs random worlds (replicas with random requests and incidents, see tests/scheduler/worlds.py),
+and checks invariants after each step.
+"""
 
 import asyncio
 from collections import Counter
@@ -24,12 +26,10 @@ NUM_WORLDS = 3300
 KINDS = [(policy, in_flight) for policy in POLICIES for in_flight in (1, 2)]
 RARE = ("preemptions", "hits", "drafts", "STOP", "ABORT")
 MAX_STEPS = 1500
-"""More steps than any world needs. A request that has not ended by then starves."""
+"""No world needs this many steps. A request that has not ended after them starves."""
 
 
 class MortalPool:
-    """A pool that may be lost in the middle of a step."""
-
     def __init__(self, pool: InProcessPool) -> None:
         self._pool = pool
         self._transactions_left: int | None = None
@@ -39,7 +39,7 @@ class MortalPool:
         self._transactions_left = num_transactions
 
     def live(self) -> None:
-        """Makes the pool work again, as a new pool."""
+        """Replaces the failed pool by a new one."""
         self._transactions_left = None
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
@@ -52,7 +52,7 @@ class MortalPool:
 
 @dataclass(slots=True)
 class Life:
-    """Runs a world and checks it."""
+    """Runs a world, and checks it after each step."""
 
     world: World
     happened: Counter[str]
@@ -152,8 +152,8 @@ class Life:
                 self.story.scheduler.abort(request)
 
     def _check_ends(self) -> None:
-        """Asserts that all requests have ended with the right tokens and finish reason, and that no
-        blocks are in use.
+        """Asserts that all requests have ended with the right tokens and finish reasons, and that
+        no block is in use.
         """
         for arrival, request in self.requests:
             expected, reason = self._expected(arrival)

@@ -1,5 +1,5 @@
-"""The number of pool transactions (round trips) of a step, on which the cost of a remote pool
-depends.
+"""How many pool transactions (round trips) a step takes. The cost of a remote pool depends on this
+number.
 """
 
 from tests.scheduler.story import Story, prompt

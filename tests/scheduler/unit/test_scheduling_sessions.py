@@ -1,4 +1,4 @@
-"""Clients' sessions: resumable requests, which keep their blocks while they wait for more input."""
+"""Client sessions: requests that keep their blocks while they wait for more input."""
 
 from services.common.pool.kv_cache_groups import AttentionType, KVCacheGroup, MambaCacheMode
 from services.common.request.finish import FinishReason
@@ -65,8 +65,8 @@ async def test_input_that_came_early_begins_the_next_turn_at_once() -> None:
 
 
 async def test_the_hash_of_a_block_with_the_dropped_token_is_never_published() -> None:
-    """The last token of the first turn would fill a block. It is dropped, and the next input has
-    another token at the same position.
+    """The last token of the first turn would fill a block, but it is dropped. The next input has
+    another token at its position.
     """
     story = Story()
     session = story.add("s", prompt(7), max_tokens=1, resumable=True)
@@ -99,7 +99,7 @@ async def test_a_lost_pool_costs_a_session_computation_and_no_token() -> None:
 
 
 async def test_two_sessions_do_not_wait_for_each_others_blocks() -> None:
-    """No request runs, and neither session's next turn fits beside the other session's blocks."""
+    """No request runs. Neither session's next turn fits beside the blocks of the other session."""
     story = Story(num_blocks=9, max_model_len=32)
     sessions = [
         story.add(name, prompt(12, first=first), max_tokens=1, resumable=True)
@@ -117,7 +117,9 @@ async def test_two_sessions_do_not_wait_for_each_others_blocks() -> None:
 
 
 async def test_a_session_that_holds_all_blocks_does_not_wait_for_itself() -> None:
-    """Two states fill the pool. The next turn needs a block for a third one before it frees one."""
+    """Two states fill the pool. The next turn needs a block for a third one, before it frees
+    one.
+    """
     states = KVCacheGroup(AttentionType.STATE_SPACE, 4, mamba_cache_mode=MambaCacheMode.ALIGN)
     story = Story(num_blocks=3, groups=(states,), max_model_len=40)
     session = story.add("s", prompt(6), max_tokens=1, resumable=True)
@@ -131,7 +133,7 @@ async def test_a_session_that_holds_all_blocks_does_not_wait_for_itself() -> Non
 
 
 async def test_a_state_that_a_step_in_flight_overwrites_is_not_gone_on_from() -> None:
-    """When the turn ends, a step in flight computes a token that is dropped."""
+    """When the turn ends, a step in flight is computing a token that is dropped."""
     groups = (
         KVCacheGroup(AttentionType.FULL, 4),
         KVCacheGroup(AttentionType.STATE_SPACE, 4, mamba_cache_mode=MambaCacheMode.ALIGN),

@@ -1,5 +1,5 @@
-"""Speculative decoding. A request that is admitted with one token to compute is scheduled with
-placeholders for drafts, if the limits allow it.
+"""Speculative decoding. If an admitted request has one token to compute, placeholders for drafts
+are scheduled with it, within the limits.
 """
 
 import pytest
@@ -11,7 +11,9 @@ from tests.scheduler.story import Story, prompt
 
 
 async def enter_beside_another(num_prompt_tokens: int, **config: int) -> dict[str, int]:
-    """The scheduled tokens of the step that admits a cached prompt beside a decoding request."""
+    """The numbers of scheduled tokens in the step that admits a cached prompt beside a decoding
+    request.
+    """
     story = Story(num_speculative_tokens=2, **config)
     story.add("first", prompt(num_prompt_tokens), max_tokens=2)
     await story.run()
@@ -61,8 +63,8 @@ async def test_requests_share_a_bounded_number_of_rows() -> None:
 
 
 async def test_with_stages_no_draft_stands_in_place_of_a_token_that_is_in_flight() -> None:
-    """The second request is preempted while one of its steps is in flight, and is then resumed. The
-    drafts of that step arrive later, but cannot follow the token of the step that resumes the
+    """The second request is preempted while one of its steps is in flight, and then resumes. The
+    drafts of that step arrive later. They cannot follow the token of the step that resumes the
     request, because this token is still in flight.
     """
     first, second = prompt(7), prompt(5, first=300)

@@ -1,5 +1,5 @@
-"""The parts of a request's time at a replica. A part for a wait names the request that held the
-missing blocks, budget or slot.
+"""The parts of a request's time at a replica. The part for a wait names the request that occupied
+the missing blocks, budget or slot.
 """
 
 from services.common.telemetry.time_parts import TimePart
@@ -11,7 +11,9 @@ from tests.scheduler.traced_story import SECOND, TracedStory
 
 
 async def parts_of(story: TracedStory, request: Request) -> list[TimePart]:
-    """Runs the story to its end. Returns the parts of a request's time, which must add up."""
+    """Runs a traced scheduler until all requests have ended. Returns the parts of a request's time,
+    which must add up.
+    """
     await story.to_the_end()
     assert request.times is not None
     assert sum(part.nanos for part in request.times.parts) == sum(request.times[:3])

@@ -1,4 +1,6 @@
-"""The laboratory's loads of agents, and the effect of policies that retain contexts on them."""
+"""The simulated loads of agents, and how policies that retain contexts (KV blocks of an ended
+request for the program's next one) affect them.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +23,7 @@ TIMES = StepTimes(
 
 
 Sample = list[tuple[Turn, ...]]
-"""The turns of each of many programs."""
+"""The turns (requests) of each of many programs."""
 
 
 def all_turns(sample: Sample) -> list[Turn]:
@@ -94,7 +96,7 @@ LOADS: dict[str, dict[str, float]] = {
         "median output": 200,
         "mean pause": 8 + 30,
     },
-    # 45 % of `swe`, 45 % of `chat`, and 10 % of `swe` with four times the turns.
+    # The programs are 45 % `swe`, 45 % `chat`, and 10 % `swe` with four times the turns.
     "mixed": {
         "mean turns": 0.45 * 10.9 + 0.45 * 2 + 0.1 * 4 * 10.9,
         "single turns": 0.45 * 0.5,
@@ -138,7 +140,7 @@ def run(policy: str, num_blocks: int) -> RunResult:
 
 
 def test_programs_end_sooner_where_contexts_do_not_fit() -> None:
-    """The contexts of the programs that run at one time need about three times the pool."""
+    """The programs that run at one time need contexts of about three times the pool's size."""
     fcfs, program = run("fcfs", 251), run("program", 251)
     assert fmean(fcfs.accounts.job_seconds) > 1.8 * fmean(program.accounts.job_seconds)
     assert program.num_computed_tokens < 0.6 * fcfs.num_computed_tokens
@@ -170,7 +172,7 @@ def test_the_work_that_is_left_is_the_order_if_it_is_known() -> None:
 
 
 def test_contexts_of_live_programs_are_counted_while_programs_arrive() -> None:
-    """A step takes a second, and 0.1 s more for each token if it computes a prompt."""
+    """A step takes a second. If it computes a prompt, it takes 0.1 s more for each token."""
     turns, last = [(10, 3, 0.0), (10, 1, 5.0)], [(1, 1, 0.0)]
     run = simulate(setup(), [program(1, 0.0, *turns), program(2, 40.0, *last)])
     first, pause, second = 10 * (2.0 + 1.0 + 1.0), 13 * 5.0, 23 * 3.3

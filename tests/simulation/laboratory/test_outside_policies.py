@@ -1,4 +1,4 @@
-"""A policy outside of `services` runs in the simulator, in replay and in the server alike."""
+"""A policy that is not part of `services` runs in the simulator, in replays and in the server."""
 
 import json
 import subprocess

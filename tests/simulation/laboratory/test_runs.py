@@ -1,6 +1,4 @@
-"""Whole runs of the simulator's laboratory. The expected numbers are worked out by hand or by
-queueing theory.
-"""
+"""Whole runs of the simulator. The expected numbers are computed by hand or by queueing theory."""
 
 import random
 from collections.abc import Iterator
@@ -44,8 +42,8 @@ def test_serving_costs_make_steps_and_new_requests_longer() -> None:
 
 def test_a_programs_time_alone_is_its_time_on_an_idle_replica() -> None:
     run = simulate(setup(), [program(1, 0.0, (100, 30, 0.0), (20, 40, 10.0))])
-    # A hit has whole blocks, here 128 of the 129 computed tokens. So one token is computed again,
-    # which takes 0.1 s.
+    # A hit consists of whole blocks, here 128 of the 129 computed tokens. So one token is computed
+    # again, which takes 0.1 s.
     (taken,), (alone,) = run.accounts.job_seconds, run.accounts.alone_seconds
     assert taken - alone == pytest.approx(0.1)
 
@@ -78,14 +76,14 @@ def test_the_next_turn_waits_for_all_subagents() -> None:
 def test_a_compacted_context_is_computed_again_behind_the_shared_prefix() -> None:
     turns = (Turn(80, 1), Turn(8, 1, num_kept_tokens=40))
     run = simulate(setup(), [Program(1, 0.0, turns, num_shared_tokens=32)])
-    # The second prompt has 48 tokens, of which only the 32 shared tokens are hit.
+    # Of the second prompt's 48 tokens, only the 32 that the prompts share are found in the cache.
     assert run.accounts.num_cached_tokens == 32
     assert run.accounts.num_evicted_tokens == 0
 
 
 def test_waste_counts_what_was_evicted() -> None:
-    # The pool has 15 blocks. The first program fills 12 blocks (192 tokens). The 14 blocks of the
-    # second program evict blocks of the first.
+    # The pool has 15 blocks. The first program fills 12 blocks (192 tokens). The second one needs
+    # 14 blocks, which evict blocks of the first.
     first = program(1, 0.0, (200, 1, 0.0), (8, 1, 100.0))
     run = simulate(setup(num_blocks=16), [first, program(2, 30.0, (220, 1, 0.0))])
     assert run.accounts.num_cached_tokens < 192
@@ -93,8 +91,8 @@ def test_waste_counts_what_was_evicted() -> None:
 
 
 def test_an_evicted_context_is_loaded_from_the_tier() -> None:
-    # The pool has 15 blocks. The first program fills 12 blocks. The 14 blocks of the second program
-    # evict 11 of them.
+    # The pool has 15 blocks. The first program fills 12. The second one needs 14 blocks, which
+    # evict 11 of these.
     first = program(1, 0.0, (200, 1, 0.0), (8, 1, 100.0))
     with_tier = replace(setup(num_blocks=16), tier=TierSize(40, seconds_per_block=0.5))
     run = simulate(with_tier, [first, program(2, 30.0, (220, 1, 0.0))])
@@ -109,8 +107,8 @@ def test_loads_use_one_link_one_after_another_while_steps_run() -> None:
     others = [program(3, 50.0, (220, 1, 0.0)), program(4, 108.0, (8, 30, 0.0))]
     with_tier = replace(setup(num_blocks=17), tier=TierSize(40, seconds_per_block=2.0))
     run = simulate(with_tier, [*evicted, *others])
-    # Each program loads 6 blocks in 12 s. The second program arrives 7.4 s after the first and
-    # waits 4.6 s for the link.
+    # Each program loads 6 blocks in 12 s. The second one arrives 7.4 s after the first, and waits
+    # 4.6 s until the first has loaded.
     assert run.accounts.later_turn_seconds.tolist() == pytest.approx([12 + 3.0, 4.6 + 12 + 2.9])
     assert run.accounts.num_evicted_tokens == 0
 

@@ -1,4 +1,4 @@
-"""Workloads from trace files, and the quantiles of generated workloads."""
+"""Workloads that are read from trace files, and the quantiles of generated workloads."""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""The kernels of a step compile to machine code for Ampere and Hopper. The code is not run."""
+"""All kernels that a step needs compile to machine code for Ampere and Hopper GPUs. The code is not
+run.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ SHARED_BYTES = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
 
 
 class Multiprocessors(CpuDevice):
-    """A CPU on which attention is divided as on the multiprocessors of an H200."""
+    """Divides attention as on the multiprocessors of an H200."""
 
     num_processors = 132
 
@@ -45,7 +47,7 @@ class AbsentGpu:
 
 @contextmanager
 def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]]]:
-    """In this context kernels are compiled instead of run. The list collects compiled kernels."""
+    """In this context kernels are compiled but not run. The yielded list collects them."""
     compiled: list[tuple[str, Any]] = []
     launch = JITFunction.run
 
@@ -62,7 +64,9 @@ def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]
 
 
 def mixed_step(layer: AttentionLayer, block_size: int) -> None:
-    """Runs a step with two decodes, a chunk after many tokens, and a chunk at a prompt's start."""
+    """Runs a step with two decodes, a chunk that follows many tokens, and a chunk at a prompt's
+    start.
+    """
     counts, lengths = [1, 1, 17, 3], [20, 300, 400, 3]
     width = MAX_MODEL_LEN // block_size
     shape = AttentionShape((layer,), block_size, 4 * width + 1, torch.bfloat16)

@@ -1,5 +1,5 @@
-"""Results of the kernels for ARM equal references in double precision. A row has the same bits with
-any number of rows, any chunks and any pages.
+"""The kernels for ARM compute the results of references in double precision. A row has the same
+bits with any number of rows, any chunks and any pages.
 """
 
 import math
@@ -18,7 +18,7 @@ DEPTH = 96
 PLAIN, INT8, INT4, FP8, W8A8 = range(5)
 """The weight formats, numbered as in the enumeration WeightFormat in cpp/quantized.h."""
 LENGTH, TABLE = 100, 112
-"""The number of tokens of the sequence, and the number of tokens that fit into its pages."""
+"""The number of tokens of the sequence, and the number that fits into its pages."""
 
 
 RANDOM = np.random.default_rng()
@@ -69,7 +69,9 @@ def assert_near(found: np.ndarray, expected: np.ndarray, tolerance: float) -> No
 def packed(
     arm: EmulatedLibrary, elements: Elements, projection: library.Projection, *source: np.ndarray
 ) -> library.Projection:
-    """Adds a packed weight to the projection. `source`: its elements, or codes, scales, offsets."""
+    """Adds a packed weight to the projection. `source` are its elements, or its codes, scales and
+    offsets.
+    """
     size = arm.call(f"*panel_bytes_{elements.name}", projection)
     panels = -(-projection.columns // arm.call("panel_width"))
     projection.packed = arm.address(arm.empty(panels * size, np.uint8))
@@ -85,7 +87,7 @@ def packed(
 def products(
     arm: EmulatedLibrary, elements: Elements, projection: library.Projection, x: np.ndarray
 ) -> np.ndarray:
-    """The outputs of all rows. Asserts that they do not depend on the number of rows in a call."""
+    """The outputs of all rows, which are asserted not to depend on the number of rows in a call."""
     given, width = arm.copy(x), projection.columns // (2 if projection.epilogue else 1)
     output = arm.empty((len(x), width), elements.dtype)
     begin, found = 0, []
@@ -175,7 +177,7 @@ def test_norms(arm: EmulatedLibrary, elements: Elements) -> None:
 
 def in_eight_bits(heads: np.ndarray) -> np.ndarray:
     """Quantizes heads [..., dim] to 8 bits, as cpp/codes.h describes, and dequantizes them. Codes
-    are rounded in float32, as in the library. Otherwise ties could become other codes.
+    are rounded in float32 as in the library, because ties could otherwise become other codes.
     """
     single = heads.astype(np.float32)
     largest, most = np.abs(single).max(-1, keepdims=True), np.float32(127)
@@ -197,7 +199,9 @@ class Sequence:
     def outputs(
         self, arm: EmulatedLibrary, counts: list[int], page: int, cache_format: int
     ) -> np.ndarray:
-        """The outputs of all tokens, computed in steps of `counts` tokens, with shuffled pages."""
+        """The outputs of all tokens, computed in steps of `counts` tokens, with pages in shuffled
+        order.
+        """
         arm.clear()
         blocks = 1 + -(-TABLE // page)
         head = -(-self.dim // 16) * 16 + 4 if cache_format else self.dim
@@ -230,7 +234,9 @@ class Sequence:
         return output.copy()
 
     def exact(self, cache_format: int) -> np.ndarray:
-        """The outputs in double precision. Keys and values are quantized if the cache has codes."""
+        """The outputs in double precision. If the cache has codes, keys and values are
+        quantized.
+        """
         values = self.elements.values(self.fused)
         cos, sin = (self.elements.values(part)[:, None] for part in (self.cos, self.sin))
         end = 2 * self.half
@@ -258,7 +264,7 @@ class Sequence:
 
 
 WAYS = ((16, [1, 7, 33, 2, 45, *12 * [1]]), (3, [*5 * [1], 64, 31]), (64, [70, 30]))
-"""Pairs of the number of tokens in a page and the numbers of tokens in the steps."""
+"""Pairs of a page's number of tokens and the numbers of tokens of the steps."""
 
 
 @pytest.mark.parametrize("cache_format", [0, 1], ids=["elements", "codes"])

@@ -1,4 +1,4 @@
-"""Sums of products of bytes are exact with the instructions of every kind of ARM processor."""
+"""Sums of products of bytes are exact with the instructions of each kind of ARM processor."""
 
 import subprocess
 from pathlib import Path

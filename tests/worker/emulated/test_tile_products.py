@@ -1,4 +1,4 @@
-"""Products of kernels with emulated tiles have the same bits as a model in NumPy."""
+"""Matrix products by emulated tile instructions have the same bits as those of a model in NumPy."""
 
 import numpy as np
 import pytest
@@ -50,9 +50,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Functions:
 
 
 def added(total: np.ndarray, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """`total` + x times the transposed weight, in the order of tiles. In each 32 elements of depth,
-    products at even and at odd depths are summed separately. Each addition is rounded once to
-    float32, since products of bfloat16 numbers are exact in double precision.
+    """`total` + x times the transposed weight, added in the order of tiles: in each 32 elements of
+    depth, products at even and at odd depths are summed separately. Each addition is rounded once
+    to float32, because products of bfloat16 numbers are exact in double precision.
     """
     for first in range(0, x.shape[1], 32):
         sums = np.zeros((2, len(x), len(weight)), np.float32)
@@ -98,7 +98,7 @@ def test_quantized_weights_have_the_bits_of_the_model(
     codes = torch.randint(-most, most, (COLUMNS, depth), dtype=torch.int8)
     if kind == "fp8":
         codes = (codes.float() / 32).to(torch.float8_e4m3fn)
-    # Multiplications by scales that are powers of two are exact.
+    # The scales are powers of two, by which multiplications are exact.
     scales = 2.0 ** torch.randint(-9, -3, (COLUMNS, depth // group))
     weight = QuantizedWeight(
         codes, scales, None, bits=4 if kind == "int4" else 8, dtype=torch.bfloat16

@@ -1,4 +1,6 @@
-"""Attention with emulated tiles equals a scalar model, for any rows that are computed at once."""
+"""Attention by emulated tile instructions equals a scalar model, whatever rows are computed
+together.
+"""
 
 import ctypes
 from types import SimpleNamespace
@@ -71,9 +73,9 @@ def tiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def added(totals: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """totals + a @ b in the order of tiles. In each TILE_DEPTH elements of depth, the products of
-    even and of odd elements are summed separately. Then the two sums are added, and the result is
-    added to the totals. Products, and their sums with a float32, are exact in float64.
+    """totals + a @ b, added in the order of tiles: in each TILE_DEPTH elements of depth, the
+    products of even and of odd elements are summed separately. Then the two sums are added, and the
+    result is added to the totals. Products, and their sums with a float32, are exact in float64.
     """
     wide, deep = a.astype(np.float64), b.astype(np.float64)
     for first in range(0, len(b), TILE_DEPTH):
@@ -151,8 +153,8 @@ def test_bits_do_not_depend_on_steps_threads_and_pages(
 
 
 def test_the_sign_of_zero_does_not_depend_on_the_rows_beside(tiled: ctypes.CDLL) -> None:
-    """The sum of the two values is a denormal number, so it becomes -0. Keys that only other rows
-    attend to add a product of 0 to this sum.
+    """The sum of the two values is a denormal number, which becomes -0. Keys to which only other
+    rows attend add a product of 0 to it.
     """
     native = SimpleNamespace(functions=tiled)
     inputs = Inputs("a window longer than a part", torch.bfloat16)

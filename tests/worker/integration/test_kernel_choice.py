@@ -1,4 +1,4 @@
-"""Tests which kernels a worker uses. Without a compiler a worker uses torch's kernels."""
+"""Which kernels a worker uses. Without a compiler it uses torch's."""
 
 import logging
 import os
@@ -115,7 +115,7 @@ def test_stopping_the_start_does_not_wait_for_the_compiler(
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the kernels' sources with one function, and records the calls of the linker."""
+    """Replaces the kernels' sources by a single function, and records the calls of the linker."""
     (tmp_path / "float32.cpp").write_text(
         'extern "C" int panel_width() { return 16; }\n'
         'extern "C" int tile_palettes() { return 1; }\n'
@@ -158,7 +158,7 @@ def test_damaged_kernels_are_compiled_again(
     assert load_compiled(tmp_path / "cache", lambda: None).panel_width() == 16
     [kept] = (tmp_path / "cache").rglob("*.so")
     whole = kept.read_bytes()
-    # The library is truncated, as after a crash. It must be a new file, because the old file is
+    # The library is truncated, as after a crash. It must be a new file, because the old one is
     # mapped into this process.
     kept.unlink()
     kept.write_bytes(whole[: len(whole) // 2])

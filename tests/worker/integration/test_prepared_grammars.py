@@ -1,4 +1,4 @@
-"""Grammars that a worker receives before a step are compiled outside of steps."""
+"""Grammars that a worker receives ahead of a step are compiled outside of steps."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

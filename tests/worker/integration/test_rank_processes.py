@@ -1,4 +1,4 @@
-"""Ranks that are separate processes form a group, agree, and end together."""
+"""Ranks in separate processes form a group, agree on tokens, and end together."""
 
 import asyncio
 import signal
@@ -57,7 +57,7 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
                 worker_pb2.DescribeRequest(release=own_release()), timeout=60
             )
         assert (described.rank, described.world_size, described.num_blocks) == (rank, 2, 40)
-        # A rank has one of two key-value heads in both layers, in float32.
+        # A rank has one of the two key-value heads of both layers, in float32.
         assert described.bytes_per_block == 16 * 2 * 12 * 2 * 4
     began = time.monotonic()
     second.send_signal(signal.SIGKILL)

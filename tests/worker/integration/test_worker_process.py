@@ -23,7 +23,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_path: Path) -> None:
-    """The machine has no compiler and no cache of compiled kernels."""
+    """There is no compiler and no cache of compiled kernels on the machine."""
     address = f"unix:{tmp_path / 'worker.sock'}"
     process = await start(
         *("--model", str(directory), "--address", address),

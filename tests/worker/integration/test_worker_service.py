@@ -1,4 +1,4 @@
-"""Tests a worker over gRPC: steps in flight, streams that replace streams, and invalid steps."""
+"""A worker over gRPC: steps in flight, streams that replace older streams, and invalid steps."""
 
 import asyncio
 import threading

@@ -1,7 +1,8 @@
-"""Loads of KV blocks within a step that fail, while requests share the blocks or are aborted.
+"""Loads of KV blocks that fail within a step, while other requests share the blocks or requests are
+aborted.
 
-`elsewhere(n, fail_blocks=[i])` is a prompt whose first n tokens are external, where loads of the
-block with index i fail. A block has four tokens.
+`elsewhere(n, fail_blocks=[i])` is a prompt whose first n tokens are in external storage, from which
+loads of the block with index i fail. A block has four tokens.
 """
 
 from tests.scheduler.options.transfers.test_scheduling_connector import elsewhere, request, story
@@ -20,7 +21,9 @@ async def test_an_aborted_request_leaves_no_hash_of_a_block_that_was_not_loaded(
 
 
 async def test_an_aborted_request_leaves_no_hash_of_a_block_after_one_that_was_not_loaded() -> None:
-    """In the step of the load, another request hits the loaded blocks and computes the next one."""
+    """In the step of the load, a second request hits the loaded blocks and computes the next
+    block.
+    """
     steps = await story(
         (0, request("other", 5, first=300) | {"max_tokens": 8}),
         (0, request("a", 9, **elsewhere(8, fail_blocks=[1]))),
@@ -48,7 +51,7 @@ async def test_who_shares_a_block_that_was_not_loaded_computes_it_if_the_first_o
 
 async def test_tokens_computed_from_a_block_before_it_was_loaded_again_are_dropped() -> None:
     """The second request repeats the last token of its prompt until the first request has computed
-    the block that both share.
+    the block that the two share.
     """
     steps = await story(
         (0, request("a", 10, **elsewhere(8, fail_blocks=[1], times=1))),

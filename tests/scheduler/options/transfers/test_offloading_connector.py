@@ -1,4 +1,4 @@
-"""Offloading of KV blocks to a tier of host memory: which blocks are stored, and which are loaded.
+"""KV blocks are offloaded to a tier of host memory: which are stored, and which are loaded.
 
 A block has four tokens.
 """
@@ -48,12 +48,12 @@ HYBRID = replace(
     ),
 )
 PROMPT = list(range(100, 113))
-"""A prompt that fills three blocks, and has one more token."""
+"""A prompt that fills three blocks and has one more token."""
 
 
 class Story:
-    """A scheduler, its KV connector, and workers that sample the token 7. Loads end when the test
-    calls `finish_loads`.
+    """A scheduler with a KV connector. Its workers are simulated, and sample the token 7 each time.
+    Loads end when the test calls `finish_loads`.
     """
 
     def __init__(self, config: SchedulerConfig = CONFIG, num_tier_blocks: int = 20) -> None:
@@ -78,14 +78,15 @@ class Story:
         return request
 
     async def step_with_a_load(self) -> ConnectorLoad:
-        """Runs a step that begins one load. Returns the load."""
         plan = await self.step()
         assert plan.kv_connector_metadata is not None
         (load,) = plan.kv_connector_metadata.loads
         return load
 
     def finish_loads(self, *invalid: BlockId) -> None:
-        """Ends all loads. The output of the next step reports their ends and the invalid blocks."""
+        """Ends all loads. The output of the next step reports the ends, and the blocks `invalid` as
+        not loaded.
+        """
         self.ended, self.loading, self.invalid = self.loading, [], list(invalid)
 
     async def step(self) -> SchedulerOutput:
@@ -107,14 +108,16 @@ class Story:
         return plan
 
     async def run(self) -> None:
-        """Runs steps until nothing is left to do. A load ends in the step after its own."""
+        """Runs steps until nothing is left to do. Each load ends in the step after the one that
+        began it.
+        """
         while self.scheduler.has_work:
             self.finish_loads()
             await self.step()
 
     async def stored(self) -> "Story":
-        """Runs a request with `PROMPT`, so that its three blocks are in the tier, and empties the
-        prefix cache.
+        """Runs a request with `PROMPT` and empties the prefix cache. The prompt's three blocks are
+        then only in the tier.
         """
         self.add()
         await self.run()
@@ -237,8 +240,8 @@ async def test_of_states_the_last_one_is_loaded() -> None:
     story = Story(HYBRID)
     story.add(max_tokens=6)
     await story.run()
-    # The prompt fills three blocks of keys and values, and a state is stored at their end. Then the
-    # decoded tokens fill one more block, and a state is stored at its end.
+    # The prompt fills three blocks of keys and values, and a state is stored at its end. The
+    # decoded tokens fill one more block, at whose end a state is stored, too.
     assert story.connector.stats.num_stored_blocks == 3 + 1 + 1 + 1
     assert await story.scheduler.reset_prefix_cache()
     request = story.add()
@@ -288,7 +291,7 @@ async def test_with_windows_a_damaged_block_voids_the_load() -> None:
 
 async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
     """The query at position 12 sees positions 8 to 12, which are loaded. If the load were cut to 8
-    tokens, the query at position 8 would see positions 4 to 8.
+    tokens, the query at position 8 would see positions 4 to 8, which are not.
     """
     story = await Story(
         replace(CONFIG, groups=(KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),))
@@ -305,7 +308,7 @@ async def test_a_window_that_is_the_only_group_is_not_cut_either() -> None:
 
 
 async def test_a_block_that_a_window_gave_back_is_no_longer_its_request_s() -> None:
-    """A load into a block fails. The block was freed before by a running request's window."""
+    """A load into a block fails after a running request's window has freed the block."""
     groups = (KVCacheGroup(AttentionType.SLIDING_WINDOW, 4, window=5),)
     story = await Story(replace(CONFIG, groups=groups, num_blocks=6)).stored()
     running = story.add(list(range(300, 313)), max_tokens=20)
@@ -381,7 +384,7 @@ async def test_a_tier_smaller_than_what_a_step_fills_stores_what_is_left_of_it()
     story = Story(num_tier_blocks=2)
     story.add()
     await story.step()
-    # The tier has two blocks. Of the three full blocks, the last is not stored.
+    # The tier has room for two blocks, so the last of the three full blocks is not stored.
     assert stores(await story.step()) == [(1, 0), (2, 1)]
 
 
@@ -406,5 +409,5 @@ async def test_decoded_blocks_are_stored_once_their_tokens_are_known(
     stored: list[tuple[int, int]] = []
     while story.scheduler.has_work:
         stored += stores(await story.step())
-    # The last of 13 tokens is never computed, so that three blocks are full.
+    # Three blocks are full, because the last of the 13 tokens is never computed.
     assert [block for block, _ in stored] == [1, 2, 3]

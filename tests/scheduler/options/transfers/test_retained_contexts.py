@@ -1,5 +1,6 @@
-"""The policy `program` with a KV connector: when the blocks of an ended turn become a paused
-context, and when a load may use blocks of paused contexts.
+"""The policy `program` with a KV connector. The blocks of an ended turn become a paused context (KV
+blocks retained for the program's next turn). The tests show when, and when a load may use blocks of
+paused contexts.
 """
 
 from collections import deque
@@ -19,7 +20,7 @@ from tests.scheduler.story import prompt
 
 
 class Run:
-    """A scheduler with a KV connector. A step takes a tenth of a second of simulated time."""
+    """A scheduler with a KV connector. Each step takes a tenth of a second of simulated time."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class Run:
         self.scheduler = Scheduler(
             self.config, self.pool, connected(self.connector), lambda: self.now
         )
-        for _ in range(20):  # the estimated cost of a prompt token is a second
+        for _ in range(20):  # a prompt token is estimated to cost a second
             self.scheduler.step_costs.observe(1, 1, 1.0)
             self.scheduler.step_costs.observe(1, 101, 101.0)
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -81,7 +82,7 @@ class Run:
 
     @property
     def contexts(self) -> dict[int, int]:
-        """Maps each paused context in the pool to its number of blocks."""
+        """Maps each paused context that the pool has to its number of blocks."""
         found = self.pool.core._blocks.contexts
         return {} if found is None else {one: len(of) for one, of in found._contexts.items()}
 

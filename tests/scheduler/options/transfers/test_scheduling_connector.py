@@ -1,4 +1,6 @@
-"""Scheduling with a KV connector, in scenarios. A block has four tokens."""
+"""Scheduling with a KV connector, in scenarios (scripted runs of the scheduler). A block has four
+tokens.
+"""
 
 import asyncio
 from typing import Any
@@ -42,8 +44,8 @@ def elsewhere(num_tokens: int, **fields: Any) -> Record:
 async def story(
     *adds: tuple[int, Record], aborts: tuple[tuple[int, str], ...] = (), **config: Any
 ) -> list[Record]:
-    """Runs a scenario. Requests arrive, or are aborted, before the given steps. Returns the records
-    of all steps.
+    """Runs a scenario in which requests arrive, or are aborted, before the given steps. Returns the
+    records of all steps.
     """
     events: list[Record] = [{"step": step, "add": add} for step, add in adds]
     events += [{"step": step, "abort": name} for step, name in aborts]
@@ -135,8 +137,8 @@ async def test_what_was_loaded_before_the_first_invalid_block_stays():
 
 
 async def test_a_victim_leaves_no_hash_of_a_block_that_was_not_loaded():
-    """Of the blocks that the request loads, the first is invalid. When the request is preempted, it
-    has computed half of this block, token by token.
+    """The first of the blocks that the request loads is invalid. The request computes half of this
+    block, token by token, and is then preempted.
     """
     steps = await story(
         (0, request("a", 5, first=300) | {"max_tokens": 8}),
@@ -163,8 +165,8 @@ async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
     others: tuple[int, ...], loads: list[int]
 ):
     """A load must leave free the blocks that prefills still need. A request whose load failed is
-    one of these prefills, even for its own next load. When no request runs, the request does not
-    count, because it would wait for itself.
+    such a prefill, even for its own next load. If no request runs, it does not count, because it
+    would wait for itself.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
@@ -176,8 +178,8 @@ async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
 
 
 async def test_two_failed_loads_do_not_wait_for_each_other():
-    """After the failures neither request has blocks. Then a load of one of them need not leave the
-    blocks free that the other needs.
+    """After the failures neither request has blocks. A load of one of them need not leave free the
+    blocks that the other needs.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
@@ -189,8 +191,8 @@ async def test_two_failed_loads_do_not_wait_for_each_other():
 
 
 async def test_a_failed_load_does_not_wait_for_a_loaded_request_behind_it():
-    """The second request was loaded and has blocks that the first one lacks, but is not admitted
-    before the first one. Therefore the second request is preempted.
+    """The second request was loaded. It has blocks that the first one lacks, but cannot be admitted
+    before it. Therefore the second one is preempted.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
@@ -204,7 +206,7 @@ async def test_a_failed_load_does_not_wait_for_a_loaded_request_behind_it():
 
 
 async def test_drafts_of_a_step_whose_token_is_dropped_follow_the_tokens_before_it():
-    """The next step computes the tokens of the failed block again, and the drafts after them."""
+    """The next step computes the tokens of the failed block again, with the drafts after them."""
     remote = elsewhere(8, fail_blocks=[1])
     steps = await story((0, request("a", 9, **remote)), num_speculative_tokens=2)
     assert "outputs" not in steps[0]
@@ -224,7 +226,9 @@ async def test_a_prompt_of_one_token_is_loaded_once():
 
 
 async def test_a_failed_load_of_a_prompt_of_one_token_ends_the_request():
-    """The first group keeps states and has no block to load, but the other group has a block."""
+    """The first KV-cache group has recurrent states and no block to load, but the other group has
+    one.
+    """
     steps = await story(
         (0, request("a", 1, **elsewhere(1, **{"async": True, "fail_recving": True}))),
         kv_cache_groups=STATES[::-1],
@@ -236,7 +240,7 @@ async def test_a_failed_load_of_a_prompt_of_one_token_ends_the_request():
 
 
 async def test_where_all_layers_keep_states_nothing_is_loaded_for_a_prompt_of_one_token():
-    """The state before the only token is empty."""
+    """The recurrent state before the only token is empty, so that there is nothing to load."""
     one = request("a", 1, **elsewhere(1, **{"async": True}))
     steps = await story((0, one), kv_cache_groups=STATES[1:])
     assert not any("loads" in step for step in steps)
@@ -244,7 +248,7 @@ async def test_where_all_layers_keep_states_nothing_is_loaded_for_a_prompt_of_on
 
 
 async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
-    """The second step in flight was planned as if the first had loaded all of the blocks."""
+    """The second step in flight was planned as if the first one had loaded all blocks."""
     remote = elsewhere(8, fail_blocks=[1], times=1)
     steps = await story((0, request("a", 10, **remote)), async_scheduling=True)
     assert [step["start"] for step in steps[:3]] == [[8], [10], [4]]
@@ -255,7 +259,7 @@ async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
 
 async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_whole_sees():
     """The last token of the prompt is computed again. The window of its query includes both blocks,
-    although the window of the next token's query includes only the second.
+    but the window of the next token's query only the second one.
     """
     whole = elsewhere(8, **{"async": True})
     steps = await story((0, request("a", 8, **whole)), kv_cache_groups=WINDOW)
@@ -264,7 +268,9 @@ async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_wh
 
 
 async def test_the_state_that_is_loaded_with_a_whole_prompt_is_the_one_before_its_last_token():
-    """The last token is computed again. It begins a block, where the state after it is stored."""
+    """The last token is computed again. It begins a block, at whose end the state after the token
+    is stored.
+    """
     whole = elsewhere(9, **{"async": True})
     steps = await story((0, request("a", 9, **whole)), kv_cache_groups=STATES)
     assert steps[0]["loads"] == [["a", 9, True, [[1, 2, 3], [0, 4]]]]
@@ -373,7 +379,7 @@ async def test_without_a_load_a_hit_is_one_of_all_groups():
 
 
 async def test_a_pool_that_is_lost_while_a_failed_load_is_looked_at_costs_computation_only():
-    """The request has lost its blocks, but still waits in the queue of loading requests."""
+    """The request has lost its blocks, but still waits in the queue of requests that load."""
     config = SchedulerConfig(
         max_num_seqs=4,
         max_num_batched_tokens=32,
@@ -411,7 +417,9 @@ def test_a_connector_and_its_role_go_together():
 
 
 class Undecided(StandInConnector):
-    """A connector that does not know the number of external tokens until the test sets `answer`."""
+    """A connector that returns None (not known yet) for the number of external tokens until the
+    test sets `answer`.
+    """
 
     answer: ExternalMatch | None = None
 

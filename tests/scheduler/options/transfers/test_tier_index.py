@@ -1,5 +1,5 @@
-"""The index of the tier of host memory for offloaded KV blocks: which blocks are replaced, in
-examples and compared with a naive index.
+"""The scheduler's index of the host-memory tier for offloaded KV blocks: which blocks are replaced,
+in examples and compared with a naive index.
 """
 
 import random

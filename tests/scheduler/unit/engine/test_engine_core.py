@@ -1,5 +1,5 @@
-"""The loop of the scheduler's engine: requests are added, and tokens are delivered, in spite of
-pauses, aborts, and losses of pool or workers.
+"""The engine, the scheduler's loop that plans and sends steps: it adds requests and delivers
+tokens, in spite of pauses, aborts, and losses of the pool or the workers.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A request whose steps always fail is found and ended. The other requests continue."""
+"""The engine finds the request whose steps always fail and ends it. Other requests continue."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""The time at which the next step is planned while another step runs."""
+"""When the next step is planned while another step runs."""
 
 import random
 
@@ -19,8 +19,8 @@ Seconds = st.floats(0, 0.1)
 
 
 def run_steps(clock: PlanningClock, count: int, room: float, num_tokens: int = 8) -> None:
-    """Runs `count` steps of one size in a row. `room` is the time for which planning can be delayed
-    after the start of such a step, so that workers do not wait.
+    """Runs `count` steps of one size in a row. `room` is for how long after the start of such a
+    step planning can be delayed without making the workers wait.
     """
     for step in range(count):
         clock.begins(num_tokens, 100.0)
@@ -77,7 +77,7 @@ def test_where_there_is_hardly_any_room_nothing_is_put_off() -> None:
 
 
 def test_steps_that_are_done_before_the_next_was_planned_are_put_off_less() -> None:
-    """Steps that had a room of 30 ms now take 10 ms, and have a room of 8 ms."""
+    """Steps whose room for delays was 30 ms now take 10 ms, with a room of 8 ms."""
     clock = PlanningClock()
     run_steps(clock, MIN_STEPS, 30 * MILLI)
     for step in range(RECENT_STEPS):
@@ -89,8 +89,9 @@ def test_steps_that_are_done_before_the_next_was_planned_are_put_off_less() -> N
 
 
 def test_planning_that_began_late_for_another_reason_counts_as_messages_do() -> None:
-    """Planning was due at once, but began after 4 ms. The step was ready 20 ms before the workers
-    could run it. The 4 ms do not count as room, like the times of planning and messages.
+    """Planning was due at once, but began 4 ms later. The step arrived 20 ms before the workers
+    could run it. The 4 ms do not count as room for delays, as the times of planning and of messages
+    do not.
     """
     clock = PlanningClock()
     for step in range(MIN_STEPS):
@@ -112,7 +113,7 @@ def test_steps_of_workers_that_do_not_measure_are_planned_at_once() -> None:
 
 
 def test_only_steps_that_were_planned_while_another_ran_tell_anything() -> None:
-    """The first step after an idle time arrives long after the end of the previous step."""
+    """The first step after an idle time arrives long after the step before has ended."""
     clock = PlanningClock()
     run_steps(clock, MIN_STEPS, 30 * MILLI)
     clock.answered(1000, -60.0)
@@ -154,8 +155,8 @@ def test_nothing_is_put_off_for_longer_than_the_room_of_nearly_all_recent_steps(
 def test_workers_seldom_wait_and_never_for_longer_than_planning_takes(
     seed: int, step_seconds: float, jitter: float, overhead: float
 ) -> None:
-    """Each step is planned when it is due, or at the latest when the previous step ends. Planning a
-    step and sending it to the workers take `overhead` seconds.
+    """Each step is planned when it is due, at the latest when the step before ends. Planning and
+    sending a step take `overhead` seconds.
     """
     draw, clock = random.Random(seed), PlanningClock()
     began, waits, delays = 0.0, [], []
@@ -173,6 +174,6 @@ def test_workers_seldom_wait_and_never_for_longer_than_planning_takes(
     assert max(waits) <= overhead + jitter / 4 + 1e-9
     settled = waits[RECENT_STEPS:]
     assert sum(settled) <= 0.001 * len(settled) * step_seconds
-    # A request that arrives waits for the end of the running step, not of the next step too.
+    # A request that arrives waits only for the end of the running step, not of the next one.
     longest = overhead + 3 * jitter + MARGIN_SECONDS + LEAST_SECONDS
     assert max(delays[RECENT_STEPS:]) <= longest + 1e-9

@@ -1,5 +1,5 @@
-"""The engine's loop plans each step shortly before the running step ends. The workers' steps take
-30 ms of virtual time.
+"""The engine (the loop of the scheduler) plans each step shortly before the running step ends. The
+workers' steps take 30 ms of virtual time.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def tell(story: Callable[[Bench], Awaitable[T]], *, measures: bool = True) -> T:
-    """Runs `story` with an engine in which request a decodes, from the middle of a step on."""
+    """Runs `story` with an engine. It begins in the middle of a step in which request a decodes."""
 
     async def begin() -> T:
         bench = Bench(async_scheduling=True, step_seconds=STEP_SECONDS)
@@ -40,7 +40,9 @@ def tell(story: Callable[[Bench], Awaitable[T]], *, measures: bool = True) -> T:
 def test_a_request_that_comes_in_the_middle_of_a_step_is_part_of_the_next(
     *, measures: bool, steps_later: int
 ) -> None:
-    """Without measurements by the workers, the next step is already planned at that time."""
+    """Without measurements by the workers, the next step is planned too early to include the
+    request.
+    """
 
     async def story(bench: Bench) -> None:
         num_begun = bench.timed.num_begun

@@ -1,4 +1,6 @@
-"""The cost of a prompt token and of a decoding request, estimated from the times of steps."""
+"""The seconds that a prompt token and a decoding request add to a step, estimated from the times of
+steps.
+"""
 
 import pytest
 from hypothesis import given

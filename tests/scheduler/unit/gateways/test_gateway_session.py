@@ -1,4 +1,6 @@
-"""Deltas for gateways. A session writes some at once, and its task writes the others later."""
+"""Tokens for gateways (deltas). A gateway's session writes them at once if it can. Its task writes
+the rest later.
+"""
 
 from stepwell.scheduler.v1 import scheduler_pb2
 
@@ -9,7 +11,7 @@ from services.scheduler.core.request import Request
 
 
 class Writer:
-    """The writer of a local stream. The test decides whether it can write."""
+    """The writer of a local stream, which can or cannot write as the test decides."""
 
     def __init__(self) -> None:
         self.can_write = True
@@ -37,7 +39,7 @@ async def test_tokens_are_written_at_once_unless_something_precedes_or_follows_t
 
     writer.can_write = False  # the gateway reads slowly
     deliver(session, 3)
-    writer.can_write = True  # the session's task has not taken the tokens of step 3 yet
+    writer.can_write = True  # the task has not written step 3 yet
     deliver(session, 4)
     assert list(outbox.take().token_ids) == [3, 4]
 
@@ -46,7 +48,7 @@ async def test_tokens_are_written_at_once_unless_something_precedes_or_follows_t
     assert outbox.take_announced() is not None
     assert list(outbox.take().token_ids) == [5]
 
-    outbox.wake()  # as when the session is to end
+    outbox.wake()  # as at the session's end
     deliver(session, 6)
     assert list(outbox.take().token_ids) == [6]
 

@@ -1,4 +1,6 @@
-"""The outbox of a gateway's session: the deltas of steps are merged until they are sent, once."""
+"""The outbox of a gateway's session merges the deltas (new tokens) of steps until they are sent,
+once.
+"""
 
 import asyncio
 
@@ -46,7 +48,7 @@ def update(
     start: int = 0,
     is_first: bool = False,
 ) -> EngineCoreOutputs:
-    """The outputs of a step. `logprobs` are those of the first request."""
+    """The outputs of a step. `logprobs` belong to the first request."""
     new = requests if is_first else []
     starts = [start] * len(requests)
     plan = SchedulerOutput(
@@ -112,7 +114,7 @@ async def test_the_reader_can_be_woken_without_deltas() -> None:
 @pytest.mark.parametrize("reason", FinishReason)
 async def test_every_end_has_its_reason_on_the_wire(reason: FinishReason) -> None:
     outbox, request = Outbox(), make_request()
-    if reason in CLIENT_ERRORS:  # these reasons are sent with a message
+    if reason in CLIENT_ERRORS:  # sent with a message
         request.fail("what is at fault", reason)
     else:
         request.finish(reason)
@@ -197,7 +199,9 @@ async def test_a_refusal_travels_with_all_that_it_says() -> None:
 
 
 def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.RequestLogprobs:
-    """Log-probability rows of two columns for `count` prompt tokens from `first` on."""
+    """Rows of log-probabilities, with two columns, of `count` prompt tokens from position `first`
+    on.
+    """
     rows = range(first, first + count)
     item = worker_pb2.RequestLogprobs(
         prompt=common_pb2.Logprobs(
@@ -215,8 +219,8 @@ def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.
 async def ranks_told(
     sessions: Sessions, session: GatewaySession, request: Request, *chunks: tuple[int, int]
 ) -> list[int]:
-    """The ranks in the rows that are sent for the prompt, which is computed in `chunks` (pairs of
-    start and number of tokens).
+    """The ranks in the rows that are sent for a prompt, which is computed in `chunks` (pairs of a
+    start and a number of tokens).
     """
     for start, count in chunks:
         rows = prompt_rows(start + 1, count)
@@ -276,7 +280,9 @@ async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messa
     sessions.own(session, 1, request)
 
     def announced() -> list[bool]:
-        """For each of four calls of `announce_to_quiet`: whether it left a message to be sent."""
+        """For each of four calls of `announce_to_quiet`, whether there was a message to send
+        afterwards.
+        """
         taken = []
         for _ in range(4):
             sessions.announce_to_quiet()
@@ -291,7 +297,7 @@ async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messa
 
 
 def taken_alone(session: GatewaySession) -> list[str | None]:
-    """Takes the messages that are sent without deltas. Returns their kinds."""
+    """Takes the messages that are sent without deltas, and returns their kinds."""
     kinds = []
     while (response := session.outbox.take_announced()) is not None:
         kinds.append(response.WhichOneof("message"))

@@ -1,4 +1,6 @@
-"""The intake of requests: every refusal, with its gRPC status and the field that it names."""
+"""The scheduler's intake of requests: each reason for a refusal, with its gRPC status and the field
+that it names.
+"""
 
 import itertools
 import math
@@ -23,7 +25,7 @@ HIDDEN_SIZE = 2
 
 
 def make_intake(*, policy: str = "fcfs", num_waiting: int = 0, cache: int = 40) -> RequestIntake:
-    """An intake for a model of at most 50 tokens, and a cache with space for `cache` tokens."""
+    """An intake for a model of at most 50 tokens, and a KV cache that fits `cache` tokens."""
     config = SchedulerConfig(
         max_num_seqs=4,
         max_num_batched_tokens=32,

@@ -1,4 +1,6 @@
-"""Requests that wait for an adapter or a grammar are skipped, and keep their queue positions."""
+"""Requests that wait for an adapter or a grammar are skipped, and keep their positions in the
+queue.
+"""
 
 from dataclasses import replace
 from hashlib import sha256

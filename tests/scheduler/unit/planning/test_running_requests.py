@@ -1,4 +1,4 @@
-"""Running requests, in the order of their admission, and those that a step must examine."""
+"""Running requests in the order of their admission, and which of them a step must examine."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.scheduler.story import Story, names, prompt
 
 
 def requests_running(*request_ids: str) -> tuple[RunningRequests, dict[str, Request]]:
-    """Requests that were admitted in this order, each with ten computed tokens."""
+    """Requests that were admitted in this order. Each has ten computed tokens."""
     running = RunningRequests()
     requests = {
         name: Request(name, key, [7] * 10, 10, SamplingParams(max_tokens=50))

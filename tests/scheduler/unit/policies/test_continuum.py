@@ -1,4 +1,6 @@
-"""The policies `continuum-fixed` and `continuum-ttl`, which pin the blocks of an ended turn."""
+"""The policies `continuum-fixed` and `continuum-ttl`, which pin the blocks of an agent's ended turn
+for its next turn.
+"""
 
 from typing import Any
 
@@ -31,7 +33,9 @@ class Agents:
     async def turn(
         self, first: int = 100, num_tokens: int = 31, after: Request | None = None, **fields: Any
     ) -> Request:
-        """Runs a request to its end: the first turn of a program, or the next turn `after` one."""
+        """Runs a request to its end: the first turn of a program, or the turn that continues the
+        request `after`.
+        """
         token_ids = prompt(num_tokens, first)
         if after is not None:
             token_ids = [*after.token_ids, *prompt(4, first)]
@@ -41,7 +45,7 @@ class Agents:
         return request
 
     def tool(self, request: Request, tool: str = "sed", *, ends: bool = False) -> None:
-        """Reports the tool that a turn calls, or that the turn is the last one of its program."""
+        """Reports which tool a turn calls, or that the turn is the last of its program."""
         assert request.context is not None
         self.story.scheduler.end_turn(request.context, tool, ends=ends)
 
@@ -243,7 +247,7 @@ async def test_requests_without_a_program_come_last() -> None:
 
 
 async def running(agents: Agents, *programs: Request | int, max_tokens: int = 80) -> list[Request]:
-    """Starts requests. A `Request` in `programs` is continued, and an int begins a new program."""
+    """Starts requests. A `Request` in `programs` is continued. An int begins a new program."""
     requests = []
     for number, one in enumerate(programs):
         token_ids = prompt(8, one) if isinstance(one, int) else [*one.token_ids, 7]
@@ -310,8 +314,8 @@ async def test_turns_whose_tool_is_not_known_are_given_up_before_pins() -> None:
 
 
 async def test_a_victim_that_the_step_has_scheduled_leaves_it() -> None:
-    """Continuum's published code leaves the victim in the step, which then has more requests than
-    are running.
+    """Continuum's published code leaves the victim in the step, so that the step has more requests
+    than run.
     """
     agents = Agents(num_blocks=21)
     pinned = await agents.pinned(100, num_tokens=15)

@@ -1,4 +1,6 @@
-"""The policy `program` keeps a context longer if its client wishes so (`keep_seconds`)."""
+"""The policy `program` keeps a context (KV blocks of an ended request for the program's next one)
+longer if its client asks for that (`keep_seconds`).
+"""
 
 import pytest
 
@@ -9,14 +11,16 @@ from tests.scheduler.story import prompt
 
 
 def value(agents: Agents) -> float:
-    """The value of the only context."""
+    """The value that the policy gives to the only context."""
     agents.retention.worth.changed()
     ((found, _),) = agents.retention.worth.ranked(agents.now)
     return found
 
 
 async def paused(keep_seconds: int) -> Agents:
-    """A program at the beginning of a pause, in a pool of 20 blocks. Pauses take one second."""
+    """A program at the start of a pause between requests, in a pool of 20 blocks. Pauses take one
+    second.
+    """
     agents = Agents(num_blocks=21)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", 1.0)
@@ -26,7 +30,7 @@ async def paused(keep_seconds: int) -> Agents:
 
 
 async def test_a_wish_keeps_half_of_the_value_until_its_time_has_passed() -> None:
-    """The program has no id. No earlier pause was longer than a second."""
+    """The program has no id, and no earlier pause was longer than a second."""
     agents, other = await paused(300), await paused(0)
     first = value(agents)
     assert first == value(other)
@@ -34,7 +38,7 @@ async def test_a_wish_keeps_half_of_the_value_until_its_time_has_passed() -> Non
         agents.now = other.now = now
         without_wish, kept_value = value(other), value(agents)
         assert without_wish < 0.02 * first
-        # The pause of this context is the longest so far, and lowers the value a little.
+        # The pause of this context is now the longest, which lowers the context's value a little.
         half = agents.retention.worth.pauses.index(b"", "", 0.0) / 2
         assert half == pytest.approx(first / 2, rel=0.1)
         assert kept_value == (half if is_kept else without_wish)
@@ -47,7 +51,7 @@ async def test_a_wish_does_not_lower_a_value() -> None:
 
 
 async def test_a_wish_promises_nothing() -> None:
-    """If nothing else runs, a request may use the blocks of all contexts."""
+    """A request may use the blocks of all contexts if nothing else runs."""
     agents = await paused(3600)
     await agents.turn("large", prompt(70, first=600), max_tokens=2)
     (before, _) = agents.retention._contexts.values()

@@ -1,4 +1,6 @@
-"""A tenant whose clients name programs wrongly does not slow down the programs of other tenants."""
+"""If a tenant's clients name their programs wrongly, this does not slow down other tenants'
+programs.
+"""
 
 from collections.abc import Callable
 from itertools import count
@@ -13,12 +15,12 @@ from tests.scheduler.story import prompt
 
 NUM_PROGRAMS, NUM_TURNS, TOOL_SECONDS = 8, 6, 0.1
 Naming = Callable[[int, int], DeclaredProgram | None]
-"""Maps the numbers of a program and of its turn to the name that the client sends."""
+"""Maps the number of a program, and of its turn, to the name that the client sends."""
 
 
 async def mean_end(naming: Naming) -> float:
-    """The mean time at which the programs of a tenant end, beside equally many programs of a tenant
-    that names them by `naming`. The pool has blocks for about half of all contexts.
+    """The mean end time of a tenant's programs, while a second tenant runs as many programs, which
+    it names by `naming`. The pool has blocks for about half of all contexts.
     """
     agents = Agents(num_blocks=81, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
     names, ends = count(), list[float]()

@@ -1,4 +1,6 @@
-"""Programs that clients name, their child programs, and the limits on the stored programs."""
+"""Agents' programs that clients name, their child programs, and how many of them the policy
+remembers.
+"""
 
 from typing import Any
 
@@ -25,7 +27,9 @@ def program_of(agents: Agents, name: str) -> Program:
 
 
 async def test_a_named_program_goes_on_with_a_context_that_begins_differently() -> None:
-    """The client has shortened the conversation, and the old context is dropped."""
+    """The client has shortened the conversation. The old context (the KV blocks of the program's
+    last request) is dropped.
+    """
     agents = Agents()
     job = DeclaredProgram("job")
     await agents.turn("one", prompt(16), program=job)
@@ -49,7 +53,7 @@ async def test_a_name_counts_within_tenant_adapter_and_salt() -> None:
 
 
 async def test_a_prompt_continues_the_context_of_the_program_that_it_names() -> None:
-    """The prompt begins with the contexts of both programs."""
+    """The prompt begins with the contexts (tokens of earlier requests) of both programs."""
     agents = Agents()
     own = await agents.turn("one", prompt(16), program=DeclaredProgram("own"))
     context = [*own, *prompt(20, first=700)]
@@ -221,7 +225,7 @@ def test_the_longest_idle_program_is_forgotten() -> None:
 
 
 def test_what_is_remembered_of_tools_and_applications_is_bounded() -> None:
-    """A client names another tool each time, and begins each prompt differently."""
+    """The client names another tool each time, and begins each prompt differently."""
     statistics, ended = PauseStatistics(), EndedPrograms()
     for number in range(3000):
         statistics.ended(b"", f"tool {number}", 1.0)

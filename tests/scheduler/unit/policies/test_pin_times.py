@@ -1,4 +1,6 @@
-"""The times for which the policies `continuum-fixed` and `continuum-ttl` pin an ended turn."""
+"""For how long the policies `continuum-fixed` and `continuum-ttl` pin the KV blocks of an ended
+turn.
+"""
 
 import math
 from collections import deque
@@ -42,13 +44,14 @@ def test_the_best_time_is_that_of_the_definition(pauses: list[float], benefit: f
 
 
 def test_of_equal_times_the_smallest_is_taken() -> None:
-    # A pin of 1 s has the benefit of 4 s in half of the cases, a pin of 3 s in all: both gain 1 s.
+    # A pin of 1 s gains 4 s in half of the cases, so 2 s on average, and a pin of 3 s gains 4 s in
+    # all cases. After the costs of 1 s and 3 s, both gain 1 s.
     assert best_time(deque([1.0, 3.0]), 4.0) == 1.0
     assert best_time(deque([1.0]), 1.0) == 0.0
 
 
 def optimal(seconds_per_token: float = 0.01) -> OptimalTimes:
-    """Pin times for a model that computes 100 prompt tokens in a second by default."""
+    """Pin times for a model that, by default, computes 100 prompt tokens in a second."""
     costs = StepCosts()
     for number in range(1, 20):
         costs.observe(number, number, 1e-6)
@@ -71,7 +74,7 @@ def test_a_tool_that_is_hardly_known_is_judged_by_all_pauses() -> None:
         times.pauses.add("sed", 0.5)
     assert times.seconds("sed", 1000) == pytest.approx(math.log(10), rel=1e-3)
     times.pauses.add("make", 60.0)
-    # A pin of half a second suffices for all but one of 101 pauses.
+    # A pin of half a second is long enough for all but one of 101 pauses.
     assert times.seconds("sed", 1000) == times.seconds("make", 1000) == 0.5
     for _ in range(LEAST_PAUSES):
         times.pauses.add("make", 60.0)

@@ -1,4 +1,6 @@
-"""The policy `program`: its statistics, and its decisions over a real pool."""
+"""The scheduling policy `program`, which retains contexts (KV blocks of an ended request for the
+program's next one): its statistics, and its decisions with a real pool.
+"""
 
 import math
 from itertools import pairwise
@@ -24,8 +26,8 @@ TOOL_SECONDS = 1.0
 
 
 def index_by_definition(seconds: list[float], age: float) -> float:
-    """The largest P(pause <= t) / E[min(pause, t)], over the pauses longer than `age` as t, of the
-    time that is left after `age`. One more pause of age + 1 is assumed.
+    """The largest value of P(pause <= t) / E[min(pause, t)] for the time that is left after `age`.
+    As t, tries all pauses longer than `age`. One more pause of age + 1 is assumed.
     """
     left = [one - age for one in seconds if one > age] + [age + 1]
     within = [one for one in left if one < math.inf]
@@ -56,13 +58,13 @@ def test_a_tool_without_pauses_is_judged_by_all_of_them() -> None:
 
 
 def test_a_tool_after_which_nobody_returns_is_worth_little() -> None:
-    """20 programs paused without a tool call, and have not returned for 1 to 20 seconds."""
+    """20 programs have paused without a tool call for 1 to 20 seconds, and none has returned."""
     pauses = PauseStatistics()
     for _ in range(20):
         pauses.ended(b"", "sed", 0.5)
     assert pauses.index(b"", "", 0.0) == pauses.index(b"", "sed", 0.0)
     pauses.note_ongoing((b"", "", float(seconds)) for seconds in range(1, 21))
-    # 20 pauses, and the assumed pause of 1 s. Only the latter ends within 1 s.
+    # 20 pauses, and the assumed one of 1 s. Only the assumed one ends within 1 s.
     assert pauses.index(b"", "", 0.0) == pytest.approx(1 / 21)
     assert pauses.index(b"", "sed", 0.0) == pytest.approx(21 / 11)
     pauses.note_ongoing([])
@@ -84,18 +86,21 @@ def test_longer_programs_have_more_work_left() -> None:
     for turns in (2, 2, 2, 10, 10, 10):
         ended.add(Program(None, 0.0, num_turns=turns, num_tokens=100 * turns))
     expected = [ended.expected_tokens(None, num_before) for num_before in (0, 2, 10)]
-    # A turn has 100 tokens. Expected are 6 turns at first, 8 more after 2, and half one after 10.
+    # A turn has 100 tokens. 6 turns are expected at first, 8 more after 2 turns, and half a turn
+    # after 10.
     assert expected == pytest.approx([600, 800, 50])
 
 
 def test_a_new_application_is_expected_to_be_like_other_new_ones() -> None:
-    """Conversations, which have no common prefix, are short. One agent has long programs."""
+    """The new application resembles the conversations (which are short and have no common prefix)
+    more than the one agent (which has long programs).
+    """
     ended = EndedPrograms()
     agent = BlockHash(b"agent")
     for number in range(40):
         ended.add(Program(agent, 0.0, num_turns=20, num_tokens=2_000))
         ended.add(Program(BlockHash(bytes([number])), 0.0, num_turns=2, num_tokens=200))
-    # 40 conversations and the agent's first 5 programs have 4 turns on average. A turn has 100
+    # The 40 conversations and the agent's first 5 programs have 4 turns on average. A turn has 100
     # tokens.
     assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(400)
     assert ended.expected_tokens(agent, 0) == pytest.approx(2_000)
@@ -110,7 +115,7 @@ def test_a_program_that_is_presumed_to_have_ended_counts_until_it_returns() -> N
         ended.presume(one)
         ended.presume(one)
     assert ended.expected_tokens(agent, 0) == pytest.approx(200)
-    # Of an application only the first five programs count, which have 1, 3, 1, 3 and 1 turns.
+    # Only the first five programs of an application count. They have 1, 3, 1, 3 and 1 turns.
     assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(180)
     for one in programs[::2]:
         ended.returned(one)
@@ -126,7 +131,7 @@ def test_a_pause_is_unusual_after_twice_the_time_of_nearly_all_returns() -> None
     pauses = PauseStatistics()
     for seconds in range(1, 10):
         pauses.ended(b"", "sed", float(seconds))
-    assert not pauses.is_unusual(b"", "sed", 1e9)  # fewer than ten programs returned
+    assert not pauses.is_unusual(b"", "sed", 1e9)  # fewer than ten have returned
     for _ in range(20):
         pauses.ended(b"", "sed", NEVER)
     pauses.ended(b"", "sed", 10.0)
@@ -135,7 +140,7 @@ def test_a_pause_is_unusual_after_twice_the_time_of_nearly_all_returns() -> None
 
 
 async def test_programs_without_a_last_turn_are_presumed_to_have_ended() -> None:
-    """Eight programs have one turn each, which no client declares to be the last."""
+    """Eight programs have one turn each, and no client declares that it is the last."""
     agents, _, _ = await paused_and_running()
     contexts = [await agents.turn(f"{first}", prompt(13, first)) for first in range(700, 760, 10)]
     assert agents.retention._ended.expected_tokens(BlockHash(b"new"), 0) == 8
@@ -167,7 +172,7 @@ async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program(
 
 
 async def paused_and_running(**config: object) -> tuple[Agents, list[int], Request]:
-    """In a pool of 40 blocks: a paused context of 16 blocks, and a running request. Pauses take one
+    """A pool of 40 blocks with a paused context of 16 blocks and a running request. Pauses take one
     second.
     """
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200, **config)
@@ -227,7 +232,7 @@ async def test_a_context_with_windows_is_lost_with_its_first_block() -> None:
 
 
 async def test_the_credit_of_waiting_bounds_the_wait() -> None:
-    """The value of the context does not decrease, because the client wishes to keep it."""
+    """The value of the context does not decrease, because the client asked to keep it."""
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", TOOL_SECONDS)
@@ -286,7 +291,9 @@ async def test_contexts_that_a_tier_loads_faster_are_worth_less() -> None:
 
 
 async def test_a_prompt_that_is_much_longer_than_a_step_earns_its_blocks_too() -> None:
-    """Blocks are free for the next steps, but the whole prompt needs two more, of a context."""
+    """The next steps of the prompt have blocks, but the whole prompt needs two more, which belong
+    to a context.
+    """
     agents = Agents(num_blocks=61, max_num_batched_tokens=16)
     await agents.turn("paused", prompt(61), max_tokens=4)
     running = agents.story.add("running", prompt(20, first=300), max_tokens=60)
@@ -326,13 +333,13 @@ async def test_contexts_of_a_tenant_with_more_than_its_share_are_worth_less() ->
         context.program.tenant: value
         for value, context in agents.retention.worth.ranked(agents.now)
     }
-    # By the weights the share of tenant "many" is a quarter, but it has 80 % of the blocks.
+    # By its weight, tenant "many" may have a quarter of the blocks, but it has 80 %.
     assert values[b"few"] / values[b"many"] > 2.5
     assert agents.retention.worth.tenants_factors() == {b"many": pytest.approx(3.2), b"few": 1.0}
 
 
 async def test_a_tenant_has_no_more_contexts_than_its_limit() -> None:
-    """A context has 5 of 40 blocks. One tenant may have 12 blocks. Another one has no limit."""
+    """A context has 5 of 40 blocks. One tenant may have 12 blocks, another has no limit."""
     agents = Agents(num_blocks=41, max_num_batched_tokens=200)
     limited = {"tenant": b"limited", "tenant_max_retained_share": 0.3}
     contexts = [
@@ -350,7 +357,7 @@ async def test_a_tenant_has_no_more_contexts_than_its_limit() -> None:
     contexts.append(await agents.turn("600", prompt(17, first=600), **limited))
     owners = [one.program.tenant for one in agents.retention._contexts.values()]
     assert owners == [b"", b"limited", b"free", b"free", b"limited"]
-    # The next turn of a program whose context was dropped still continues the program.
+    # The context was dropped, but the program's next turn still continues the program.
     later = agents.story.add("later", [*contexts[1], 7], **limited)
     assert later.program_turn is not None
     assert later.program_turn.number == 2
@@ -368,7 +375,9 @@ async def test_running_requests_take_blocks_of_contexts_before_any_is_preempted(
 
 @pytest.mark.parametrize("num_warm", [0, 32])
 async def test_a_request_without_its_context_leaves_headroom(num_warm: int) -> None:
-    """With 32 warm admissions in a row, the cold request is the next, but still leaves headroom."""
+    """After 32 warm admissions (of requests with a context) in a row, the cold request is next, but
+    even then it leaves headroom.
+    """
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
     agents.retention.turns.num_warm = num_warm
     agents.story.add("first", prompt(20, first=300), max_tokens=60)
@@ -399,7 +408,9 @@ async def test_without_headroom_a_request_takes_the_last_blocks() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "is_admitted"), [(60, True), (68, False)])
 async def test_headroom_is_left_beside_contexts(num_tokens: int, is_admitted: bool) -> None:
-    """Of 40 blocks, a context has 16 and may lose one, 6 are in use, and 4 must stay free."""
+    """Of 40 blocks, 16 belong to a context that may lose one, 6 are in use, and 4 must stay
+    free.
+    """
     agents, context, _ = await paused_and_running()
     agents.story.add("new", prompt(num_tokens, first=600), max_tokens=2)
     plan = await agents.story.scheduler.schedule()
@@ -410,7 +421,7 @@ async def test_headroom_is_left_beside_contexts(num_tokens: int, is_admitted: bo
 
 @pytest.mark.parametrize("most", [32, 4])
 async def test_requests_with_their_contexts_come_first_but_not_for_ever(most: int) -> None:
-    """Two programs with contexts always have a turn that waits or runs."""
+    """Of the two programs with contexts, a turn waits or runs at any time."""
     agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800, max_warm_admissions=most)
     contexts = [await agents.turn(f"{first}", prompt(64, first)) for first in (100, 400)]
     cold = agents.story.add("cold", prompt(64, first=900), max_tokens=1)
@@ -428,7 +439,7 @@ async def test_requests_with_their_contexts_come_first_but_not_for_ever(most: in
 
 @pytest.mark.parametrize("interval", [1, 3])
 async def test_one_of_some_admissions_is_of_the_longest_waiting(interval: int) -> None:
-    """The first request waits longest, but is the last in the order of expected work."""
+    """The first request has waited longest, but is last in the order of expected work."""
     agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800, aging_interval=interval)
     first = agents.story.add("first", prompt(64), max_tokens=1)
     assert first.program_turn is not None
@@ -459,7 +470,9 @@ def test_the_programs_that_are_known_are_bounded(idle_seconds: float) -> None:
 
 
 async def test_after_a_loss_nothing_is_said_to_the_pool_about_contexts_that_were_lost() -> None:
-    """While the pool is lost, an operator may abort all requests, which flushes operations."""
+    """An operator may abort all requests while the pool is lost. This sends the pending pool
+    operations.
+    """
     agents = Agents()
     await agents.turn("one", prompt(16))
     (context,) = agents.retention._contexts

@@ -1,4 +1,4 @@
-"""The causes for which tokens of programs are computed again."""
+"""Why tokens of agents' programs are computed again, counted by cause."""
 
 from collections import Counter
 
@@ -26,13 +26,14 @@ async def test_a_context_that_others_took() -> None:
     context = await agents.turn("one", prompt(24))
     await agents.turn("large", prompt(70, first=600), max_tokens=2)
     await agents.turn("two", [*context, 7])
-    # The large request needed 18 of the 20 blocks, so that at most two of the context's seven stay.
+    # The large request needed 18 of the 20 blocks, so at most two of the context's seven blocks are
+    # left.
     assert told.counts["evicted"] >= 20
     assert told.counts["preempted"] == told.counts["lost"] == 0
 
 
 async def test_a_turn_that_was_preempted() -> None:
-    """Each request fits into the pool alone, and both start together."""
+    """Each request fits into the pool alone, but both start at the same time."""
     agents = Agents(num_blocks=21, retention_headroom=0.0, scheduler_reserve_full_isl=False)
     told = Recomputed(agents)
     first = agents.story.add("first", prompt(30), max_tokens=30)
@@ -45,7 +46,9 @@ async def test_a_turn_that_was_preempted() -> None:
 
 @pytest.mark.parametrize("policy", ["program", "continuum-fixed"])
 async def test_what_was_lost_with_the_pool(policy: str) -> None:
-    """The pool has a paused context of five blocks, and a running request."""
+    """The pool has a paused context of five blocks (for a program's next request), and a running
+    request.
+    """
     agents = Agents(num_blocks=41, policy=policy)
     told = Recomputed(agents)
     context = await agents.turn("one", prompt(19))

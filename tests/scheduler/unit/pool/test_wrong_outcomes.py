@@ -1,4 +1,6 @@
-"""An answer of the pool that contradicts its transaction is refused, with the name of the field."""
+"""An answer of the pool that contradicts its transaction is refused, with an error that names the
+field.
+"""
 
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2

@@ -1,4 +1,6 @@
-"""The spans of a program's turns."""
+"""The tracing spans of an agent's program: one for each of its turns, and for the pauses between
+them.
+"""
 
 from services.common.request.program import DeclaredProgram
 from services.common.telemetry import names

@@ -1,4 +1,4 @@
-"""vLLM's metrics of requests, in worked examples and in random stories."""
+"""vLLM's metrics of requests, in worked examples and in random sequences of steps."""
 
 import random
 from bisect import bisect_left
@@ -18,7 +18,9 @@ UNIX = 1_700_000_000.0
 
 
 class MeasuredStory(Story):
-    """A story whose clock advances only during steps, or when the test sets it."""
+    """A Story (a scheduler and pool whose steps are recorded). Its clock advances only during
+    steps, or when the test sets it.
+    """
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
@@ -49,8 +51,8 @@ class MeasuredStory(Story):
         return plan, list(update.token_ids)
 
     def read(self) -> dict[str, float]:
-        """Maps samples to their values, without zeros and buckets. The name of a sample is that of
-        the metric without the prefix `vllm:`, followed by the values of labels.
+        """Maps samples that are not 0 to their values, without buckets. A sample's name is the
+        metric's name without the prefix `vllm:`, followed by the values of its labels.
         """
         return {
             " ".join([sample.name.removeprefix("vllm:"), *sample.labels.values()]): sample.value
@@ -60,7 +62,7 @@ class MeasuredStory(Story):
         }
 
     def buckets(self, name: str) -> dict[float, float]:
-        """Maps each bound of a histogram to the number of observations that do not exceed it."""
+        """Maps each bound of a histogram to the number of observations up to the bound."""
         return {
             float(sample.labels["le"]): sample.value
             for family in self.metrics.collect()
@@ -168,7 +170,7 @@ async def test_ends_are_counted_by_vllms_reasons_and_a_refusal_is_none() -> None
 
 @dataclass
 class Naive:
-    """The times of one request, from which the test computes the expected metrics."""
+    """The times of one request, from which the test itself computes the expected metrics."""
 
     arrived: float
     scheduled: float | None = None
@@ -230,7 +232,8 @@ async def test_random_stories_give_what_a_list_of_all_times_gives() -> None:
         assert read[f"{short}_count"] == len(values) > 30, name
         assert abs(read[f"{short}_sum"] - sum(values)) < 1e-4, name
         for bound, count in story.buckets(name).items():
-            # Times are differences of rounded sums, so a time at a bound may be on either side.
+            # A time that equals a bound may be on either side of it, because times are differences
+            # of rounded sums.
             low = bisect_left(sorted(values), bound - 1e-6)
             high = bisect_left(sorted(values), bound + 1e-6)
             assert low <= count <= high, (name, bound)

@@ -1,4 +1,6 @@
-"""The trace of a request. Its phases and their parts have no gaps, and each wait has a reason."""
+"""The trace of a request: its phases, and their parts, follow each other without gaps, and each
+wait has a reason.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The reasons for which requests wait, each with its first step and its number of steps."""
+"""Why requests wait: for each reason, the first step and the number of steps."""
 
 import itertools
 import sys
@@ -185,7 +185,9 @@ async def test_a_preempted_request_waits_for_blocks_and_so_do_those_behind() -> 
 
 
 async def num_calls_of_a_step(num_waiting: int) -> int:
-    """The number of calls of the scheduler's functions when a step is planned and observed."""
+    """The number of the scheduler's functions that are called when a step is planned and
+    observed.
+    """
     story = TracedStory(max_num_seqs=1)
     story.arrive("running", prompt(5))
     for number in range(num_waiting):

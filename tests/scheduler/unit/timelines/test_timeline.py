@@ -1,4 +1,6 @@
-"""The timeline of a request. Its phases and their parts have no gaps, even when many are merged."""
+"""The timeline of a request, whose phases, and their parts, follow each other without gaps even
+when many are merged.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +21,9 @@ def chunk(step: int, start: int, end: int) -> Chunk:
 
 
 def assert_covered(timeline: Timeline) -> None:
-    """Asserts that phases cover the timeline, and parts cover their phase, without gaps."""
+    """Asserts that the phases cover the timeline without gaps, and the parts of each phase the
+    phase.
+    """
     end = timeline.queued
     for phase in timeline.phases:
         assert phase.start == end <= phase.end
@@ -51,7 +55,7 @@ def test_many_chunks_become_a_few() -> None:
     timeline = Timeline(0)
     timeline.admit(0, 0)
     for step in range(1000):
-        # Every second chunk waits for a step of other requests.
+        # Every second chunk has waited for a step of other requests.
         timeline.add_chunk(chunk(step, 10 * step + 5 * (step % 2), 10 * step + 10), "step_ahead")
     timeline.enter(PhaseKind.DECODE, 10_000)
     timeline.first_token = 10_000

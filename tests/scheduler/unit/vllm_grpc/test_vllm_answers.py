@@ -1,4 +1,4 @@
-"""Conversion of the deltas of a session to messages of vllm.grpc.engine."""
+"""Deltas (new tokens) of a session are converted to messages of vllm.grpc.engine."""
 
 from typing import Any
 

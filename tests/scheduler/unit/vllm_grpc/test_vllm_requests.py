@@ -1,4 +1,4 @@
-"""Requests of vllm.grpc.engine. Each field has its effect, or is refused by name."""
+"""In requests of vllm.grpc.engine, each field has its effect or is refused by name."""
 
 from typing import Any
 
@@ -35,17 +35,17 @@ VALUES: dict[str, Any] = {
     "logit_bias": {8: 0.5, 9: -100.0},
     "truncate_prompt_tokens": 2,
 }
-"""Maps each supported field of the sampling parameters to a value that is not the default."""
+"""Maps each supported field of the sampling parameters to a value other than its default."""
 
 WANTED: dict[str, Any] = {
     "stop_token_ids": {"stop_token_ids": (4, 5)},
     "ignore_eos": {"eos_token_ids": ()},
     "logit_bias": {"logit_bias_token_ids": (8, 9), "logit_bias_values": (0.5, -100.0)},
 }
-"""Maps fields that are converted to other parameters to those parameters."""
+"""Maps fields to the parameters to which they are converted, if these have other names."""
 
 TEXT_ONLY = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
-"""Fields about detokenization. They have no effect, because answers contain no text."""
+"""Fields about detokenization, without effect because answers contain no text."""
 
 REFUSED: dict[str, Any] = {
     "stop": ["end"],
@@ -73,7 +73,7 @@ def sampling_of(generation: Generation) -> Any:
 
 
 def test_every_field_of_the_sampling_parameters_is_known_here() -> None:
-    """Fails if a new version of the package adds a field. Such a field is refused by name."""
+    """Fails if a new version of the package adds a field, which is then refused by name."""
     fields = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert fields == {*VALUES, *TEXT_ONLY, *REFUSED}
 

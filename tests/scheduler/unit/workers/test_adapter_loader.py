@@ -1,4 +1,4 @@
-"""The loader of LoRA adapters: which ones workers load, and how long requests wait for them."""
+"""The loader of LoRA adapters: which ones the workers load, and how long requests wait for them."""
 
 import asyncio
 import itertools
@@ -40,7 +40,7 @@ async def turns(count: int) -> None:
 
 
 class Replica:
-    """An `AdapterLoader` with two slots, its workers, and unfinished requests."""
+    """An `AdapterLoader` with two slots, its workers, and requests that have not ended."""
 
     def __init__(self) -> None:
         self.workers = Workers()
@@ -145,8 +145,8 @@ async def test_new_workers_get_what_the_old_ones_held() -> None:
 
 @pytest.mark.parametrize(("there", "back"), [(1, 0), (1, 3), (3, 1)])
 async def test_new_workers_hold_an_adapter_that_is_loaded_meanwhile(there: int, back: int) -> None:
-    """The call that loads adapter C reaches the old or the new workers, before, during or after the
-    calls that load the old workers' adapters into the new ones.
+    """The call that loads adapter C reaches the old or the new workers. It arrives before, during
+    or after the calls by which the new workers load the adapters of the old ones.
     """
 
     async def lose(replica: Replica, after: int) -> None:

@@ -1,4 +1,4 @@
-"""A request with a grammar waits while the workers compile the grammar, and no longer."""
+"""A request waits until the workers have compiled its grammar, and no longer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ WANTED = StructuredOutputs(StructuredOutputsKind.REGEX, "a+")
 
 
 class Workers:
-    """Workers that finish their compilations when the test completes `done`."""
+    """Workers whose compilations end when the test completes `done`."""
 
     def __init__(self) -> None:
         self.asked: list[StructuredOutputs] = []
@@ -40,7 +40,7 @@ class Workers:
 
 
 class Preparing:
-    """A `GrammarPreparation`, and the requests whose compilation it has reported as done."""
+    """A `GrammarPreparation`, and the requests whose compilation it has reported as ended."""
 
     def __init__(self) -> None:
         self.workers = Workers()
@@ -102,7 +102,7 @@ async def test_a_request_waits_until_the_workers_are_done() -> None:
     ("failure", "error"),
     [
         (InvalidArgument("no such rule"), "no such rule"),
-        # The request runs, and the worker that runs it then compiles the grammar.
+        # The request runs, and the worker compiles the grammar in its step.
         (Unavailable("the worker is away"), ""),
     ],
 )

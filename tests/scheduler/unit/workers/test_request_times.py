@@ -1,4 +1,4 @@
-"""The times of a finished request, as they are sent to its gateway."""
+"""The times of a finished request, which are sent to its gateway."""
 
 from services.common.telemetry.time_parts import TimePart
 from services.scheduler.adapters.workers.converters import request_times_to_proto

@@ -1,5 +1,5 @@
-"""A worker's answer that contradicts its step is refused, with the name of the field, and does not
-become the step's output.
+"""A worker's answer that contradicts its step is refused, with an error that names the field, and
+does not become the step's output.
 """
 
 from typing import Any
