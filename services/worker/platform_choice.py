@@ -69,7 +69,6 @@ def select_platform(
 
 
 def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
-    """Returns a sentence for each setting that only the CPU supports."""
     reasons = []
     if settings.pipeline_parallel_size > 1:
         reasons.append(("pipeline stages compute", "--pipeline-parallel-size 1"))

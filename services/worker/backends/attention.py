@@ -203,7 +203,6 @@ class AttentionShape:
     one state of each of the group's layers.
     """
     kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
-    """Data type of cached keys and values."""
     block_scales: tuple[int, ...] = ()
     """For each group, tokens in a block, divided by `block_size`. Empty if all are 1."""
 

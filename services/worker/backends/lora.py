@@ -76,7 +76,7 @@ class LoraRows:
 
 
 class Delta(Protocol):
-    """What a step's adapters add to one projection of the same kernels."""
+    """What a step's adapters add to one projection. Both must be of the same kernels."""
 
     def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds the deltas of x [n, in] to the product [n, out], which may be overwritten."""

@@ -87,7 +87,6 @@ class QuantizedWeight:
     def _mapped(
         self, codes: torch.Tensor, of_scales: Callable[[torch.Tensor], torch.Tensor]
     ) -> "QuantizedWeight":
-        """Returns a weight with these codes, and with `of_scales` applied to scales and offsets."""
         offsets = None if self.offsets is None else of_scales(self.offsets)
         return replace(self, codes=codes, scales=of_scales(self.scales), offsets=offsets)
 

@@ -29,7 +29,7 @@ class KVCacheTooSmall(StepwellError):
 
 
 class NoTier(StepwellError):
-    """Blocks cannot be offloaded on this device, or not to this amount of memory."""
+    """KV blocks cannot be offloaded on this device, or to the configured amount of memory."""
 
     reason = "NO_TIER"
 

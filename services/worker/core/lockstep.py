@@ -3,10 +3,10 @@
 The ranks receive the same steps, each rank over its own stream. When streams end, one rank may have
 received a step that another rank has not received. Therefore the ranks exchange generation and
 number of their steps before each step. The generation is a number that increases when the scheduler
-opens the KV pool again, and with it new streams. A rank with a step of an older generation drops
-the step, while the other ranks wait for its step of the newest generation. A newer generation
-always has a greater number, even if a clock was set back, because workers report the last
-generation that they received, and the pool's next generation is greater.
+opens the KV pool and its streams again. A rank with a step of an older generation drops the step,
+while the other ranks wait for its step of the newest generation. A newer generation always has a
+greater number, even if a clock was set back, because workers report the last generation that they
+received, and the pool's next generation is greater.
 
 Together with the numbers, the ranks exchange digests of their steps' messages. If the digests
 differ, all ranks refuse the step.
@@ -90,7 +90,6 @@ class Lockstep:
             self._current.add(hidden.detach().view(torch.uint8).cpu().numpy())
 
     def _agree_on(self, step: StepInput) -> None:
-        """Exchanges step numbers until every rank is about to run this step."""
         if step.generation != self._generation:
             self._generation = step.generation
             self._begun.extend([None] * _LAG)
@@ -114,8 +113,6 @@ class Lockstep:
 
 
 class _Checked:
-    """A step whose results are compared between ranks."""
-
     def __init__(self, step: StepInput) -> None:
         self.step = step
         self.output: _Output | None = None

@@ -70,9 +70,7 @@ class ModelRunner:
     tier: Tier | None = None
     """The tier of host memory to which KV blocks are offloaded."""
     grammars: Grammars | None = None
-    """Compiles the grammars that constrain outputs."""
     adapters: LoraAdapters | None = None
-    """The LoRA adapters that requests may use."""
     drafter: Drafter | None = None
     """Proposes drafts. If it is None, only drafts that the scheduler sends are verified."""
     row_sampler: RowSampler | None = None
@@ -127,7 +125,7 @@ class ModelRunner:
     def _begin_with(
         self, tier: Tier, begin: Callable[[StepInput], StepOutput | PendingOutput], step: StepInput
     ) -> StepOutput | PendingOutput:
-        """Runs a step with `begin`, and adds to its output which loads from the tier have ended."""
+        """Runs a step with `begin`, and adds the ended loads from the tier to its output."""
         output = begin(step)
         ended = tier.take_ended(is_idle=not len(step.rows))
         if ended and isinstance(output, StepOutput):
@@ -202,7 +200,6 @@ class ModelRunner:
             self.tier.begin_loads(step.tier_loads)
 
     def _update_batch(self, step: StepInput) -> Int32Array:
-        """Applies the step's changes to the batch. Returns what `apply_step` returns."""
         if self.pooler is not None:
             self.pooler.check(step)
         if not (len(step.removed_rows) or step.new_requests):
@@ -252,7 +249,6 @@ class ModelRunner:
         embedded: torch.Tensor | None,
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the step's hidden states and the logits at `wanted`, as Model.forward does."""
         lora = None
         if self._adapter_of:
             lora = lora_rows(tokens, self._adapter_of, self.device.torch_device)

@@ -7,11 +7,11 @@ sampled token, and sends the token with this step. This is how vLLM works. The t
 (Huang et al.).
 
 With hidden states, a stage sends a header: generation, number, digest and token count of their
-step. The generation is a number that increases when the scheduler opens the KV pool again, and with
-it new streams of steps. When streams end, a stage may have received a step that another stage has
-not received. Therefore a stage drops hidden states of an older generation. If hidden states are of
-a newer generation, it aborts its own step, because the scheduler sends every new generation to all
-stages. It refuses a step that the previous stage was not sent.
+step. The generation is a number that increases when the scheduler opens the KV pool and its streams
+again. When streams end, a stage may have received a step that another stage has not received.
+Therefore a stage drops hidden states of an older generation. If hidden states are of a newer
+generation, it aborts its own step, because the scheduler sends every new generation to all stages.
+It refuses a step that the previous stage was not sent.
 """
 
 import time

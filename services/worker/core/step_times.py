@@ -102,7 +102,7 @@ class StepTimes:
 def num_contexts(
     num_scheduled_tokens: Int32Array, num_computed_tokens: Int32Array
 ) -> tuple[int, int]:
-    """Returns the sums of the context lengths of chunks' tokens, and of single tokens."""
+    """Returns two sums of context lengths: of all tokens in chunks, and of single tokens."""
     counts = num_scheduled_tokens.astype("int64")
     contexts = counts * num_computed_tokens + counts * (counts + 1) // 2
     single = int(contexts[counts == 1].sum())

@@ -56,7 +56,6 @@ class WorkerDescription:
     dtype: str
     kv_cache_dtype: str
     kernels: str
-    """A text that describes the kernels."""
     rank: int = 0
     world_size: int = 1
     """Number of ranks, over all pipeline stages."""
@@ -67,7 +66,6 @@ class WorkerDescription:
     max_loras: int = 0
     """The maximum number of LoRA adapters in one step. 0 means LoRA is not enabled."""
     max_cpu_loras: int = 0
-    """Maximum number of LoRA adapters loaded in memory."""
     num_speculative_tokens: int = 0
     """The maximum number of draft tokens for a request in one step. 0 means no speculation."""
     num_speculative_rows: int = 0

@@ -79,7 +79,7 @@ class Traits:
     default_window: int | None = 4096
     """The attention window if config.json has no `sliding_window`. None means no window."""
     window_pattern: int = 1
-    """The number of layers after which the pattern of windows repeats. Its last layer has none."""
+    """The pattern of windows repeats after this many layers. The last of them has no window."""
     experts: ExpertLayout | None = None
     """How the tensors of experts are named. None means all MLPs are dense."""
     activation_key: str = "hidden_act"
@@ -96,12 +96,11 @@ class Traits:
     the key is not read, and the value is `head_dim`.
     """
     softcaps: tuple[float | None, float | None] | None = None
-    """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: not supported."""
-    head_dim: int | None = None
     """Defaults of `attn_logit_softcapping` and `final_logit_softcapping`. None: neither is read."""
+    head_dim: int | None = None
+    """Default of the key `head_dim`. None means `hidden_size` divided by the number of heads."""
     tie_word_embeddings: bool = False
     theta: float = 10_000.0
-    """Base of the rotary embedding."""
     local_theta: float | None = None
     """The base of the rotary embedding in layers with a window. None means `theta`."""
 

@@ -171,7 +171,6 @@ def check_eos_token_ids(directory: Path, config: JsonReader, vocab_size: int) ->
 
 
 def _check_features(reader: JsonReader, traits: Traits) -> None:
-    """Raises UnsupportedModel for a feature that the native layers do not implement."""
     key = traits.activation_key
     activation = reader.text(key, traits.activation.value)
     same = {activation, "silu"} if activation == "swish" else {activation}

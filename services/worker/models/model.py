@@ -53,7 +53,9 @@ class Model(Protocol):
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows of `whole` at the indexes `wanted`, or None if it is empty. None means all rows."""
+    """The rows of `whole` at the indexes `wanted`: all if it is None. Returns None if it is
+    empty.
+    """
     if wanted is None:
         return whole
     return whole[wanted] if len(wanted) else None
@@ -76,7 +78,6 @@ class LoadedModel:
     hidden_size: int
     intermediate_size: int
     max_model_len: int
-    """Maximum length of a sequence, in tokens."""
     eos_token_ids: tuple[int, ...]
     attention: tuple[AttentionLayer, ...]
     """The attention layers of the whole model, also those of other pipeline stages, in order."""

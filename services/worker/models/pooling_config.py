@@ -137,7 +137,6 @@ def _embedder(directory: Path, reader: JsonReader) -> PoolingConfig:
 
 
 def _read_modules(path: Path) -> tuple[PoolingType | None, bool]:
-    """The pooling type, and whether vectors are normalized."""
     try:
         modules: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -51,7 +51,6 @@ class StoredWeights:
             raise UnsupportedModel(self.checkpoint.source, f"{name}: {error}") from error
 
     def _tensors_of(self, name: str) -> Shapes:
-        """Names and shapes of the tensors of a quantized weight."""
         if self.config is None:
             return {name: self.shapes[name]}
         module = name.removesuffix(_WEIGHT)
@@ -84,7 +83,6 @@ def stored_weights(
 
 
 def _is_projection(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is the weight of a projection that is not a router."""
     is_matrix = len(shape) == 2 and name.endswith(_WEIGHT)
     return is_matrix and not name.endswith((".gate.weight", "embed_tokens.weight", "score.weight"))
 

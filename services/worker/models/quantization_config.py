@@ -49,13 +49,11 @@ class QuantizationConfig:
     with blocks, the scale is also shared by as many output features.
     """
     zero_points: bool
-    """Whether codes have zero points."""
     ignored: tuple[str, ...]
     """Projections that are not quantized. An entry is a name, or `re:` followed by a regular
     expression that matches the beginning of a name. For AWQ, an entry may be any part of a name.
     """
     quantizes_head: bool
-    """Whether the projection to the vocabulary is quantized."""
     has_input_scales: bool = False
     """Whether the checkpoint has scales for inputs, which are ignored."""
     quantizes_inputs: bool = False

@@ -40,7 +40,7 @@ def cos_sin_table(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns cos and sin of all positions below `max_model_len`, each [., head_dim / 2]."""
+    """Returns cos and sin of all positions, two tensors [max_model_len, head_dim / 2]."""
     frequencies, factor = inverse_frequencies(rope, head_dim, max_model_len)
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
     return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)

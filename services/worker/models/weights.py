@@ -97,7 +97,6 @@ def load_weights(
 def _head(
     loader: "_Loader", embedding: torch.Tensor, pooling: PoolingConfig | None, *, has_own: bool
 ) -> Linear:
-    """Returns the projection of the last hidden states, either to the vocabulary or to classes."""
     if pooling is None:
         return _vocabulary_head(loader, embedding, has_own=has_own)
     head = loader.parts((CLASS_HEAD, ())) if pooling.num_labels else embedding[:1].clone()

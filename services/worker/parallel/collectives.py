@@ -85,9 +85,9 @@ class NcclRanks:
 
 class StageLink:
     """Sends tensors to the next pipeline stage, and receives tensors from the previous one, over
-    gloo. Each rank is connected to the ranks of these stages with the same index in their stage.
-    Tensors arrive unchanged, in the order in which they were sent. The receiver must know their
-    shapes.
+    gloo. A rank sends to, and receives from, the ranks that have its index in the neighbouring
+    stages. Tensors arrive unchanged, in the order in which they were sent. The receiver must know
+    their shapes.
 
     A call raises RuntimeError if it exceeds the timeout, or if the other rank has ended.
     """

@@ -192,7 +192,6 @@ class Group:
             )
 
     def _connect_peers(self, address: str) -> dict[int, socket.socket]:
-        """Connects to each lower rank, and accepts connections from each higher rank."""
         rank, size = self.membership.rank, self.membership.size
         peers = {}
         with _listen(address, 0, size) as listener:

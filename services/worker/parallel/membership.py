@@ -80,7 +80,6 @@ def _size(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
 
 
 def _rank(settings: WorkerSettings, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Returns the rank, and the name of the flag or variable that sets it."""
     if settings.rank is not None:
         return settings.rank, "--rank"
     rank = _number(environ, "RANK")

@@ -101,7 +101,6 @@ def with_group(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> Runn
 
 
 def _in_common(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> dict[str, str]:
-    """The values that must be equal on all ranks, each with its name."""
     settings = setup.settings
     return {
         "kv_cache_dtype": settings.kv_cache_dtype.value,

@@ -83,7 +83,6 @@ def run_prompts(runner: StepRunner, limits: BatchLimits, shape: PromptShape) -> 
 
 
 def _decodes(limits: BatchLimits) -> list[PromptShape]:
-    """Returns decode steps of all powers of two up to the limits, in descending order."""
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     return [PromptShape(min(count, most), 1) for count in _powers_of_two(bucket(most))]
 

@@ -56,7 +56,6 @@ def choose_threads(
 
 
 def _cores(processors: Processors) -> tuple[int, list[str]]:
-    """Returns the number of cores that this process may use, and the reasons for this number."""
     cores, allowed = processors.num_cores, processors.num_allowed
     text = f"{cores} core{'s' if cores > 1 else ''}"
     reasons = [text if cores == allowed else f"{allowed} processors on {text}"]

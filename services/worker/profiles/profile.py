@@ -168,7 +168,6 @@ def _listed() -> str:
 
 
 def _parse(table: dict[str, Any]) -> Profile:
-    """Raises a ValueError that names the invalid key."""
     table.pop("about", None)
     answers = _numbers({key: table.pop(key) for key in _ANSWERS if key in table}, "")
     if answers.get("draft_acceptance_rate", 0) > 1:
@@ -221,7 +220,6 @@ def _refuse_others(table: dict[str, Any]) -> None:
 
 
 def _read(cls: type[T], table: dict[str, Any], where: str) -> T:
-    """Creates a dataclass of numbers. `where` is the table's name in error messages."""
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(table.keys() - known):
         raise ValueError(f"has {where}.{unknown[0]}, which is none of {', '.join(sorted(known))}")

@@ -197,8 +197,6 @@ class ThinkingLimit(LogitEdit):
 
 
 class _Mark:
-    """Searches for a sequence of tokens in a stream of tokens."""
-
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         self._token_ids = token_ids
         self._recent: deque[int] = deque(maxlen=max(1, len(token_ids)))

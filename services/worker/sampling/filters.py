@@ -104,7 +104,6 @@ def kept_token_ids(
 
 
 def _masses(weights: Float32Array, vocab_size: int) -> Float64Array:
-    """Converts weights to masses, which add up without rounding for this size of vocabulary."""
     bits = min(_MOST_BITS_OF_MASS, _DOUBLE_BITS - (vocab_size - 1).bit_length())
     rounder = math.ldexp(1.5, _DOUBLE_BITS - 1 - bits)
     return weights.astype(np.float64) + rounder - rounder

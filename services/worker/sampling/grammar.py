@@ -97,7 +97,7 @@ class Grammars:
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:
-        """Removes the least recently used slow (or other) grammars, until `most` remain."""
+        """Removes all slow grammars, or all others, except the `most` last used of them."""
         same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
         for key in same_kind[: len(same_kind) - most]:
             del self._cached[key]
@@ -205,7 +205,6 @@ class GrammarMask:
             self._words.fill(0)
 
     def _fill(self, matcher: "LLMatcher") -> bool:
-        """Computes a mask into `_words`. Returns whether the matcher succeeded."""
         matcher.unsafe_compute_mask_ptr(self._address, self._num_bytes)
         return not matcher.is_error()
 
@@ -273,7 +272,6 @@ def _tokenizer_json(directory: Path) -> str:
 
 
 def _own_eos_token_id(directory: Path, tokenizer_json: str) -> int | None:
-    """Returns the end-of-sequence token that tokenizer_config.json names, if any."""
     path = directory / "tokenizer_config.json"
     named = json.loads(path.read_text()).get("eos_token") if path.is_file() else None
     content = named.get("content") if isinstance(named, dict) else named

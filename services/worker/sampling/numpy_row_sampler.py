@@ -74,7 +74,6 @@ class NumpyRowSampler:
 
 
 def _allowed(masks: RowMasks | None, index: int, vocab_size: int) -> BoolArray | None:
-    """Whether each token of a row may be drawn, bool [V], or None if all may be drawn."""
     if masks is None or masks.rows[index] < 0:
         return None
     words = masks.words[masks.rows[index]]

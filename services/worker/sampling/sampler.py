@@ -254,7 +254,6 @@ class Sampler:
         return token_ids
 
     def _reported(self, logits: Float32Array, row: Int64Array, batch_row: int) -> Float32Array:
-        """The logits [1, V] for log-probabilities of a row: with the grammar's mask, if any."""
         if self._grammars.get(batch_row) is None:
             return logits[row]
         copies = self._copies[:1]
@@ -337,7 +336,6 @@ class Sampler:
 
 
 def _zero_missing(token_ids: Int64Array) -> tuple[Int32Array, Int32Array]:
-    """Sets the token ids UNUSABLE and REFUSED to 0. Returns the indexes of both kinds."""
     missing = (token_ids < 0).nonzero()[0]
     if not len(missing):
         return _NO_ROWS, _NO_ROWS

@@ -77,7 +77,7 @@ def bucket(count: int) -> int:
 
 
 def largest_lane(window: int | None) -> int:
-    """The largest power of two of queries in a lane whose key range includes each one's own key."""
+    """The largest number of queries in a lane, a power of two, whose own keys are in its range."""
     if window is None or window >= MOST_QUERIES:
         return MOST_QUERIES
     return 1 << (window.bit_length() - 1)

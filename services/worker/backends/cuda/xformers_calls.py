@@ -106,7 +106,6 @@ class LayerKind:
         return _joined(shared, partial(ops.attend_partly, bias=bias, operator=ops.split_k(1)))
 
     def _range_bias(self, size: int, ranges: KeyRanges, tables: torch.Tensor) -> Bias:
-        """Returns a bias in which each lane has `size` queries and attends to its range of keys."""
         num_queries = [size] * len(ranges.ends)
         return self.ops.gappy_bias(
             num_queries, ranges.starts.tolist(), ranges.lengths.tolist(), tables
@@ -157,7 +156,6 @@ class DecodeCall:
     def __call__(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """Computes the attention of at most as many queries as there are lanes."""
         num_queries, num_lanes = len(query), len(self.tables)
         if num_queries < num_lanes:
             query = F.pad(query, (0, 0, 0, 0, 0, num_lanes - num_queries))

@@ -152,8 +152,6 @@ def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None
 
 
 class _WaitLog:
-    """Logs at intervals what this process is waiting for."""
-
     def __init__(self, what: str) -> None:
         self._what = what
         self._begun = self._logged = time.monotonic()

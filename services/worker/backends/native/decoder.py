@@ -114,7 +114,6 @@ class NativeDecoder:
         return hidden, logits
 
     def _use_pages(self, attention: NativePagedStep) -> None:
-        """Sets the layers' attention parameters and the addresses of their pages."""
         if self._cache is attention.layers:
             return
         for target, source in zip(self._layers, attention.layers, strict=True):

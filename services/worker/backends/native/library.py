@@ -44,7 +44,6 @@ def address(array: np.ndarray) -> int:
 
 
 def _fields(kinds: Mapping[str, type[Any]]) -> _Fields:
-    """Returns a structure's fields. Each key of `kinds` has the names of fields of one type."""
     return [(name, kind) for names, kind in kinds.items() for name in names.split()]
 
 
@@ -62,7 +61,7 @@ class Projection(ctypes.Structure):
 
 
 class NativeQuantizedWeight(ctypes.Structure):
-    """A QuantizedWeight. `offsets` may be None."""
+    """A QuantizedWeight of backends/quantized.py. `offsets` may be None."""
 
     _fields_ = _fields({"codes scales offsets": _ADDRESS})
 
@@ -344,7 +343,7 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "RowParameters": NativeRowParameters,
     "SuffixSettings": NativeSuffixSettings,
 }
-"""Maps the names of structures in C++ to structures."""
+"""Maps the names of structures in C++ to their declarations here."""
 
 
 def check_structures(

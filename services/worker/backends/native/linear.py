@@ -92,7 +92,6 @@ class NativeLinear:
         return packed
 
     def _take(self, functions: Functions) -> torch.Tensor:
-        """Allocates memory for the panels, and stores its address in the projection's structure."""
         num_panels = -(-self.projection.columns // functions.panel_width)
         size = num_panels, functions.panel_bytes(self._reference)
         packed = self._memory.take(size, torch.uint8)

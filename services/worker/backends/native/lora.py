@@ -140,7 +140,6 @@ def _columns_of_panels(shape: LoraShape, panel_width: int) -> torch.Tensor:
 
 
 def _panels(weight: torch.Tensor, width: int, pairs: int) -> torch.Tensor:
-    """Converts [columns, depth] to panels, [panels, depth / pairs, width, pairs]."""
     columns, depth = weight.shape
     view = weight.view(columns // width, width, depth // pairs, pairs)
     return view.transpose(1, 2).contiguous()

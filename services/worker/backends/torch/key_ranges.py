@@ -89,7 +89,9 @@ class FixedRanges:
 
 
 class TightRanges:
-    """FixedRanges's methods, for ranges from the first block in the window to the last key."""
+    """Like FixedRanges, but a range is from the first block in the window to the last query's
+    key.
+    """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

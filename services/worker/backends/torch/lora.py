@@ -77,8 +77,6 @@ class TorchLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class _ByAdapter:
-    """A Delta with the rows and the factors of each adapter."""
-
     adapters: list[tuple[torch.Tensor, list[_Part]]]
     padded_rows: Callable[[int], int]
 
@@ -172,7 +170,7 @@ class GroupedLoraStep:
 
 @dataclass(frozen=True, slots=True)
 class _Grouped:
-    """A Delta with grouped products. `rows` are ordered by adapter and end at `ends`."""
+    """A Delta with grouped products. `rows` are grouped by adapter. Group i ends at `ends[i]`."""
 
     rows: torch.Tensor
     ends: torch.Tensor

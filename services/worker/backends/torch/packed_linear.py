@@ -90,7 +90,6 @@ class PackedLinear:
         return product
 
     def _rows_agree(self, dtype: torch.dtype) -> bool:
-        """Returns the result of `rows_agree`, tested once for each shape of weight."""
         has_bias, is_packed = self._bias is not None, self._packed is not None
         shape = (self.out_features, self.in_features, dtype, has_bias, is_packed)
         if shape not in _agreeing:

@@ -220,13 +220,11 @@ class TorchPagedAttention:
 
 
 def _grouped(heads: torch.Tensor, layer: attention.AttentionLayer) -> torch.Tensor:
-    """[n, num_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
     grouped = heads.view(len(heads), layer.num_kv_heads, -1, layer.head_dim)
     return grouped.permute(1, 2, 0, 3)
 
 
 def _repeated(heads: torch.Tensor, layer: attention.AttentionLayer) -> torch.Tensor:
-    """[n, num_kv_heads, head_dim] as [num_kv_heads, heads per kv head, n, head_dim], a view."""
     repeats = layer.num_heads // layer.num_kv_heads
     return heads.permute(1, 0, 2).unsqueeze(1).expand(-1, repeats, -1, -1)
 

@@ -140,5 +140,4 @@ def score_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _widest(windows: set[int | None]) -> int | None:
-    """The widest window, or None if one of the windows is None."""
     return None if None in windows else max(window for window in windows if window is not None)

@@ -81,7 +81,6 @@ class EmbeddedPrompts:
 
 
 def _to_tensor(embeds: PromptEmbeds, model: Model, device: torch.device) -> torch.Tensor:
-    """Converts embeddings to the model's data type. Raises InvalidArgument for another width."""
     like = model.embed(torch.zeros(1, dtype=torch.int64, device=device))
     embeds.check(like.shape[1])
     numbers = np.frombuffer(embeds.data, np.uint8).copy()

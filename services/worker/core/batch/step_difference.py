@@ -35,8 +35,6 @@ def apply_step(batch: InputBatch, step: StepInput) -> Int32Array:
 
 
 class _StepCheck:
-    """Checks a step against the batch as it will be after the step's changes."""
-
     def __init__(self, batch: InputBatch, step: StepInput) -> None:
         self._batch = batch
         self._limits = batch.limits
@@ -220,7 +218,6 @@ class _StepCheck:
                 self._require(holds, "block_tables", problem)
 
     def _entry(self, group: int, row: int, index: int) -> int:
-        """Returns an entry of a row's block table as it will be after the step's changes."""
         held = self._batch.block_tables[group, row, : self._batch.num_blocks[group, row]]
         if row in self._new:
             held = self._new[row].block_tables[group]

@@ -24,14 +24,14 @@ class WantedDrafts:
     forced: list[int]
 
     def possible(self, proposed: Sequence[int]) -> Sequence[int]:
-        """Returns the proposed drafts if they begin with the forced tokens, else these tokens."""
+        """Returns `proposed` if it begins with the forced tokens, otherwise the forced tokens."""
         forced = self.forced
         begins_so = not forced or list(proposed[: len(forced)]) == forced
         return proposed if begins_so else forced
 
 
 class DraftSource:
-    """Proposes drafts, equal ones on all ranks of a model. By default it ignores all events."""
+    """Proposes drafts, equal ones on all ranks. Its methods for events do nothing by default."""
 
     def enter(self, requests: Sequence[NewRequest]) -> None:
         """Called when these requests have been added to rows of the batch."""

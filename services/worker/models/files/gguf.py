@@ -78,7 +78,6 @@ def _q6_k(blocks: Bytes) -> _Numbers:
 
 
 def _halves(two_bytes: Bytes) -> Floats:
-    """Converts two bytes to float16 values [n, 1], as float32."""
     return np.ascontiguousarray(two_bytes).view(np.float16).astype(np.float32)
 
 

@@ -94,7 +94,6 @@ def expected_tensors(
 def _layer_tensors(
     config: ModelConfig, experts: ExpertsConfig | None, *, stacked_experts: bool
 ) -> Shapes:
-    """Maps names within a layer to the shapes of the layer's tensors."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = (heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads))
     norms = norm_names(config)
@@ -124,7 +123,6 @@ def _layer_tensors(
 
 
 def _expert_tensors(config: ExpertsConfig, hidden_size: int, *, stacked: bool) -> Shapes:
-    """Maps names within a layer to the shapes of the router's and the experts' tensors."""
     count, inner = config.num_experts, config.intermediate_size
     if stacked:
         return {

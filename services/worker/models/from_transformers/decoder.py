@@ -148,7 +148,6 @@ class TransformersDecoder:
     def _probe_embedded(
         self, positions: torch.Tensor, embedded: torch.Tensor, tolerance: float
     ) -> None:
-        """Raises Refused for a model that needs token ids in addition to embeddings."""
         try:
             self._forward(
                 Probe(), RecurrentProbe(tolerance), positions, inputs_embeds=embedded[None]

@@ -100,7 +100,7 @@ class Division:
                 return linear.GatheredLinear(layer, part, self._ranks)
 
     def _divide_head(self, head: nn.Linear, *, is_tied: bool) -> DividedLinear | None:
-        """Divides the head. Returns None if it stays whole, because its parts would differ."""
+        """Divides the head. Returns None if it stays whole, because parts would differ in size."""
         if head.out_features % self.shard.size:
             return None
         divided = linear.GatheredTiedLinear if is_tied else linear.GatheredLinear
@@ -135,7 +135,6 @@ class Division:
         return of_width(heads, width // count)
 
     def _correct_counts(self, attention: nn.Module) -> None:
-        """Sets the attributes in which an attention layer stores its head counts."""
         num_heads, num_kv_heads = self.shard.count_heads(self._num_heads, self._num_kv_heads)
         self.heads = (num_heads, num_kv_heads)
         counts = dict.fromkeys(_COUNTS_OF_HEADS, (self._num_heads, num_heads))

@@ -128,7 +128,6 @@ def _whole_product(
 def _multiply_in_tiles(
     multiply: Callable[..., torch.Tensor], x: torch.Tensor, *parameters: torch.Tensor | None
 ) -> torch.Tensor:
-    """The product of x [..., in], computed in tiles of equally many rows."""
     product = in_tiles(lambda tile: multiply(tile, *parameters), x.flatten(0, -2))
     return product.view(*x.shape[:-1], -1)
 

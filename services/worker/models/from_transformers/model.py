@@ -130,7 +130,6 @@ def _eos_token_ids(config: PretrainedConfig, model: PreTrainedModel) -> tuple[in
 
 
 def _is_stateful(model: object) -> bool:
-    """Whether transformers marks a model, or its class, as stateful."""
     return bool(getattr(model, "_is_stateful", False))
 
 

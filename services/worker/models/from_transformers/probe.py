@@ -78,7 +78,6 @@ class Probe:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: AttentionLayer
 ) -> torch.Tensor:
-    """Unfused attention, [1, num_heads, n, head_dim]."""
     repeats = layer.num_heads // layer.num_kv_heads
     key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
     scores = (query @ key.transpose(-1, -2)).float() * layer.scale

@@ -206,5 +206,4 @@ def recurring_from(step: HybridStep, padded_rows: Callable[[int], int]) -> Recur
 
 
 def _with_rows(x: torch.Tensor, missing: int) -> torch.Tensor:
-    """Appends `missing` sequences of zeros to the sequences in `x`."""
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x

@@ -95,7 +95,6 @@ class LoraReader:
         return queries, keys, shard.of(config.intermediate_size)
 
     def _targets(self, index: int) -> dict[str, _Target]:
-        """Maps names within a layer to the projections that adapters may add to."""
         config, (queries, keys, inner) = self.config, self._widths
         hidden, width = config.hidden_size, config.intermediate_size
         all_queries, all_keys = (

@@ -130,7 +130,6 @@ def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
 
 
 def _source_of(model_type: str, name: str) -> str | None:
-    """Returns the source text of a class's module, or None if it is not found."""
     models = _package() / "models"
     own = models / model_type.replace("-", "_")
     for files in (own.glob("modeling_*.py"), models.glob("*/modeling_*.py")):
@@ -165,7 +164,6 @@ def _read_tables(module: ast.Module) -> Iterator[tuple[str, dict[str, tuple[str,
 
 
 def _names(value: object) -> tuple[str, ...]:
-    """The names in a table's value, which is a name, several names, or None."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list | tuple) else ()

@@ -25,7 +25,7 @@ from services.worker.options.simulated.hashing import PositionFactors
 from services.worker.sampling.arrays import UInt64Array
 
 _LAYER = np.uint64(1 << 56)
-"""The difference between a token's numbers in two successive layers of the shape."""
+"""The difference between a token's numbers in two successive layers of the AttentionShape."""
 
 
 class SimulatedCache:
@@ -86,7 +86,7 @@ class SimulatedStep:
         more: np.uint64,
         sums: UInt64Array,
     ) -> None:
-        """Adds a layer's sums to `sums`. Its numbers are the stored numbers plus `more`."""
+        """Adds the sums of a layer, whose numbers are the stored numbers plus `more`, to `sums`."""
         factors = self.cache.factors.up_to(int(layout.seq_lens.max()))
         starts, size = layout.query_starts.tolist(), layout.block_size
         for index, (row, length) in enumerate(

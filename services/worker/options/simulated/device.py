@@ -44,7 +44,6 @@ class SimulatedDevice:
 
     @property
     def starts(self) -> float:
-        """The time at which the current step's work starts."""
         return self._queued if self._starts is None else self._starts
 
     def wait_until(self, end: float) -> None:

@@ -90,7 +90,6 @@ class Faults:
     device: SimulatedDevice
     end_process: Callable[[int], object] = os._exit
     _began: float | None = None
-    """The time at which the first step began. None before that."""
     _num_steps: int = 0
     _slow_until: float = field(default=inf)
 
@@ -161,7 +160,6 @@ def _texts(script: str) -> Iterable[str]:
 
 
 def _read_rule(text: str, own: Mapping[str, int]) -> Rule | None:
-    """Reads a rule. Returns None if it is for another rank or replica."""
     when, colon, what = text.partition(":")
     where = _WHERE.match(when)
     due = _WHEN.fullmatch(when[where.end() if where else 0 :].strip())

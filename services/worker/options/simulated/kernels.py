@@ -13,7 +13,7 @@ from services.worker.options.simulated.model import SimulatedLora
 
 
 class SimulatedKernels(TorchKernels):
-    """Kernels for a SimulatedModel, which uses no others. `profile` is the name of the profile."""
+    """Kernels for a SimulatedModel. `profile` is the name of the profile."""
 
     def __init__(self, profile: str, row_sampler: RowSampler | None = None) -> None:
         super().__init__()

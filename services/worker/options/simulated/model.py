@@ -189,7 +189,6 @@ def _attend(attention: LayerAttention, layer: int, numbers: UInt64Array) -> UInt
 
 
 def _unpack(hidden: torch.Tensor) -> tuple[UInt64Array, UInt64Array]:
-    """Returns the keys and the hashes that the previous stage has sent."""
     raw = hidden.contiguous().view(torch.uint8).numpy()[:, :16]
     numbers: UInt64Array = np.ascontiguousarray(raw).view(np.uint64)
     return numbers[:, 0].copy(), numbers[:, 1]

@@ -88,7 +88,6 @@ class Sizes:
         return num_weights * self.dtype.itemsize
 
     def _head_bytes(self, num_ranks: int) -> int:
-        """Returns the bytes of the output projection, which may be quantized while it is loaded."""
         itemsize = self.dtype.itemsize
         if self.quantization is not QuantizationSetting.AUTO:
             itemsize = _BITS_AT_LOAD // 8

@@ -39,8 +39,6 @@ def tier_memory(num_blocks: int, bytes_per_block: int) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The key and the checksum of one block in the tier."""
-
     key: bytes
     checksum: int
 

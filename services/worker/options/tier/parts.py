@@ -49,7 +49,6 @@ def with_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
 
 
 def _check(setup: RankSetup, parts: RunnerParts) -> None:
-    """Raises NoTier if the device or the model does not support offloading."""
     if not setup.platform.has_tier:
         raise NoTier("kv_offloading_size: only workers on the CPU keep offloaded blocks")
     overwrites = setup.settings.mamba_cache_mode is MambaCacheMode.NONE

@@ -40,7 +40,7 @@ struct Piece {
   int group;
   int count;
   std::int64_t done;
-  std::int64_t depth;  // Depth in each group.
+  std::int64_t depth;  // Depth of each group.
   bool ends_groups;
   bool ends_panel;
 };
@@ -68,8 +68,8 @@ struct PanelTotals {
   PanelTotals from(int row) const { return {totals + row * PANEL_WIDTH, sums + row * PANEL_WIDTH}; }
 };
 
-// Calls work(row, v, place) for each vector of ROWS rows of totals. v counts the vectors of a row
-// in all panels; `place` is the vector's position.
+// Calls work(row, v, place) for each vector of ROWS rows of totals. `v` is the vector's number in
+// its row, counted over all panels, and `place` its offset in the totals.
 template <int ROWS, int PANELS, class Work>
 inline __attribute__((always_inline)) void for_vectors_of_rows(Work&& work) {
 #pragma GCC unroll 16
