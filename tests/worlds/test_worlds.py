@@ -1,6 +1,6 @@
-"""Runs random worlds with all features of a replica. The invariants are checked at every step, and
-a replay of the step log must make the same decisions. `python -m tests.worlds` runs more worlds
-(docs/contributing.md).
+"""Runs random worlds (simulated replicas with random requests and failures) with all features of a
+replica. Invariants are checked at every step, and a replay of the step log must make the same
+decisions. `python -m tests.worlds` runs more worlds (docs/contributing.md).
 """
 
 from collections import Counter
@@ -16,7 +16,8 @@ FURTHER_WORLDS = (934, 1405, 1672)
 
 934: a request with drafts ends because of NaN, while a step in flight still writes to a block of
 the request's window, which a load could get. 1405: a load fills a block of a request that the step
-has preempted, and the step must not zero this block. 1672: a step without requests evicts an item.
+has preempted, and the step must not zero this block. 1672: a step without requests evicts a
+multimodal item.
 """
 RARE = (
     *("preemptions", "hits", "drafts", "copies", "STOP", "ABORT", "ERROR"),

@@ -46,7 +46,7 @@ def unpacked(array: bytes) -> list[int]:
 
 
 def new_request(row: int = 0, **sampling: object) -> worker_pb2.NewRequest:
-    """A new request with PROMPT, greedy by default, and with room for 64 tokens."""
+    """A new request with PROMPT, greedy by default, that has room for 64 tokens."""
     blocks = range(1 + 4 * row, 5 + 4 * row)
     return worker_pb2.NewRequest(
         row=row,
@@ -60,7 +60,9 @@ def new_request(row: int = 0, **sampling: object) -> worker_pb2.NewRequest:
 def step(
     number: int, *entries: tuple[int, int, int], generation: int = 1, **fields: object
 ) -> worker_pb2.ExecuteRequest:
-    """A step. Entries are (row, number of scheduled tokens, number of computed tokens)."""
+    """A step. Entries are (row in the persistent batch, number of scheduled tokens, number of
+    computed tokens).
+    """
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return worker_pb2.ExecuteRequest(
         generation=generation,
@@ -73,7 +75,7 @@ def step(
 
 
 class HeldRunner:
-    """A model runner whose steps end when the test releases them."""
+    """A model runner whose steps end only when the test releases them."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.going = threading.Event()
@@ -131,7 +133,7 @@ def worker(
 
 
 class Stream:
-    """An Execute stream. Every read and write has a deadline."""
+    """A stream of the RPC Execute, whose reads and writes all have a deadline."""
 
     def __init__(self, worker: worker_pb2_grpc.WorkerStub) -> None:
         self.call = worker.Execute()
@@ -158,7 +160,7 @@ class Stream:
 
 
 async def generate(stream: Stream, count: int) -> list[int]:
-    """Generates greedy tokens after PROMPT in row 0, one step at a time."""
+    """Generates greedy tokens after PROMPT in row 0, in one step each."""
     tokens = []
     await stream.send(step(1, (0, len(PROMPT), 0), new_requests=[new_request()]))
     for number in range(count):
@@ -249,7 +251,7 @@ async def test_steps_in_flight_use_tokens_that_the_worker_sampled(
     assert [answer.step for answer in answers] == [1, 2, 3, 4, 5, 6]
     assert [token for answer in answers for token in unpacked(answer.token_ids)] == tokens
     assert all(answer.execute_nanos > 0 for answer in answers)
-    # A step's queue time begins at its arrival. It ends shortly after the previous step ends.
+    # A step waits from its arrival until shortly after the step before has ended.
     assert all(0 < answer.queue_nanos >= answer.slack_nanos for answer in answers)
     assert answers[1].slack_nanos > 0
     await ahead.finish()
@@ -468,7 +470,7 @@ async def test_a_worker_with_an_overdue_step_is_not_live(loaded: Worker) -> None
         first = Stream(worker_pb2_grpc.WorkerStub(channel))
         await first.send(step(1, (0, 20, 0), new_requests=[new_request()], timeout_millis=200))
         await becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
-        # A scheduler that connects again must wait. The worker is still not live.
+        # A scheduler that connects again must wait. The worker still counts as not live.
         second = Stream(worker_pb2_grpc.WorkerStub(channel))
         await second.send(step(0, generation=2, timeout_millis=200))
         assert isinstance(await first.error(), grpc.aio.AioRpcError)

@@ -1,4 +1,4 @@
-"""With --batch-invariant, CUDA computations have the same bits in every batch."""
+"""With --batch-invariant, the computations for CUDA have the same bits in every batch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +17,8 @@ from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
 @pytest.fixture(autouse=True, scope="module")
 def _rows_multiplied_alike() -> Iterator[None]:
-    """Sums all elements of a product in the same order. Triton's interpreter multiplies tiles with
-    NumPy's BLAS, which on some processors rounds a row differently at different places in the tile.
+    """Sums all products in the same order. Triton's interpreter multiplies tiles with NumPy's BLAS,
+    which on some processors rounds a row differently at different places in the tile.
     """
 
     def create_dot(_: object, a: Any, b: Any, d: Any, *_options: object) -> Any:
@@ -63,7 +63,7 @@ def test_attention_has_the_same_bits_for_whole_and_chunked_prompts_in_any_batch(
 
 
 def test_without_batch_invariance_key_splits_depend_on_the_number_of_lanes() -> None:
-    """The comparison above is therefore meaningful. Parts have 256 keys here."""
+    """Shows that the test above is meaningful. Here the keys are split into parts of 256."""
     case = Case(64, 2, 1, 16, dtype=torch.float32)
     check = InvarianceCheck(
         case, WideCpu(), [260], AnywhereSplitK, max_model_len=512, batch_invariant=False

@@ -1,8 +1,9 @@
-"""Runs the worker's code for CUDA without a GPU. The tokens must equal the CPU worker's tokens.
+"""Runs the worker's code for CUDA without a GPU, and compares its tokens with those of a worker on
+the CPU.
 
 The code includes xFormers' kernel, decodes over static buffers of bucket sizes, sampling on the
-device, tokens that stay on the device, and two steps in flight. The captured function is called
-again where a GPU would replay a CUDA graph.
+device, tokens that stay on the device, and two steps in flight. In place of replaying a CUDA graph,
+the captured function is called again.
 """
 
 from pathlib import Path
@@ -38,7 +39,7 @@ def save_uniform(directory: Path) -> None:
 
 
 def save_hybrid(directory: Path) -> None:
-    """Saves a model with two KV-cache groups: a layer with a window of 7, and a layer without."""
+    """Saves a model with two KV-cache groups: one layer with a window of 7, and one without."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=320,
@@ -57,12 +58,12 @@ def save_hybrid(directory: Path) -> None:
 
 
 def save_capped(directory: Path) -> None:
-    """Saves a model whose scores have a softcap, which xFormers does not support."""
+    """Saves a model with a cap on attention scores (softcap), which xFormers does not support."""
     save_tiny_model(directory, "gemma2")
 
 
 def save_experts(directory: Path) -> None:
-    """Saves a model of one layer, in which each token is computed by three of six experts."""
+    """Saves a model of one layer in which three of six experts compute each token."""
     save_tiny_model(directory, "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
 
 
@@ -117,7 +118,7 @@ def test_the_tokens_are_those_of_the_cpu(tmp_path: Path, save, batch_invariant: 
 
 @pytest.mark.parametrize("save", [save_hybrid, save_capped])
 def test_log_probabilities_are_those_of_transformers(tmp_path: Path, save) -> None:
-    """The prompt has a chunk that is longer than the window."""
+    """The prompt includes a chunk that is longer than the window."""
     save(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     texts = np.random.default_rng(0).integers(3, 320, (2, 26), dtype=np.int32)

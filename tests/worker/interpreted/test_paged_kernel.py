@@ -1,4 +1,6 @@
-"""Paged attention as on CUDA equals explicit attention over one sequence at a time."""
+"""The paged attention that CUDA workers use equals explicit attention over one sequence at a
+time.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,8 @@ import torch
 from benchmarks.gpu.attention_check import AttentionCheck, Case
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
-# Pairs of page sizes, ratios of heads and kinds of windows, instead of all combinations.
+# The cases cover each pair of values of page size, ratio of heads and kind of window, but not all
+# combinations.
 CASES = [
     Case(16, 4, 4, 32),
     Case(32, 4, 2, 64),
@@ -27,7 +30,9 @@ def tolerance(case: Case) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decodes_and_chunks_equal_plain_attention(case: Case) -> None:
-    """Three decodes in four lanes, a chunk with a past in two lanes, and a chunk without a past."""
+    """Three decodes in four lanes, a chunk after computed tokens in two lanes, and a chunk at a
+    prompt's start.
+    """
     torch.manual_seed(1)
     check = AttentionCheck(case, WideCpu(), 5, 1024, AnywhereSplitK)
     check.store([0, 37, 300, 45, 0])
@@ -36,7 +41,7 @@ def test_decodes_and_chunks_equal_plain_attention(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [Case(32, 4, 2, 32), Case(32, 4, 2, 32, window=9)], ids=str)
 def test_stale_values_in_a_block_do_not_change_results(case: Case) -> None:
-    """The old values include NaN."""
+    """The block's earlier contents include NaN."""
     torch.manual_seed(3)
     check = AttentionCheck(case, WideCpu(), 3, 256, AnywhereSplitK)
     for pool in check.attention.pools(0):

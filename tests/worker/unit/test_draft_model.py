@@ -1,4 +1,4 @@
-"""Tests which positions a draft model computes, and which pairs of models are refused."""
+"""Which positions a draft model computes, and which pairs of models are refused."""
 
 import json
 from dataclasses import replace
@@ -30,11 +30,11 @@ from tests.worker.runner_driver import GREEDY, build_runner, ints
 PROMPT = [7, 8, 9, 10, 11]
 BLOCK_SIZE = 4
 MOST = 4
-"""The maximum number of drafts of a request in a step, as in the model runner."""
+"""The maximum number of drafts of a request in a step, as the model runner is configured."""
 
 
 class Watched:
-    """A model that records the positions that each call computes."""
+    """A model that records the positions computed by each call."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -68,7 +68,7 @@ def watched(directory: Path, draft: Path) -> tuple[ModelRunner, Watched]:
 
 
 def enter(runner: ModelRunner, row: int = 0, first_block: int = 1, computed: int = 0) -> StepOutput:
-    """Runs the step of a request's prompt, or of its uncached part."""
+    """Runs the step of a request's prompt, or of the part of it that is not cached."""
     table = np.arange(first_block, first_block + 8, dtype=np.int32)
     new = NewRequest(row, ints(*PROMPT), len(PROMPT), GREEDY, (table,))
     return runner.execute(
@@ -99,7 +99,7 @@ def test_after_all_drafts_are_accepted_two_tokens_are_computed_and_blocks_are_fi
     assert step(runner, 10, MOST) == 5
     assert model.take() == [[9, 10], [11], [12], [13]]
     assert step(runner, 15, MOST) == 5
-    # The last draft's position, 19, is computed too, because it is the last position of its block.
+    # The last draft's position, 19, is computed, too, because it is the last one of its block.
     assert model.take() == [[14, 15], [16], [17], [18], [19]]
     assert step(runner, 20, MOST) == 5
     assert model.take() == [[20], [21], [22], [23]]
@@ -111,7 +111,7 @@ def test_rejected_drafts_are_written_over(directory: Path, tmp_path: Path) -> No
     enter(runner)
     assert step(runner, 5, MOST) == 1
     assert model.take()[1:] == [[5], [6], [7], [8]]
-    # The scheduler planned this step as if all four drafts of the previous step were accepted.
+    # The scheduler planned this step as if all four drafts of the step before were accepted.
     assert step(runner, 10, MOST) == 1
     assert model.take() == [[6], [7], [8], [9]]
 
@@ -128,7 +128,7 @@ def test_without_drafts_tokens_are_computed_once_they_fill_a_block(directory: Pa
     step(runner, 8, 0)
     assert model.take() == []
     assert step(runner, 9, 2) == 3
-    # Both drafts were accepted. The last draft's position, 11, is the last position of its block.
+    # Both drafts were accepted. The last one's position, 11, is the last one of its block.
     assert model.take() == [[8, 9], [10], [11]]
 
 
@@ -143,7 +143,7 @@ def test_behind_a_prefix_hit_only_the_rest_is_computed(directory: Path) -> None:
 
 
 def test_a_request_that_enters_within_a_block_recomputes_the_block(directory: Path) -> None:
-    # A session that continues with another turn may enter with an incomplete last block.
+    # In the next turn of a session, a request may enter with an incomplete last block.
     runner, model = watched(directory, directory)
     enter(runner, computed=3)
     assert model.take() == [[0, 1, 2, 3, 4]]

@@ -1,4 +1,6 @@
-"""Steps with placeholders of drafts, in whose place the model runner proposes drafts."""
+"""The scheduler plans steps with placeholders, and the model runner proposes the drafts in their
+place.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from tests.worker.runner_driver import GREEDY, build_runner, ints
 
 PROMPT = [7, 8, 9, 10, 11]
 MOST = 4
-"""The maximum number of drafts of a request in a step, as in the model runner."""
+"""The maximum number of drafts of a request in a step, as the model runner is configured."""
 
 
 class Scripted:
@@ -71,7 +73,7 @@ def enter(runner: ModelRunner) -> int:
 
 
 def continued(runner: ModelRunner, count: int) -> list[int]:
-    """The first `count` output tokens without drafts. The request is removed at the end."""
+    """The first `count` output tokens without drafts. Removes the request at the end."""
     tokens = [enter(runner)]
     for index in range(count - 1):
         tokens.append(int(runner.execute(step(2 + index, 1, 5 + index, 0)).token_ids[0]))
@@ -88,7 +90,7 @@ def test_a_step_continues_after_the_accepted_drafts(
     output = runner.execute(step(2, 1 + MOST, 5, MOST))
     assert output.token_ids.tolist() == tokens[1:3]
     assert output.num_draft_tokens.tolist() == [MOST]
-    # The next step was planned as if all four drafts were accepted.
+    # The next step was planned as if all four drafts had been accepted.
     scripted.next = tokens[3:5]
     output = runner.execute(step(3, 1 + MOST, 10, MOST))
     assert output.token_ids.tolist() == tokens[3:6]
@@ -97,7 +99,8 @@ def test_a_step_continues_after_the_accepted_drafts(
     output = runner.execute(step(4, 1 + MOST, 12, MOST))
     assert output.token_ids.tolist() == [tokens[6]]
     assert not len(output.num_draft_tokens)
-    # This step has no drafts, but was planned as if the previous step's four drafts were accepted.
+    # This step has no drafts, but was planned as if all four drafts of the step before had been
+    # accepted.
     assert runner.execute(step(5, 1, 15, 0)).token_ids.tolist() == [tokens[7]]
     assert scripted.asked == [
         ([*PROMPT, tokens[0]], MOST),

@@ -1,4 +1,6 @@
-"""The fingerprint changes with exactly the properties that change cached keys and values."""
+"""A worker's fingerprint changes with exactly those properties that change cached keys and
+values.
+"""
 
 import json
 import shutil

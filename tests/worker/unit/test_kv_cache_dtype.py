@@ -1,4 +1,6 @@
-"""Tests workers with 8-bit keys and values: the sizes of KV caches, and refused configurations."""
+"""Workers with 8-bit keys and values: how large their KV caches are, and which configurations they
+refuse.
+"""
 
 from pathlib import Path
 
@@ -34,7 +36,9 @@ def description(model: Path, **changes: object) -> WorkerDescription:
 def test_the_same_memory_has_more_blocks_of_8_bits(
     tmp_path: Path, dtype: DtypeSetting, least: float
 ) -> None:
-    """A head of 64 elements takes 64 bytes and a scale of 4 bytes, not 128 or 256 bytes."""
+    """In 8 bits, a head of 64 elements takes 68 bytes, with a scale of 4 bytes, in place of 128 or
+    256.
+    """
     save_tiny_model(tmp_path, "qwen3", head_dim=64)
     plain, coded = (
         description(

@@ -1,4 +1,4 @@
-"""Libraries start only as many threads as a worker needs."""
+"""Libraries start no more threads than a worker needs."""
 
 import os
 import subprocess

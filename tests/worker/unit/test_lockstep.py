@@ -1,4 +1,4 @@
-"""Ranks run the same step. Outdated steps are dropped, and differing steps end the group."""
+"""Ranks run the same steps. They drop outdated steps, and end the group if their steps differ."""
 
 import threading
 import time
@@ -24,7 +24,7 @@ def step(generation: int, number: int) -> StepInput:
 
 
 def answering(token: int):
-    """A function that runs a step and returns this token as sampled."""
+    """A function that runs a step, in which it samples this token."""
     return lambda step: StepOutput(step.generation, step.step, ints(1), ints(token))
 
 
@@ -33,7 +33,7 @@ def lockstep(thread: RankThread, every: int = 1) -> Lockstep:
 
 
 def test_a_step_of_an_older_generation_is_dropped_when_a_newer_one_comes() -> None:
-    # Rank 0 begins a step that rank 1 never receives, as if rank 1's stream had ended.
+    # Rank 0 begins a step that rank 1 never receives, as if the stream of rank 1 had ended.
     def work(thread: RankThread) -> list[int]:
         own, tokens = lockstep(thread), []
         for number in range(3):
@@ -185,7 +185,8 @@ def test_ranks_agree_on_their_common_values() -> None:
 
 
 def test_arrays_of_any_shape_join_a_digest() -> None:
-    # The values include empty arrays and bfloat16 matrices, as in empty steps and hidden states.
+    # The values include empty arrays, as in empty steps, and bfloat16 matrices, as hidden states
+    # are.
     def work(thread: RankThread) -> int:
         own = lockstep(thread)
 

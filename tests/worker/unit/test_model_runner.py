@@ -1,4 +1,4 @@
-"""Tests a model runner in single steps: chunks, steps planned ahead, drafts and generations."""
+"""A model runner in single steps: chunks, steps planned ahead, drafts and generations."""
 
 from pathlib import Path
 
@@ -31,13 +31,15 @@ def new(row: int = 0, sampling: SamplingParams = GREEDY, first_block: int = 1) -
 
 
 def step(number: int, *entries: tuple[int, int, int], generation: int = 1, **changes) -> StepInput:
-    """A step. Entries are (row, number of scheduled tokens, number of computed tokens)."""
+    """A step. Entries are (row in the persistent batch, number of scheduled tokens, number of
+    computed tokens).
+    """
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return StepInput(generation, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
 def run_plainly(runner: ModelRunner, sampling: SamplingParams, count: int) -> list[int]:
-    """Computes the first `count` tokens of a request without drafts."""
+    """Computes the first `count` tokens of a request, without drafts."""
     tokens = runner.execute(
         step(0, (3, 5, 0), new_requests=(new(3, sampling, 30),))
     ).token_ids.tolist()

@@ -1,4 +1,6 @@
-"""Tests the division of layers into stages, and steps that only some stages received."""
+"""How layers are divided into pipeline stages, and what happens to steps that only some stages
+received.
+"""
 
 import time
 from collections.abc import Iterator
@@ -63,7 +65,7 @@ def test_no_other_division_has_a_lighter_heaviest_stage() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_counts_whether_it_is_tied_or_not(tied: bool, tmp_path: Path) -> None:
-    """The output head has a little more than half of the bytes of a layer."""
+    """The output head has little more than half of the bytes of a layer."""
     save_tiny_model(tmp_path, "llama", num_hidden_layers=5, tie_word_embeddings=tied)
     checkpoint = open_checkpoint(tmp_path)
     stages = [layers_of_stage(checkpoint, 5, stage, 2) for stage in range(2)]
@@ -100,7 +102,7 @@ def prompt_of(generation: int, number: int, length: int = 4) -> StepInput:
 
 
 def opening(generation: int) -> StepInput:
-    """The empty step with which a generation begins."""
+    """The empty step with which a generation begins: the batch is then empty."""
     return StepInput(generation, 0, ints(), ints(), ints())
 
 
@@ -133,7 +135,7 @@ def test_each_stage_reads_its_own_layers_only(
 
 
 def test_hidden_states_of_a_generation_that_is_over_are_dropped(stages: StagedRunner) -> None:
-    # Two steps are sent only to the first stage.
+    # The next two steps are sent only to the first stage.
     expected = stages.execute(prompt_of(1, 0)).token_ids.tolist()
     for number in (1, 2):
         stages.submit_to(0, prompt_of(1, number)).result(10)
@@ -187,7 +189,7 @@ def test_a_stage_that_ends_ends_the_others(directory: Path) -> None:
         waiting = stages.submit_to(2, prompt_of(1, 0))
         stages.groups[0].close()
         for rank in (1, 2):
-            # Rank 2's message may be "rank 1 is gone: rank 0 is gone".
+            # The message of rank 2 may be "rank 1 is gone: rank 0 is gone".
             assert "rank 0 is gone" in str(stages.broken[rank].result(1.5))
         with pytest.raises(GroupBroken):
             waiting.result(30)

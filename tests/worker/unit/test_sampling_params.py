@@ -1,4 +1,4 @@
-"""Invalid values of sampling parameters are refused. The error names the parameter."""
+"""Invalid sampling parameters are refused with an error that names the parameter."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A stream sends answers in the order of the steps, from any thread."""
+"""Answers may be completed by any thread. A stream sends them in the order of the steps."""
 
 import asyncio
 import threading
@@ -22,14 +22,13 @@ SECONDS = 60.0
 
 
 class EchoRunner:
-    """A model runner that returns the number of the step as the sampled token."""
+    """A model runner that samples the number of the step as token."""
 
     @property
     def limits(self) -> BatchLimits:
         raise AssertionError("not used")
 
-    def reset(self) -> None:
-        """Does nothing."""
+    def reset(self) -> None: ...
 
     def begin(self, step: StepInput) -> StepOutput | PendingOutput:
         return self.execute(step)
@@ -42,7 +41,7 @@ class EchoRunner:
 
 
 class Scheduler:
-    """Receives answers. Answers to the steps `blocked` cannot be sent at once."""
+    """Receives answers. The answers to the steps `blocked` cannot be sent at once."""
 
     def __init__(self, blocked: frozenset[int]) -> None:
         self.answered: list[int] = []

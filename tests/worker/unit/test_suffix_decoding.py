@@ -1,4 +1,4 @@
-"""Drafts of suffix trees equal drafts of a reference that counts all occurrences of strings."""
+"""Drafts of suffix trees equal those of a reference that counts all occurrences of strings."""
 
 import json
 import re
@@ -22,7 +22,7 @@ KEYS = (b"", b"ann", b"ben")
 
 
 class Requests:
-    """Requests whose tokens are sent to several implementations of suffix decoding."""
+    """Requests whose tokens are given to several implementations of suffix decoding."""
 
     def __init__(self, *told: NativeSuffixDecoding | CountedSuffixes) -> None:
         self._told = told
@@ -37,7 +37,7 @@ class Requests:
             one.enter(row, key, len(prompt))
 
     def write(self, written: dict[int, list[int]]) -> None:
-        """Appends the tokens that one step has sampled. `written` maps rows to tokens."""
+        """Appends the tokens that a step has sampled. `written` maps rows to tokens."""
         for row, tokens in written.items():
             self._append(row, tokens)
         rows = np.array(list(written), np.int32)
@@ -133,7 +133,7 @@ def test_tokens_known_at_entry_are_not_drafts_for_other_requests() -> None:
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), max_bytes=st.sampled_from([2000, 20_000, 60_000]))
 def test_trees_stay_within_their_memory_and_go_on(seed: int, max_bytes: int) -> None:
-    """Some texts repeat parts of earlier texts. Repetitions need more memory than new texts."""
+    """Some texts repeat parts of earlier texts, which needs more memory than new texts."""
     random = np.random.default_rng(seed)
     native = suffix_trees(RULES, max_bytes)
     requests, texts = Requests(native), random.integers(0, 500, (5, 300))
@@ -175,8 +175,8 @@ def test_the_response_that_ended_first_is_forgotten_first() -> None:
 
 
 def test_each_of_many_responses_is_found_until_it_is_forgotten() -> None:
-    """With 45,000 strings the hash table of the trees' children grows many times. Forgotten
-    responses remove children from the table.
+    """With 45,000 strings, the hash table of the trees' children grows many times. Forgetting a
+    response removes children from it.
     """
     native = suffix_trees(RULES)
     requests, most = Requests(native), RULES.max_cached_requests
@@ -196,7 +196,9 @@ def test_the_cache_leaves_trees_of_responses_their_memory(tmp_path: Path) -> Non
     save_tiny_model(tmp_path, "llama")
 
     def left_mib(**speculation: object) -> float:
-        """The memory in MiB that the cache sizing leaves to activations and suffix trees."""
+        """The memory in MiB that the sizing of the KV cache leaves to activations and suffix
+        trees.
+        """
         config = json.dumps({"num_speculative_tokens": 4, **speculation})
         wanted = WorkerSettings(model=tmp_path, speculative_config=config)
         sizing = build_worker(wanted, "worker", lambda: None).description.kv_cache_sizing

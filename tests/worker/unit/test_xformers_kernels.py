@@ -1,7 +1,7 @@
-"""Runs tests of xFormers' kernels in separate processes, with at most one process for each
-processor. tests/worker/interpreted runs the kernels on the CPU, and tests/worker/compiled compiles
-them for GPUs. They need separate processes, because Triton selects its interpreter at its first
-import.
+"""Runs the tests of xFormers' kernels in separate processes, at most one for each processor.
+tests/worker/interpreted runs the kernels on the CPU, and tests/worker/compiled compiles them for
+GPUs. Separate processes are needed because Triton selects its interpreter when it is first
+imported.
 """
 
 import os
@@ -16,10 +16,10 @@ import pytest
 WORKER_TESTS = Path(__file__).parents[1]
 INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
 RUNS = {"interpreted": INTERPRETED, "compiled": COMPILED}
-"""Maps each test directory to its environment variables. The slowest directory is first."""
+"""Maps each test directory, the slowest first, to its environment variables."""
 SECONDS = 600
-"""The time limit of a directory. The interpreter takes less than a minute, or several minutes on a
-busy machine.
+"""The time limit of a directory in seconds. The interpreter takes less than a minute, or several
+minutes on a busy machine.
 """
 
 Done = subprocess.CompletedProcess[str]
@@ -29,7 +29,7 @@ Done = subprocess.CompletedProcess[str]
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Done]]]:
-    """Starts the directories whose tests were selected. Maps each directory to its result."""
+    """Starts the directories whose tests were selected. Maps each of them to its result."""
     pytest.importorskip("xformers", reason="xFormers has wheels for Linux on x86-64 alone")
     here = [item for item in request.session.items if item.path == request.path]
     selected = [

@@ -185,9 +185,7 @@ async def test_a_preempted_request_waits_for_blocks_and_so_do_those_behind() -> 
 
 
 async def num_calls_of_a_step(num_waiting: int) -> int:
-    """The number of the scheduler's functions that are called when a step is planned and
-    observed.
-    """
+    """How often functions of the scheduler are called when a step is planned and observed."""
     story = TracedStory(max_num_seqs=1)
     story.arrive("running", prompt(5))
     for number in range(num_waiting):

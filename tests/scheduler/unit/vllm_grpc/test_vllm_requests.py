@@ -42,7 +42,7 @@ WANTED: dict[str, Any] = {
     "ignore_eos": {"eos_token_ids": ()},
     "logit_bias": {"logit_bias_token_ids": (8, 9), "logit_bias_values": (0.5, -100.0)},
 }
-"""Maps fields to the parameters to which they are converted, if these have other names."""
+"""Maps each field whose value is converted to the resulting parameters."""
 
 TEXT_ONLY = {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 """Fields about detokenization, without effect because answers contain no text."""

@@ -1,4 +1,4 @@
-"""Tests `stepwell profile`: the fit of step times, and a measurement of a simulated device."""
+"""`stepwell profile`: the fit of step times, and the measurement of a simulated device."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ TIMES = StepTimes(
 
 
 def step(random: np.random.Generator, *, has_chunk: bool) -> tuple[Int32Array, Int32Array]:
-    """Random numbers of scheduled tokens and of computed tokens, one for each request."""
+    """The numbers of scheduled and of computed tokens of each request, drawn at random."""
     counts = np.ones(random.integers(1, 30), np.int32)
     if has_chunk:
         counts[0] = random.integers(2, 500)
@@ -45,7 +45,7 @@ def test_the_coefficients_of_exact_times_are_found() -> None:
 
 
 def test_a_jump_of_the_times_is_followed() -> None:
-    """With 29 or more tokens, kernels use more threads."""
+    """The kernels use more threads from 29 tokens on."""
 
     def seconds(counts: Int32Array) -> float:
         num_tokens = int(counts.sum())
@@ -60,7 +60,7 @@ def test_a_jump_of_the_times_is_followed() -> None:
 
 @given(st.integers(0, 2**32 - 1))
 def test_least_squares_are_least(seed: int) -> None:
-    """The Karush-Kuhn-Tucker conditions hold: no change of a coefficient is an improvement."""
+    """The fit fulfils the Karush-Kuhn-Tucker conditions: no change of a coefficient improves it."""
     random = np.random.default_rng(seed)
     rows, targets = random.normal(size=(30, 6)), random.normal(size=30)
     found = least_squares(rows, targets)
@@ -71,7 +71,7 @@ def test_least_squares_are_least(seed: int) -> None:
 
 
 def test_no_coefficient_is_negative() -> None:
-    """In the measurement, steps with longer contexts took less time by chance."""
+    """In the measurement, steps with longer contexts happened to take less time."""
     steps = [
         Measurement(np.array([1], np.int32), np.array([context], np.int32), 1 - context / 1000)
         for context in range(100)
@@ -85,7 +85,7 @@ def test_no_coefficient_is_negative() -> None:
 def test_a_profile_that_is_measured_again_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The measured worker has a simulated device, on which steps take 2 to 30 ms."""
+    """The measured worker has a simulated device, whose steps take 2 to 30 ms."""
     save_configuration(tmp_path)
     text = """
     kv_cache_memory_bytes = 4_000_000

@@ -1,4 +1,4 @@
-"""Tests scripts of faults, and their effects on a simulated worker."""
+"""Scripts of faults, and their effects on a simulated worker."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.worker.options.simulated.test_simulated_features import LIMITS, PROMP
 
 
 class Run:
-    """Runs steps of one second, one after another, with a script of faults."""
+    """Runs steps of one second one after another, with a script of faults."""
 
     def __init__(self, script: str, rank: int = 0, replica: int = 0) -> None:
         clock = Clock()
@@ -31,7 +31,7 @@ class Run:
         self.faults = Faults(rules, self.device, self.ended.append)
 
     def step(self) -> float | str:
-        """Runs a step. Returns its time, or a text that describes its failure."""
+        """Runs a step. Returns its time in seconds, or a text that describes its failure."""
         began = self.device.clock()
         self.device.begin_step()
         try:
@@ -43,7 +43,6 @@ class Run:
         return self.device.clock() - began
 
     def steps(self, count: int) -> list[float | str]:
-        """Runs `count` steps, and returns the results of `step`."""
         return [self.step() for _ in range(count)]
 
 
@@ -125,7 +124,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_worker_whose_step_failed_answers_as_before(directory: Path) -> None:
-    """The second step of the first answer fails. Then another generation begins."""
+    """The second step of the first answer fails. The worker then begins a new generation."""
     worker = build(directory, device_faults="at step 2: fail", **LIMITS)
     with pytest.raises(DeviceFault, match="step 2"):
         answer(worker, request(0), 3)

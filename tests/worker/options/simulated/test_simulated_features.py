@@ -1,4 +1,4 @@
-"""Tests adapters, grammars, a tier, pooling, embeddings and ranks of a simulated worker."""
+"""Adapters, grammars, a host-memory tier, pooling, embeddings and ranks of a simulated worker."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,7 +40,7 @@ LIMITS: dict[str, Any] = {"block_size": 4, "num_blocks": 60, "max_model_len": 64
 
 
 def request(row: int, token_ids: Sequence[int] = PROMPT, **fields: Any) -> NewRequest:
-    """A greedy request with eight blocks that no other row has."""
+    """A greedy request whose eight blocks no other row has."""
     table = np.arange(1 + 8 * row, 9 + 8 * row, dtype=np.int32)
     known = {"sampling": SamplingParams(temperature=0), "block_tables": (table,)} | fields
     return NewRequest(row, ints(*token_ids), len(token_ids), **known)
@@ -101,7 +101,9 @@ def test_a_grammar_selects_among_the_other_tokens(tmp_path: Path) -> None:
 def test_blocks_come_back_from_the_tier_unless_a_copy_is_lost(
     tmp_path: Path, is_lost: bool
 ) -> None:
-    """The first two blocks of a request are stored in the tier, and loaded into other blocks."""
+    """The first two blocks of a request are stored in the tier of host memory, and loaded into
+    other blocks.
+    """
     worker = simulated(tmp_path, kv_offloading_size=0.001, **LIMITS)
     keys = tuple(bytes(35) + bytes([n]) for n in range(2))
     worker.runner.execute(step(0, (0, 9, 0), new_requests=(request(0),)))

@@ -1,4 +1,4 @@
-"""Tests a simulated model in pipeline stages, with quantized weights, and with a draft model."""
+"""A simulated model in pipeline stages, with quantized weights, and with a draft model."""
 
 import json
 import time
@@ -68,7 +68,7 @@ class Stages:
         self._groups, self.workers = zip(*(each.result() for each in joining), strict=True)
 
     def execute(self, one: Any) -> StepOutput:
-        """Runs a step on all stages, and returns the last stage's output."""
+        """Runs a step on all stages, and returns the output of the last one."""
         running = [
             thread.submit(worker.runner.execute, one)
             for thread, worker in zip(self._threads, self.workers, strict=True)
@@ -91,7 +91,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def answer(run: Callable[[StepInput], StepOutput], count: int) -> list[int]:
-    """The first `count` output tokens after PROMPT. Each decode step has the previous token."""
+    """The first `count` output tokens after PROMPT. Each decode step computes the token before."""
     tokens = [PROMPT[-1]]
     for number in range(count):
         start = (0, 1, 4 + number) if number else (0, 5, 0)
@@ -151,7 +151,7 @@ def test_stages_divide_the_weights_of_a_computed_profile(directory: Path) -> Non
 
 
 def model_of(worker: Worker) -> SimulatedModel:
-    """The worker's model, without the wrapper that simulates its times."""
+    """The worker's model, without the wrapper that simulates step times."""
     model = timed_model(worker).model
     assert isinstance(model, SimulatedModel)
     return model
@@ -161,7 +161,7 @@ def model_of(worker: Worker) -> SimulatedModel:
 def test_weights_in_eight_bits_are_read_four_times_as_fast_and_leave_more_memory(
     directory: Path, setting: QuantizationSetting
 ) -> None:
-    """Unquantized weights have 32 bits. The embedding is not quantized."""
+    """Unquantized weights have 32 bits. The embedding stays unquantized."""
     profile = save_profile(directory, HARDWARE)
     plain, quantized = (
         build(directory, profile=profile, quantization=each, **LIMITS | NO_BLOCKS)
@@ -193,8 +193,8 @@ def test_weights_that_are_stored_in_four_bits_stay_so(directory: Path) -> None:
 def test_exactly_the_drafts_that_their_hash_makes_right_are_accepted(
     directory: Path, rate: float
 ) -> None:
-    """Four drafts are planned for each step. A draft that is right by chance would be accepted too.
-    The seed of the prompt is such that this does not happen.
+    """Four drafts are planned for each step. A draft that happens to be right would be accepted,
+    too, but with the seed of this prompt none is.
     """
     worker = drafting(directory, f"draft_acceptance_rate = {rate}\n{FREE}\n[draft]\nseconds = 0")
     oracle, known, accepted = oracle_of(worker), list(PROMPT), []
@@ -213,7 +213,7 @@ def test_exactly_the_drafts_that_their_hash_makes_right_are_accepted(
 
 
 def test_the_runs_of_a_draft_model_take_its_time(directory: Path) -> None:
-    """The first draft takes a run over the last token, and each further draft another run."""
+    """The first draft takes a run over the last token, and each further draft one more run."""
     worker = drafting(directory, f"{FREE}\n[draft]\nseconds = 10")
     runner = worker.runner
     assert isinstance(runner, TimedRunner)

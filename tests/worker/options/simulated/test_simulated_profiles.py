@@ -1,4 +1,6 @@
-"""Tests profiles of simulated devices, step times, and refused settings of the device."""
+"""Profiles of simulated devices, the step times that follow from them, and settings that the device
+refuses.
+"""
 
 import time
 from pathlib import Path
@@ -52,7 +54,9 @@ TIMES = StepTimes(StepCosts(seconds=7, seconds_per_request=1), COSTS)
 
 
 def test_the_time_of_a_step_is_the_sum_of_the_formula() -> None:
-    """A chunk of three tokens after two attends to 3 + 4 + 5 tokens, and a decode to nine."""
+    """A chunk of three tokens after two others attends to 3 + 4 + 5 tokens, and a decode to
+    nine.
+    """
     expected = 1000 + 4 * 100 + (3 + 4 + 5) * 10 + 9 * 2 + 2 * 0.5 + 30_000
     assert TIMES.seconds(ints(3, 1), ints(2, 8)) == expected
 
@@ -126,7 +130,7 @@ def test_a_step_that_is_queued_in_time_starts_when_the_step_before_it_ends(
     tmp_path: Path, delay: float
 ) -> None:
     """The prompt's step takes ten seconds, and the decode step eight. The decode step is queued at
-    the same time, or seven seconds later.
+    the same time as the prompt's step, or seven seconds later.
     """
     runner, clock = timed(tmp_path, "[mixed]\nseconds = 10\n[decode]\nseconds = 8")
     flying = [runner.begin(PROMPT)]
@@ -158,7 +162,7 @@ def test_a_generation_begins_when_the_device_has_done_the_work_before(tmp_path: 
 
 
 def test_only_the_drafts_that_the_worker_proposes_take_time(tmp_path: Path) -> None:
-    """Three drafts are planned, but the worker proposes none, as no n-gram is repeated."""
+    """Three drafts are planned, but the worker proposes none, because no n-gram recurs."""
     text = "[mixed]\nseconds = 0\nseconds_per_token = 10"
     ngrams = '{"method": "ngram", "num_speculative_tokens": 3}'
     runner, clock = timed(tmp_path, text, speculative_config=ngrams)
@@ -237,8 +241,8 @@ def test_every_profile_is_read_and_says_how_it_was_made() -> None:
 
 
 def test_a_large_model_on_a_large_gpu(tmp_path: Path) -> None:
-    """Llama 3 8B on an H100 has 16 GB of weights, and keys and values of 128 KiB for each token. A
-    decode step reads the weights in six milliseconds.
+    """Llama 3 8B has 16 GB of weights, and 128 KiB of keys and values for each token. An H100 reads
+    the weights, as each decode step does, in six milliseconds.
     """
     save_configuration(tmp_path)
     (tmp_path / "config.json").write_text(

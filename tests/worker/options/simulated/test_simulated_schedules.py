@@ -1,5 +1,5 @@
-"""The real scheduler and pool serve requests in random schedules on a simulated worker. Each
-request gets the oracle's tokens, which depend only on the request.
+"""The real scheduler and pool serve requests in random schedules, with a simulated worker. Each
+request gets the tokens of an oracle, which depend only on the request.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _GENERATIONS = count(1)
 
 
 class OracleProposer:
-    """Proposes the oracle's tokens, but makes about one in three wrong."""
+    """Proposes the oracle's tokens as drafts, but makes about one in three wrong."""
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
@@ -56,16 +56,14 @@ class OracleProposer:
             3 if (5 * (length + index)) % 3 == 0 else token for index, token in enumerate(right)
         ]
 
-    def forget(self, row: int) -> None:
-        """There is nothing to forget."""
+    def forget(self, row: int) -> None: ...
 
-    def clear(self) -> None:
-        """There is nothing to clear."""
+    def clear(self) -> None: ...
 
 
 class Workers:
-    """Adapts a worker to the interface of a Story's model. Steps and outputs are encoded as
-    messages and decoded again. The KV cache begins with random contents.
+    """Gives a simulated worker the interface of a Story's PagedModel. Steps and outputs are encoded
+    as messages and decoded again. The KV cache begins with random contents.
     """
 
     def __init__(self, worker: Worker, num_speculative_tokens: int) -> None:
@@ -82,7 +80,7 @@ class Workers:
 
     def next_position(self, row: int, num_computed_tokens: int) -> int:
         """The first position that the request's next step writes. It is below `num_computed_tokens`
-        if drafts that the scheduler counts as computed were rejected.
+        if drafts were rejected that the scheduler counts as computed.
         """
         if not self._num_speculative_tokens:
             return num_computed_tokens
@@ -103,7 +101,9 @@ class Workers:
 
 
 class SimulatedStory(Story):
-    """A Story over a simulated worker."""
+    """A Story (a scheduler and pool whose steps are recorded) in which a simulated worker runs the
+    steps, in place of the PagedModel.
+    """
 
     def __init__(self, worker: Worker, **config: Any) -> None:
         self._worker = worker
@@ -115,7 +115,9 @@ class SimulatedStory(Story):
 
 @dataclass(slots=True)
 class SimulatedLife(Life):
-    """A Life over a simulated worker."""
+    """A Life (one run of a random world, a replica with random requests and incidents) in which a
+    simulated worker runs the steps.
+    """
 
     worker: Worker | None = None
 
@@ -134,7 +136,7 @@ class SimulatedLife(Life):
 
 
 def _num_blocks(num_groups: int) -> int:
-    """The number of blocks for one sequence of the maximum length, and a few more."""
+    """The number of blocks that a sequence of maximum length needs, and a few more."""
     return 1 + num_groups * (MAX_MODEL_LEN // BLOCK_SIZE) + 6
 
 
@@ -143,7 +145,7 @@ def _num_blocks(num_groups: int) -> int:
     params=["llama", "mistral_window", "gemma2 drafts"],
 )
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """A worker that proposes drafts. Its vocabulary contains the tokens of the stories' worlds."""
+    """A worker that proposes drafts. Its vocabulary contains the tokens of the random worlds."""
     kind, _, has_draft_model = request.param.partition(" ")
     directory = tmp_path_factory.mktemp(kind)
     save_configuration(directory, kind)
@@ -169,7 +171,9 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_every_request_gets_its_own_tokens(worker: Worker, async_scheduling: bool) -> None:
-    """Requests are preempted, aborted, and admitted with prefix hits. Pool and worker restart."""
+    """Requests are preempted, aborted, and admitted with prefix hits. The pool and the worker
+    restart.
+    """
     happened: Counter[str] = Counter()
     groups = tuple(
         group.kv_cache_group(BLOCK_SIZE, MAX_MODEL_LEN) for group in worker.description.groups
@@ -195,7 +199,7 @@ def test_every_request_gets_its_own_tokens(worker: Worker, async_scheduling: boo
 
 
 async def test_a_wrong_block_table_is_seen_in_the_answer(worker: Worker) -> None:
-    """Block tables of new requests begin with block 7 in place of the right block."""
+    """The block tables of new requests have block 7 in place of their first block."""
 
     class Confused(Workers):
         def _changed(self, step: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The tokens of a simulated worker in random steps equal the oracle's tokens."""
+"""In random steps, a simulated worker computes the tokens of an oracle."""
 
 from pathlib import Path
 from random import Random
@@ -25,7 +25,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """Workers of models without windows, with windows, and with layers of both kinds."""
+    """A worker of a model without windows, with windows, or with layers of both kinds."""
     limits = {"block_size": BLOCK_SIZE, "num_blocks": NUM_BLOCKS, "max_num_seqs": 16}
     worker = simulated(
         tmp_path_factory.mktemp(request.param), request.param, max_model_len=200, **limits
@@ -37,7 +37,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("number", range(12))
 def test_no_schedule_changes_a_token(worker: Worker, number: int) -> None:
     """Prompts are computed in chunks of any size, alone or with other requests. Requests are
-    preempted, and start with blocks of other requests.
+    preempted, and begin with cached blocks of other requests.
     """
     worker.runner.reset()
     random, oracle = Random(number), oracle_of(worker)
@@ -85,8 +85,8 @@ def llama(tmp_path: Path) -> Worker:
 
 
 def _prompt_and_decode(worker: Worker, *, before_decode: dict[int, int], **changes) -> list[int]:
-    """Runs a prompt's step and a decode step, and returns their tokens. Blocks are overwritten
-    between the two steps: `before_decode` maps a block to the block whose contents it gets.
+    """Runs a prompt's step and a decode step, and returns their tokens. Between the two, overwrites
+    blocks: `before_decode` maps a block to the block from which it gets its contents.
     """
     worker.runner.reset()
     first = worker.runner.execute(step(0, (0, 5, 0), new_requests=(new(0, SamplingParams()),)))
@@ -105,7 +105,7 @@ def test_a_block_with_other_contents_changes_the_next_token(llama: Worker) -> No
 
 
 def test_two_blocks_that_change_places_change_the_next_token(llama: Worker) -> None:
-    """The second request's block table has the right blocks in the wrong order."""
+    """The block table of the second request has the right blocks in the wrong order."""
     prompt, count = list(range(20, 32)), 12
     outputs = []
     for table in ([1, 2, 3, 4], [2, 1, 3, 4]):
@@ -123,7 +123,9 @@ def test_two_blocks_that_change_places_change_the_next_token(llama: Worker) -> N
 
 
 def test_the_right_tokens_after_a_wrong_prefix_change_the_next_token(llama: Worker) -> None:
-    """The prefix hit's second block has the right tokens, but was computed after another block."""
+    """The second block of the prefix hit has the right tokens, but was computed after another
+    block.
+    """
     oracle, shared = oracle_of(llama), [40, 41, 42, 43]
     llama.runner.reset()
     mine, other = _request(0, [1, 3, 5, 7, *shared, 9], [1, 2, 3]), [30, 31, 32, 33, *shared]

@@ -1,4 +1,6 @@
-"""Tests the tier of offloaded KV blocks, with the KV caches of torch and of the native kernels."""
+"""The host-memory tier for offloaded KV blocks, with the KV caches of torch and of the native
+kernels.
+"""
 
 from collections.abc import Callable
 
@@ -35,7 +37,7 @@ def shape(request: pytest.FixtureRequest) -> AttentionShape:
 def attention(
     request: pytest.FixtureRequest, native: Native, shape: AttentionShape
 ) -> PagedAttention:
-    """A KV cache with different numbers in each block."""
+    """A KV cache in which each block has other numbers."""
     made: dict[str, Callable[[], PagedAttention]] = {
         "torch": lambda: TorchPagedAttention(shape),
         "native": lambda: native.kernels.paged_attention(shape),
@@ -64,8 +66,8 @@ def key(number: int) -> bytes:
 
 
 def blocks(*pairs: tuple[int, int], keys: list[int] | None = None) -> TierBlocks:
-    """Transfers between pairs of a cache block and a tier block. `keys` are the tier's keys of the
-    blocks, by default the numbers of the tier blocks.
+    """Transfers between pairs of a cache block and a tier block. `keys` are the keys of the tier's
+    blocks, by default the numbers of these blocks.
     """
     return TierBlocks(
         ints(*(mine for mine, _ in pairs)),

@@ -1,4 +1,4 @@
-"""Tests how many compilers run at once when the kernels are compiled."""
+"""How many compilers run at once when the kernels are compiled."""
 
 import os
 from pathlib import Path

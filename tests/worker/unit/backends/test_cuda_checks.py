@@ -1,4 +1,6 @@
-"""A CUDA worker that lacks a requirement ends with an error that names the remedy."""
+"""If a requirement of CUDA workers is missing, the worker ends with an error that names the
+remedy.
+"""
 
 from dataclasses import replace
 

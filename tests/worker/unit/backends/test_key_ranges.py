@@ -1,4 +1,4 @@
-"""Tests which keys each query attends to, by position."""
+"""Which keys each query attends to, by position."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Codes and scales of keys and values in 8 bits equal NumPy's, in torch and in the cache of the C++
-kernels. Attention over them equals attention over the dequantized numbers.
+"""The 8-bit codes and scales of keys and values equal those that NumPy computes, in torch and in
+the cache of the C++ kernels. Attention over them equals attention over the dequantized numbers.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def numpy_codes(heads: Floats) -> tuple[npt.NDArray[np.int8], Floats]:
-    """Quantizes heads [..., head_dim]. Returns codes of the same shape, and scales [...]."""
+    """Quantizes heads [..., head_dim] to codes of the same shape, and scales [...]."""
     most = np.abs(heads).max(-1, keepdims=True)
     inverse = np.divide(np.float32(127), most, out=np.zeros_like(most), where=most >= 1e-30)
     scales = np.where(most >= 1e-30, most / np.float32(127), np.float32(0))

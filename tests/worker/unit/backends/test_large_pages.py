@@ -1,4 +1,6 @@
-"""Memory allocations do not overlap, keep their contents, and outlive their allocator."""
+"""Memory allocated in large pages: allocations do not overlap, keep their contents, and outlive
+their allocator.
+"""
 
 import gc
 

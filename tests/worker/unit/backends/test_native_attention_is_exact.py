@@ -1,4 +1,4 @@
-"""Attention in C++ has the same bits for any steps, threads, batches and page sizes."""
+"""Attention in C++ has the same bits for any division into steps, threads, batches and pages."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from services.worker.backends.native.large_pages import LargePages
 from services.worker.backends.native.paged_attention import NativePagedAttention
 
 LENGTH = 1100
-"""The length of a sequence. The kernels compute so many keys in three parts."""
+"""The length of a sequence, whose keys the kernels compute in three parts."""
 
 # Number of heads, number of key heads, head size, half of the rotated elements, window, softcap.
 CASES = {
@@ -30,7 +30,7 @@ WAYS = {
 
 
 class Inputs:
-    """The attention inputs of all tokens of a sequence, and of all tokens of a second sequence."""
+    """The attention inputs of all tokens of two sequences."""
 
     def __init__(
         self, case: str, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
@@ -48,8 +48,8 @@ class Inputs:
     def outputs(
         self, native, counts: list[int], *, threads: int, block_size: int = 16, beside: int = 0
     ) -> torch.Tensor:
-        """The outputs of all tokens, computed in steps of `counts` tokens. In the same steps, the
-        same numbers of tokens of `beside` other sequences are computed.
+        """The outputs of all tokens, computed in steps of `counts` tokens. `beside` other sequences
+        compute the same numbers of tokens in these steps.
         """
         torch.set_num_threads(threads)
         pages = -(-LENGTH // block_size)

@@ -1,4 +1,6 @@
-"""The compiled library adds several adapters to a projection, with few rows each."""
+"""The native kernels add the products of several LoRA adapters, each with few rows, to a
+projection.
+"""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -28,7 +30,7 @@ def factors(rank: int, depth: int = DEPTH) -> tuple[LoraFactors, ...]:
 
 
 def stored(weight: torch.Tensor, form: str) -> Weight:
-    """The weight in the packed format `form`. Quantized formats round the weight."""
+    """Converts the weight to the packed format `form`. Quantized formats round it."""
     if form == "plain":
         return weight
     quantized = quantize_int8(weight, quantizes_inputs=form == "w8a8")
@@ -54,7 +56,7 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
     x = torch.randn(num_rows, DEPTH).to(native.dtype)
     layers = [LoraLayer(qkv=factors(4 + number % 3)) for number in range(len(rows_of_each))]
     adapters = packed(layers, shape, native)
-    # Rows of an adapter are not consecutive. The last two rows have no adapter.
+    # The rows of an adapter are not consecutive. The last two rows have no adapter.
     order = np.random.default_rng(3).permutation(num_rows - 2).astype(np.int32)
     ends = list(accumulate(rows_of_each))
     parts = [np.sort(part) for part in np.split(order, ends[:-1])]
@@ -77,7 +79,9 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
 def test_adapters_of_rows_in_turn_add_what_each_adds_alone(
     native, num_rows: int, num_adapters: int, depth: int
 ) -> None:
-    """Rows use the adapters in rotation. Many rows with a large depth need several blocks."""
+    """The adapters are assigned to rows in rotation. With many rows and a large depth, several
+    blocks are needed.
+    """
     torch.manual_seed(5)
     shape = LoraShape(sum(COLUMNS), depth)
     weight = torch.randn(shape.columns, depth).to(native.dtype)
@@ -103,7 +107,9 @@ def test_large_adapters_begin_at_different_places_in_their_pages(native) -> None
 
 
 def test_adapters_of_the_same_ranks_share_where_their_columns_begin(native) -> None:
-    """Adapters share one array, so that it stays in the processor's cache."""
+    """Adapters of equal rank share one array of offsets, so that it stays in the processor's
+    cache.
+    """
     shape = LoraShape(sum(COLUMNS), DEPTH)
     layers = [LoraLayer(qkv=factors(rank)) for rank in (8, 8, 12)]
     adapters = packed(layers, shape, native)
@@ -121,9 +127,9 @@ def packed(layers: list[LoraLayer], shape: LoraShape, native) -> list[NativeLora
 def assert_rows_are_those_alone(
     linear: NativeLinear, x: torch.Tensor, adapters: list[NativeLora], parts: list[np.ndarray]
 ) -> torch.Tensor:
-    """Asserts that a row has the same result alone and together with other rows. All rows are
-    projected in one step, `parts[i]` with adapter i. Then each row is projected in a separate step.
-    Returns the results of the first step.
+    """Asserts that a row has the same result alone and with other rows. First projects all rows in
+    one step, `parts[i]` with adapter i, and returns these results. Then projects each row in a step
+    of its own.
     """
     together = projected(linear, x, adapters, parts)
     for adapter, rows in zip(adapters, parts, strict=True):

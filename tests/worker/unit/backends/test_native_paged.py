@@ -1,4 +1,4 @@
-"""Attention in C++ equals torch's attention in the same steps."""
+"""Attention in C++ and attention in torch have equal results in the same steps."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,9 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention
 
 @dataclass(frozen=True)
 class Case:
-    """The numbers of heads, the head size, the page size, and half of the rotated elements."""
+    """The numbers of heads, the head size, the page size, and half of the number of rotated
+    elements.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -71,7 +73,7 @@ class Sequences:
         self._lengths = [0] * len(longest)
 
     def grow(self, counts: list[int]) -> StepLayout:
-        """Appends `counts[i]` tokens, 0 or more, to sequence i. Returns the layout of the step."""
+        """Appends `counts[i]` tokens, possibly 0, to sequence i. Returns the layout of the step."""
         grown = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         rows = [row for row, count in enumerate(counts) if count]
         rows.sort(key=lambda row: (counts[row] != 1, grown[row] if counts[row] == 1 else 0))
@@ -90,7 +92,9 @@ class Sequences:
 def assert_equal_step(
     native, case: Case, layout: StepLayout, attentions: list[PagedAttention]
 ) -> None:
-    """Asserts that both attentions are equal, for slices of a fused projection with padding."""
+    """Asserts that C++ and torch have equal results, for slices of a fused projection with
+    padding.
+    """
     total, heads, kv_heads = layout.num_tokens, case.num_heads, case.num_kv_heads
     fused = torch.randn(total + 2, heads + 2 * kv_heads, case.head_dim).to(native.dtype)
     query, key, value = fused.tensor_split((heads, heads + kv_heads), dim=1)
@@ -155,7 +159,7 @@ def test_stale_values_in_a_block_do_not_change_results(native, kept: KVCacheDtyp
     broken = torch.full((176, 2, 32), torch.nan).to(native.dtype)
     query = torch.randn(176, 4, 32).to(native.dtype)
     attention.begin_step([Sequences([176], 16).grow([176])])(0, query, broken, broken, None)
-    if kept is not KVCacheDtype.AUTO:  # States of recurrent layers may leave any bytes.
+    if kept is not KVCacheDtype.AUTO:  # recurrent states leave any bytes
         attention.pages[0].fill_(-1)
     for count in (37, 1, 1):
         layout = Sequences([50, 60], 16).grow([count, count])

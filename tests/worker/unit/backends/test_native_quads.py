@@ -1,4 +1,4 @@
-"""Sums of products of bytes are exact with every instruction set that has its own code."""
+"""Sums of products of bytes are exact with every instruction set for which there is code."""
 
 import ctypes
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""NaN and infinities in one row or in one request's pages do not change the bits of other rows."""
+"""NaN and infinities in one row, or in the pages of one request, do not change the bits of other
+rows.
+"""
 
 from dataclasses import replace
 
@@ -24,7 +26,7 @@ CASES = [
 ]
 STEPS = [[70, 100, 33], [1, 1, 1], [1, 30, 5], [40, 1, 1], [0, 64, 1]]
 SPOILED = 1
-"""The sequence whose queries, keys and values are not finite."""
+"""The sequence whose queries, keys and values are NaN or infinite."""
 
 
 def drawn_weight(stored: str, dtype: torch.dtype) -> Weight:
@@ -73,7 +75,7 @@ def bits(outputs: torch.Tensor) -> torch.Tensor:
 
 
 def outputs(native, case: Case, kept: KVCacheDtype, value: float | None) -> torch.Tensor:
-    """The outputs of all tokens, except tokens of SPOILED. If `value` is not None, it replaces all
+    """The outputs of all tokens except those of SPOILED. If `value` is not None, it replaces all
     numbers of SPOILED and the initial contents of all pages.
     """
     torch.manual_seed(4)

@@ -1,4 +1,4 @@
-"""Tests how precompiled kernels are built, and which of them a processor selects."""
+"""How precompiled kernels are built, and which of them a worker selects for its processor."""
 
 import itertools
 import platform
@@ -23,7 +23,7 @@ AMX, VBMI, BF16, AVX512, AVX2 = (kind.features for kind in X86_KINDS)
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the kernels' sources with a function that returns the compiler's target."""
+    """Replaces the kernels' sources by a function that returns the compiler's target."""
     found = shutil.which("c++")
     if found is None:
         pytest.skip("there is no C++ compiler")
@@ -152,7 +152,9 @@ def test_without_usable_tiles_the_next_kernels_are_loaded(
     caplog: pytest.LogCaptureFixture,
     refusal: str | None,
 ) -> None:
-    """The system refuses permission to use tiles, or the processor has no palette of tiles."""
+    """Either the operating system does not permit the use of tiles, or the processor has no
+    tiles.
+    """
     build(tmp_path, X86_KINDS[:2])
     monkeypatch.setattr(
         compiled, "load_prebuilt", lambda features: load_prebuilt(features, tmp_path)

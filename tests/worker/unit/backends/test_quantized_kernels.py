@@ -1,4 +1,6 @@
-"""Products of quantized weights equal products of the dequantized weights in double precision."""
+"""Products of quantized weights equal the products of their dequantized weights in double
+precision.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,7 @@ _SHAPES = st.tuples(
 
 
 FLOAT8 = 0
-"""Number of bits that stands for codes that are 8-bit floats."""
+"""As a number of bits, 0 stands for codes that are 8-bit floats."""
 
 
 def drawn(
@@ -41,7 +43,7 @@ def drawn(
 
 
 def in_double(weight: QuantizedWeight) -> torch.Tensor:
-    """The weight in double precision, computed by the definition of QuantizedWeight."""
+    """The weight in double precision, computed as the docstring of QuantizedWeight defines it."""
     exact = torch.empty(weight.shape, dtype=torch.double)
     for column in range(weight.shape[1]):
         group = column // weight.group
@@ -52,7 +54,7 @@ def in_double(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def assert_full_is_near(linear: NativeLinear, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """Asserts that a product with many rows is exact, except for rounding in float32 sums."""
+    """Asserts that a product with many rows is exact except for rounding in float32 sums."""
     size = x.double().abs().sum(1, keepdim=True) * exact.abs().max() + 1
     product = F.linear(x.double(), exact)
     assert ((linear.full(x).double() - product).abs() / size).max() < 2e-6
@@ -67,7 +69,7 @@ def test_a_projection_of_any_shape(
     weight = drawn(*shape, bits, native.dtype, offsets=offsets)
     linear = NativeLinear(native.functions, LargePages(), weight, None)
     assert (linear.out_features, linear.in_features) == tuple(weight.shape)
-    # Weights with groups of an odd width are stored unquantized in bfloat16.
+    # In bfloat16, weights with groups of an odd width are stored unquantized.
     is_odd = native.dtype is torch.bfloat16 and shape[1] > 1 and shape[2] % 2
     exact = weight.dequantized().double() if is_odd else in_double(weight)
     x = torch.randn(max(ROWS), weight.shape[1]).to(native.dtype)
@@ -81,8 +83,8 @@ def test_a_projection_of_any_shape(
     ("bits", "group"), [(8, 2816), (8, 32), (4, 128), (4, 2816), (FLOAT8, 128)]
 )
 def test_a_large_projection_is_computed_in_several_blocks(native, bits: int, group: int) -> None:
-    """The weight has more rows than a block, a depth of several chunks, and panels for two threads.
-    The number of panels is odd, although few rows are multiplied by pairs of panels.
+    """The weight has more rows than a block, several chunks of depth, and panels for two threads.
+    Few rows are multiplied by pairs of panels, but the number of panels is odd.
     """
     torch.manual_seed(1)
     weight = drawn(800, 2816 // group, group, bits, native.dtype, offsets=True)

@@ -1,4 +1,4 @@
-"""Tests the collectives of ranks that share memory, and of ranks that are connected over gloo."""
+"""The collectives of ranks that share memory, and of ranks that are connected by gloo."""
 
 import threading
 import time
@@ -28,7 +28,7 @@ def parts(size: int, *shape: int, dtype: torch.dtype = torch.float32) -> list[to
 
 
 def summed(of_ranks: list[torch.Tensor]) -> torch.Tensor:
-    """The sum in rank order, in float32."""
+    """The float32 sum of the ranks' tensors, in rank order."""
     total = of_ranks[0].float()
     for other in of_ranks[1:]:
         total = total + other.float()
@@ -68,7 +68,7 @@ def test_numbers_are_exchanged(kernels: Kernels) -> None:
 
 
 def test_a_fast_rank_does_not_overwrite_slots_that_others_read() -> None:
-    """Ranks sometimes wait. They must still read the data of the same collective."""
+    """A rank that waits must still read the data of its own collective, not of a later one."""
     random = np.random.default_rng(0)
     widths, waits = random.integers(1, 5000, 1500), random.integers(0, 8, 1500)
 

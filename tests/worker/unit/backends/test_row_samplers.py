@@ -1,4 +1,4 @@
-"""Compiled draws equal NumPy's draws bit for bit, with every supported instruction set."""
+"""Compiled draws of tokens equal NumPy's bit for bit, with every supported instruction set."""
 
 import math
 from dataclasses import replace
@@ -43,8 +43,8 @@ def assert_equal(
     parameters: RowParameters,
     masks: RowMasks | None = None,
 ) -> np.ndarray:
-    """Compares compiled draws with NumPy's. Rows are drawn in another order than in `logits`, all
-    at once and the last row alone. Returns the draws.
+    """Compares compiled draws with NumPy's. The rows of `logits` are drawn in another order: all at
+    once, and the last one alone. Returns the draws.
     """
     rows = np.arange(len(logits))[::-1].copy()
     expected = NumpyRowSampler(len(rows), logits.shape[1]).sample(logits, rows, parameters, masks)
@@ -58,8 +58,8 @@ def assert_equal(
 
 
 def drawn_masks(kinds: list[str], generator: np.random.Generator, size: int) -> RowMasks:
-    """Masks in random order. A row's kind determines whether it has no mask, or a mask that allows
-    all tokens, a few, about half, or none.
+    """Random masks. A row's kind determines whether it has none, or one that allows all tokens, a
+    few, about half, or no token.
     """
     fractions = {"all": 1.0, "few": 0.01, "half": 0.5, "none": 0.0}
     allowed = np.zeros((len(kinds), -(-size // 32) * 32), np.bool_)
@@ -124,7 +124,7 @@ def test_compiled_draws_equal_numpys(
 def test_compiled_draws_from_large_vocabularies_equal_numpys(
     native: NativeRowSampler, size: int
 ) -> None:
-    """There are enough rows for several threads."""
+    """The rows are so many that several threads draw."""
     generator = np.random.default_rng(size)
     kinds = [
         (temperature, *filters)
@@ -226,7 +226,9 @@ def test_masked_copies_equal_numpys(
 def test_tokens_come_as_often_as_their_probabilities_say(
     native: NativeRowSampler, filters: tuple[int, float, float]
 ) -> None:
-    """Each filter allows the same three tokens, whose frequencies are tested."""
+    """Each filter allows the same three tokens, whose frequencies are compared with their
+    probabilities.
+    """
     probabilities = np.array([0.1, 0.4, 0.05, 0.25, 0.15, 0.05])
     kept = [1, 3, 4] if filters != (0, 1.0, 0.0) else list(range(6))
     count = 20_000

@@ -1,4 +1,4 @@
-"""Tests how the setting speculative_config is read, and the errors of wrong values."""
+"""How the setting speculative_config is read, and how wrong values are refused."""
 
 import json
 from pathlib import Path

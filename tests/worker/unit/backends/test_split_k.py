@@ -1,4 +1,6 @@
-"""Keys are split if there are too few lanes for a GPU's multiprocessors and enough keys."""
+"""Keys are split into parts if there are enough keys but too few lanes for a GPU's
+multiprocessors.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Each query of a chunk that is cut into lanes attends to the same keys as in the whole chunk."""
+"""A chunk is cut into lanes. Each query attends to the same keys as in the whole chunk."""
 
 import numpy as np
 from hypothesis import given
@@ -24,7 +24,7 @@ def test_a_chunk_of_18_tokens_after_10() -> None:
     chunks = cut(ints([18]), ints([28]))
     assert chunks.parents.tolist() == [0, 0]
     assert chunks.ends.tolist() == [12, 28]
-    # There are 14 rows of padding in front. The first lane ends with the chunk's first two tokens.
+    # The first 14 rows are padding. The first lane ends with the first two tokens of the chunk.
     assert chunks.rows.tolist() == list(range(14, 32))
     assert chunks.queries[14:].tolist() == list(range(18))
 
@@ -44,7 +44,7 @@ def test_lanes_are_no_longer_than_the_window() -> None:
 
 @given(chunks=CHUNKS, window=st.none() | st.integers(1, 60))
 def test_every_query_sees_its_keys_once(chunks: list[tuple[int, int]], window: int | None) -> None:
-    """The query at position p attends to the keys up to p, as far as they are in the window."""
+    """The query at position p attends to the keys up to p that are in its window."""
     counts = ints([count for count, _ in chunks])
     seq_lens = counts + ints([past for _, past in chunks])
     size = largest_lane(window)

@@ -1,4 +1,4 @@
-"""Rows of torch's CPU kernels are bitwise equal in every batch."""
+"""With torch's CPU kernels, the bits of a row do not depend on the batch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -105,7 +105,7 @@ LENGTHS = (1, 70, 300, 520, 1100, 1300)
 
 
 class World:
-    """Sequences of fixed queries, keys and values in one KV cache."""
+    """Sequences with fixed queries, keys and values in one KV cache."""
 
     def __init__(self, layer: AttentionLayer, dtype: torch.dtype) -> None:
         random = torch.Generator().manual_seed(1)
@@ -121,7 +121,7 @@ class World:
         self.empty(seed=0)
 
     def empty(self, seed: int) -> None:
-        """Replaces the cache by an empty cache, whose blocks are assigned in another order."""
+        """Replaces the cache by an empty one, whose blocks are assigned in another order."""
         self._attention = TorchPagedAttention(self._shape)
         width = -(-max(LENGTHS) // BLOCK_SIZE)
         blocks = np.random.default_rng(seed).permutation(np.arange(1, NUM_BLOCKS))
@@ -129,7 +129,7 @@ class World:
 
     def step(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
         """Computes parts, each a tuple (sequence, begin, end) of the tokens [begin, end). Returns
-        the result of each part. Parts of one token must be first, in order of `end`.
+        the result of each. Parts of one token must come first, ordered by `end`.
         """
         rows, begins, ends = (np.array(column, np.int32) for column in zip(*parts, strict=True))
         layout = StepLayout(
@@ -171,7 +171,9 @@ def test_attention_has_the_same_bits_for_whole_and_chunked_prompts_in_any_batch(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_batch_invariance_no_rows_or_keys_are_padded(dtype: torch.dtype) -> None:
-    """Torch computes one row without padding, and attends only to the keys that a query sees."""
+    """Without padding, torch computes a single row, and attends only to the keys that a query
+    sees.
+    """
     torch.manual_seed(0)
     kernels = TorchKernels(batch_invariant=False)
     assert [kernels.padded_rows(rows) for rows in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 8]
@@ -199,5 +201,5 @@ def test_without_batch_invariance_no_rows_or_keys_are_padded(dtype: torch.dtype)
 
 
 def test_the_libraries_here_agree_from_four_rows_on() -> None:
-    """With the libraries of this machine, the slower method with more padding is not necessary."""
+    """The libraries of this machine make the slower method, with more padding, unnecessary."""
     assert row_multiple(PLAIN, torch.float32) == row_multiple(PLAIN, torch.bfloat16) == 4

@@ -1,4 +1,4 @@
-"""Paged attention equals explicit attention over one sequence at a time."""
+"""torch's paged attention equals explicit attention over one sequence at a time."""
 
 from dataclasses import replace
 
@@ -67,7 +67,9 @@ def run_step(
     block_size: int,
     layer: AttentionLayer = PLAIN,
 ) -> None:
-    """Computes `counts[i]` tokens of sequence i, with padding, and compares with the reference."""
+    """Computes `counts[i]` tokens of sequence i, with padding, and compares the results with the
+    reference.
+    """
     total, padding = sum(counts), 3
     queries = torch.randn(total + padding, NUM_HEADS, HEAD_DIM)
     keys, values = torch.randn(2, total + padding, NUM_KV_HEADS, HEAD_DIM).unbind(0)
@@ -103,22 +105,22 @@ def test_decodes_of_different_lengths_share_a_step_with_chunks(
     sequences = [Sequence(blocks[320 * i : 320 * (i + 1)]) for i in range(len(lengths))]
     shape = shape_of(block_size, 1 + 7 * 320, layer)
     attention = TorchPagedAttention(shape, batch_invariant=batch_invariant)
-    # Prompts, one of which has a single token.
+    # Prompts, of which one has a single token.
     run_step(attention, sequences[:1], [1], block_size, layer)
     run_step(attention, sequences[1:], lengths[1:], block_size, layer)
-    # Decodes in increasing order of length, then chunks of prompts whose beginnings were computed.
-    # One chunk is longer than a tile.
+    # Decodes by increasing length, then chunks of prompts whose beginnings were computed. One chunk
+    # is longer than a tile.
     order = [0, 1, 2, 4, 5, 3, 6]
     mixed = [sequences[index] for index in order]
     run_step(attention, mixed, [1, 1, 1, 1, 9, MOST_ROWS + 5, 2], block_size, layer)
-    # A step of only decodes.
+    # A step with decodes only.
     mixed.sort(key=lambda sequence: len(sequence.keys))
     run_step(attention, mixed, [1] * 7, block_size, layer)
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
 def test_stale_values_in_a_block_do_not_change_results(batch_invariant: bool) -> None:
-    """The stale values include NaN, which a mask alone does not remove."""
+    """The block's earlier values include NaN, which a mask alone does not remove."""
     torch.manual_seed(3)
     attention = TorchPagedAttention(shape_of(4, 41), batch_invariant=batch_invariant)
     broken = Sequence(list(range(1, 41)))
@@ -142,7 +144,9 @@ def test_decodes_over_a_group_limit_are_cut() -> None:
 
 
 def test_keys_and_queries_are_rotated_before_they_meet() -> None:
-    """The reference uses complex numbers. A head's last two elements are not rotated."""
+    """The reference rotates with complex numbers. The last two elements of a head are not
+    rotated.
+    """
     torch.manual_seed(4)
     angles = torch.rand(9, 3)
     heads = torch.randn(9, 2, HEAD_DIM)
@@ -182,21 +186,21 @@ def test_zeroed_blocks_are_clear_in_every_layer() -> None:
     for layer in range(2):
         step(layer, torch.ones(8, NUM_HEADS, HEAD_DIM), stale.clone(), stale.clone(), None)
     attention.zero_blocks(np.array([1, 2], np.int32))
-    # Another request of nine tokens gets both zeroed blocks. Only its last token is computed.
+    # Another request, of nine tokens, gets the two zeroed blocks. Only its last token is computed.
     sequence = Sequence([1, 2, 3])
     sequence.keys = torch.empty(9, NUM_KV_HEADS, HEAD_DIM)
     step = attention.begin_step([layout_of([sequence], [1], 4)])
     new = torch.ones(1, NUM_KV_HEADS, HEAD_DIM)
     for layer in range(2):
         output = step(layer, torch.zeros(1, NUM_HEADS, HEAD_DIM), new.clone(), new.clone(), None)
-        # All scores are equal. The values are eight zeros and a one.
+        # All scores are equal, so the output is the mean of eight zeros and a one.
         torch.testing.assert_close(output, torch.full_like(output, 1 / 9))
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False], ids=["invariant", "not invariant"])
 def test_groups_share_pages_and_a_window_reads_only_its_own_keys(batch_invariant: bool) -> None:
-    """There are two KV-cache groups of one layer. The first attends to all tokens, and the second
-    to the last five. Blocks outside the window belong to another request, and contain NaN.
+    """There are two KV-cache groups of one layer. The first one attends to all tokens, the second
+    one to the last five. Blocks outside the window belong to another request and contain NaN.
     """
     torch.manual_seed(5)
     windowed = replace(PLAIN, window=5)
@@ -223,7 +227,7 @@ def test_groups_share_pages_and_a_window_reads_only_its_own_keys(batch_invariant
 
 
 def poison(attention: TorchPagedAttention, block_id: int) -> None:
-    """Fills a block with NaN in the pages of both groups, as another request."""
+    """Fills a block, in the pages of both groups, with NaN, as another request could."""
     broken = Sequence([block_id])
     broken.keys = broken.values = torch.full((4, NUM_KV_HEADS, HEAD_DIM), torch.nan)
     step = attention.begin_step([layout_of([broken], [4], 4)] * 2)

@@ -1,4 +1,6 @@
-"""Products of inputs and weights in 8 bits are exact sums times scales, with all kernels."""
+"""Products of inputs and weights in 8 bits are exact sums multiplied by scales, with all
+kernels.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +27,8 @@ def drawn(rows: int, columns: int, dtype: torch.dtype) -> QuantizedWeight:
 
 
 def of_numpy(weight: QuantizedWeight, x: torch.Tensor) -> npt.NDArray[np.float32]:
-    """The product without a bias. Inputs are rounded to multiples of a 127th of the row's largest
-    magnitude. The sums of codes are integers, and are multiplied by the scales in float32.
+    """The product without a bias, computed by NumPy. Inputs are rounded to multiples of a 127th of
+    the row's largest magnitude. The integer sums of codes are multiplied by the scales in float32.
     """
     rows = x.float().numpy()
     most = np.abs(rows).max(1, keepdims=True)
@@ -53,7 +55,7 @@ def test_a_product_of_any_shape(native, rows: int, columns: int) -> None:
 
 
 def test_a_large_product_is_computed_in_several_blocks(native) -> None:
-    """The weight has more rows than a block, a depth of several chunks, and panels for two threads.
+    """The weight has more rows than a block, several chunks of depth, and panels for two threads.
     The sums are too large to be exact in float32.
     """
     torch.manual_seed(1)

@@ -1,4 +1,6 @@
-"""Steps that begin before the previous step's tokens are on the host have the same results."""
+"""A step may begin before the tokens of the step before are on the host. The results must be the
+same.
+"""
 
 from pathlib import Path
 
@@ -39,7 +41,9 @@ def runner_of(model: Path, *, keeps_tokens_on_device: bool) -> ModelRunner:
 
 
 def same(one: LogprobRows | None, other: LogprobRows | None) -> None:
-    """Asserts that log-probabilities belong to the same tokens and are equal up to rounding."""
+    """Asserts that two rows of log-probabilities have the same tokens and, up to rounding, equal
+    values.
+    """
     assert (one is None) == (other is None)
     if one is not None and other is not None:
         assert one.token_ids.tolist() == other.token_ids.tolist()
@@ -80,8 +84,8 @@ def test_a_step_is_answered_later_if_the_device_samples_any_of_it(model: Path) -
         else [indexes.tolist() for indexes, _ in output.known.parts]
         for output in begun
     ]
-    # Penalties are sampled on the host. The greedy request, which the device samples, ends before
-    # the fifth step.
+    # Rows with penalties are sampled on the host. The greedy request, which the device samples,
+    # ends before the fifth step.
     assert on_host == [[[0]], [[0]], [[0]], [[0, 1]], None, None]
     outputs = [output if isinstance(output, StepOutput) else output.wait() for output in begun]
     assert [output.num_tokens.tolist() for output in outputs[3:]] == [[1, 1, 1], [1, 1], [1, 1, 1]]

@@ -1,4 +1,4 @@
-"""Tests prompts that are embeddings in place of token ids."""
+"""Prompts that consist of embeddings instead of token ids."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -66,12 +66,12 @@ def test_embeddings_of_tokens_give_what_the_tokens_give(tmp_path: Path, kind: st
     assert generate(runner, embed(model, PROMPT)) == expected
     assert generate(runner, embed(model, PROMPT), chunk=3) == expected
     assert generate(runner, embed(model, PROMPT), chunk=1) == expected
-    # Token ids may follow the embeddings of a prompt.
+    # A prompt may have token ids after its embeddings.
     assert generate(runner, embed(model, PROMPT[:4]), chunk=3) == expected
 
 
 def test_penalties_ignore_placeholders(tmp_path: Path) -> None:
-    """Embeddings have placeholders in place of token ids."""
+    """Embeddings have placeholders as token ids, which penalties must ignore."""
     model = save_tiny_model(tmp_path, "llama")
     runner = build_runner(tmp_path, block_size=4, num_blocks=60)
     first = generate(runner)[0]
@@ -109,7 +109,7 @@ def test_a_matrix_of_another_width_is_refused_and_the_batch_unchanged(
 
 
 def test_embeddings_of_computed_tokens_may_be_omitted(tmp_path: Path) -> None:
-    """After a prefix hit, only the embeddings of later tokens are needed."""
+    """After a prefix hit, only the embeddings of the uncached tokens are needed."""
     model = save_tiny_model(tmp_path, "llama")
     runner = build_runner(tmp_path, block_size=4, num_blocks=60)
     whole = embed(model, PROMPT)

@@ -1,4 +1,6 @@
-"""The persistent batch applies the changes of steps, and refuses contradictory changes."""
+"""The persistent batch, whose rows are the running requests, applies the changes of steps, and
+refuses contradictory changes.
+"""
 
 from dataclasses import replace
 
@@ -162,8 +164,8 @@ def test_sampling_parameters_are_checked_too(batch: InputBatch) -> None:
 
 @pytest.fixture
 def hybrid() -> InputBatch:
-    """A batch with two KV-cache groups, the second with a window. Row 1 entered with a prefix hit
-    of two blocks. Only the second block is within the window.
+    """A batch with two KV-cache groups, of which the second has a window. Row 1 enters with a
+    prefix hit of two blocks. Only the second block is in the window.
     """
     batch = InputBatch(replace(LIMITS, windows=(None, 4)))
     tables = (ints(3, 4, 5), ints(0, 6, 7))

@@ -1,4 +1,4 @@
-"""Tests which adapters a worker loads, and why it refuses others."""
+"""Which LoRA adapters a worker loads, and why it refuses others."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def read(model: Path) -> Callable[[Path], PackedLora]:
 
 
 def changed(model: Path, to: Path, **values: Any) -> Path:
-    """Copies an adapter with changed values in its configuration."""
+    """Copies an adapter with changes to its configuration."""
     source = model / "adapters" / "everywhere"
     to.mkdir()
     config = json.loads((source / "adapter_config.json").read_text())

@@ -1,6 +1,6 @@
-"""The compute thread keeps the interpreter's lock from the beginning of a step until the model
-computes, if no draft is found. The event loop, which sends the previous step's answer, should run
-while the model computes, and not before.
+"""If no draft is found, the compute thread keeps the interpreter's lock from the beginning of a
+step until the model computes. The event loop, which then sends the answer to the step before,
+should run while the model computes, and not earlier.
 """
 
 import os
@@ -30,7 +30,9 @@ NUM_STEPS = 20
 
 
 class Waiting:
-    """A thread that repeatedly acquires the interpreter's lock, and counts its turns."""
+    """A thread that repeatedly acquires the interpreter's lock. Each acquisition is a turn, which
+    it counts.
+    """
 
     def __init__(self) -> None:
         self.num_turns = 0
@@ -39,9 +41,9 @@ class Waiting:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Runs the thread inside the context, in which no thread is forced to release the lock. The
-        thread runs on the caller's processor. There it gets the lock even if the lock is free for a
-        very short time.
+        """Runs the thread inside the context, in which no thread is forced to release the lock. It
+        shares the caller's processor, and so acquires the lock even if this is free for a very
+        short time.
         """
         interval, processors = sys.getswitchinterval(), os.sched_getaffinity(0)
         sys.setswitchinterval(1000)
@@ -56,8 +58,8 @@ class Waiting:
             self._thread.join()
 
     def turns_when_waiting(self) -> int:
-        """Waits until the thread waits for the lock, which takes longer than the thread sleeps.
-        Returns the number of turns so far.
+        """Waits until the thread wants the lock, which takes longer than the thread sleeps. Returns
+        its number of turns so far.
         """
         until = time.perf_counter() + 0.002
         while time.perf_counter() < until:
@@ -71,7 +73,7 @@ class Waiting:
 
 
 class Watched:
-    """A model that records the thread's number of turns when it begins to compute."""
+    """A model that records how many turns the thread has had when it begins to compute."""
 
     def __init__(self, model: Any, waiting: Waiting) -> None:
         self._model = model
@@ -122,7 +124,7 @@ def test_the_lock_is_kept_until_the_model_computes(tmp_path: Path, method: str) 
             before = waiting.turns_when_waiting()
             if not runner.execute(step).num_draft_tokens.any():
                 turns.append(watched.num_turns - before)
-    # The first step may release the lock, because adding prompts to suffix trees may take long.
+    # The first step may release the lock, because adding its prompts to suffix trees may take long.
     assert len(turns) > 2
     assert not any(turns[1:])
     assert waiting.num_turns > 1

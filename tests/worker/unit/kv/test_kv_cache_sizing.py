@@ -119,9 +119,8 @@ def test_what_cannot_be_allocated_is_one_sentence() -> None:
 
 
 HYBRID = (LayerGroup(None, (3,)), LayerGroup(33, (0,)), LayerGroup(33, (1,)))
-"""For 160 tokens the first group needs 10 blocks. Each of the other two groups needs 7 blocks: 6
-for 32 tokens of the window and two steps of 32 tokens, and one more, since a block may be partly
-used.
+"""For 160 tokens, the first group needs 10 blocks, and each of the others 7: 6 blocks for the
+window's 32 tokens and two steps of 32 tokens, and one more because blocks may be partly used.
 """
 
 

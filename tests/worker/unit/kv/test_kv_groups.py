@@ -1,4 +1,6 @@
-"""Layers with the same kind of attention form KV-cache groups. All groups have the same size."""
+"""Layers with the same kind of attention form KV-cache groups, which all have the same number of
+layers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -105,7 +107,7 @@ def test_keys_whose_bytes_are_no_multiples_are_one_group_without_windows() -> No
     uneven = replace(NARROW, num_kv_heads=3)
     assert layer_kinds([uneven, WIDE]) == [LayerKind(), LayerKind()]
     assert layer_kinds([NARROW, WIDE], scales_blocks=False) == [LayerKind(), LayerKind()]
-    # In 8 bits each head has a scale of 4 more bytes, so the ratio is 4 * 20 to 1 * 36.
+    # In 8 bits, each head takes 4 more bytes for a scale. So the ratio is 4 * 20 to 1 * 36.
     codes = KVCacheDtype.INT8_PER_TOKEN_HEAD
     assert layer_kinds([NARROW, WIDE], codes) == [LayerKind(), LayerKind()]
 

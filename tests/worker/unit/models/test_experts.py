@@ -1,4 +1,6 @@
-"""Tests experts: groups of tokens, equal results in every batch, and both checkpoint formats."""
+"""Layers of experts: tokens grouped by expert, equal results in every batch, and both checkpoint
+formats.
+"""
 
 from pathlib import Path
 
@@ -92,7 +94,7 @@ def test_experts_may_be_stacked_in_one_tensor(tmp_path: Path, kind: str) -> None
 
 
 def stack_experts(directory: Path, in_memory: dict[str, torch.Tensor]) -> None:
-    """Writes experts and routers in transformers' in-memory format."""
+    """Writes the weights of experts and routers in the format that transformers has in memory."""
     path = directory / "model.safetensors"
     tensors = {
         name: tensor

@@ -1,4 +1,4 @@
-"""Tests the layer settings in config.json, with all names that models use for them."""
+"""Layer settings in config.json, with each name that models use for them."""
 
 from pathlib import Path
 

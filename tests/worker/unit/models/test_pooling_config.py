@@ -1,4 +1,6 @@
-"""Tests the pooling settings of a model directory, and which settings are refused by name."""
+"""The pooling settings of a model directory. Settings that are not supported are refused by
+name.
+"""
 
 import json
 from pathlib import Path

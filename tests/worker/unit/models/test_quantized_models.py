@@ -1,4 +1,4 @@
-"""Tests workers with quantized models: their fingerprints, and which models they refuse."""
+"""Workers with quantized models: their fingerprints, and models that they refuse."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,7 +52,7 @@ FP8 = {"quant_method": "fp8"}
 
 
 def weights(**changes: object) -> dict[str, object]:
-    """A configuration of compressed-tensors. `changes` are changes to the settings of weights."""
+    """A configuration of compressed-tensors. `changes` are changes to its settings of weights."""
     group = PACKED["config_groups"]["group_0"]
     changed = {**group, "weights": group["weights"] | changes}
     return {**PACKED, "config_groups": {"group_0": changed}}
@@ -159,7 +159,7 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_rest_of_a_quantized_model_may_be_quantized_at_load(tmp_path: Path) -> None:
-    """In this model the rest is the output head."""
+    """What the checkpoint leaves unquantized is the output head."""
     save_tiny_model(tmp_path / "plain", "llama")
     save_quantized(tmp_path / "plain", tmp_path / "model", FORMATS["gptq"])
     heads = []

@@ -1,4 +1,6 @@
-"""Tests which parts of a model a rank reads and stores, and which models are not divisible."""
+"""Which parts of a model a rank reads and stores, and which models cannot be divided among
+ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ WHOLE_ON_EACH_RANK = ("embed_tokens", "norm", "mlp.gate.weight", "block_sparse_m
 
 
 class OneOf:
-    """A rank whose peers add nothing."""
+    """A rank of a group whose other ranks add nothing in collectives."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -39,7 +41,7 @@ class OneOf:
 
 
 class CountingFile:
-    """A safetensors file that counts the elements that are read from each tensor."""
+    """A safetensors file that counts how many elements of each tensor are read."""
 
     def __init__(self, file: Any, taken: dict[str, int]) -> None:
         self._file = file
@@ -66,10 +68,10 @@ class _CountingSlice:
 
 
 class CountingCheckpoint(Checkpoint):
-    """A checkpoint of one file. It counts the elements that are read from each tensor."""
+    """A checkpoint of one file, which counts how many elements of each tensor are read."""
 
     def count(self, directory: Path) -> dict[str, int]:
-        """The number of elements that rank 1 of 2 reads from each tensor."""
+        """How many elements of each tensor rank 1 of 2 reads."""
         taken: dict[str, int] = {}
         file = CountingFile(safe_open(directory / "model.safetensors", "pt"), taken)
         reader = TensorReader(self, dict.fromkeys(self.files, file))
@@ -159,7 +161,7 @@ def test_heads_of_keys_and_values_are_shared_by_neighbours() -> None:
 
 
 def test_heads_that_do_not_divide() -> None:
-    """There are nine query heads. Three of them share each of three key-value heads."""
+    """There are nine query heads, three for each of three key-value heads."""
     two = [Shard(rank, 2) for rank in range(2)]
     assert [shard.kv_heads(3) for shard in two] == [slice(0, 2), slice(2, 3)]
     assert [shard.heads(9, 3) for shard in two] == [slice(0, 6), slice(6, 9)]

@@ -1,4 +1,6 @@
-"""Tests the check whether a model can be served. The check reads files and does not need torch."""
+"""The check whether a model can be served, which reads the model's files and does not need
+torch.
+"""
 
 import json
 import subprocess

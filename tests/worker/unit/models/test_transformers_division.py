@@ -1,4 +1,4 @@
-"""Models that transformers runs can be divided among ranks, or are refused with one sentence."""
+"""Models that transformers runs are divided among ranks, or refused with one sentence."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -114,7 +114,7 @@ def load(
 
 @dataclass(frozen=True)
 class Causal:
-    """Causal attention of one sequence without a past."""
+    """Causal attention within one sequence, without earlier tokens."""
 
     layers: tuple[AttentionLayer, ...]
 
@@ -171,7 +171,7 @@ def test_ranks_wait_for_a_rank_that_reads_longer(tmp_path: Path) -> None:
 
 
 class OneOf:
-    """A rank whose collectives must not be called."""
+    """A rank of a group in which no collective may be called."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -179,7 +179,7 @@ class OneOf:
 
 
 class CountingCheckpoint(Checkpoint):
-    """A checkpoint that counts the bytes read from it."""
+    """A checkpoint that counts the bytes that are read from it."""
 
     @contextmanager
     def open(self) -> Iterator[TensorReader]:

@@ -1,4 +1,4 @@
-"""Decoders without a native implementation run through transformers, or are refused."""
+"""Decoders without a native implementation are run by transformers, or refused."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tests the placement of threads on recorded machines, and its effect on this machine."""
+"""On which processors a worker's threads run: on recorded machines, and on this machine."""
 
 import os
 import threading
@@ -31,7 +31,7 @@ from tests.machines import Machine
 
 @dataclass(frozen=True, slots=True)
 class FormedGroup:
-    """A fake Group with the ranks on this machine, and the membership of the worker."""
+    """A fake Group, with the ranks that run on this machine, and the worker's membership."""
 
     local_ranks: list[int]
     membership: Membership
@@ -70,7 +70,9 @@ QUOTA = {"cpu.max": "150000 100000"}
 def test_a_worker_has_the_cores_of_one_node(
     machine: Machine, count: int, expected: list[str], tmp_path: Path
 ) -> None:
-    """Expected texts are NUMBER_OF_THREADS:PROCESSORS, without processors if none are bound."""
+    """The expected texts are NUMBER_OF_THREADS:PROCESSORS, without processors if the threads are
+    not bound.
+    """
     processors = usable_processors(machine.record(tmp_path))
     plans = [place_threads(processors, LocalWorker(index, count)) for index in range(count)]
     assert [f"{plan.num_threads}:{list_text(plan.processors)}" for plan in plans] == expected
@@ -136,7 +138,7 @@ def test_two_ranks_of_a_replica_have_successive_numbers(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert workers == [LocalWorker(2, 4), LocalWorker(3, 4)]
-    # The group has two machines, and ranks 2 and 3 run on the second.
+    # Ranks 2 and 3 of the group run on its second machine.
     far = FormedGroup([2, 3], Membership(3, 4))
     assert local_worker(WorkerSettings(model=tmp_path), cast(Group, far)) == LocalWorker(1, 2)
 
@@ -160,7 +162,7 @@ def test_a_worker_that_is_bound_to_a_node_uses_the_nodes_part_of_the_memory(
 
 
 def test_the_threads_of_a_team_are_bound_and_others_are_not() -> None:
-    """torch's threads inherit the processors of the thread that starts them."""
+    """torch's threads run on the processors of the thread that starts them."""
     before, masks = os.sched_getaffinity(0), set[str]()
     chosen, tasks = max(before), Path("/proc/self/task")
 

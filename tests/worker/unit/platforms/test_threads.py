@@ -1,4 +1,4 @@
-"""Tests the number of threads of a worker on large, small and shared machines."""
+"""How many threads a worker uses on large, small and shared machines."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from services.worker.platforms.threads import ThreadChoice, choose_threads
 
 
 def processors(number: int, num_cores: int, quota: float | None = None) -> Processors:
-    """`number` processors on as many cores, or two on a core."""
+    """`number` processors, on as many cores or two on each core."""
     return Processors(tuple(Processor(n, core=n % num_cores) for n in range(number)), quota)
 
 

@@ -1,4 +1,4 @@
-"""Compares exponentials and logarithms with results of the C library in higher precision."""
+"""Exponentials and logarithms, compared with the C library's results in higher precision."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Outputs that are constrained by a grammar conform to it, for any logits."""
+"""An output that a grammar constrains conforms to the grammar, for any logits."""
 
 import time
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.structured_forms import FORMS, Form, of_grammar, of_regex, of_schema
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 EOS = 2
 VOCAB_SIZE = 4096 + 40
-"""The tokenizer has 4096 tokens. A model may have more logits than its tokenizer has tokens."""
+"""The tokenizer has 4096 tokens. A model may have more logits than that."""
 LONGEST = 400
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 FREE = SamplingParams(seed=5)
@@ -57,7 +57,7 @@ def constrained(form: str, seed: int, **others: object) -> SamplingParams:
 def continued(
     grammars: Grammars, params: SamplingParams, output: list[int], longest: int = LONGEST
 ) -> list[int]:
-    """The whole output of a request that enters the batch with the first part `output`."""
+    """The whole output of a request that enters the batch with `output` as its first part."""
     sampler, prompt = Sampler(1, VOCAB_SIZE, grammars), [7, 8, 9]
     sampler.add(0, params, np.array(prompt + output, np.int32), len(prompt))
     output = list(output)
@@ -105,7 +105,7 @@ BOUNDED = of_schema(
 
 @pytest.mark.parametrize("form", [*FORMS.values(), BOUNDED], ids=[*FORMS, "bounded"])
 def test_masks_allow_exactly_the_tokens_that_conform(form: Form, grammars: Grammars) -> None:
-    """The grammar library groups tokens, and allows or forbids a whole group at once."""
+    """The grammar library groups tokens, and allows or forbids each group as a whole."""
     text = (DEMO / "tokenizer.json").read_text()
     one_by_one = LLTokenizer(text, n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
     rng = np.random.default_rng(4)
@@ -155,8 +155,8 @@ def test_a_checked_token_is_allowed_where_the_mask_has_it(
 def test_greedy_tokens_are_the_same_drawn_before_their_masks(
     form: str, confidence: float, grammars: Grammars
 ) -> None:
-    """Requests with log-probabilities always draw after their masks. With probability `confidence`,
-    the logits at a position prefer a token from another output that conforms.
+    """Requests with log-probabilities always draw after their masks are known. With probability
+    `confidence`, the logits of a position prefer a token of another output that conforms.
     """
     wanted = continued(grammars, constrained(form, 3), [])
     rng, sampler = np.random.default_rng(6), Sampler(2, VOCAB_SIZE, grammars)
@@ -181,7 +181,7 @@ def test_masks_are_made_again_while_tokens_drawn_first_do_not_conform(grammars: 
     assert mask.is_made, "the next token has its mask"
 
     def num_masks_after(token_id: int) -> int:
-        """Draws one token first, and counts the masks of the tokens that follow."""
+        """Draws one token, and then counts the masks computed for the tokens that follow."""
         mask.append(good)
         assert not mask.is_made
         assert mask.allows(token_id) is (token_id == good)
@@ -284,8 +284,8 @@ def test_a_form_that_cannot_be_compiled_refuses_every_token(grammars: Grammars) 
 def test_an_output_continues_when_the_shared_automaton_is_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An automaton of this expression gets one more state with each token, and may have at most
-    20,000 states. Several outputs together exceed this limit.
+    """The automaton of this expression gets one more state with each token, and may have 20,000
+    states, which several outputs exceed together.
     """
     shared, num_unshared = made_grammars(), 0
     unshared_matcher = shared.unshared_matcher
@@ -309,7 +309,7 @@ def test_an_output_continues_when_the_shared_automaton_is_full(
 def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """When the shared automaton has reached its limit, the output ends with an error."""
+    """The shared automaton has reached its limit, so the output ends with an error."""
     monkeypatch.setattr(grammar, "_MAX_SECONDS_IN_STEP", 0.0)
     params = SamplingParams(seed=0, structured_outputs=HOSTILE["many states"].wanted)
     shared = made_grammars()
@@ -328,7 +328,7 @@ def test_a_form_that_takes_long_to_compile_is_not_compiled_in_a_step(
 
 
 def test_forms_that_take_long_to_compile_are_kept_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preempted request needs the compiled grammar again when it resumes in a step."""
+    """When a preempted request resumes in a step, it needs its compiled grammar again."""
     kept = made_grammars()
     forms = [of_regex(f"a{{{number}}}").wanted for number in range(1, 41)]
     monkeypatch.setattr(grammar, "_MAX_SECONDS_IN_STEP", 0.0)
@@ -356,7 +356,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_form_makes_a_token_expensive(name: str, grammars: Grammars) -> None:
-    """An output may end with an error, so that an expensive token does not delay other outputs."""
+    """The output may end with an error instead, so that it does not delay others."""
     sampler, took = Sampler(1, VOCAB_SIZE, grammars), list[float]()
     params = SamplingParams(seed=0, structured_outputs=HOSTILE[name].wanted)
     sampler.add(0, params, np.array([7], np.int32), 1)

@@ -1,4 +1,4 @@
-"""Tests each change that a request's parameters make to the logits before the sampling filters."""
+"""Each change of the logits by a request's parameters, before the sampling filters."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ BAN = -np.inf
 def edited(
     params: SamplingParams, logits: list[float], prompt: list[int], output: list[int]
 ) -> list[float]:
-    """The logits of a row after all changes for a request with this prompt and output."""
+    """The logits of a row after all changes, for a request with this prompt and output."""
     token_ids = np.array(prompt + output, dtype=np.int32)
     line = np.array(logits, dtype=np.float32)
     for edit in logit_edits(params, token_ids, len(prompt)):

@@ -1,4 +1,4 @@
-"""Compares sampling filters with transformers' logits processors and with plain arithmetic."""
+"""Sampling filters, compared with transformers' logits processors and with plain arithmetic."""
 
 import numpy as np
 import pytest

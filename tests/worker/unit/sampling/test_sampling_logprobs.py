@@ -1,4 +1,4 @@
-"""Log-probabilities of unmodified logits are normalised, sorted and ranked."""
+"""Log-probabilities belong to the unmodified logits, and are normalised, sorted and ranked."""
 
 import numpy as np
 import torch

@@ -1,11 +1,11 @@
-"""Compares the random generator Philox with published vectors, and tests its states."""
+"""The random generator Philox, compared with published vectors, and its states."""
 
 import numpy as np
 import pytest
 
 from services.worker.sampling.philox import philox4x32, random_states
 
-# Rows "philox4x32 10" of kat_vectors in Random123, the authors' own implementation:
+# The rows "philox4x32 10" of kat_vectors in Random123, the implementation of Philox's authors:
 # counter, key, expected words.
 KNOWN_ANSWERS = [
     (
@@ -64,5 +64,5 @@ def test_words_spread_evenly_over_neighbouring_seeds_and_positions(varied: str) 
         found = np.bincount((words >> np.uint64(58)).astype(int), minlength=bins)
         expected = count / bins
         chi_square = ((found - expected) ** 2 / expected).sum()
-        assert chi_square < 130  # 63 degrees of freedom: exceeded by chance once in a million
+        assert chi_square < 130  # exceeded once in a million (63 degrees)
         assert abs(np.corrcoef(words[:-1], words[1:])[0, 1]) < 0.02

@@ -1,4 +1,6 @@
-"""Compares the sampling race with a reference, and tests the distribution of its draws."""
+"""The race of exponential variates by which tokens are sampled, compared with a reference, and the
+distribution of its draws.
+"""
 
 import numpy as np
 import pytest
@@ -13,7 +15,9 @@ def states_of(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def drawn(logits: np.ndarray, states: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """A token of the logits [V], or of each row [n, V], for each of the states [n, 2]."""
+    """The token drawn with each of the states [n, 2], from the logits [V] or from row i of the
+    logits [n, V].
+    """
     logits = np.broadcast_to(logits, (len(states), logits.shape[-1]))
     race = Race(len(states), logits.shape[1])
     found: list[int] = []
@@ -27,7 +31,9 @@ def drawn(logits: np.ndarray, states: np.ndarray, temperature: float = 1.0) -> n
 
 
 def exponentials_of(states: np.ndarray, vocab_size: int) -> np.ndarray:
-    """All tokens' exponential variates for each of the states, [n, V]. No block is skipped."""
+    """The exponential variates of all tokens for each of the states, [n, V], without skipping
+    blocks.
+    """
     ids = np.arange(vocab_size)
     blocks, places = ids // 4096 * 128 + ids % 128, ids % 4096 // 128
     random = words(states[:, :1], blocks.astype(np.uint64))
@@ -36,7 +42,7 @@ def exponentials_of(states: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def test_words_are_those_of_published_split_mix_64() -> None:
-    """The expected values are published: the first outputs for the seed 1234567."""
+    """The expected words are the published first outputs for the seed 1234567."""
     assert words(np.uint64(1234567), np.arange(1, 6, dtype=np.uint64)).tolist() == [
         6457827717110365317,
         3203168211198807973,
@@ -63,7 +69,7 @@ def test_exponentials_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("vocab_size", [1, 2, 127, 4096, 5000, 33_000])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
 def test_skipping_blocks_changes_no_draw(vocab_size: int, spread: float) -> None:
-    """Temperatures are high and low. Some rows have banned tokens, up to all tokens but one."""
+    """Temperatures are high and low. In some rows, up to all tokens but one are banned."""
     generator = np.random.default_rng(vocab_size)
     logits = (generator.standard_normal((60, vocab_size)) * spread).astype(np.float32)
     logits[20:40][generator.random((20, vocab_size)) < 0.9] = -np.inf
@@ -81,7 +87,7 @@ def test_skipping_blocks_changes_no_draw(vocab_size: int, spread: float) -> None
 
 @pytest.mark.parametrize("varied", ["seed", "position"])
 def test_exponentials_are_independent_exponentials(varied: str) -> None:
-    """The variates of consecutive tokens, seeds and positions are independent."""
+    """Varies the token, the seed or the position. The variates must be independent."""
     rising, fixed = np.arange(200), np.full(200, 3)
     states = states_of(*((rising, fixed) if varied == "seed" else (fixed, rising)))
     found = exponentials_of(states, 8192)
@@ -134,13 +140,13 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
         pairs = drawn(logits, states_of(seeds, positions)).reshape(-1, 2)
         found = np.zeros((4, 4))
         np.add.at(found, (pairs[:, 0], pairs[:, 1]), 1)
-        # With 15 degrees of freedom, exceeded by chance once in a million.
+        # With 15 degrees of freedom, chance exceeds this once in a million.
         assert ((found - expected) ** 2 / expected).sum() < 56
 
 
 def test_a_small_change_of_logits_hardly_ever_changes_a_draw() -> None:
-    """The logits of half of the tokens grow by 1e-5, and all other logits shrink by 1e-5. A draw
-    changes only if the first two tokens of the race differ by so little.
+    """The logits of half of the tokens grow by 1e-5, and all others shrink by 1e-5. A draw changes
+    only if the first two tokens of the race differ by so little.
     """
     generator = np.random.default_rng(5)
     logits = generator.standard_normal(1000).astype(np.float32) + np.float32(8)

@@ -1,4 +1,4 @@
-"""Compares the sampler with a slow reference. Other rows and preemptions change no token."""
+"""The sampler, compared with a slow reference. Other rows and preemptions change no token."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +51,7 @@ def model(token_ids: list[int]) -> np.ndarray:
     return (np.round(generator.standard_normal(VOCAB_SIZE) * 8) / 4).astype(np.float32)
 
 
-# --- The reference has one row and Python numbers, and shares no code with the sampler.
+# The reference. It has one row and Python numbers, and shares no code with the sampler.
 
 
 def reference_logits(params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
@@ -79,7 +79,7 @@ def reference_logits(params: SamplingParams, prompt: list[int], output: list[int
 
 
 def reference_token(params: SamplingParams, prompt: list[int], output: list[int]) -> int:
-    """The next token. Hypothesis skips the example if rounding could change the result."""
+    """The next token. Hypothesis skips the example if rounding could change it."""
     x = [float(np.float32(value)) for value in reference_logits(params, prompt, output)]
     order = sorted(range(VOCAB_SIZE), key=lambda t: (-x[t], t))
     values = sorted(x)
@@ -107,7 +107,7 @@ def reference_token(params: SamplingParams, prompt: list[int], output: list[int]
     return first
 
 
-# --- Requests over several steps.
+# Requests over several steps.
 
 
 def run(
@@ -116,7 +116,7 @@ def run(
     num_tokens: int,
     between: Callable[[Sampler, list[int]], None] = lambda _sampler, _token_ids: None,
 ) -> list[int]:
-    """Runs a request alone. After each step, `between` is called with sampler and tokens."""
+    """Runs a request alone. After each step, calls `between` with the sampler and the tokens."""
     sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB_SIZE)
     sampler.add(0, params, np.array(prompt, dtype=np.int32), len(prompt))
     token_ids = list(prompt)
@@ -186,7 +186,9 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(
 
 
 def sample_once(params: list[SamplingParams], logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Runs one step of requests with one prompt token. Returns the tokens, and rows with NaN."""
+    """Runs one step for requests with one prompt token. Returns the tokens, and the rows with
+    NaN.
+    """
     sampler = Sampler(max_num_seqs=len(params), vocab_size=logits.shape[1])
     for row, each in enumerate(params):
         sampler.add(row, each, np.zeros(1, dtype=np.int32), 1)

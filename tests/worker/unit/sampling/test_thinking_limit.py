@@ -1,4 +1,6 @@
-"""`thinking_budget` forces the end mark when the reasoning has its maximum number of tokens."""
+"""`thinking_budget` forces the end mark of the reasoning when this has its maximum number of
+tokens.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,7 @@ THOUGHT, CONTENT = 5, 6
 
 
 def forced(budget: ThinkingBudget, *output: int) -> int | None:
-    """The only token that may follow an output. It is None if any token may follow."""
+    """The only token that may follow an output, or None if any token may."""
     logits = np.zeros(8, dtype=np.float32)
     ThinkingLimit(budget, np.array(output, dtype=np.int32)).apply(logits)
     [left] = np.nonzero(np.isfinite(logits))

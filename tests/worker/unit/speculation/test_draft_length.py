@@ -1,4 +1,4 @@
-"""The number of drafts of a request depends on the acceptance of earlier drafts."""
+"""How many drafts a request gets depends on how many of its earlier drafts were accepted."""
 
 from services.worker.core.drafts.drafter import DraftLength
 

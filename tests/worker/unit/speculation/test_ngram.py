@@ -1,4 +1,4 @@
-"""Compares the drafts of n-grams with a search through all tokens."""
+"""Drafts of n-grams, compared with a search through all tokens."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -9,8 +9,8 @@ from services.worker.speculation.ngram import NgramIndex, NgramProposer
 
 
 def searched(tokens: list[int], shortest: int, longest: int, most: int) -> list[int]:
-    """At most `most` tokens after the first occurrence of the longest suffix that occurred before.
-    The suffix has `shortest` to `longest` tokens.
+    """Finds the longest suffix of `shortest` to `longest` tokens that has occurred before. Returns
+    at most `most` tokens after its first occurrence.
     """
     for length in range(min(longest, len(tokens) - 1), shortest - 1, -1):
         for start in range(len(tokens) - length):
