@@ -42,7 +42,7 @@ def require_matplotlib() -> None:
 @contextmanager
 def drawing(path: Path, title: str, in_short: str) -> Iterator["Figure"]:
     """Yields an empty figure with a title and, below the title, the line `in_short`. When the
-    context ends, writes the figure to `path` in the format of the path's suffix. Raises
+    `with` block ends, writes the figure to `path` in the format of the path's suffix. Raises
     CommandError if that fails.
     """
     require_matplotlib()

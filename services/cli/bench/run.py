@@ -1,4 +1,4 @@
-"""Runs a load once: builds the load and the client, sends the requests, and returns the records."""
+"""Runs a load once: builds the load and the client, sends the requests, and measures them."""
 
 import asyncio
 import gc

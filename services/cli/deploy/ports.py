@@ -42,7 +42,7 @@ class Deployment(Protocol):
         """All containers, sorted by name."""
 
     def broken(self, container: Container, fault: Fault) -> AbstractContextManager[None]:
-        """Breaks a container. At the end of the context, the fault is undone if necessary."""
+        """Breaks a container. At the end of the `with` block, the fault is undone if necessary."""
 
 
 @dataclass(frozen=True, slots=True)

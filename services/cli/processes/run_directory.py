@@ -31,8 +31,8 @@ def ensure_directory(path: Path) -> None:
 
 @contextmanager
 def run_directory() -> Iterator[Path]:
-    """Yields a new directory that only this user can enter. Removes it when the context ends. It is
-    in the directory for temporary files, or in /tmp if socket paths would be too long.
+    """Yields a new directory that only this user can enter, and removes it when the `with` block
+    ends. Its parent is the directory for temporary files, or /tmp if sockets' paths were too long.
     """
     path = Path(tempfile.mkdtemp(prefix="stepwell-"))
     if len(os.fsencode(path / _LONGEST_NAME)) > _LONGEST_PATH_BYTES:

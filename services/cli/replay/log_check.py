@@ -10,8 +10,8 @@ from services.cli.replay.log_replay import LogReplay
 
 
 def log_differences(content: bytes) -> list[str]:
-    """The differences in the first entry whose replay differs from the log. If the log cannot be
-    replayed, the only item is the reason. `content` must end with a whole line.
+    """The differences in the first entry whose replay differs from the log, or only the reason why
+    the log cannot be replayed. `content` must end with a whole line.
     """
     lines = content.splitlines()
     try:

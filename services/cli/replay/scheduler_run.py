@@ -18,7 +18,7 @@ class SchedulerRun:
     def __init__(
         self, scheduler: Scheduler, pool: InProcessPool, write: Write | None = None
     ) -> None:
-        """If `write` is set, it is called with the records of each step."""
+        """If `write` is set, it is called with each step's records (`step_records`)."""
         self.scheduler = scheduler
         self.pool = pool
         self.statistics = RunStatistics(scheduler)

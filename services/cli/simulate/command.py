@@ -215,8 +215,8 @@ def _programs(arguments: argparse.Namespace) -> Workload:
 
 
 def _read(path: Path) -> list[Program]:
-    """Reads the programs of a file. It is a step log if it has a step log's schema, or is
-    compressed, and otherwise a trace.
+    """Reads a workload from a file: a step log if the file has a step log's schema or is
+    compressed, otherwise a trace.
     """
     try:
         with path.open("rb") as file:

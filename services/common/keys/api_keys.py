@@ -73,7 +73,7 @@ class TenantRecord:
     priority_ceiling: int | None = None
     """The smallest `priority` that the tenant's requests can have. Smaller values run earlier."""
     max_retained_share: float = 1.0
-    """Limit on the KV blocks kept for paused programs, as a fraction of a replica's blocks."""
+    """Limit on the KV blocks kept for agents' next requests, as a fraction of a replica's."""
 
 
 def new_key(draw: Callable[[int], bytes] = secrets.token_bytes) -> tuple[str, str, str]:

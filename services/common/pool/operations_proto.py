@@ -65,7 +65,7 @@ def operations_from_proto(messages: Iterable[kvpool_pb2.Operation]) -> list[ops.
 def outcome_to_proto(
     outcome: ops.Outcome, generation: int, sequence: int
 ) -> kvpool_pb2.TransactResponse:
-    """Converts the outcome of the transaction with this generation and sequence number."""
+    """Converts the outcome of transaction `sequence` of a pool's generation."""
     message = kvpool_pb2.TransactResponse(
         generation=generation,
         sequence=sequence,

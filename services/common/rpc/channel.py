@@ -19,7 +19,7 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Time within which a peer must acknowledge a ping. It is long enough for a starved peer. A hung
-    # peer is detected earlier, by the time limits of steps, transactions and sessions.
+    # peer is detected earlier, by the time limits of steps, transactions and gateways' streams.
     ("grpc.http2.ping_timeout_ms", 20_000),
     # Time within which the peer's machine must acknowledge a packet (TCP_USER_TIMEOUT).
     ("grpc.keepalive_timeout_ms", 5_000),

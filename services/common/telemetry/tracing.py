@@ -218,7 +218,7 @@ def service_resource(service: str) -> Resource:
 
 @contextmanager
 def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing]:
-    """Yields a Tracing object for the settings. Sends remaining spans when the context ends."""
+    """Yields a Tracing object for the settings. Sends remaining spans after the `with` block."""
     tracing = configure_tracing(service, settings.otlp_endpoint, settings.trace_sample_ratio)
     try:
         yield tracing

@@ -45,7 +45,7 @@ class CertificateWatch:
 
     @contextlib.contextmanager
     def running(self, period_seconds: float = PERIOD_SECONDS) -> Iterator[None]:
-        """Reads the files periodically in a thread until the context ends."""
+        """Reads the files periodically in a thread until the `with` block ends."""
         thread = threading.Thread(
             target=self._run,
             args=(period_seconds,),

@@ -48,7 +48,7 @@ class WriterTimes:
     flush_seconds: float = 0.005
     """How long changes are collected before they are written as one entry."""
     heartbeat_seconds: float = 1.0
-    """The interval at which the lease is renewed."""
+    """How often the node's lease is renewed. The lease shows readers that the node runs."""
     lease_seconds: float = 3.0
     """The time after which an unrenewed lease expires."""
     snapshot_seconds: float = 30.0

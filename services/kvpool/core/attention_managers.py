@@ -65,7 +65,7 @@ class FullAttentionManager(GroupManager):
 class SlidingWindowManager(GroupManager):
     """Manages the tables of a group in which only the blocks of a request's last window stay
     allocated. If hits can end only at some of the blocks, because groups have different block sizes
-    or `prefix_cache_retention_interval` is set, only the windows before these ends are published.
+    or `prefix_cache_retention_interval` is set, only windows before these ends enter the index.
     """
 
     def _keeps(self, positions: range, boundaries: Sequence[int]) -> list[bool] | None:

@@ -49,7 +49,7 @@ def block_map(
     max_cells: int,
 ) -> BlockMap:
     """Returns the map of blocks 1 .. num_blocks-1. `tables` has the blocks of each request,
-    `cached` the published blocks, `shared` the blocks that are in several tables, and `retained`
+    `cached` the blocks with a hash, `shared` the blocks that are in several tables, and `retained`
     the blocks in state RETAINED.
     """
     states = [BlockState.BLANK] * num_blocks

@@ -36,7 +36,8 @@ Event = BlocksStored | BlocksRemoved | AllBlocksCleared
 @dataclass(frozen=True, slots=True)
 class EventBatch:
     """Consecutive changes of a pool. `sequence` grows by one with each batch of a generation, which
-    begins when the pool is opened. A snapshot replaces all batches up to its own `sequence`.
+    begins when the pool is opened. A snapshot has all cached hashes, and replaces all batches up to
+    its own `sequence`.
     """
 
     generation: int

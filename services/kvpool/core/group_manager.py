@@ -140,7 +140,7 @@ class GroupManager:
         return hits[begin:] if begin else hits
 
     def counted_hits(self, hit: GroupHit) -> Sequence[BlockId]:
-        """The hit blocks that do not count as free blocks when the request is admitted."""
+        """The hit blocks that do not count as free at admission, since the request uses them."""
         return self.held_hits(hit)
 
     def is_stored(self, hits: Sequence[BlockId]) -> bool:  # noqa: ARG002

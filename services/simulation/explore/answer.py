@@ -9,7 +9,7 @@ from zlib import crc32
 @dataclass(slots=True)
 class Answer:
     """The part of an answer that a client has received so far. The mappings' keys are indices of
-    choices, or numbers of turns in a session.
+    choices, or numbers of turns in a session (a conversation whose inputs arrive one by one).
     """
 
     texts: dict[int, str] = field(default_factory=dict)

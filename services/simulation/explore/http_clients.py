@@ -1,4 +1,6 @@
-"""Simulated clients of a gateway over HTTP."""
+"""Simulated clients of a gateway over HTTP. In a session, a client sends the inputs of a
+conversation (turns) one after the other.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Draws the plan of a run from its seed."""
+"""Draws the plan of a run (a simulation of all services) from its seed."""
 
 import random
 import re

@@ -23,7 +23,7 @@ _LOWEST_TOKEN, _HIGHEST_TOKEN = 300, 4000
 _TOKEN_SECONDS = 0.0045
 """The device's approximate time per token."""
 _FOCUSED = 0.6
-"""The fraction of a run's requests that are of the kind in focus."""
+"""In a run that focuses on one kind of requests, the fraction of these requests."""
 _LEAVES, _FOCUSED_LEAVES = 0.15, 0.5
 """The fraction of clients that leave before their answers end: usually, and if leaving is in focus.
 """
@@ -91,7 +91,7 @@ class Request:
     more_prompts: tuple[tuple[int, ...], ...] = ()
     """Further prompts of the same request. Each one has its own answer."""
     later_prompts: tuple[tuple[int, ...], ...] = ()
-    """The prompts of the turns after the first turn."""
+    """In a session (a conversation of several turns), the prompts after the first."""
     pause_seconds: float = 0.0
     """The time between two turns. It does not change the answer."""
     breaks_after_seconds: float | None = None

@@ -42,7 +42,7 @@ class AgentLoad:
     tools: tuple[Tool, ...]
 
     def turns(self, rng: random.Random, scale: float, longer: float = 1.0) -> tuple[Turn, ...]:
-        """Draws the turns of a program, `longer` times as many as usual."""
+        """Draws the turns (requests) of an agent's program, `longer` times as many as usual."""
         number = max(1, round(longer * rng.gauss(self.mean_turns, self.deviation)))
         turns = []
         for place in range(number):

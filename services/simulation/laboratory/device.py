@@ -27,7 +27,7 @@ class Device:
 
     def decode_seconds(self, num_requests: int, context: int) -> float:
         """The time of a step that computes one token per request. `context` is the sum of the
-        requests' context lengths, including these tokens.
+        requests' numbers of tokens, including the computed tokens.
         """
         if not num_requests:
             return 0.0

@@ -44,7 +44,7 @@ class Setup:
     is_optimum: bool = False
     """Whether cached blocks are evicted with a known future (`optimum`)."""
     tells_work: bool = False
-    """Whether a request's priority is the number of tokens that its program has left (SRPT)."""
+    """Whether a request's priority is the number of tokens that its client has left (SRPT)."""
     watch: Callable[[SimulatedReplica, SchedulerOutput], object] | None = None
     """Called after each planned step. Steps that `may_skip` skips are not planned."""
     may_skip: bool = True
@@ -55,7 +55,7 @@ class Setup:
 
 def bounds(setup: Setup) -> dict[str, Setup]:
     """Setups that no real scheduler can beat: with unlimited memory, and with knowledge of the work
-    that each program has left.
+    that each client has left.
     """
     config = setup.config
     unlimited = replace(config, policy="fcfs", num_blocks=_UNLIMITED * config.num_blocks)

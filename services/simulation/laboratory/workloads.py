@@ -1,4 +1,4 @@
-"""Generates the workloads of `agents.py`, and agents with four kinds of pauses.
+"""Generates the workloads of `agents.py`, and agents with four kinds of pauses between requests.
 
 The quantiles are from 692 sessions of a coding agent (kv-cache-tester, 2026). Values are drawn from
 quantiles, because the tails of these sessions are not lognormal.
@@ -43,7 +43,7 @@ def draw(rng: random.Random, quantiles: Quantiles) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The size of a generated workload. The seed determines all its programs."""
+    """The size of a generated workload. The seed determines all programs (clients' requests)."""
 
     num_programs: int
     programs_per_second: float

@@ -15,7 +15,7 @@ the time when it should be sent. The result is False if a request failed.
 
 
 class LoadRun:
-    """The loops of one load. A loop ends when all runs have started or the limits are reached."""
+    """The loops of one load. A loop ends when no runs are left or no more requests may be sent."""
 
     def __init__(self, clock: Clock, budget: Budget) -> None:
         self._clock = clock
