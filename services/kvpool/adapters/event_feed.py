@@ -60,7 +60,7 @@ class EventFeed:
 
 
 class _Watcher:
-    """The unread batches of a watcher. Too many are dropped together, and `_lagging` is set."""
+    """The unread batches of a watcher. If there are too many, drops all and sets `_lagging`."""
 
     def __init__(self, max_hashes: int) -> None:
         self._max_hashes = max_hashes

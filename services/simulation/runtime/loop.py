@@ -103,8 +103,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_exactly(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context
     ) -> asyncio.TimerHandle:
-        """Like `call_at`, but without a random delay, and even within the time for which the
-        running function of a lane (a simulated compute thread) sleeps.
+        """Like `call_at`, but without a random delay, and also for a time before `time()`, which
+        includes the sleep of a running lane (a simulated compute thread).
         """
         handle = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._serial), handle))
@@ -155,8 +155,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def resume(self, process: Process) -> None:
         self._ready.extend(process.resume())  # type: ignore[attr-defined]
 
-    # Tasks and futures have hashes that do not depend on their addresses, because a set is
-    # iterated in the order of its hashes.
+    # Sets are iterated in the order of hashes, which only the seed may decide. So the hashes of
+    # tasks and futures must not depend on addresses.
 
     def create_future(self) -> "asyncio.Future[Any]":
         return _Future(loop=self, serial=next(self._serial))
