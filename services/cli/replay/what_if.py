@@ -2,11 +2,11 @@
 
 Time is counted in steps, including steps of the log that scheduled nothing. Requests arrive and are
 aborted at the same steps as in the log. Whenever a step computes a request's last token, the next
-token of the log is appended to the request. As many draft tokens are accepted as in the log when
-the request had the same number of tokens. A policy that uses times sees the logged times: a step is
-planned at the time of the log's step with the same number. If the log aborts a request, arbitrary
-tokens follow its logged tokens until the abort. If a request does not end in the log, it is aborted
-at its last logged token.
+token of the log is appended to the request. If the log verified draft tokens when the request had
+this number of tokens, as many are accepted as in the log. A policy that uses times sees the logged
+times: a step is planned at the time of the log's step with the same number. If the log aborts a
+request, arbitrary tokens follow its logged tokens until the abort. If a request does not end in the
+log, it is aborted at its last logged token.
 """
 
 from collections import Counter

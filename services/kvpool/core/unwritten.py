@@ -46,7 +46,7 @@ class UnwrittenChanges:
 
     @property
     def digest(self) -> Digest:
-        """The digest of all keys that are cached now."""
+        """The number of cached keys and a checksum of them."""
         return Digest(len(self._cached), self._xor)
 
     def take(self) -> tuple[list[int], list[int]]:

@@ -85,7 +85,7 @@ def _length(line: int, value: dict[str, Any], name: str) -> int:
 
 class TraceLoad:
     """Yields the sessions of a trace in the order of arrival. Each session has one turn.
-    `time_scale` multiplies times. `token_scale` multiplies lengths, including the length of blocks.
+    `time_scale` multiplies arrival times. `token_scale` multiplies all lengths, also of blocks.
     The text of a block is a function of the seed and the block's id.
     """
 

@@ -1,5 +1,5 @@
-"""The specifications of all metrics, from which services create metric families. Metrics of the
-gateway's options are specified in the options' own folders. `docs/metrics.md` lists all metrics.
+"""The specifications of metrics, from which services create metric families. Optional parts of the
+gateway specify their metrics in their own folders. `docs/metrics.md` lists all metrics.
 """
 
 from typing import TypeAlias
