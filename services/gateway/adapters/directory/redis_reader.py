@@ -1,6 +1,7 @@
 """Reads the directory of cached prefixes from Redis into the gateway's index. A node is a replica's
 KV pool. The directory has one log, whose entries list the block keys that nodes added and removed.
-Each node also has a record, a lease, which expires when the node stops, and a snapshot of its keys.
+Each node also has a record (its epoch and KV-cache groups), a lease, which expires when the node
+stops, and a snapshot of its keys.
 
 Requests never wait for this reader. One task reads the log. Once a second, it also reads the
 records and leases of the nodes. An epoch of a node is the time between two resets of its pool.

@@ -135,8 +135,8 @@ async def _lark_of_calls(
 
 
 def _calls(lark: Lark, tools: Sequence[CallableTool], envelope: Envelope, after: str = "") -> str:
-    """Returns alternatives that match a call of one of the tools, without the common beginning
-    `after` of all calls, which another rule matches.
+    """Returns alternatives that match a call of one of the tools. All calls begin with `after`,
+    which another rule matches, so the alternatives omit it.
     """
     calls = []
     for tool in tools:

@@ -25,7 +25,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallRecords:
-    """Begins and ends the records of gRPC calls."""
+    """Begins and ends the RequestRecords of gRPC calls."""
 
     def __init__(self, recorder: RequestRecorder) -> None:
         self._recorder = recorder

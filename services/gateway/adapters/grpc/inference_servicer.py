@@ -61,7 +61,7 @@ STREAM_TYPES: dict[str, type[Message]] = {
 
 
 class InferenceServicer(gateway_pb2_grpc.InferenceServicer):
-    """Serves inference over gRPC. The HTTP routes use the same core."""
+    """Serves inference over gRPC."""
 
     def __init__(
         self,

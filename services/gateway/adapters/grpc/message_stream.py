@@ -1,4 +1,4 @@
-"""Writes answers to gRPC streams, piece by piece."""
+"""Writes answers to gRPC streams, piece by piece. A generation is a request while it runs."""
 
 import asyncio
 import logging

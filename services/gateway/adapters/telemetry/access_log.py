@@ -9,7 +9,7 @@ from services.gateway.core.traces.timeline import Part
 logger = logging.getLogger(__name__)
 
 _PROBES = frozenset(("/health", "/ping", "/load", "/version", "/metrics"))
-"""Paths that programs request every few seconds, so that requests to them are logged as DEBUG."""
+"""Paths that monitors request every few seconds. Requests to them are logged at level DEBUG."""
 
 
 def log_access(record: RequestRecord) -> None:

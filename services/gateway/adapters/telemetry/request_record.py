@@ -125,7 +125,7 @@ class RequestRecord:
 
     @property
     def answer_id(self) -> str:
-        """The request id in answers. Before the request is parsed, it is the id of the record."""
+        """The request id in answers. Until the request is parsed, it is `request_id`."""
         return self.request_id if self.generation is None else self.generation.request.request_id
 
     @property

@@ -135,9 +135,9 @@ class RequestSpans:
         """Makes the spans of the transfers to a replica and back. Returns the number of spans made,
         2 or 0.
 
-        The total duration of both transfers is the duration of the stay at the replica minus the
-        time that the replica reported. The division of the total between the two transfers is
-        computed from the replica's clock, so it may be wrong if the clocks differ.
+        The total duration of both transfers is the time from `began` to `ended` minus the time that
+        the replica reported. How much of it belongs to the first transfer is computed from the
+        replica's clock, so it may be wrong if the clocks differ.
         """
         if times is None or times.queued_unix_nanos is None:
             return 0

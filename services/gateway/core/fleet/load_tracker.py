@@ -23,9 +23,9 @@ full KV-cache pool, each new block evicts a cached block, which a later request 
 eviction pressure is the number of tokens recently computed at the replica, divided by the mean of
 this number over all replicas (after Preble's eviction cost).
 
-Without this term, small differences in measured speeds would send most new conversations to the
-same replicas. In simulations (tests/gateway/simulated_fleet.py), the values of OWN_TOKENS_COUNT and
-EVICTED_TOKENS_COUNT had the best hit rates and times to first token.
+Without this term, most new conversations would be sent to the few replicas that happen to measure
+slightly better speeds. In simulations (tests/gateway/simulated_fleet.py), the values of
+OWN_TOKENS_COUNT and EVICTED_TOKENS_COUNT had the best hit rates and times to first token.
 """
 RECENT_SECONDS = 30.0
 """Half-life of the number of recently computed tokens, in seconds."""
@@ -195,8 +195,7 @@ class LoadTracker:
 
         The cost is computed with the average of the replica's own speeds and `fleet_speeds`, the
         mean speeds of all replicas. With the replica's own speeds alone, most new conversations
-        would be sent to the same replicas, because at low load equal replicas measure different
-        speeds by chance.
+        would be sent to the few replicas that happen to measure better speeds at low load.
         """
         num_output_tokens = self.mean_output_tokens
         if max_output_tokens is not None:

@@ -27,7 +27,9 @@ class Links(Protocol):
         """Makes the link to the scheduler at an address. The link may be used after `open`."""
 
     def open(self, replica: Replica) -> None:
-        """Opens a session with the replica's scheduler. When the session ends, opens a new one."""
+        """Opens a session, a gRPC stream, with the replica's scheduler, and a new one whenever it
+        ends.
+        """
 
     def close(self, replica: Replica) -> None:
         """Ends the replica's session without opening a new one."""

@@ -118,8 +118,8 @@ class Tokenization:
 
     async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences of words that must not appear in an answer. Each word is
-        tokenized without and with a space before it. By vLLM's rule, the sequence with the space is
-        used only if it has a different first token and the same length.
+        tokenized without and with a space before it. By vLLM's rule, the result with the space is
+        used only if it differs in the first token and not in length.
         """
         if not words:
             return ()

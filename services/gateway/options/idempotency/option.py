@@ -29,7 +29,7 @@ _WAIT_REASON = "idempotency_key"
 
 
 class Idempotency(Option):
-    """Generates the answer to requests with the same idempotency key only once."""
+    """Generates only one answer to all requests with one idempotency key."""
 
     metric_specs = SPECS
     request_headers = (
@@ -67,8 +67,8 @@ class Idempotency(Option):
     async def before_queue(
         self, generation: Generation, record: RequestRecord, api: str
     ) -> Generation:
-        """Returns the generation that reads the key's answer. The key of a request for vectors is
-        ignored.
+        """Returns a Generation that reads the key's answer. A request for vectors is computed each
+        time.
         """
         key = idempotency_key(record.headers.get(_NAME), record.caller)
         if key is None or generation.request.pooling is not None:

@@ -153,8 +153,8 @@ class ReplicaStep(Answer):
 class ReplicaBlocks(Answer):
     """The KV blocks of a pool, grouped into cells. For each cell, `states` has a digit (1 free
     without cached content, 2 free and cached, 3 used by one request, 4 shared by several requests,
-    5 free and retained for a paused program), and `owners` has the key of a request that uses the
-    cell, or 0.
+    5 free and retained for an agent program's next request), and `owners` has the key of a request
+    that uses the cell, or 0.
     """
 
     blocks_per_cell: int

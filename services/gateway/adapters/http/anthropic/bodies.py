@@ -114,7 +114,7 @@ class CountTokensBody(Body):
     workspace_id: Annotated[Any, Only(why=_NO_ACCOUNTS)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error, with the name that the invalid field has in this kind of body."""
+        """Returns the error, with the core's name of the invalid field replaced by this body's."""
         has_form = self.output_config is not None and self.output_config.format is not None
         names = {
             "prompt": "messages",

@@ -24,7 +24,7 @@ class AskingBody(Body):
 
     @abstractmethod
     def in_client_words(self, error: StepwellError) -> StepwellError:
-        """Returns the error, with the name that the invalid field has in this kind of body."""
+        """Returns the error, with the core's name of the invalid field replaced by this body's."""
 
 
 class StreamedBody(AskingBody, ProgramFields):

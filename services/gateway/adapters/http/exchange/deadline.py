@@ -42,7 +42,7 @@ def deadline_of(headers: Mapping[str, str], arrived: int) -> float | None:
 
 
 def until(deadline: float | None) -> AbstractAsyncContextManager[None]:
-    """A context that cancels its block at the deadline, and then raises DeadlineExceeded."""
+    """Cancels the `async with` block at the deadline, and then raises DeadlineExceeded."""
     return nullcontext() if deadline is None else _until(deadline)
 
 
@@ -61,7 +61,7 @@ async def _until(deadline: float) -> AsyncIterator[None]:
 def ending_at(
     deadline: float | None, end: Callable[[StepwellError], None]
 ) -> AbstractContextManager[None]:
-    """A context that calls `end` with DeadlineExceeded if the deadline passes inside its block."""
+    """Calls `end` with DeadlineExceeded if the deadline passes while the `with` block runs."""
     return nullcontext() if deadline is None else _ending_at(deadline, end)
 
 

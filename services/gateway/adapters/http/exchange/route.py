@@ -60,7 +60,7 @@ class Route:
     """Maps further statuses to the models of their answers, which are not error bodies."""
     headers: tuple[RequestHeader, ...] = ()
     is_polled: bool = False
-    """Whether programs poll the route. Polled routes are not counted in metrics, as in vLLM."""
+    """Whether monitors poll the route. Polled routes are not counted in metrics, as in vLLM."""
     is_limited: bool = False
     """Whether requests count towards their caller's limits. If true, headers of the answer contain
     the remaining amounts.

@@ -14,7 +14,7 @@ _HEAD = """\
 
 
 def swagger_page(title: str, document_path: str) -> str:
-    """A page on which operations can be tried. `document_path` is the document's path."""
+    """Returns the Swagger UI page, on which operations can be tried."""
     return f"""{_HEAD}\
 <title>{escape(title)} - Swagger UI</title>
 <link rel="stylesheet" href="{_CDN}/swagger-ui-dist@5/swagger-ui.css">
@@ -34,7 +34,7 @@ SwaggerUIBundle({{
 
 
 def redoc_page(title: str, document_path: str) -> str:
-    """A page to read. `document_path` is the document's path."""
+    """Returns the ReDoc page, which only shows the document."""
     return f"""{_HEAD}\
 <title>{escape(title)} - ReDoc</title>
 <link rel="stylesheet"

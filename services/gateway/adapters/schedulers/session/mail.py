@@ -1,4 +1,4 @@
-"""The messages that a gateway writes to a session."""
+"""The messages that a gateway writes to its session, a gRPC stream, with a scheduler."""
 
 import asyncio
 from collections.abc import Iterator, Sequence

@@ -17,7 +17,7 @@ NEARLY_EQUAL = 1.05
 """The policy chooses at random among replicas with at most this factor times the lowest cost."""
 AFFINITY = 0.9
 """The cost at the replica that served the session's previous request is multiplied by this factor,
-so that the session's next request is likely to be sent to this replica, too.
+so that requests with one session id are likely to be sent to one replica.
 """
 SPREAD_LOAD_RATIO = 2
 SPREAD_MIN_SHARING = 8

@@ -9,7 +9,7 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class LeastLoaded:
-    """Chooses the replica with the fewest requests. Draws among replicas with equal numbers."""
+    """Chooses the replica with the fewest requests, at random if there are several."""
 
     def __init__(self, parts: RoutingParts) -> None:
         self._rng = parts.rng

@@ -47,6 +47,6 @@ class RoutingParts:
 
 
 def least_loaded(candidates: Sequence[Replica], rng: random.Random) -> Replica:
-    """Returns the replica with the fewest requests. Draws among replicas with equal numbers."""
+    """Returns the replica with the fewest requests, at random if there are several."""
     least = min(replica.load.num_requests for replica in candidates)
     return rng.choice([one for one in candidates if one.load.num_requests == least])

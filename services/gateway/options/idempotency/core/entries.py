@@ -60,7 +60,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Bring:
-    """New output of sequences."""
+    """New output of the answer's sequences (one for each choice)."""
 
     parts: Sequence[Part]
     """For each sequence with new output: the sequence's index, the numbers of tokens and of rows of

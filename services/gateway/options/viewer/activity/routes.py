@@ -27,8 +27,8 @@ _MAX_QUEUED = 256
 
 class ActivityQuery(Query):
     """The query of /activity. `replica` is the address of the replica whose requests, steps and
-    blocks are returned, or empty for all replicas. An item STEP@ADDRESS of `after` means that of
-    the replica at ADDRESS only the steps with numbers above STEP are returned.
+    blocks are returned, or empty for all replicas. An item STEP@ADDRESS of `after` excludes the
+    steps up to number STEP of the replica at ADDRESS.
     """
 
     replica: str = ""

@@ -54,7 +54,7 @@ class TraceStore:
     """Stores at most `max_traces` traces and `max_bytes` bytes of spans. When a limit is exceeded,
     the oldest traces are removed.
 
-    Half of both limits is reserved for traces of ended requests, so that traces of engine steps and
+    Half of each limit is reserved for traces of ended requests, so that traces of engine steps and
     unfinished requests cannot displace them. Traces of steps are removed before traces of
     unfinished requests. Two groups of ended requests are removed last: up to `max_traces` / 4
     failed or slow requests, and up to `max_traces` / 8 recently listed requests.

@@ -87,7 +87,8 @@ class FairShares:
        is above 0.
     4. Only a few sequences of a tenant may be starting at one time, because otherwise all prompts
        of a burst would be computed before the prompts of later requests. If answers are short, more
-       sequences may start: as many as are expected to end meanwhile, so that no slots stay free.
+       may start: as many as are expected to end while a sequence starts. Otherwise slots would stay
+       free.
     5. If there is only one tenant, it may occupy every slot, and queue a few sequences at the
        replicas.
     """

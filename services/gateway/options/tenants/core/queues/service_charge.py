@@ -81,9 +81,8 @@ def charge_for(
 
 
 def measure(times: ServiceTime, inflight: Inflight, charge: ServiceCharge, now: float) -> None:
-    """Adds the running time of a sequence to the tenant's running times, unless the sequence
-    already had output when it was sent, or left its replica before its end. A sequence that left
-    early counts nevertheless if it ran longer than usual.
+    """Adds the running time of a sequence to the tenant's running times, if the sequence had no
+    output when it was sent, and either ended at this replica or ran there longer than usual.
     """
     if charge.num_output_tokens_before:
         return
