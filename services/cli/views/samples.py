@@ -23,7 +23,7 @@ class Sample:
 
     @classmethod
     def take(cls, client: Client, path: str) -> "Sample":
-        """Requests a sample. Raises ServerAway without a response, and CommandError otherwise."""
+        """Requests a sample. Raises ServerAway without a response, or CommandError for an error."""
         return cls(client.get(path), time.monotonic())
 
     def rates(self, replica: Document, before: "Sample | None") -> dict[str, float]:

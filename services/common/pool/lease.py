@@ -59,7 +59,7 @@ class Lease:
         self._num_uses += 1
 
     def release(self, holder: Holder) -> None:
-        """Ends one stream's use. Does nothing if the lease now belongs to another holder."""
+        """Undoes one `take`. Does nothing if the lease now belongs to another holder."""
         if holder == self._holder:
             self._num_uses -= 1
             self._free_at = self._clock() + self._grace_seconds

@@ -91,8 +91,8 @@ class Fleet:
         self._replace(self.services[name], process)
 
     async def restart(self, name: str) -> bool:
-        """Stops a service as SIGTERM does, and starts it again. If stopping takes too long, kills
-        the service and returns False.
+        """Restarts a service. Stops it as SIGTERM does or, if that takes too long, kills it and
+        returns False.
         """
         service = self.services[name]
         process, task = service.process, service.task
