@@ -76,7 +76,7 @@ def _fit(measured: Sequence[Measurement]) -> StepCosts:
     seconds = np.array([one.seconds for one in measured])
     places = _places([one.num_tokens for one in measured])
     rows = np.array([_features(one, places) for one in measured])
-    # In decode steps requests equal tokens, so the curve of tokens includes the cost of requests.
+    # A decode step has as many requests as tokens, so the curve of tokens includes their cost.
     if all(one.is_decode for one in measured):
         rows[:, _REQUESTS] = 0
     found = least_squares(rows / seconds[:, None], np.ones(len(seconds))).tolist()

@@ -36,7 +36,7 @@ class StepRecords:
         self._write = write
         self._snapshot: Record = {}
         self._loading: set[Request] = set()
-        """Requests with a load of KV blocks between steps, until they are admitted."""
+        """Requests whose KV blocks are loaded between steps. An admission removes the request."""
         self._owners: dict[ContextId, Request] = {}
         """Maps each context in the pool to the ended request whose blocks the context retains."""
 

@@ -23,8 +23,8 @@ class Answer:
     seconds: float = 0.0
     """The time until the end of the answer, without a session's pauses."""
     left_at: float | None = None
-    """The time at which the client left before the answer's end. None if it did not leave, or if
-    another client with its idempotency key may still wait for the answer.
+    """The time at which the client left before the answer's end. None if no client left, or if
+    another client with the same idempotency key may still wait for the answer.
     """
     error: str | None = None
 

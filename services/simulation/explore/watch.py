@@ -83,7 +83,7 @@ class Watch:
                 raise AssertionError(f"{sentence} for {longest:g} s")
 
     def _stall(self, name: str, service: SchedulerService) -> Waits:
-        """Returns the wait for a scheduler's next step, which needs the pool and the workers."""
+        """Returns the wait for a scheduler's next step. Empty if no step is due."""
         engine = service.parts.engine
         num_between_turns = len(engine.scheduler.queues.between_turns)
         if engine.state is EngineState.RECOVERING or len(engine.unfinished) <= num_between_turns:

@@ -27,8 +27,8 @@ class Turn:
     runs or a person reads.
     """
     num_kept_tokens: int | None = None
-    """The number of tokens that a compaction (a summary of the earlier tokens) leaves. All of them
-    after the application's shared tokens are new. None means that all earlier tokens remain.
+    """The number of tokens that a compaction (a summary of the earlier tokens) leaves: the tokens
+    that the application shares, then new tokens. None means that all earlier tokens remain.
     """
     subagents: tuple["Program", ...] = ()
     """Programs that begin when this turn ends. The next turn begins after all of them end."""
