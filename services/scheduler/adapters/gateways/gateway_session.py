@@ -1,4 +1,4 @@
-"""A gateway's session: its stream, and the requests that have arrived through it."""
+"""A gateway's session: its gRPC stream, and the requests that have arrived on it."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -14,7 +14,9 @@ from services.scheduler.adapters.gateways.outbox import Outbox
 from services.scheduler.core.request import Request
 
 _MAX_CONTEXTS = 4096
-"""Limit on the number of a gateway's ended requests whose contexts are stored."""
+"""Limit on the number of a gateway's ended requests whose contexts (KV blocks that they left in the
+pool for the next request of the same agent) are known by handle.
+"""
 
 
 @runtime_checkable
@@ -23,7 +25,7 @@ class StreamWriter(Protocol):
 
     @property
     def can_write(self) -> bool:
-        """Whether a message can be sent before the gateway has read earlier messages."""
+        """Whether a message can be sent at once, before the gateway has read earlier messages."""
 
     def write_now(self, response: scheduler_pb2.SessionResponse) -> None:
         """Sends a message, or stores it until the gateway has read earlier messages."""
@@ -31,20 +33,18 @@ class StreamWriter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class GatewaySession:
-    """One gateway's stream, and the requests that have arrived through it."""
-
     gateway_id: str
     outbox: Outbox = field(default_factory=Outbox)
     writer: StreamWriter | None = None
-    """Writes messages without waking the session's task. Only set for local streams, after the
-    session's first messages were written.
+    """Writes messages without waking the task that runs the session. Only set for local streams,
+    after the first messages of the session were written.
     """
     requests: dict[int, Request] = field(default_factory=dict)
-    """Maps handles, which the gateway chose, to unfinished requests."""
+    """Maps handles (numbers that the gateway chose) to unfinished requests."""
     contexts: dict[int, ContextId] = field(default_factory=dict)
-    """Maps the handles of recently ended requests to the contexts that they left."""
+    """Maps the handles of recently ended requests to their contexts."""
     queue_announced: QueueState | None = None
-    """The queue state that was sent last. None if no queue state was sent."""
+    """The queue state that was last sent to the gateway, or None."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
     taken_number: int = 0
     """Number of the last message that was received."""
@@ -63,14 +63,14 @@ class GatewaySession:
         self.num_taken_requests += message.HasField("add") or len(message.adds.requests)
 
     def note_context(self, handle: int, context: ContextId | None) -> None:
-        """Stores the context that an ended request left. A later message may name the next tool."""
+        """Stores an ended request's context, for a message that names the agent's next tool."""
         if context is not None:
             self.contexts[handle] = context
             if len(self.contexts) > _MAX_CONTEXTS:
                 del self.contexts[next(iter(self.contexts))]
 
     def numbered(self, response: scheduler_pb2.SessionResponse) -> scheduler_pb2.SessionResponse:
-        """Sets the number of the next message to send, and acknowledges the received messages."""
+        """Numbers the next message to send, and acknowledges the received messages in it."""
         self._num_sent += 1
         response.number = self._num_sent
         response.taken_number = self.taken_number
@@ -78,8 +78,8 @@ class GatewaySession:
         return response
 
     def flush(self) -> None:
-        """Sends the collected deltas at once if they end no request and no other message must be
-        sent first. Otherwise wakes the session's task, which sends the deltas.
+        """Sends the collected deltas (new tokens, ends) at once, if they end no request and no
+        other message must be sent first. Otherwise wakes the session's task, which sends them.
         """
         if self.writer is not None and self.outbox.may_be_taken_at_once and self.writer.can_write:
             self.writer.write_now(self.numbered(self.outbox.take_response()))
@@ -87,7 +87,6 @@ class GatewaySession:
             self.outbox.flush()
 
     def reject(self, handle: int, error: StepwellError) -> None:
-        """Sends the refusal of a request."""
         self.outbox.rejected(
             scheduler_pb2.Rejection(
                 handle=handle,

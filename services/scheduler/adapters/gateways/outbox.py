@@ -1,6 +1,6 @@
 """Collects the deltas (new tokens and ends of requests) for one gateway until they are sent. A
-message contains the deltas of one step, or of several steps if the gateway reads slowly. The
-collected deltas cannot grow without limit, because the lengths of requests are limited.
+message contains the deltas of one step, or of several steps if the gateway reads slowly. The deltas
+need limited memory, because the lengths of requests are limited.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ _MESSAGES = {
 
 
 class Outbox:
-    """The collected deltas of one session. Adding never waits. One reader waits for deltas, and
-    removes all of them. The tokens of the last step are stored as lists parallel to the requests'
-    handles. If the next step's tokens arrive before the reader has removed these lists, the tokens
-    are merged into one list for each handle.
+    """The collected deltas of one gateway's session. Adding never waits. One task, the reader,
+    waits for deltas, and removes all of them. The tokens of the last step are stored as lists
+    parallel to the requests' handles. If they are still stored when the next step's tokens arrive,
+    they are merged into one list for each handle.
     """
 
     def __init__(self) -> None:
         self.has_deltas = False
-        """Whether `take` has something to send."""
+        """Whether the reader should call `take`."""
         self.num_quiet_calls = 0
-        """Number of calls of `Sessions.announce_to_quiet` since the last message was removed."""
+        """Number of calls of `Sessions.announce_to_quiet` since a message was last removed."""
         self._step = 0
         self._num_ended = 0
         self._handles: Sequence[int] = ()
@@ -44,12 +44,12 @@ class Outbox:
         self._num_output: Sequence[int] = ()
         self._untaken: dict[int, list[int]] = {}
         self._num_output_of: dict[int, int] = {}
-        """Maps a handle to its number of output tokens, including tokens in `_untaken`."""
+        """Maps a handle to its total number of output tokens, including `_untaken`."""
         self._response = scheduler_pb2.SessionResponse()
         self._deltas = self._response.deltas
         self._is_empty = True
         self._has_more_than_tokens = False
-        """Whether the deltas have ends, log-probabilities or vectors."""
+        """Whether the deltas include ends, log-probabilities or vectors."""
         self._state: scheduler_pb2.ReplicaState | None = None
         self._queue: scheduler_pb2.QueueState | None = None
         self._load: scheduler_pb2.ReplicaLoad | None = None
@@ -67,9 +67,8 @@ class Outbox:
         token_ids: Sequence[Sequence[int] | None],
         num_output: Sequence[int],
     ) -> None:
-        """Adds the new tokens of a step. All lists are parallel to `handles`. `num_output` counts
-        the output tokens of each request, including the new tokens. Skips requests without new
-        tokens.
+        """Adds the new tokens of a step, in lists parallel to `handles`. `num_output` counts all
+        output tokens, including the new ones. Skips requests without new tokens.
         """
         new = [tokens for tokens in token_ids if tokens]
         if len(new) < len(handles):
@@ -85,7 +84,7 @@ class Outbox:
         self, handle: int, item: worker_pb2.RequestLogprobs, num_tokens: int, num_skipped: int = 0
     ) -> None:
         """Adds log-probabilities of the prompt, without the first `num_skipped` rows, and of the
-        first `num_tokens` sampled tokens. The answer may end before the last accepted draft.
+        first `num_tokens` sampled tokens. Later tokens may be drafts after the answer's end.
         """
         added = self._deltas.logprobs.add(handle=handle)
         if item.HasField("sampled"):
@@ -101,7 +100,7 @@ class Outbox:
         self._is_empty, self._has_more_than_tokens = False, True
 
     def pooled(self, handle: int, values: bytes) -> None:
-        """Adds the vector of a prompt. The request's end follows."""
+        """Adds the vector of a prompt, before the request's end."""
         self._deltas.pooled.add(handle=handle, values=values)
         self._is_empty, self._has_more_than_tokens = False, True
 
@@ -111,7 +110,7 @@ class Outbox:
         self._is_empty, self._has_more_than_tokens = False, True
 
     def turn_ended(self, handle: int, turn: Request) -> None:
-        """Adds the end of a session's turn. `turn` is a copy of the session at that time."""
+        """Adds the end of a turn of a client's session. `turn` is a copy of the session then."""
         self._deltas.turns.append(_finished(handle, turn))
         self._is_empty, self._has_more_than_tokens = False, True
 
@@ -122,22 +121,24 @@ class Outbox:
         self.flush()
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Sets the state to send (whether steps can run). Replaces a state that was not sent."""
+        """Makes the reader send the replica's state (whether steps can run). If an earlier state
+        was not sent yet, only the new state is sent.
+        """
         self._state = state
         self._woken.set()
 
     def note_queue(self, queue: scheduler_pb2.QueueState) -> None:
-        """Sets the queue state to send with the next deltas, or when `report` makes it due."""
+        """Stores the queue state, to be sent with the next deltas, or after `report`."""
         self._queue = queue
 
     def note_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
-        """Sets the load to send with the next deltas, or when `report` makes it due."""
+        """Stores the replica's load, to be sent with the next deltas, or after `report`."""
         self._load = load
 
     def report(self, *, may_wait: bool) -> None:
-        """Makes the queue state and the load due: they are sent even without deltas. If `may_wait`
-        is true, they become due only at the second call in a row, and only if no deltas were sent
-        between the calls. Deltas usually follow soon, and save a separate message.
+        """Makes the reader send the stored queue state and load even without deltas. With
+        `may_wait`, only the second call in a row does, because deltas usually follow soon, and save
+        a message.
         """
         if self._queue is None and self._load is None:
             return
@@ -158,13 +159,13 @@ class Outbox:
         self._woken.set()
 
     async def wait(self) -> None:
-        """Waits for deltas, a state, a due report, or a call of `wake`."""
+        """Waits until there are deltas or another message to send, or until `wake` is called."""
         await self._woken.wait()
         self._woken.clear()
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
-        """Removes and returns the state, if there is one. Otherwise the queue state or the load, if
-        they are due and there are no deltas to send them with. Returns None if there is nothing.
+        """Removes and returns the replica's state to send, if any, or else the queue state or the
+        load, if `report` made them due and there are no deltas to send them with. Otherwise None.
         """
         response = None
         if self._state is not None:
@@ -188,8 +189,8 @@ class Outbox:
 
     @property
     def may_be_taken_at_once(self) -> bool:
-        """Whether only tokens and admissions were collected, and the reader has nothing to do.
-        After other deltas, the reader may have to end the session.
+        """Whether the deltas are only tokens and admissions, and the reader has nothing else to do.
+        Otherwise only the reader may take the deltas, because it may have to end the session.
         """
         return not (
             self._is_empty
@@ -200,11 +201,11 @@ class Outbox:
         )
 
     def take(self) -> scheduler_pb2.StepDeltas:
-        """Removes and returns all collected deltas, with the queue state and the load if set."""
+        """Removes and returns all deltas, together with the queue state and load to send."""
         return self.take_response().deltas
 
     def take_response(self) -> scheduler_pb2.SessionResponse:
-        """Like `take`, but returns the deltas in a message."""
+        """Like `take`, but returns the message that contains the deltas."""
         response, deltas = self._response, self._deltas
         self._response = scheduler_pb2.SessionResponse()
         self._deltas = self._response.deltas
@@ -233,7 +234,7 @@ class Outbox:
         return response
 
     def _merge_by_handle(self) -> None:
-        """Merges the tokens of the last step into the tokens of earlier steps."""
+        """Merges the tokens of the last step into `_untaken`, the tokens of earlier steps."""
         for handle, tokens in zip(self._handles, self._token_ids, strict=True):
             self._untaken.setdefault(handle, []).extend(tokens)
         self._num_output_of.update(zip(self._handles, self._num_output, strict=True))

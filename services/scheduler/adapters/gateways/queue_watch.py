@@ -15,7 +15,7 @@ from services.scheduler.core.output import WaitReason
 PERIOD_SECONDS = 0.1
 """Time between two samples while requests wait or arrive, in seconds."""
 QUIET_PERIOD_SECONDS = 1.0
-"""Seconds between two samples while no request waits or arrives. This saves CPU time."""
+"""Seconds between two samples while no request waits or arrives, to save CPU time."""
 
 _MISSING = (WaitReason.BUDGET, WaitReason.NO_BLOCKS)
 """Wait reasons of a replica that is full although fewer than `max_num_seqs` requests run."""
@@ -51,7 +51,7 @@ class QueueWatch:
 
     @property
     def _num_waiting(self) -> int:
-        """Number of waiting requests. Clients' sessions that wait for input do not count."""
+        """Number of waiting requests, without clients' sessions that wait for input."""
         return self._engine.num_waiting - self._client_sessions.num_between_turns
 
     def _state(self) -> QueueState:
@@ -69,8 +69,8 @@ class QueueWatch:
         )
 
     def _num_free(self, num_waiting: int) -> int:
-        """Number of further requests that could run, if each needs as many blocks as a mean running
-        request. Clients' sessions that wait for input count as running requests.
+        """Number of further requests that could run, if each needed as many blocks as the mean of
+        running requests and of clients' sessions between two turns.
         """
         if num_waiting and self._counts.wait_reasons.current is WaitReason.NO_BLOCKS:
             return 0
@@ -85,7 +85,7 @@ class QueueWatch:
 
     @property
     def estimated_wait_seconds(self) -> float:
-        """Expected wait of a request that arrives now, in seconds."""
+        """Expected wait, in seconds, of a request that arrives now."""
         state = self._state()
         return state.expected_wait(state.num_waiting)
 

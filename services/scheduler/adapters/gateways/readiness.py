@@ -1,4 +1,4 @@
-"""Publishes to gateways and to the health service whether steps can run."""
+"""Publishes to gateways and to the health service whether the replica can run steps."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,9 +11,8 @@ LOOK_SECONDS = 0.5
 
 
 class ReplicaReadiness:
-    """A `Readiness` that sends each change of its state to every gateway. Sends the state again to
-    a gateway that has received nothing for a second. `set_ready` is called at each change, and
-    updates the health service.
+    """Sends the replica's state to every gateway at each change, and when nothing else was sent to
+    the gateway for a second. `set_ready` updates the health service at each change.
     """
 
     def __init__(self, sessions: Sessions, set_ready: Callable[[bool], Awaitable[None]]) -> None:

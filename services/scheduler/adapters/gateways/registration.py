@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from services.common.redis.fleet_registry import FleetRegistry, RegisteredReplica
 
 LEAVE_SECONDS = 0.3
-"""Limit on the wait for Redis at the drain. Without a reply, the lease expires by itself."""
+"""Limit on the wait for Redis at the drain. Without a reply, the registration expires by itself."""
 
 logger = logging.getLogger(__name__)
 
 
 class Registration(Collector):
-    """Keeps this scheduler's record in the registry from `run` to `leave`. Serving requests does
-    not wait for Redis. A failed registration is tried again a second later.
+    """Keeps this scheduler's record in the registry of Redis from `run` to `leave`. Serving
+    requests does not wait for Redis. A failed registration is tried again a second later.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        """Raises SettingError for an address that gateways cannot reach, or a missing package."""
+        """Raises SettingError if gateways cannot reach the address, or if a package is missing."""
         _require_usable_address(settings)
         self._advertised = settings.advertise_address
         self._redis = None if settings.redis_url is None else _connection(settings.redis_url)
@@ -42,13 +42,13 @@ class Registration(Collector):
         self._num_failures = 0
 
     async def require_usable(self) -> None:
-        """Raises SettingError if there is no Redis at the URL, or if the password is wrong."""
+        """Raises SettingError if no Redis is at the URL, or if it refuses the password."""
         if self._redis is not None:
             await self._redis.require_usable()
 
     async def run(self, address: str, model_name: str, node: str) -> None:
         """Writes the record and renews its lease until cancelled. `address` is the address on which
-        the scheduler listens. `node` is a name that is unique among processes.
+        the scheduler listens. `node` is the pool's name in the directory of cached blocks.
         """
         if self._redis is None:
             return
@@ -82,7 +82,7 @@ class Registration(Collector):
             await self._redis.close()
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the registration. Empty if the scheduler does not register itself."""
+        """The metrics of the registration, if the settings enable it."""
         if self._redis is None:
             return
         yield single(replica.REGISTRATION_UP, self._is_registered)

@@ -1,4 +1,4 @@
-"""Checks arriving requests. Refuses requests that could never run, before they are queued."""
+"""Checks arriving requests, and refuses requests that could never be admitted."""
 
 import hashlib
 import math
@@ -34,7 +34,7 @@ _NO_SAMPLING = SamplingParams()
 
 @dataclass(frozen=True, slots=True)
 class RequestIntake:
-    """Checks requests against the limits of the replica, and converts them to the core's types."""
+    """Checks requests against the limits of the replica, and converts them to `Request`."""
 
     config: SchedulerConfig
     vocab_size: int
@@ -42,14 +42,13 @@ class RequestIntake:
     max_model_len: int
     queue_at_arrival: Callable[[], QueueState]
     next_key: Callable[[], int]
-    """A function that returns a key that no earlier request had."""
+    """Returns a key that no earlier request had."""
     pooler: Pooler | None = None
     """How the model computes a vector from a prompt. None if the model generates tokens."""
 
     def accept(self, message: scheduler_pb2.AddRequest) -> Request:
-        """Converts a message to a request. Raises InvalidArgument or OutOfRange, which name the
-        invalid field. Raises ResourceExhausted if the queue is full or the expected wait is too
-        long.
+        """Converts a message to a request. Raises InvalidArgument or OutOfRange for an invalid
+        field, and ResourceExhausted if the queue is full or the expected wait is too long.
         """
         latest_start = self._latest_start(message)
         embeds = self._embeds(message)
@@ -100,7 +99,7 @@ class RequestIntake:
         )
 
     def accept_chunk(self, session: Request, message: scheduler_pb2.AddChunk) -> InputChunk:
-        """Converts a message to input of a session. Raises InvalidArgument or OutOfRange."""
+        """Converts a message to a session's input. Raises InvalidArgument or OutOfRange."""
         tokens = self._tokens(message.token_ids, "token_ids")
         if not tokens:
             raise InvalidArgument("token_ids is empty", field="token_ids")
@@ -137,8 +136,7 @@ class RequestIntake:
 
     def _pooling(self, message: scheduler_pb2.AddRequest, num_tokens: int) -> PoolingParams | None:
         """How a vector is computed from the prompt. None if the model generates tokens. Raises
-        InvalidArgument if the request needs tokens from a pooling model, or a vector from a
-        generative model.
+        InvalidArgument if the request is for the other kind of model.
         """
         if message.HasField("pooling") != (self.pooler is not None):
             raise InvalidArgument(
@@ -163,7 +161,7 @@ class RequestIntake:
         return params
 
     def _program(self, message: scheduler_pb2.AddRequest) -> DeclaredProgram | None:
-        """The program that the client declares for the request. Raises InvalidArgument."""
+        """The agent's program that the client names. Raises InvalidArgument if it is invalid."""
         if not message.HasField("program"):
             return None
         program = program_from_proto(message.program)
@@ -186,8 +184,8 @@ class RequestIntake:
         return share
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
-        """The time until which the request must be admitted, or None. Raises ResourceExhausted if
-        the queue is full, or if the expected admission is later than this time.
+        """The latest time of the request's admission, or None. Raises ResourceExhausted if the
+        queue is full, or if the admission is expected later than that.
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

@@ -1,5 +1,5 @@
-"""Clients' sessions: requests that stay open between turns. (A gateway's session is the stream on
-which all requests of the gateway arrive.)
+"""Clients' sessions: requests with several turns, which wait for input between two turns. (Unlike a
+gateway's session, which is the gRPC stream on which all requests of a gateway arrive.)
 
 Between turns, a client's session keeps its blocks to save computation, and counts as a running
 request. If the scheduler ends a session to free its blocks, the gateway sends the session's tokens
@@ -16,9 +16,9 @@ from services.scheduler.core.output import WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 KEPT_SECONDS = 1.0
-"""A session may be ended for other requests after it has waited this long for input."""
+"""A session may be ended for other requests after it has waited for input for this time."""
 _HELD = (WaitReason.MAX_SEQS, WaitReason.NO_BLOCKS)
-"""If other requests wait for one of these reasons, a session between turns may be ended."""
+"""A session between two turns may be ended if other requests wait for one of these reasons."""
 
 
 class ResumableSessions:
@@ -27,16 +27,15 @@ class ResumableSessions:
     def __init__(self, engine: EngineCore, sessions: Sessions, max_num_sessions: int) -> None:
         """If `max_num_sessions` sessions are open, a further session ends with its first turn."""
         self.num_given_up = 0
-        """Number of sessions that were ended to free their resources for other requests."""
+        """Number of sessions that were ended because other requests needed their blocks or rows."""
         self._engine = engine
         self._sessions = sessions
         self._max_num_sessions = max_num_sessions
         self._waits_since: dict[tuple[Request, int], float] = {}
-        """Maps a session and its number of tokens to the time when it was first seen waiting."""
+        """Maps a session and its number of tokens to the time at which its wait was first seen."""
 
     @property
     def open(self) -> list[Request]:
-        """All sessions, in a turn or between two turns."""
         return [request for request in self._engine.unfinished if request.resumable]
 
     @property
@@ -49,9 +48,8 @@ class ResumableSessions:
         return len(self.open) < self._max_num_sessions
 
     def find(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> Request:
-        """The session that the input in `message` continues. Raises Unavailable if the session does
-        not wait for input, or if its number of tokens differs from the number that the gateway
-        expects.
+        """The session that the input in `message` continues. Raises Unavailable if it does not wait
+        for input, or if its number of tokens is not the number that the gateway expects.
         """
         request = session.requests.get(message.handle)
         if request is None or request.status is not RequestStatus.WAITING_FOR_CHUNK:
@@ -66,24 +64,22 @@ class ResumableSessions:
         return request
 
     def end(self, session: GatewaySession, handle: int) -> None:
-        """Ends a session whose input was refused. The refusal is sent to the gateway separately."""
+        """Ends a session whose input was refused. The caller reports the refusal to the gateway."""
         request = session.requests.get(handle)
         if request is not None:
             self._sessions.disown(session, handle)
             self._engine.changes.abort([request])
 
     def end_all(self) -> None:
-        """Ends all sessions. A session in a turn ends after the turn."""
+        """Ends all sessions, each after its present turn."""
         for request in self.open:
             self._engine.changes.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
-        """Ends one session if other requests wait for resources that sessions occupy. `reason` is
-        the wait reason of these requests.
-
-        If sessions wait for input, the longest waiting session is ended, once it has waited for
-        KEPT_SECONDS. If no session waits for input and no request runs, sessions with input wait
-        for each other's blocks. Then the session that was opened last is ended.
+        """Ends one session if other requests wait for blocks or rows, according to their wait
+        reason `reason`: the session that has waited for input for the longest time, if this is at
+        least KEPT_SECONDS. If no session waits for input and no request runs, sessions wait for
+        each other's blocks, and the session that was opened last is ended.
         """
         scheduler, since = self._engine.scheduler, self._waits_since
         between_turns = scheduler.queues.between_turns

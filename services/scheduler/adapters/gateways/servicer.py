@@ -24,7 +24,7 @@ from services.scheduler.adapters.telemetry.step_tracer import StepTracer
 from services.scheduler.core.engine.engine_core import EngineCore
 
 MAX_RUNNING_REQUESTS = 64
-"""Limit on the number of running requests whose spans one call may request."""
+"""Limit on the number of running requests whose spans a call may request."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(eq=False)
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """Serves gateways' sessions over one engine. `opened` is the first message of each session."""
+    """Serves gateways' sessions. `opened` is the first message to the gateway in each session."""
 
     engine: EngineCore
     submitter: RequestSubmitter
@@ -149,7 +149,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 self.engine.changes.abort(requests, reason)
 
     def _end_turn(self, session: GatewaySession, message: scheduler_pb2.EndTurn) -> None:
-        """Records the tool that runs after a request that has ended or whose abort is pending."""
+        """Records which tool an agent runs after a request that has ended or is about to end."""
         if len(message.tool.encode()) > MAX_TOOL_BYTES:
             raise InvalidArgument(f"tool may be {MAX_TOOL_BYTES} bytes long", field="tool")
         of = session.requests.get(message.handle) or session.contexts.pop(message.handle, None)
@@ -167,7 +167,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def _responses(
         self, session: GatewaySession, reader: asyncio.Task[None]
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """Yields the outbox's messages, until the gateway ends its stream or the drain ends."""
+        """Yields the messages to the gateway. Ends with the gateway's stream, or when this process
+        drains and the gateway's last request has ended.
+        """
         outbox = session.outbox
         reader.add_done_callback(lambda _: outbox.wake())
         while True:

@@ -1,4 +1,4 @@
-"""Maps each request to the session of its gateway, and collects messages for gateways."""
+"""Assigns each request to the session of its gateway, and distributes messages to gateways."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,16 +25,16 @@ class _Owner:
     session: GatewaySession
     handle: int
     num_uncomputed_tokens: int = 0
-    """Number of prompt tokens that are not computed yet, after the last step."""
+    """Number of the request's prompt tokens that are not computed yet."""
     is_admitted: bool = False
-    """Whether the gateway was informed that the request, or the session's turn, was admitted."""
+    """Whether the gateway knows that the request, or the session's turn, was admitted."""
     num_prompt_rows: int = 0
-    """Number of rows of prompt log-probabilities that were sent. A row is never sent twice."""
+    """Number of rows of prompt log-probabilities that were sent, because each is sent once."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One session's requests in a step: their indexes in the step's plan, and their handles."""
+    """One session's requests in a step: their indexes in the plan, and their handles."""
 
     session: GatewaySession
     indexes: list[int] = field(default_factory=list)
@@ -42,28 +42,27 @@ class _Share:
 
 
 class Sessions:
-    """All sessions of a scheduler. Implements `Delivery`: distributes the outputs of steps among
-    the sessions. Most steps have the same requests as the previous step. The sessions of the
-    requests are looked up only when the requests change.
+    """All sessions of a scheduler (implements `Delivery`). Distributes the outputs of steps among
+    them. Looks up the sessions of a step's requests only if the previous step had other requests.
     """
 
     def __init__(self) -> None:
         self.num_generated_tokens = 0
         self.num_finished = 0
         self.num_completed = 0
-        """Number of finished requests that had been scheduled."""
+        """Number of finished requests (and turns of clients' sessions) that had been admitted."""
         self.num_corrupted = 0
         """Number of finished requests whose logits contained NaN."""
         self.state = scheduler_pb2.ReplicaState(ready=True)
-        """The state that was last sent to gateways. It includes whether steps can run."""
+        """The replica's state (such as whether steps can run) that was last sent to gateways."""
         self._sessions: dict[GatewaySession, None] = {}
         self._gateways: dict[GatewaySession, None] = {}
-        """The sessions of gateways. Sessions of other gRPC services are not included."""
+        """The sessions of gateways, without sessions of other gRPC services."""
         self._owners: dict[Request, _Owner] = {}
         self._num_uncomputed = 0
-        """Number of prompt tokens that are not computed yet, after the last step."""
+        """Number of prompt tokens of all requests that are not computed yet."""
         self._num_sent = 0, 0
-        """The number of requests and the number of uncomputed prompt tokens that were sent last."""
+        """The numbers of requests and of uncomputed prompt tokens that were last sent."""
         self._speeds = 0.0, 0.0
         self._sorted: Sequence[Request] = ()
         self._shares: list[_Share] = []
@@ -79,7 +78,7 @@ class Sessions:
         return session
 
     def open_call(self, name: str) -> GatewaySession:
-        """Opens a session for the requests of one gRPC call. No states are sent to it."""
+        """Opens a session for the requests of one gRPC call, to which no states are sent."""
         session = GatewaySession(name)
         self._sessions[session] = None
         return session
@@ -96,13 +95,13 @@ class Sessions:
         return unowned
 
     def announce(self, state: scheduler_pb2.ReplicaState) -> None:
-        """Sends every gateway the replica's state, which includes whether steps can run."""
+        """Sends the replica's state (such as whether steps can run) to every gateway."""
         self.state = state
         for session in self._gateways:
             session.outbox.announce(state)
 
     def announce_to_quiet(self) -> None:
-        """Sends the state to every gateway to which nothing was sent since the previous call."""
+        """Sends the replica's state to gateways to which nothing was sent since the last call."""
         for session in self._gateways:
             session.outbox.num_quiet_calls += 1
             if session.outbox.num_quiet_calls > 1:
@@ -111,12 +110,12 @@ class Sessions:
     def report(
         self, queue: QueueState, seconds_per_prompt_token: float, seconds_per_decode: float
     ) -> None:
-        """Sends the queue state and the load to every gateway, if they have changed. Both are sent
-        with the gateway's next deltas. If no deltas were sent until the next call of `report`, that
-        call sends both in a separate message.
+        """Sends the queue state and the load to every gateway, if they have changed: with the
+        gateway's next deltas (new tokens and ends of requests) or, if there are none until the next
+        call of `report`, in separate messages.
 
-        Each call of `report` counts all uncomputed prompt tokens. Between two calls, each step's
-        tokens are subtracted, but tokens that must be computed again are not added.
+        Each call counts all uncomputed prompt tokens. Between two calls, each step's tokens are
+        subtracted, but tokens that must be computed again are not added.
         """
         for session in self._gateways:
             if session.queue_announced != queue:
@@ -150,7 +149,7 @@ class Sessions:
             self._send_load()
 
     def _count_computed(self, plan: SchedulerOutput) -> None:
-        """Subtracts a step's tokens and prefix hits from the uncomputed prompt tokens."""
+        """Subtracts a step's tokens, and prefix hits, from the uncomputed prompt tokens."""
         begun = {*plan.new}
         counts = zip(
             plan.requests, plan.num_scheduled_tokens, plan.num_computed_tokens, strict=True
@@ -179,7 +178,7 @@ class Sessions:
         self._sorted = ()
 
     def refuse(self, request: Request, error: StepwellError) -> None:
-        """Sends a refusal of a request, which ends here and continues on another replica."""
+        """Sends a refusal of a request that ends here, so that the gateway submits it again."""
         owner = self._owners.get(request)
         if owner is not None:
             owner.session.reject(owner.handle, error)
@@ -219,8 +218,8 @@ class Sessions:
             session.flush()
 
     def _deliver_admissions(self, plan: SchedulerOutput) -> None:
-        """Informs gateways of the first admissions of requests. If the step of a first admission
-        was lost, informs of the next admission.
+        """Informs gateways of requests that are admitted for the first time. If the step was lost,
+        the next admission counts as the first.
         """
         for request in chain(plan.new, plan.resumed):
             owner, num_cached = self._owners.get(request), request.num_cached_tokens
@@ -237,7 +236,7 @@ class Sessions:
             if isinstance(item, worker_pb2.RequestLogprobs):
                 num_known = 0
                 if item.HasField("prompt"):
-                    # A chunk's first log-probabilities are for the token after its first position.
+                    # Row i of a chunk belongs to the token after position `start + i`.
                     start = plan.num_computed_tokens[index]
                     num_known = max(owner.num_prompt_rows - start, 0)
                     end = start + len(item.prompt.ranks)
@@ -304,8 +303,8 @@ class Sessions:
 
 
 def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
-    """Number of output tokens of each request of a step, including the new tokens. For a session
-    whose turn ended with the step: the output tokens of that turn.
+    """Number of output tokens of each request of a step, including the new tokens. If a turn of a
+    session ended with the step, only the tokens of this turn count.
     """
     requests, turns = update.plan.requests, update.turns
     if turns:

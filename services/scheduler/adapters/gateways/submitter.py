@@ -1,4 +1,4 @@
-"""Accepts the requests of all sessions and gRPC services."""
+"""Accepts the requests of all gateways and other clients of the scheduler."""
 
 import asyncio
 import time
@@ -17,7 +17,7 @@ from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.request import Request
 
 HASH_INLINE_TOKENS = 2048
-"""Prompts with more tokens than this are hashed in a thread, so that hashing delays no step."""
+"""Longer prompts (in tokens) are hashed in a thread, so that hashing delays no step."""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class RequestSubmitter:
     is_draining: bool = field(init=False, default=False)
     """Whether this process is stopping. A gateway's session then ends with its last request."""
     is_drained: bool = field(init=False, default=False)
-    """Whether new requests are refused by an operator's command. Gateways' sessions stay open."""
+    """Whether an operator has drained the replica, so that it refuses new requests."""
 
     def drain(self) -> None:
         """Refuses new requests and further turns from now on."""
@@ -46,7 +46,7 @@ class RequestSubmitter:
         self.client_sessions.end_all()
 
     async def submit(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
-        """Queues a request of a gateway. Raises StepwellError if the request is refused."""
+        """Queues a request of a gateway, or raises StepwellError to refuse it."""
         if self.is_draining or self.is_drained:
             raise Unavailable("the scheduler is draining", reason="DRAINING")
         if not message.arrival_unix_nanos:
@@ -62,7 +62,7 @@ class RequestSubmitter:
         self.engine.changes.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
-        """Begins the next turn of a client's session. Ends the session and raises if refused."""
+        """Begins the next turn of a client's session. If refused, ends the session and raises."""
         try:
             request = self.client_sessions.find(session, message)
             chunk = self.intake.accept_chunk(request, message)

@@ -1,4 +1,4 @@
-"""Checks the results of pool transactions against the operations, before the results are used."""
+"""Checks the results of pool transactions against the operations, before they are used."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _RESULTS: dict[type[ops.Operation], type[ops.OperationResult]] = {
 
 
 def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
-    """The requests for which operations allocate, publish or look up blocks."""
+    """The requests for which the operations allocate, publish or look up blocks."""
     found: list[RequestKey] = []
     for operation in operations:
         match operation:
@@ -35,7 +35,7 @@ def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
 
 @dataclass(frozen=True, slots=True)
 class _HitChange:
-    """A refused admission, and the pool's prefix hit, which differs from the planned hit."""
+    """An admission that the pool refused because its prefix hit differs from the planned hit."""
 
     planned: ops.Admission
     num_hit_tokens: int
@@ -43,7 +43,7 @@ class _HitChange:
 
 
 class OutcomeCheck:
-    """Checks the results of transactions. A new object is created each time the pool is opened."""
+    """Checks the results of transactions, from one opening of the pool to the next."""
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup]) -> None:
         self._last_block = num_blocks - 1
@@ -51,7 +51,7 @@ class OutcomeCheck:
         self._only_full = all(one.attention_type is AttentionType.FULL for one in groups)
         self._has_states = any(one.attention_type is AttentionType.STATE_SPACE for one in groups)
         self._change: _HitChange | None = None
-        """The changed hit of the last Admit operation. None after a lookup."""
+        """The changed prefix hit of the last Admit operation. None after a Lookup operation."""
 
     def check(
         self,
@@ -109,9 +109,9 @@ class OutcomeCheck:
                 self._check_tables(operation.admissions[:count], result.groups)
 
     def _check_progress(self, admissions: Sequence[ops.Admission], stop: ops.Stop | None) -> None:
-        """Raises WrongAnswer if the pool reports the same changed hit twice for the same admission.
-        The scheduler then expects blocks that the pool does not have, for example because the pool
-        received other hashes. The admission would be repeated forever.
+        """Raises WrongAnswer if the pool reports the same changed hit twice for the same admission,
+        which would be repeated forever. The pool then lacks blocks that the scheduler expects, for
+        example because it received other hashes.
         """
         before, self._change = self._change, None
         if stop is not None and stop.reason is ops.StopReason.HIT_CHANGED:
@@ -183,7 +183,7 @@ def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
 
 def _check_change(stop: ops.Stop, admission: ops.Admission) -> None:
     """Raises WrongAnswer if a stop reports a changed hit that equals the planned hit, or a limit
-    that was not set. The scheduler would otherwise plan the same admission forever.
+    that the admission does not have. The scheduler would otherwise repeat the admission forever.
     """
     if stop.reason is ops.StopReason.RETAINED and admission.num_retained_blocks is None:
         raise WrongAnswer("stop: the admission has no limit on blocks of contexts")

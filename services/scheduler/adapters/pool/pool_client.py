@@ -1,4 +1,4 @@
-"""The gRPC client of the pool. One stream executes each transaction exactly once, in order."""
+"""The gRPC client of the pool. Executes each transaction exactly once, in order."""
 
 import asyncio
 import logging
@@ -37,13 +37,13 @@ _TransactCall = grpc.aio.StreamStreamCall[kvpool_pb2.TransactRequest, kvpool_pb2
 
 RETRY_SECONDS = 0.05
 TRANSACTION_FLOOR_SECONDS = 2.0
-"""The shortest deadline of a transaction. On a busy machine a transaction may take this long."""
+"""The shortest time limit of a transaction, because it may take this long on a busy machine."""
 
 
 class PoolClient:
-    """A `ports.KVPool` over a channel. If the stream breaks, the client opens a new stream and
-    sends the transaction again with the same sequence number, until the result arrives or the
-    deadline has passed. `Deadlines` computes the deadline, which is at most `timeout_seconds`.
+    """A `ports.KVPool` over a gRPC channel. If the stream breaks, opens a new stream and sends the
+    transaction again with the same sequence number, until the result arrives or the time limit has
+    passed. `Deadlines` computes the time limit, which is at most `timeout_seconds`.
     """
 
     def __init__(
@@ -55,9 +55,8 @@ class PoolClient:
         recorder: KVEventRecorder | None = None,
         address: str = "",
     ) -> None:
-        """`recorder` is called with the changes of the prefix index. Without a recorder the pool
-        does not report changes. `address` is the address on which the pool listens. It serves to
-        find the pool's process if the pool runs on this machine.
+        """`recorder` is called with the changes of the pool's prefix index. Without a recorder, the
+        pool does not report them. `address` serves to find the pool's process on this machine.
         """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
         """Called when the pool is lost outside a transaction."""
@@ -78,7 +77,7 @@ class PoolClient:
         self._is_late = False
         self._alarm = Alarm(self._give_up, watch_addresses(lambda: (address,)))
         self._waiting: asyncio.Task[object] | None = None
-        """The task that waits for the stream, or None."""
+        """The task that waits for the stream's next message, or None."""
 
     async def open(
         self,
@@ -94,9 +93,8 @@ class PoolClient:
         max_in_flight_tokens: int | None = None,
         seen_generation: int = 0,
     ) -> int:
-        """Resets the pool, which begins a new generation, and opens a stream. Returns the number of
-        the new generation, which is greater than `seen_generation` and all earlier numbers. Raises
-        StepwellError.
+        """Opens the pool, which empties it and begins a new generation. Returns the generation's
+        number, which exceeds `seen_generation` and all earlier numbers. Raises StepwellError.
         """
         self.close()
         try:
@@ -199,13 +197,13 @@ class PoolClient:
             call.cancel()
 
     def _call_ended(self, call: object) -> None:
-        """Probes the pool after its stream has ended between transactions. The pool may be lost."""
+        """Checks whether the pool still runs, because its stream has ended between transactions."""
         if call is self._call and not self._turns.locked():
             self._call = None
             self._probe = asyncio.create_task(self._probe_pool(), name="probe the pool")
 
     async def _watch_idle_pool(self) -> None:
-        """Probes an idle pool periodically. Without transactions a hang would not be detected."""
+        """Probes an idle pool periodically, because only a call can detect that it hangs."""
         is_there = True
         while is_there:
             last = self._sequence
@@ -214,7 +212,7 @@ class PoolClient:
                 is_there = await self._probe_pool()
 
     async def _probe_pool(self) -> bool:
-        """Whether the pool replies. If not, reports its loss."""
+        """Whether the pool replies. If not, calls `on_lost`."""
         try:
             await self.transact(())
         except ports.PoolLost as lost:
@@ -223,7 +221,7 @@ class PoolClient:
         return True
 
     def _give_up(self) -> None:
-        """Ends the stream, and cancels the task that waits for it. Ending the stream is not enough:
+        """Ends the stream, and cancels the task that waits for it. To end the stream is not enough:
         a write never returns if its stream was cancelled before the headers were sent, for example
         while the connection is established.
         """
@@ -260,7 +258,7 @@ class PoolClient:
                 await self._pause_before_retry(error)
 
     async def _pause_before_retry(self, error: StepwellError) -> None:
-        """Waits before a retry. Raises PoolLost if the deadline passes before the retry."""
+        """Waits before a retry. Raises PoolLost if the time limit passes before it."""
         if not self._is_late:
             await asyncio.sleep(RETRY_SECONDS)
         if self._is_late:
@@ -291,7 +289,7 @@ class PoolClient:
 
 
 async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
-    """The error of an ended stream. UNAVAILABLE replaces the status OK of a draining pool."""
+    """The error of an ended stream. A draining pool ends it with OK, which becomes UNAVAILABLE."""
     code = await call.code()
     return grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code,
@@ -302,5 +300,5 @@ async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
 
 
 def _broke_under_a_write(rpc_error: grpc.aio.AioRpcError) -> bool:
-    """Whether gRPC, and not the pool, has set the status INTERNAL because the stream broke."""
+    """Whether gRPC, and not the pool, has set the status INTERNAL, because the stream broke."""
     return rpc_error.code() is grpc.StatusCode.INTERNAL and rpc_status.from_call(rpc_error) is None

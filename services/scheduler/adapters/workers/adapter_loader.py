@@ -1,9 +1,9 @@
 """Decides which adapters the workers load and unload.
 
-An adapter is loaded when the first request that needs it arrives. Until the adapter is loaded, the
-request waits, and other requests may overtake it. After a restart of workers, adapters are loaded
-again. An adapter is unloaded only if another adapter needs its slot. The adapter to be unloaded is
-the least recently requested adapter that no running or admissible request uses.
+A LoRA adapter is loaded when the first request that needs it arrives. Until then the request waits,
+and other requests may overtake it. After a restart of workers, adapters are loaded again. An
+adapter is unloaded only if another adapter needs its slot: the least recently requested adapter
+that no running or admissible request uses.
 """
 
 import asyncio
@@ -20,16 +20,14 @@ from services.scheduler.core.request import Request
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.1
-"""Seconds between attempts to find a free slot, or to reach lost workers."""
+"""Seconds between attempts to find a free slot for an adapter, or to reach lost workers."""
 
 
 class AdapterWorkers(Protocol):
-    """All workers of a replica."""
-
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
         """Makes every worker load an adapter, and unload all adapters whose digests are not in
-        `kept`. Raises InvalidArgument if the adapter cannot be served, FailedPrecondition if its
-        files have changed, and another StepwellError if a worker fails.
+        `kept`. Raises InvalidArgument if the workers cannot serve the adapter, FailedPrecondition
+        if its files have changed, and another StepwellError if a worker fails.
         """
 
 
@@ -43,7 +41,7 @@ class AdapterLoader:
         unfinished: Callable[[], Iterable[Request]],
         failed: Callable[[Request, str], None],
     ) -> None:
-        """`failed` gets each request whose adapter new workers cannot load, and the error."""
+        """`failed` is called with a request whose adapter cannot be loaded again, and the error."""
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
         self._unfinished = unfinished
@@ -51,20 +49,20 @@ class AdapterLoader:
         self._loaded: OrderedDict[bytes, Adapter] = OrderedDict()
         """Maps digests to loaded adapters. The least recently requested adapter is first."""
         self._loading: dict[bytes, Adapter] = {}
-        """The adapter that is being loaded, by its digest. `reload` loads this adapter on new
-        workers too, because perhaps only the replaced workers have loaded it.
+        """Maps its digest to the adapter that is being loaded. `reload` loads it on new workers,
+        too, because the workers that were replaced may have loaded it already.
         """
         self._claims: Counter[bytes] = Counter()
-        """Maps the digest of an adapter to the number of requests that wait for it."""
+        """Maps an adapter's digest to the number of requests that wait for the adapter."""
         self._turn = asyncio.Lock()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
-        """Maps a digest to a lock. If several requests need the same adapter, one request loads it,
-        and the other requests wait for this lock. They do not wait for `_turn`, because the task
-        that holds `_turn` may wait for a slot that is only freed after these requests have run.
+        """Maps an adapter's digest to a lock, which the request that loads the adapter holds. Other
+        requests for the adapter wait for this lock and not for `_turn`, because the holder of
+        `_turn` may wait for a slot that is freed only after these requests have run.
         """
 
     def is_loaded(self, digest: bytes) -> bool:
-        """Whether an adapter is loaded. Marks the adapter as just requested."""
+        """Whether an adapter is loaded. Counts as a request for the adapter."""
         if digest in self._loaded:
             self._loaded.move_to_end(digest)
         return digest in self._loaded
@@ -94,8 +92,8 @@ class AdapterLoader:
         await self._load(adapter, lambda: False)
 
     async def reload(self) -> None:
-        """Loads on new workers all adapters that the replaced workers had. Raises StepwellError if
-        a worker is lost. Then `reload` must be called again.
+        """Loads all adapters again, because workers are new. If this raises StepwellError, because
+        a worker is lost, it must be called again.
         """
         for adapter in [*self._loaded.values(), *self._loading.values()]:
             kept = [*self._loaded, *self._loading]

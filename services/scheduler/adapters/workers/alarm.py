@@ -1,4 +1,4 @@
-"""A timer for work of other processes. Time in which they could not run does not count."""
+"""A timer for work of other processes, which does not count time in which they had no CPU."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,16 +11,15 @@ _SHORTEST_SECONDS = 0.02
 
 
 class Alarm:
-    """Calls `ring` when the time that was set last has passed, unless `stop` was called before.
-    `read` returns measurements of the processes that do the work. From these, `Silence` computes
-    how much of the time counts. Without `read`, all time counts.
+    """Calls `ring` when the time of the last call of `set` has passed, unless `stop` was called
+    before. `read` returns measurements of the processes that do the work, from which `Silence`
+    computes how much of the time counts. Without `read`, all time counts.
 
     If the event loop runs the timer late, a reply may have arrived that the loop has not read yet.
     The alarm then waits for another second.
 
-    Usually `set` starts no timer, because the event loop's timer for earlier work still runs. When
-    that timer ends, it is started again for the deadline of the present work. Work that ends in
-    time is not measured.
+    `set` starts no timer of the event loop if the timer for earlier work still runs. When that
+    timer ends, it is started again for the present work. Work that ends in time is not measured.
     """
 
     __slots__ = (
@@ -32,7 +31,7 @@ class Alarm:
         self, ring: Callable[[], None], read: Callable[[float], Reading] | None = None
     ) -> None:
         self.excused_seconds = 0.0
-        """Measured seconds, since the last call of `set`, in which the work could not run."""
+        """Seconds, since the last call of `set`, in which the processes had no CPU, if measured."""
         self._ring = ring
         self._read = read
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -43,7 +42,7 @@ class Alarm:
         self._silence: Silence | None = None
 
     def set(self, seconds: float) -> None:
-        """Sets the alarm to ring in `seconds`. Replaces an earlier time."""
+        """Sets the alarm to ring in `seconds`, in place of an earlier time."""
         loop = self._loop = self._loop or asyncio.get_running_loop()
         began = self._began = loop.time()
         self._allowed = seconds
@@ -57,7 +56,7 @@ class Alarm:
             self._begin(loop, due)
 
     def stop(self) -> None:
-        """Stops the alarm, so that `ring` is not called."""
+        """Stops the alarm, so that it does not ring."""
         self._due = None
 
     def _begin(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
@@ -65,7 +64,7 @@ class Alarm:
         self._timer = loop.call_at(due, self._ended, loop)
 
     def _ended(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Called when the loop's timer ends. The deadline may be later, or may be removed."""
+        """Called by the event loop's timer. The alarm may have been stopped, or set anew."""
         self._timer = None
         now, due = loop.time(), self._due
         if due is None:
@@ -81,7 +80,7 @@ class Alarm:
             self._ring()
 
     def _more_seconds(self, reading: Reading) -> float:
-        """Seconds until the next measurement. 0 if the time for the work has passed."""
+        """Seconds until the next measurement. 0 if the alarm must ring."""
         if self._silence is None:
             self._silence = Silence(self._began)
         counted = self._silence.look(reading)

@@ -1,4 +1,4 @@
-"""Checks the workers' responses against the steps that were sent, before the responses are used."""
+"""Checks the workers' responses against the steps that were sent, before the engine uses them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.request import Request
 
 LONGEST_NANOS = 86_400 * 10**9
-"""One day in nanoseconds. A response with a longer compute time or slack is rejected."""
+"""One day in nanoseconds. A response is rejected if it reports a longer time."""
 _LARGEST_LOGPROB = 1e-3
 """Limit on a log-probability in a response: 0 plus rounding errors."""
 _FLOAT_BYTES = 4
@@ -25,7 +25,7 @@ class WrongAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts about the model that are needed to check responses."""
+    """Facts about the model that responses must agree with."""
 
     vocab_size: int = 0
     pooler: Pooler | None = None
@@ -33,7 +33,7 @@ class ModelFacts:
 
 
 class ExpectedAnswer:
-    """The limits of a valid response to a step, computed when the step is sent."""
+    """What a valid response to a step may contain. Created when the step is sent."""
 
     __slots__ = ("_logprobs", "_model", "_plan")
 
@@ -49,7 +49,7 @@ class ExpectedAnswer:
         self, output: ModelRunnerOutput, num_tokens: Sequence[int], token_ids: Sequence[int]
     ) -> None:
         """Raises WrongAnswer if the output contradicts the step. `token_ids` are the tokens of all
-        requests, one request after another. `num_tokens[i]` is the number of tokens of request i.
+        requests, one request after another. `num_tokens` has the number of tokens of each request.
         """
         plan = self._plan
         count = len(plan.requests)
@@ -77,9 +77,8 @@ class ExpectedAnswer:
             _require(0 <= place <= num_tokens[index], "refused_tokens", f"token {place}")
 
     def _check_counts(self, num_tokens: Sequence[int], num_drafts: Sequence[int]) -> None:
-        """Raises WrongAnswer if a request has a wrong number of tokens. A request whose prompt is
-        complete has at least one token, and at most one further token for each draft. Other
-        requests have no tokens.
+        """Raises WrongAnswer if a request has a wrong number of tokens: one, and at most one
+        further token for each verified draft, if its prompt is complete, and otherwise none.
         """
         plan = self._plan
         given = num_drafts or [0] * len(num_tokens)
@@ -143,17 +142,17 @@ class _WantedLogprobs:
     num_prompt: int | None
     """Number of alternatives to each prompt token. None if log-probabilities are not needed."""
     num_prompt_rows: int
-    """Number of prompt tokens whose predecessor the step computes."""
+    """Number of prompt tokens for which the step computes log-probabilities."""
 
 
 class RequestsWithLogprobs:
-    """The requests in the batch that need log-probabilities."""
+    """The requests in the workers' batch that need log-probabilities."""
 
     def __init__(self) -> None:
         self.requests: set[Request] = set()
 
     def in_step(self, plan: SchedulerOutput) -> Mapping[int, _WantedLogprobs]:
-        """Maps the indexes of requests in the step to the log-probabilities that they need."""
+        """Maps indexes of requests in the step to the log-probabilities that they need."""
         for request in plan.block_tables:
             sampling = request.sampling
             if sampling.logprobs is not None or sampling.prompt_logprobs is not None:

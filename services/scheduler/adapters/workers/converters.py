@@ -24,7 +24,7 @@ from services.scheduler.core.timelines.timeline import RequestTimes
 def scheduler_output_to_proto(
     plan: SchedulerOutput, generation: int, traceparent: str
 ) -> worker_pb2.ExecuteRequest:
-    """Converts a step to a message that lists the changes of the workers' batch."""
+    """Converts a step to a message that describes how the workers' batch changes."""
     request = worker_pb2.ExecuteRequest(
         generation=generation,
         step=plan.step,
@@ -50,8 +50,8 @@ def scheduler_output_to_proto(
 
 
 def last_token_ids(plan: SchedulerOutput) -> bytes:
-    """The last scheduled token of each request, packed. Only used with several pipeline stages.
-    These tokens are known, because with several stages a request waits for its last token.
+    """The last scheduled token of each request, packed. Used with several pipeline stages, where a
+    request is scheduled only if all its tokens have been sampled.
     """
     counts = zip(plan.requests, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
     return pack_token_ids(
@@ -69,10 +69,10 @@ def model_runner_output_from_proto(
     num_speculative_tokens: int = 0,
     expected: ExpectedAnswer | None = None,
 ) -> ModelRunnerOutput:
-    """Converts the response to a step, and adds the transfer results of all ranks. Adds
-    `num_speculative_tokens` placeholder drafts for each request with sampled tokens. The workers
-    themselves propose the drafts in the next step. Raises ValueError for invalid arrays, for
-    parallel arrays of different lengths, and for a response that contradicts `expected`.
+    """Converts the last rank's response to a step, and adds the transfer results of all ranks. Adds
+    `num_speculative_tokens` placeholders for drafts to each request with sampled tokens, because
+    workers propose the drafts only in the next step. Raises ValueError for arrays of wrong lengths,
+    and for a response that contradicts `expected`.
     """
     num_tokens = unpack_token_ids(response.num_tokens)
     token_ids = unpack_token_ids(response.token_ids)
@@ -101,8 +101,8 @@ def model_runner_output_from_proto(
 
 
 def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestTimes | None:
-    """Converts the parts of a request's total time. None if they were not measured. A part is 0 if
-    the machine's clock was set back during it.
+    """Converts the parts of a request's total time. None if they were not measured. A part during
+    which the machine's clock was set back becomes 0.
     """
     if times is None:
         return None
@@ -125,7 +125,7 @@ def request_times_to_proto(times: RequestTimes | None) -> scheduler_pb2.RequestT
 
 
 def _take_refused(output: ModelRunnerOutput, response: worker_pb2.ExecuteResponse) -> None:
-    """Sets refused tokens and grammar errors. Cuts the output before the refused tokens."""
+    """Sets the refused tokens and grammar errors. Drops the refused tokens and all after them."""
     requests = unpack_token_ids(response.refused_requests)
     refused = dict(zip(requests, unpack_token_ids(response.refused_tokens), strict=True))
     output.token_ids = [
@@ -136,7 +136,7 @@ def _take_refused(output: ModelRunnerOutput, response: worker_pb2.ExecuteRespons
 
 
 def _sampled(flat: list[int], counts: list[int]) -> list[Sequence[int]]:
-    """The tokens of each request. In most steps each request has one token."""
+    """Splits the tokens by request. Fast in the usual case of one token for each request."""
     if len(flat) == len(counts) == counts.count(1):
         return [[token] for token in flat]
     ends = list(accumulate(counts))

@@ -1,4 +1,4 @@
-"""Prepares waiting requests on the workers, which compile grammars and load adapters."""
+"""Makes the workers compile the grammars and load the adapters that waiting requests need."""
 
 import asyncio
 import logging
@@ -17,9 +17,9 @@ from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.request import Request
 
 MAX_KNOWN = KEPT_GRAMMARS // 2
-"""Limit on the number of recorded grammars. Workers store twice as many grammars, because they may
-use them in another order, for example when preempted requests are admitted again. If a worker has
-still dropped a recorded grammar, it compiles the grammar again when the request runs.
+"""Limit on the number of grammars that are known to be compiled. Workers keep twice as many,
+because they may use them in another order, for example when preempted requests are admitted again.
+A worker that has still dropped a grammar compiles it again when the request runs.
 """
 
 
@@ -30,7 +30,7 @@ class PreparedGrammars:
         self._known: OrderedDict[StructuredOutputs, None] = OrderedDict()
 
     def has(self, wanted: StructuredOutputs) -> bool:
-        """Whether the workers have a grammar. Marks the grammar as just used."""
+        """Whether the workers have compiled a grammar. Counts as a use of the grammar."""
         if wanted in self._known:
             self._known.move_to_end(wanted)
             return True
@@ -52,29 +52,29 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarWorkers(Protocol):
-    """All workers of a replica."""
-
     def has_grammar(self, wanted: StructuredOutputs) -> bool:
         """Whether every worker is known to have compiled a grammar."""
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Makes every worker compile a grammar. Raises InvalidArgument or StepwellError."""
+        """Makes every worker compile a grammar. Raises InvalidArgument if they refuse the grammar,
+        and another StepwellError if a worker fails.
+        """
 
 
 @dataclass(eq=False)
 class GrammarPreparation:
-    """Makes the workers compile grammars and load adapters. Reports when a request is prepared."""
+    """Prepares requests on the workers, and calls `compiled` when a request is prepared."""
 
     workers: GrammarWorkers
     adapters: AdapterLoader
     compiled: Callable[[Request, str, FinishReason], None]
-    """Called with a prepared request, an error (empty without an error), and the finish reason of
-    the error. The reason is a client error if the workers refuse the grammar.
+    """Called with a prepared request, an error (or an empty string), and the finish reason of the
+    error, which is a client error if the workers refuse the grammar.
     """
     _tasks: set[asyncio.Task[object]] = field(init=False, default_factory=set)
 
     def begin(self, request: Request, adapter: Adapter | None = None) -> None:
-        """Begins to prepare a request. The request waits if its grammar or adapter is missing."""
+        """Begins to prepare a request, which waits if its grammar or adapter is missing."""
         wanted = request.sampling.structured_outputs
         if adapter is not None and self.adapters.is_loaded(adapter.digest):
             adapter = None
@@ -103,9 +103,9 @@ class GrammarPreparation:
         self.compiled(request, error, reason)
 
     async def _error(self, wanted: StructuredOutputs) -> str:
-        """Makes the workers compile a grammar. Returns an error if they refuse the grammar,
-        otherwise an empty string. If a worker was lost or slow, the grammar is compiled when its
-        request runs.
+        """Makes the workers compile a grammar. Returns an error if they refuse it, otherwise an
+        empty string. If a worker was lost or slow, workers compile the grammar when the request
+        runs.
         """
         try:
             await self.workers.prepare_grammar(wanted)

@@ -1,4 +1,4 @@
-"""The steps that were sent to the ranks and are not completed, each with a deadline."""
+"""The steps that were sent to the ranks and are not completed, each with a time limit."""
 
 import asyncio
 from collections import deque
@@ -23,9 +23,9 @@ from services.scheduler.options.listed import TRANSFERS
 
 
 class SentStep:
-    """A step that was sent to all ranks. When every rank has replied, the response of the last rank
-    becomes the result of the future `output`. The ranks of the last pipeline stage must sample
-    equal tokens. If a rank is lost or late, or if a response is wrong, `output` raises WorkersLost.
+    """A step that was sent to all ranks. When every rank has replied, the last rank's response
+    becomes the result of the future `output`. If a rank is lost or late, or if a response is wrong,
+    `output` raises WorkersLost. The ranks of the last pipeline stage must sample equal tokens.
     """
 
     __slots__ = (
@@ -52,11 +52,11 @@ class SentStep:
         self._missing = set(steps.ranks)
         self._response: worker_pb2.ExecuteResponse | None = None
         self._other_nanos = 0
-        """Sum of the compute times of all ranks except the last rank, in nanoseconds."""
+        """Sum of the compute times of all ranks but the last, in nanoseconds."""
         self._slack_nanos: int | None = None
-        """The smallest slack of all ranks except the last rank, in nanoseconds."""
+        """The smallest `slack_nanos` of all ranks but the last."""
         self._tokens: tuple[bytes, bytes] | None = None
-        """The tokens of the last pipeline stage, from the first of its ranks that replied."""
+        """The tokens that the first rank of the last pipeline stage to reply has sampled."""
 
     def answered(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
         """Records a rank's response. Raises WrongAnswer if it does not match this step."""
@@ -95,7 +95,7 @@ class SentStep:
         return [address for address in self._steps.ranks if address in self._missing]
 
     def overdue(self) -> None:
-        """Makes `output` raise WorkersLost, because the step's deadline has passed."""
+        """Makes `output` raise WorkersLost, because the step's time limit has passed."""
         late = ", ".join(self.late_ranks())
         self.fail(
             f"step {self.number} was not done within {self.allowed_seconds:.3g} s "
@@ -128,7 +128,7 @@ class SentStep:
         )
 
     def _compare(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Raises WrongAnswer if last-stage ranks sampled different tokens, or others sampled."""
+        """Raises WrongAnswer if ranks of the last stage sampled different tokens, or others any."""
         ranks = self._steps.ranks
         tokens = response.num_tokens, response.token_ids
         if ranks.index(rank) < len(ranks) - len(ranks) // self._steps.num_stages:
@@ -141,10 +141,10 @@ class SentStep:
 
 
 class StepsInFlight:
-    """The steps in flight, oldest first. Steps run one after another, so the allowed time of a step
-    begins when the previous step is completed. `num_stages` is the number of pipeline stages. The
-    compute time of a step is the sum over the stages. `num_speculative_tokens` is the largest
-    number of drafts that the workers propose for a request.
+    """The steps in flight, oldest first. Steps run one after another, so the time limit of a step
+    begins when the previous step is completed. `num_stages` is the number of pipeline stages. A
+    step's compute time is the sum over the stages. `num_speculative_tokens` is the largest number
+    of drafts that the workers propose for a request.
     """
 
     def __init__(self, ranks: Iterable[str], deadlines: Deadlines) -> None:
@@ -162,7 +162,6 @@ class StepsInFlight:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop in which steps are sent and answered."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop
@@ -179,7 +178,7 @@ class StepsInFlight:
         return step
 
     def done(self, step: SentStep) -> None:
-        """Removes a step to which every rank has replied, and records the step's duration."""
+        """Removes a step to which every rank has replied, and records how long it took."""
         if self._steps and self._steps[0] is step:
             now = self.loop.time()
             self._deadlines.took(step.size, now - self._began - self._alarm.excused_seconds)
@@ -189,7 +188,7 @@ class StepsInFlight:
             self.forget(step)
 
     def forget(self, step: SentStep) -> None:
-        """Removes a step. If it was the oldest step, the allowed time of the next step begins."""
+        """Removes a step. If it was the oldest step, the time limit of the next step begins."""
         if step not in self._steps:
             return
         was_oldest = self._steps[0] is step
@@ -198,7 +197,7 @@ class StepsInFlight:
             self._begin_oldest(self.loop.time())
 
     def _begin_oldest(self, now: float) -> None:
-        """Starts the allowed time of the oldest step, if there is one."""
+        """Starts the time limit of the oldest step, if there is a step."""
         if self._steps:
             self._began = now
             self._alarm.set(self._steps[0].allowed_seconds)

@@ -1,4 +1,4 @@
-"""The gRPC client of the workers. A stream to each rank transports the same bytes."""
+"""The gRPC client of the workers. Steps and responses use one stream to each worker (rank)."""
 
 import asyncio
 import math
@@ -40,26 +40,26 @@ from services.scheduler.core.ports import WorkersLost
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 DESCRIBE_TIMEOUT_SECONDS = 3.0
-"""Time limit of a Describe call. A lost call delays a recovery by this time."""
+"""Time limit of a Describe call, by which a call to an unreachable worker delays a recovery."""
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 PREPARING_CHECK_SECONDS = 1.0
-"""Seconds between probes of an idle worker that compiles a grammar or loads an adapter."""
+"""Seconds between checks of an idle worker that compiles a grammar or loads an adapter."""
 REASON_SECONDS = 1.0
-"""Limit on the wait, after a failed write, for the reason why the stream ended."""
+"""Limit on the wait for the reason why a stream ended, after a write has failed."""
 _SILENT_CHECKS = 2
 _TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
-"""Reasons with which a worker ends its stream after a signal has stopped it or another rank."""
+"""Error reasons with which a worker ends its stream if a signal stopped it or another rank."""
 STEP_FLOOR_SECONDS = 2.0
-"""The shortest deadline of a step. On a busy machine a step may take this long."""
+"""The shortest time limit of a step, because a step may take this long on a busy machine."""
 
 
 class Rank:
-    """One worker and its stream of steps. If the stream ends, WorkersLost is raised for the steps
-    without a response. An idle worker is probed periodically, and more often while it compiles a
-    grammar or loads an adapter, which may take long. The stream is ended after two probes in a row
-    without a reply. One probe without a reply may be due to a stall of this process. A probe during
-    which the worker had no CPU does not count.
+    """One worker and its stream of steps. If the stream ends, the steps without a response raise
+    WorkersLost. Probes (Describe calls) check an idle worker periodically, and more often while it
+    compiles a grammar or loads an adapter. Two probes in a row without a reply end the stream,
+    because one may be due to a stall of this process. A probe during which the worker had no CPU
+    does not count.
     """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:
@@ -72,7 +72,7 @@ class Rank:
         self._reader: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._has_answered = False
-        """Whether a response has arrived since the probing task last set this to False."""
+        """Whether a response has arrived since the last probe."""
         self._unanswered: deque[SentStep] = deque()
         self._why_lost = f"the worker at {address} went away"
         self._num_preparing = 0
@@ -83,7 +83,7 @@ class Rank:
 
     @property
     def was_ended(self) -> bool:
-        """Whether the worker was stopped by a signal or by its supervisor since `open`."""
+        """Whether a signal or the worker's supervisor has stopped the worker since `open`."""
         return self._was_told_to_stop or was_ended(self.address, self._pid)
 
     async def describe(self) -> worker_pb2.DescribeResponse:
@@ -99,20 +99,19 @@ class Rank:
         return response
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Makes the worker compile a grammar. Raises InvalidArgument or StepwellError."""
+        """Makes the worker compile a grammar. Raises InvalidArgument if it refuses the grammar."""
         message = structured_outputs_to_proto(wanted)
         request = worker_pb2.PrepareGrammarRequest(structured_outputs=message)
         await self._prepared(self._stub.PrepareGrammar(request, timeout=GRAMMAR_TIMEOUT_SECONDS))
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Loads an adapter, and unloads all that are not in `kept`. Raises StepwellError."""
+        """Loads an adapter, and unloads adapters that are not in `kept`. Raises StepwellError."""
         request = worker_pb2.LoadAdapterRequest(
             adapter=adapter_to_proto(adapter), kept_digests=kept
         )
         await self._prepared(self._stub.LoadAdapter(request, timeout=ADAPTER_TIMEOUT_SECONDS))
 
     async def _prepared(self, call: Awaitable[object]) -> None:
-        """Waits for a call. Raises StepwellError if it fails."""
         self._num_preparing += 1
         self._prepares.set()
         try:
@@ -125,7 +124,7 @@ class Rank:
                 self._prepares.clear()
 
     def open(self) -> None:
-        """Begins a new stream. At the start of a stream the worker's batch is empty."""
+        """Begins a new stream, with which the worker begins with an empty batch."""
         self.close()
         self._pid, self._was_told_to_stop = listener_pid(self.address), False
         self._call = self._stub.Execute()
@@ -139,7 +138,7 @@ class Rank:
             raise WorkersLost(self._why_lost)
 
     def close(self) -> None:
-        """Ends the stream. WorkersLost is raised for steps in flight."""
+        """Ends the stream. Steps in flight raise WorkersLost."""
         for task in (self._reader, self._watch):
             if task is not None:
                 task.cancel()
@@ -150,7 +149,7 @@ class Rank:
         self._fail(f"the stream to the worker at {self.address} was closed")
 
     async def submit(self, request: worker_pb2.ExecuteRequest, step: SentStep) -> None:
-        """Sends a step. Raises WorkersLost when the stream has ended."""
+        """Sends a step. Raises WorkersLost if the stream has ended."""
         if self._call is None:
             raise WorkersLost(self._why_lost)
         self._unanswered.append(step)
@@ -178,7 +177,7 @@ class Rank:
         self.on_lost(message)
 
     def _take(self, response: worker_pb2.ExecuteResponse) -> None:
-        """Records a response for the oldest step. Raises WrongAnswer if it is for another step."""
+        """Records the response to the oldest step. Raises WrongAnswer if it is to another step."""
         self._has_answered = True
         if not self._unanswered:
             raise WrongAnswer(f"it answered step {response.step}, which it was not sent")
@@ -252,17 +251,18 @@ class WorkerGroup:
         self._steps.model = ModelFacts(ranks[0].vocab_size, pooler_from_proto(ranks[0].pooler))
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:
-            # A new process may compile or allocate in its first step of each size.
+            # The first step of each size may take long in a new process, which compiles and allocates.
             self._deadlines.forget()
             self._grammars.forget()
             self._incarnations = incarnations
         return ranks
 
     async def open(self, generation: int) -> None:
-        """Opens a new stream to every rank, for a new generation. Returns when every rank has run
-        an empty step. Raises WorkersLost. The empty step detects a worker that hangs in a step but
-        still replies to Describe. It also ends an earlier step that only some ranks have received.
-        These ranks wait for the other ranks, which notify them when the empty step arrives.
+        """Opens a new stream to every rank for a new generation (number of the pool's opening).
+        Returns when every rank has run an empty step, or raises WorkersLost. The empty step detects
+        a worker that hangs in a step but still replies to Describe. It also ends an earlier step
+        that only some ranks received: those ranks wait for the others, which notify them when the
+        empty step arrives.
         """
         self._generation = generation
         self._is_open = False
@@ -279,7 +279,7 @@ class WorkerGroup:
 
     @property
     def were_ended(self) -> bool:
-        """Whether a rank was stopped by a signal or by its supervisor since `open`."""
+        """Whether a signal or a supervisor has stopped a rank since `open`."""
         return any(rank.was_ended for rank in self._ranks)
 
     def has_grammar(self, wanted: StructuredOutputs) -> bool:
@@ -287,14 +287,14 @@ class WorkerGroup:
         return self._grammars.has(wanted)
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
-        """Makes every rank compile a grammar. Waits for all ranks. Raises a StepwellError."""
+        """Makes every rank compile a grammar. Waits for all ranks. Raises StepwellError."""
         incarnations = self._incarnations
         await _gather_calls(rank.prepare_grammar(wanted) for rank in self._ranks)
         if incarnations is self._incarnations:
             self._grammars.add(wanted)
 
     async def load_adapter(self, adapter: Adapter, kept: Sequence[bytes]) -> None:
-        """Makes every rank load an adapter. Waits for all ranks. Raises a StepwellError."""
+        """Makes every rank load an adapter. Waits for all ranks. Raises StepwellError."""
         await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Events of the prefix cache. As in vLLM, they contain parent hashes and token ids."""
+"""Events of the prefix cache (blocks that the pool caches or evicts), with tokens, as in vLLM."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from services.common.pool.kv_cache_groups import AttentionType
 
 @dataclass(frozen=True, slots=True)
 class CacheNamespace:
-    """The cache salt and the adapter, which are hashed together with a sequence's first block."""
+    """The cache salt and the adapter, which are part of the hash of a sequence's first block."""
 
     cache_salt: str = ""
     lora_name: str = ""
@@ -18,7 +18,7 @@ class CacheNamespace:
     @property
     def lora_id(self) -> int | None:
         """A positive int32 that is derived from the adapter's digest, or None without an adapter.
-        In vLLM each process assigns its own ids.
+        vLLM's processes number adapters themselves, so their ids differ.
         """
         if not self.adapter_digest:
             return None
@@ -27,11 +27,11 @@ class CacheNamespace:
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Consecutive blocks of one request, in order, that were published in one KV-cache group."""
+    """Consecutive blocks of one request that were published (cached) in one KV-cache group."""
 
     block_hashes: tuple[BlockHash, ...]
     parent_block_hash: BlockHash | None
-    """Hash of the block before the first block. None if the first block begins the sequence."""
+    """Hash of the block before the first block. None at the beginning of a sequence."""
     token_ids: bytes
     """Tokens of all blocks, little-endian int32."""
     group_idx: int
@@ -39,12 +39,12 @@ class BlockStored:
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in a block. If only part of a block is published, the part's size."""
+        """Number of tokens in each block, or in the only published part of a block."""
         return len(self.token_ids) // (4 * len(self.block_hashes))
 
     @property
     def extra_keys(self) -> list[tuple[str, ...] | None]:
-        """The inputs of each block's hash besides its tokens, in vLLM's format: the adapter's name
+        """What each block's hash depends on besides tokens, in vLLM's format: the adapter's name
         and, for the first block of a sequence, the cache salt.
         """
         adapter = (self.namespace.lora_name,) if self.namespace.lora_name else ()
@@ -92,4 +92,4 @@ SPEC_KINDS = {
 }
 
 MEDIUM = "GPU"
-"""The memory of the KV cache. The name does not depend on the workers' device."""
+"""vLLM's name for the memory of the KV cache, used whatever the workers' device is."""

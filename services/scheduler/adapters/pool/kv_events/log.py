@@ -1,4 +1,4 @@
-"""Stores recent batches of events of the prefix cache, and the blocks that are published now."""
+"""Stores the latest batches of prefix-cache events, and the blocks that are cached now."""
 
 import asyncio
 import time
@@ -18,11 +18,11 @@ from services.scheduler.adapters.pool.kv_events.events import (
 )
 
 MAX_KEPT_BLOCKS = 500_000
-"""Limit on the total number of blocks in the stored batches. They take about 70 MB."""
+"""Limit on the total number of blocks in the stored batches, which take about 70 MB."""
 
 
 class Trimmed(OutOfRange):
-    """The requested batches are no longer stored, or never existed."""
+    """The requested batches are no longer stored, or do not exist."""
 
     reason = "TRIMMED"
 
@@ -39,10 +39,9 @@ _Key = tuple[int, BlockHash]
 
 
 class KVEventLog:
-    """Numbers batches from 0. Stores the last `num_batches` batches, or fewer batches if these
-    contain more than `max_blocks` blocks. Also stores which blocks are published now. A reader
-    passes the number of the batch that it needs next, and receives an error if that batch was
-    already dropped.
+    """Numbers batches (the events of one transaction each) from 0. Stores the last `num_batches`
+    batches, or fewer if these contain more than `max_blocks` blocks. Also stores which blocks are
+    published now. A reader that requests a batch which was dropped gets an error.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class KVEventLog:
         max_blocks: int = MAX_KEPT_BLOCKS,
     ) -> None:
         self.time = clock
-        """A function that returns the time in seconds since 1970."""
+        """Returns the time in seconds since 1970."""
         self._num_batches = num_batches
         self._max_blocks = max_blocks
         self._num_blocks = 0
@@ -95,13 +94,13 @@ class KVEventLog:
         return [self._batches[index] for index in range(begin - self.oldest, len(self._batches))]
 
     async def after(self, sequence: int) -> list[KVEventBatch]:
-        """Waits for batches after number `sequence`. Raises Trimmed if the first is deleted."""
+        """Waits for batches after number `sequence`. Raises Trimmed if the first was dropped."""
         while sequence >= self.newest:
             await self._news.wait()
         return self.batches(sequence + 1)
 
     def snapshot(self) -> list[BlockStored]:
-        """All published blocks. A parent precedes its children."""
+        """All published blocks, each after its parent (the block before it in a sequence)."""
         listed: dict[_Key, None] = {}
         for key in self._blocks:
             listed.update(dict.fromkeys(reversed(list(self._unlisted(key, listed)))))
@@ -122,7 +121,7 @@ class KVEventLog:
                 self._blocks.clear()
 
     def _unlisted(self, key: _Key, listed: dict[_Key, None]) -> Iterator[_Key]:
-        """Yields a block and its ancestors, up to the first that is listed or not published."""
+        """Yields a block and its ancestors, up to the first one that is listed or not published."""
         group = key[0]
         while key in self._blocks and key not in listed:
             yield key
@@ -132,7 +131,7 @@ class KVEventLog:
             key = (group, parent)
 
     def _runs(self, keys: dict[_Key, None]) -> Iterator[BlockStored]:
-        """Yields one event for each chain (each block is the next one's parent) of equal sizes."""
+        """Yields one event for each series of blocks of equal sizes, each the next one's parent."""
         run: list[_Key] = []
         for key in keys:
             if run and not self._follows(key, run[-1]):

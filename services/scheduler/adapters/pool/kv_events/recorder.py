@@ -1,4 +1,4 @@
-"""Joins the changes that the pool reports for a transaction with the tokens of its requests."""
+"""Adds the tokens of blocks to the changes of the prefix index that the pool reports."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Known:
-    """A request that has hashes or blocks in the pool, and its number of committed hashes."""
+    """A request that is known to the pool, and its number of hashes in Commit operations."""
 
     request: Request
     num_committed: int = 0
@@ -39,9 +39,9 @@ class KVEventRecorder:
     """Appends the events of each transaction to a log.
 
     A request is looked up in the queues when an operation first names it, and is stored until its
-    release. A request has one hash for each `hash_block_size` tokens. A larger block covers several
-    hashes, and is identified by the last of these. As in vLLM, if a hash inside a block is
-    published, it is reported as a block that contains only the tokens up to this hash.
+    release. A request has one hash for each `hash_block_size` tokens. A larger block is identified
+    by the last of its hashes. As in vLLM, if the pool publishes (caches) only the first tokens of a
+    block, under an earlier hash of the block, they are reported as a block of their own.
     """
 
     def __init__(self, log: KVEventLog) -> None:
@@ -51,9 +51,9 @@ class KVEventRecorder:
         self._hash_block_size = 1
         self._hashes_per_block: tuple[int, ...] = ()
         self._hashes_per_hit = 1
-        """Number of hashes between two positions at which blocks of all KV-cache groups end. If
-        groups have different block sizes, the pool may publish blocks after the last of these
-        positions later than the Commit that contains their hashes.
+        """Number of hashes between two positions at which blocks of all KV-cache groups end. With
+        groups of different block sizes, the pool may publish blocks after the last such position
+        later than the Commit operation that contains their hashes.
         """
 
     def watch(
@@ -62,7 +62,7 @@ class KVEventRecorder:
         groups: Sequence[KVCacheGroup],
         hash_block_size: int,
     ) -> None:
-        """Sets the pool's KV-cache groups and hash size. `waiting` returns waiting requests."""
+        """Sets the pool's KV-cache groups and hash size. `waiting` returns the waiting requests."""
         self._waiting = waiting
         self._hash_block_size = hash_block_size
         self._hashes_per_block = tuple(group.block_size // hash_block_size for group in groups)
@@ -102,7 +102,7 @@ class KVEventRecorder:
             self._log.append(tuple(self._events(response.events, sources)))
 
     def _find(self, keys: Sequence[RequestKey]) -> None:
-        """Stores the requests with these keys that were not stored yet. All of them wait."""
+        """Finds and stores requests that an operation names for the first time, while they wait."""
         missing = {key for key in keys if key not in self._known}
         if not missing:
             return
@@ -114,7 +114,7 @@ class KVEventRecorder:
                     return
 
     def _add_sources(self, sources: _Sources, key: RequestKey, num_tokens: int) -> None:
-        """Adds the hashes of a request's first `num_tokens` tokens."""
+        """Adds the hashes of a request's first `num_tokens` tokens to `sources`."""
         known = self._known.get(key)
         if known is None:
             return
@@ -160,7 +160,7 @@ class KVEventRecorder:
             yield self._run(*run, stored.group)
 
     def _run(self, request: Request, begin: int, end: int, group: int) -> BlockStored:
-        """The event for a group's blocks with the request's hashes from `begin` up to `end`."""
+        """The event for a group's blocks that have the request's hashes from `begin` to `end`."""
         size = self._hash_block_size
         num_hashes = min(self._hashes_per_block[group], end - begin)
         return BlockStored(

@@ -7,8 +7,8 @@ A batch is one message of three frames: topic, sequence number (8 bytes, big-end
 
 An event is a map with its name under "type". In the older format, which vLLM used until 2026 and
 some consumers still expect, an event is an array that begins with its name. A subscriber that
-detects a gap sends the first missing sequence number to the replay endpoint, a ROUTER socket. The
-replay endpoint replies with the batches from that number on, and then with the number -1.
+misses sequence numbers sends the first of these to the replay endpoint, a ROUTER socket, which
+replies with the batches from that number on, and then with the number -1.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 logger = logging.getLogger(__name__)
 
 DATA_PARALLEL_RANK = 0
-"""The only rank, because a replica has no data parallelism."""
+"""The only data-parallel rank, because a replica has no data parallelism."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES = 8
 _REPLAY_FRAMES = 3
 
 
 class EventEncoder:
-    """Encodes batches as msgpack. With `as_arrays`, events are arrays, otherwise maps."""
+    """Encodes batches as msgpack, in which events are arrays (with `as_arrays`) or maps."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], *, as_arrays: bool) -> None:
         self._groups = groups
@@ -95,8 +95,8 @@ class EventEncoder:
 
 
 class ZmqEventPublisher:
-    """Sends every batch of a log to the subscribers, and serves requests for replay. Sending never
-    waits. Drops batches for a subscriber that lags by more than `max_lag` batches.
+    """Sends every batch of a log to the subscribers, and replays earlier batches on request. Never
+    waits: drops batches for a subscriber that lags by more than `max_lag` batches.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ZmqEventPublisher:
         topic: str,
         max_lag: int,
     ) -> None:
-        """Binds `endpoint` or connects to it, as vLLM does. Raises Unavailable."""
+        """Binds `endpoint` or connects to it, by vLLM's rule. Raises Unavailable if that fails."""
         self._log = log
         self._encoder = encoder
         self._topic = topic.encode()
