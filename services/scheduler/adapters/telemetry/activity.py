@@ -19,15 +19,15 @@ from services.scheduler.core.output import SchedulerOutput, WaitReason
 from services.scheduler.core.request import Request, RequestStatus
 
 WATCHED_SECONDS = 5.0
-"""Seconds for which steps are recorded after a client has requested them."""
+"""Seconds for which steps are recorded after a client's last request for them."""
 MAX_STEPS = 256
 MAX_REQUESTS = 256
-"""Limit on the number of running requests in a response, and on the number of waiting requests."""
+"""Limit on the numbers of running requests and of waiting requests in a response."""
 MAX_REQUESTS_OF_STEP = 64
 MAX_PROGRAMS = 64
 
 MAX_CELLS = 65_536
-"""Limit on the number of cells in a map of blocks. The pool has the same limit."""
+"""Limit on the cells (groups of blocks) in a map of the pool, as in the kvpool service."""
 _BLOCKS_TIMEOUT_SECONDS = 1.0
 
 _STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
@@ -38,7 +38,7 @@ _STATES: dict[RequestStatus, "scheduler_pb2.RequestState.ValueType"] = {
 
 
 class WatchedSteps:
-    """Records the latest steps while a client requests them."""
+    """Records the latest steps, while a client requests them."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.is_on = False
@@ -49,14 +49,14 @@ class WatchedSteps:
         self._done: deque[scheduler_pb2.StepActivity] = deque(maxlen=MAX_STEPS)
 
     def after(self, step: int) -> list[scheduler_pb2.StepActivity]:
-        """The recorded steps after `step`. Further steps are recorded for `WATCHED_SECONDS`."""
+        """The recorded steps after number `step`. Continues to record for `WATCHED_SECONDS`."""
         self._watched_until, self.is_on = self._monotonic() + WATCHED_SECONDS, True
         if not self._done or self._done[-1].step < step:
-            step = 0  # the client's number is from an earlier process
+            step = 0  # the client's number is from an earlier scheduler process
         return [done for done in self._done if done.step > step or not step]
 
     def begin(self) -> None:
-        """Called before a step is planned. Stops recording if no client requests steps."""
+        """Called before a step is planned. Stops recording if no client requests steps any more."""
         if self._monotonic() <= self._watched_until:
             self._begun_nanos = time.time_ns()
         else:
@@ -113,7 +113,7 @@ class Activity:
         )
 
     async def _blocks(self, max_cells: int) -> common_pb2.BlockMap | None:
-        """The pool's map of blocks. None if the pool does not answer or does not exist."""
+        """The pool's map of blocks. None if the pool does not reply or does not exist."""
         request = kvpool_pb2.GetBlocksRequest(pool_id=self._pool_id, max_cells=max_cells)
         try:
             answer = await self._pool.GetBlocks(request, timeout=_BLOCKS_TIMEOUT_SECONDS)
@@ -123,7 +123,7 @@ class Activity:
 
 
 def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2.StepActivity:
-    """Converts a planned step. A request with one token besides drafts counts as decoding."""
+    """Converts a step's plan. A request with one token besides its drafts counts as decoding."""
     num_decode = sum(
         tokens
         for request, tokens in zip(plan.requests, plan.num_scheduled_tokens, strict=True)
@@ -148,8 +148,8 @@ def step_to_proto(plan: SchedulerOutput, begun_unix_nanos: int) -> scheduler_pb2
 def requests_to_proto(
     engine: EngineCore, reason: WaitReason | None
 ) -> Iterator[scheduler_pb2.RequestActivity]:
-    """Converts the first running requests, and the first waiting requests with their wait reasons.
-    `reason` is the wait reason of all requests that the last step did not skip.
+    """Converts the first running and the first waiting requests. `reason` is the wait reason of all
+    waiting requests that the last step did not skip.
     """
     scheduler = engine.scheduler
     for request in islice(scheduler.running, MAX_REQUESTS):

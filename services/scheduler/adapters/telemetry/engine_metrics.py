@@ -23,7 +23,7 @@ from services.scheduler.core.engine.engine_core import EngineCore, EngineState
 from services.scheduler.core.output import EngineCoreOutputs, WaitReason
 
 _DEFERRED = frozenset({WaitReason.HELD_BACK, WaitReason.PAUSED, WaitReason.RECOVERY})
-"""Wait reasons that count as "deferred" in vLLM's metric: more capacity would not end the wait."""
+"""Wait reasons that vLLM's metric counts as "deferred", because more capacity would not help."""
 
 
 @dataclass(eq=False)
@@ -130,8 +130,8 @@ class ResumableSessionsCollector(Collector):
 
 
 class SpeculationMetrics(Collector):
-    """Counts draft tokens. Exports no metrics if the workers propose no drafts. Drafts after the
-    end of a request count as rejected even if the workers accepted them.
+    """Counts draft tokens. Exports no metrics if workers propose none. Drafts after the end of a
+    request count as rejected even if the workers accepted them.
     """
 
     def __init__(self, num_speculative_tokens: int) -> None:

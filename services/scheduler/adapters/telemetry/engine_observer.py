@@ -1,4 +1,4 @@
-"""The observer of a replica's engine, for traces, metrics and recorded steps."""
+"""Observes a replica's engine for traces, metrics and recorded steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,12 +10,12 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.phase_parts import ReasonStart
 
 MAX_WAITS = 256
-"""Limit on the number of waits that are stored for one request. Older waits are dropped."""
+"""Limit on the number of stored waits of a request. Older waits are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnWait:
-    """A time from `begin` to `end` in which steps skipped a waiting request."""
+    """A time from `begin` to `end` in which steps skipped a waiting request for one reason."""
 
     begin: int
     end: int
@@ -27,17 +27,16 @@ class OwnWaits:
 
     def __init__(self) -> None:
         self._last: dict[Request, WaitReason] = {}
-        """Requests that the last step skipped, each with its reason."""
+        """Maps requests that the last step skipped to the reasons."""
         self._begins: dict[Request, int] = {}
         self._waits: dict[Request, deque[OwnWait]] = {}
 
     @property
     def has_any(self) -> bool:
-        """Whether the last step skipped any request."""
         return bool(self._last)
 
     def arrived(self, request: Request, now: int) -> None:
-        """Records why a new request waits until the first step that could admit it."""
+        """Records why a new request waits, if its grammar or adapter must be prepared."""
         if request.grammar is GrammarStatus.COMPILING:
             self._last[request] = preparation_wait(request)
             self._begins[request] = now
@@ -55,18 +54,18 @@ class OwnWaits:
         self._last = dict(passed_over)
 
     def interrupted(self, now: int) -> None:
-        """Ends all waits, because during a pause all requests wait for the same reason."""
+        """Ends all waits, because during a pause of the engine all requests wait for the pause."""
         self.planned({}, now)
 
     def forget(self, request: Request, now: int) -> Sequence[OwnWait]:
-        """Removes and returns the waits of a request that no longer waits, in order."""
+        """Removes and returns the waits, in order, of a request that no longer waits."""
         reason = self._last.get(request)
         if reason is not None and request in self._begins:
             self._close(request, reason, now)
         return self._waits.pop(request, ())
 
     def so_far(self, request: Request, now: int) -> Sequence[OwnWait]:
-        """The waits of a request up to now, in order. The last wait may continue."""
+        """The waits of a request up to now, in order. The last wait may not have ended."""
         waits = tuple(self._waits.get(request, ()))
         reason, begin = self._last.get(request), self._begins.get(request)
         if reason is None or begin is None:
@@ -83,9 +82,9 @@ class OwnWaits:
 def overlay(starts: Sequence[ReasonStart], own: Sequence[OwnWait]) -> Sequence[ReasonStart]:
     """The reasons for which a request waited, each with its start time.
 
-    `starts` lists the reasons for which the queue as a whole waited, each with its start time.
-    `own` lists the waits in which steps skipped this request. During such a wait, the wait's reason
-    replaces the reasons of the queue. Both arguments are in the order of time.
+    `starts` lists the reasons for which the whole queue waited, and `own` the waits in which steps
+    skipped this request, both in the order of time. During a wait of `own`, its reason replaces the
+    queue's reason.
     """
     if not own:
         return starts

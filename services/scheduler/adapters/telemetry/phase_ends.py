@@ -1,6 +1,6 @@
 """Adds details to the open phase of a request's timeline: wait reasons to a waiting phase, the
-unfinished chunk to a prefill, and the sums over its steps to a decode phase. If the phase
-continues, the caller passes a copy of the timeline. Only the given timeline is changed.
+unfinished chunk to a prefill, and the sums over its steps to a decode phase. To describe a phase
+that continues, the caller passes a copy of the timeline.
 """
 
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ class Tracked:
     request: Request
     timeline: Timeline
     waiting: WaitStart | None
-    """The start of the current wait. None if the request does not wait."""
+    """The state of the queue when the request began to wait. None if it does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseEnds:
-    """Completes phases from the sums over all steps and from the wait reasons of the queue."""
+    """Completes phases with sums over steps and with the wait reasons of the queue."""
 
     sums: StepSums
     reasons: WaitReasons
 
     def fill_in(self, tracked: Tracked, end: int, now: int, own: Sequence[OwnWait]) -> None:
         """Adds the details of the timeline's open phase, which ends at time `end`. If `end` is
-        before `now`, also adds a pause from `end` on. `own` lists the waits in which steps skipped
-        the request.
+        before `now`, adds a pause of the engine after it. In the waits `own`, steps skipped this
+        request.
         """
         timeline = tracked.timeline
         match timeline.current.kind:
@@ -54,7 +54,7 @@ class PhaseEnds:
         phase.num_output_tokens = tracked.request.num_output_tokens - phase.num_output_tokens
 
     def _prefill(self, timeline: Timeline, end: int) -> None:
-        """Adds the chunk in flight, if there is one, as an unfinished chunk."""
+        """Adds the chunk of the step in flight, if any, as an unfinished chunk."""
         last_step = self.sums.last_step
         timeline.current.last_step = last_step
         if end > timeline.covered_until:
@@ -64,7 +64,7 @@ class PhaseEnds:
 
 
 def _reason_starts(reasons: WaitReasons, waiting: WaitStart) -> Sequence[ReasonStart]:
-    """The reasons for which a request waited, each with its start time."""
+    """The reasons for which the whole queue waited, each with its start time."""
     changes = reasons.changes_since(waiting)
     starts = [
         ReasonStart(change.unix_nanos, change.reason.value, change.step, change.holder)

@@ -11,7 +11,7 @@ from services.common.telemetry.metrics_servicer import collect_from
 
 class ReplicaMetrics:
     """Merges the scheduler's metrics with the metrics of the pool and the workers at each scrape.
-    Processes that do not reply are left out. Must be created in a running event loop.
+    Leaves out processes that do not reply. Must be created in a running event loop.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class ReplicaMetrics:
         workers: Sequence[grpc.aio.Channel],
         labels: Mapping[str, str],
     ) -> None:
-        """`labels` are added to all series. Series of a worker also have the label `rank`."""
+        """`labels` are added to all series. Workers' series also get the label `rank`."""
         self._own = own
         self._labels = dict(labels)
         self._others = [
@@ -43,6 +43,6 @@ class ReplicaMetrics:
         return merged(text for text in (own, *others) if text is not None)
 
     def render(self, exemplars: bool) -> bytes:
-        """The metrics as text, without further labels. Must not be called in the loop's thread."""
+        """The metrics as text. Must not be called in the thread of the event loop."""
         collecting = self.collect({}, exemplars)
         return asyncio.run_coroutine_threadsafe(collecting, self._loop).result()

@@ -1,7 +1,7 @@
-"""vLLM's histograms and counters of requests, updated by calls of the engine.
+"""vLLM's histograms and counters of requests, which the engine's observer updates.
 
 In most steps one token arrives for each request. If two such steps follow each other, the time
-since the last token is the same for all requests of both steps, and is computed only once.
+since the last token is equal for all requests that are in both steps, and is computed only once.
 """
 
 import time
@@ -43,7 +43,7 @@ _FINISHED_REASONS = (
     FinishReason.REPETITION.value,
     ERROR,
 )
-"""vLLM's finish reasons. Other reasons count as errors. A timeout in the queue is not counted."""
+"""vLLM's finish reasons. All other reasons count as errors, except timeouts in the queue."""
 
 
 @dataclass(slots=True)
@@ -51,17 +51,17 @@ class _Times:
     """The times of a request, in seconds of the monotonic clock."""
 
     arrived: float
-    """Arrival at the gateway. Accurate only if the clocks of gateway and scheduler agree."""
+    """Time of arrival at the gateway, if the gateway's and the scheduler's clocks agree."""
     queued: float
     num_output_before: int
-    """Number of output tokens that another replica generated before the request arrived here."""
+    """Number of output tokens that another replica generated before the request moved here."""
     scheduled: float | None = None
     first_token: float | None = None
     last_token: float = 0.0
 
 
 class RequestMetrics(Collector):
-    """Observes requests, and collects their metrics at each scrape."""
+    """Measures requests, and exports vLLM's metrics of them."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RequestMetrics(Collector):
         self._unix_seconds = unix_seconds
         self._requests: dict[Request, _Times] = {}
         self._steady: Sequence[Request] = ()
-        """The unfinished requests of the last step if each had one new token. Otherwise empty."""
+        """The last step's unfinished requests, if each had one new token. Otherwise empty."""
         self._steady_at = 0.0
         self._histograms = {name: Histogram(name) for name in _HISTOGRAMS}
         self._observe = {name: histogram.observe for name, histogram in self._histograms.items()}
@@ -94,7 +94,7 @@ class RequestMetrics(Collector):
             )
 
     def admitted(self, requests: Sequence[Request]) -> None:
-        """Records the first admission of requests."""
+        """Records that requests were admitted for the first time."""
         for request in requests:
             times = self._requests.get(request)
             if times is not None and times.scheduled is None:
@@ -138,7 +138,7 @@ class RequestMetrics(Collector):
         self._steady, self._steady_at = requests, now
 
     def _end(self, update: EngineCoreOutputs) -> None:
-        """Records the requests and turns of sessions that ended with a step."""
+        """Records the ends of requests, and of turns of sessions, with a step."""
         over = {*update.ended, *update.turns}
         self._note_last_tokens(over.intersection(self._steady))
         self._steady = [request for request in self._steady if request not in over]
@@ -149,7 +149,7 @@ class RequestMetrics(Collector):
                 self._ended(end.turn, of_turn)
 
     def ended(self, requests: Iterable[Request]) -> None:
-        """Records requests that ended between steps."""
+        """Records the ends of requests between steps."""
         if self._steady:
             self._leave_steady()
         for request in requests:
@@ -179,7 +179,7 @@ class RequestMetrics(Collector):
         self._steady = ()
 
     def _note_last_tokens(self, requests: Iterable[Request]) -> None:
-        """Stores the time of the requests' last token, because the next step may have none."""
+        """Stores the time of the requests' last token, because the next step may have no token."""
         for request in requests:
             if (times := self._requests.get(request)) is not None:
                 times.last_token = self._steady_at
@@ -194,7 +194,7 @@ class RequestMetrics(Collector):
             self._latency.observe((now - times.last_token) / num_tokens, num_tokens)
         else:
             times.first_token = now
-            if not times.num_output_before:  # otherwise an earlier replica has counted them
+            if not times.num_output_before:  # otherwise another replica has counted them
                 first_token = self._histograms[vllm.TIME_TO_FIRST_TOKEN]
                 first_token.observe_traced(now - times.arrived, _trace_id(request))
                 self._num_prompt_tokens += request.num_prompt_tokens
@@ -234,7 +234,7 @@ class RequestMetrics(Collector):
 
 
 def _trace_id(request: Request) -> str:
-    """The id of the request's trace. Empty if the trace is not sampled."""
+    """The id of the request's trace. Empty if it is not sampled."""
     return request.traceparent[3:35]
 
 

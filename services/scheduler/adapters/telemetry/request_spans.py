@@ -1,7 +1,7 @@
-"""Converts timelines of requests to spans. Each request, each of its phases, and each part of a
-phase has a span. The spans of phases and of parts cover their parent span without a gap, so that
-durations add up. Spans are created when a request has ended, because only then their contents are
-known. On demand, spans of a running request are created up to the present time.
+"""Converts timelines of requests to spans. Each request, each phase of its timeline, and each part
+of a phase (a wait or a prefill chunk) has a span. Child spans cover their parent without a gap, so
+that durations add up. Spans are created when a request has ended, because only then their contents
+are known. On demand, spans of a running request are created up to the present time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,11 +19,11 @@ from services.scheduler.core.timelines.phase_parts import RETAINED, Chunk, Wait
 from services.scheduler.core.timelines.timeline import Phase, PhaseKind, Timeline
 
 MAX_STEP_LINKS = 128
-"""Limit on the number of links from a phase to steps. Half of the links are to the first steps."""
+"""Limit on the number of links from a phase to its steps, half of them to the first steps."""
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 StepLinks = Callable[[int], Link | None]
-"""Returns the link to a step. None if the step was not sampled."""
+"""Returns the link to the step of this number. None if the step was not sampled."""
 
 _NAMES = {
     PhaseKind.QUEUE: names.SPAN_REQUEST_QUEUE,
@@ -44,7 +44,7 @@ _DEFECTS = (
 
 
 def request_attributes(request: Request) -> Attributes:
-    """The attributes of a request's span, except the parts of the request's time."""
+    """The attributes of a request's span, without the parts of the request's time."""
     attributes: Attributes = {
         names.ATTR_REQUEST_ID: request.request_id,
         names.ATTR_NUM_PROMPT_TOKENS: request.num_prompt_tokens,
@@ -212,7 +212,7 @@ class RequestSpans:
         )
 
     def _links(self, steps: range) -> tuple[list[Link], int]:
-        """Links to at most MAX_STEP_LINKS sampled steps, and the number of steps without a link."""
+        """Links to at most MAX_STEP_LINKS steps, and the number of steps that were left out."""
         chosen: Iterable[int] = steps
         num_left_out = max(0, len(steps) - MAX_STEP_LINKS)
         if num_left_out:
@@ -241,7 +241,7 @@ def _phase_attributes(phase: Phase) -> Attributes:
             attributes[names.ATTR_CAUSE_MESSAGE] = interruption.message
     match phase.kind:
         case PhaseKind.QUEUE if phase.num_output_tokens:
-            # An earlier replica, which was lost, has generated this output.
+            # Another replica had generated this output before it was lost.
             attributes[names.ATTR_NUM_OUTPUT_TOKENS] = phase.num_output_tokens
         case PhaseKind.DECODE:
             attributes |= _decode_attributes(phase)
@@ -261,7 +261,7 @@ def _phase_attributes(phase: Phase) -> Attributes:
 
 
 def _decode_attributes(phase: Phase) -> Attributes:
-    """The attributes of a decode phase. The four times add up to the phase's duration."""
+    """The attributes of a decode phase. The four times in seconds add up to its duration."""
     own = phase.totals.minus(phase.behind)
     others_prefill, behind = own.prompt_nanos, phase.behind.nanos
     compute = own.compute_nanos - others_prefill

@@ -1,7 +1,7 @@
-"""Maintains the timeline of every request, from the engine's calls of its observer. The time to
-record a step is proportional to the number of changes, such as prompt chunks, admissions and ends.
-Requests that only decode are not updated in each step. When a decode phase ends, its sums are
-computed as differences of totals over all steps.
+"""Maintains the timeline (the phases) of every request, when the engine calls its observer. The
+time to record a step is proportional to the number of changes, such as prompt chunks, admissions
+and ends, because requests that only decode are not updated in each step. When a decode phase ends,
+its sums are computed as differences of totals over all steps.
 """
 
 from collections import Counter
@@ -37,12 +37,11 @@ _LOSSES = (PreemptionCause.POOL_LOST, PreemptionCause.WORKERS_LOST)
 
 @dataclass(slots=True)
 class StepRecord:
-    """Data about a step. Times are Unix nanoseconds."""
+    """Data about a step, until it is counted. Times are Unix nanoseconds."""
 
     begun: int
-    """Time at which the planning of the step began."""
     span: StepSpan | None = None
-    """None if the step is not traced."""
+    """The open span of the step. None if the step is not traced."""
     number: int = 0
     num_requests: int = 0
     num_tokens: int = 0
@@ -50,18 +49,18 @@ class StepRecord:
     """Time at which the step's tokens arrived from the workers."""
     compute_nanos: int = 0
     nanos: int = 0
-    """Duration of the step, without the overlap with the previous step."""
+    """Duration of the step, without the time in which the previous step still ran."""
     only_decodes: bool = False
     """Whether the step contains all running requests, and all of them decode."""
     chunks: Sequence[tuple[int, Tracked, Phase, int]] = ()
-    """For each request in prefill: index in the plan, timeline, phase, number of tokens."""
+    """For each request in prefill: its index in the plan, timeline, phase and number of tokens."""
     left_out: Sequence[Phase] = ()
-    """Decode phases of running requests that the step does not contain."""
+    """Decode phases of running requests that are not part of the step."""
 
 
 class RequestTimelines:
     def __init__(self, reasons: WaitReasons, wait_nanos: Counter[str]) -> None:
-        """`wait_nanos` maps reasons to total nanoseconds. Ended waits are added to it."""
+        """`wait_nanos` maps wait reasons to total nanoseconds. Waits are added when they end."""
         self._wait_nanos = wait_nanos
         self.sums = StepSums()
         self._reasons = reasons
@@ -74,7 +73,7 @@ class RequestTimelines:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests whose timelines are open."""
+        """The requests whose timelines have not ended."""
         return list(self._live)
 
     def arrived(self, request: Request, now: int) -> Tracked:
@@ -93,7 +92,7 @@ class RequestTimelines:
         return tracked
 
     def only_decodes(self, plan: SchedulerOutput) -> bool:
-        """Whether all running requests are in the plan and decode, and none is skipped."""
+        """Whether all running requests are in the plan and decode, and no request is skipped."""
         return (
             len(plan.requests) == len(self._running)
             and not self._prefilling
@@ -102,8 +101,8 @@ class RequestTimelines:
         )
 
     def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
-        """Records which requests a plan admits, preempts, leaves out or skips, and for which
-        requests it has a prompt chunk. Must be called before the step's wait reason is recorded.
+        """Records which requests a plan admits, preempts, leaves out or skips, and which have a
+        prompt chunk in it. Must be called before the step's wait reason is recorded.
         """
         for request in (*plan.new, *plan.resumed):
             self._admit(request, plan.step, now)
@@ -118,11 +117,11 @@ class RequestTimelines:
     def done(
         self, plan: SchedulerOutput, step: StepRecord, update: EngineCoreOutputs, now: int
     ) -> list[Tracked]:
-        """Records the tokens of a step. Returns the requests that ended with it."""
+        """Records the tokens of a step. Returns the requests that ended with the step."""
         last_done = self.sums.last_done_nanos
         nanos = step.nanos = max(0, now - max(last_done, step.begun))
         compute, prompt_nanos = min(update.execute_nanos, nanos), 0
-        # Other requests have left this phase: a token arrived, or they were interrupted.
+        # Other requests have left the prefill, because a token arrived or they were interrupted.
         in_prefill = [chunk for chunk in step.chunks if chunk[1].timeline.current is chunk[2]]
         if in_prefill:
             num_prompt_tokens = sum(num_tokens for *_, num_tokens in in_prefill)
@@ -152,7 +151,7 @@ class RequestTimelines:
         return [ended for request in update.ended if (ended := self.end(request, now)) is not None]
 
     def decoded(self, steps: Iterable[StepRecord]) -> None:
-        """Records decode-only steps that ended no request. Called before later events are."""
+        """Records decode-only steps that ended no request. Must be called before later events."""
         sums = self.sums
         for step in steps:
             nanos = step.nanos = max(0, step.done - max(sums.last_done_nanos, step.begun))
@@ -183,7 +182,7 @@ class RequestTimelines:
         return self.end(turn, now)
 
     def so_far(self, request: Request, now: int) -> Timeline | None:
-        """A copy of an unfinished request's timeline, as if it ended now. None if unknown."""
+        """A copy of an unfinished request's timeline, as if the request ended now, or None."""
         tracked = self._live.get(request)
         if tracked is None:
             return None
@@ -194,14 +193,15 @@ class RequestTimelines:
         return copied.timeline
 
     def paused(self, now: int) -> None:
-        """Records that no step is planned from now on."""
+        """Records that an operator has paused the engine. No step is planned from now on."""
         self._own_waits.interrupted(now)
         if self._paused_at is None:
             self._paused_at = now
 
     def resumed(self, now: int, *, stood_still: bool) -> None:
-        """Records that steps are planned again. `stood_still` is false if steps are still in
-        flight, which means that the pause did not delay running requests.
+        """Records that the pause has ended. `stood_still` is false if steps that were planned
+        before the pause are still in flight. The running requests then lost no time, so their
+        timelines get no pause phase.
         """
         running = self._running.values() if self._paused_at is not None and stood_still else ()
         for tracked in running:
@@ -214,7 +214,7 @@ class RequestTimelines:
     def preempted(
         self, requests: Iterable[Request], cause: PreemptionCause, now: int, message: str = ""
     ) -> None:
-        """Records that running requests were preempted, but not because blocks were missing."""
+        """Records that running requests were preempted for another cause than missing blocks."""
         kind = PhaseKind.RECOVERY if cause in _LOSSES else PhaseKind.PREEMPTED
         if kind is PhaseKind.RECOVERY:
             self._own_waits.interrupted(now)
@@ -245,7 +245,7 @@ class RequestTimelines:
             return
         timeline, end = tracked.timeline, now
         if interruption.kind is PhaseKind.RECOVERY:
-            # The tokens of a lost step do not count. The phase ended when the last tokens arrived.
+            # The phase ended when the last tokens arrived, because the lost step's do not count.
             end = min(now, max(timeline.covered_until, self.sums.last_done_nanos))
         self._leave_phase(tracked, now if self._paused_at is not None else end)
         if timeline.current.kind is PhaseKind.PAUSE:
@@ -271,7 +271,7 @@ class RequestTimelines:
         return [phase for phase in phases if phase.kind is PhaseKind.DECODE]
 
     def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
-        """Records the first tokens after a prefill. Unless preempted, the request now decodes."""
+        """Records the first tokens after a prefill. Decode begins, unless it was preempted."""
         if tracked.timeline.first_token is None:
             tracked.timeline.first_token = now
         if tracked.timeline.current is phase:
@@ -288,7 +288,7 @@ class RequestTimelines:
             self._prefilling[tracked.request] = tracked
 
     def _leave_phase(self, tracked: Tracked, now: int) -> None:
-        """Completes the open phase. If the request was paused, adds a pause after the phase."""
+        """Completes the open phase. If the engine's pause delays the request, adds a pause."""
         own: Sequence[OwnWait] = ()
         end = self._end_of_phase(tracked, now)
         if tracked.timeline.current.kind is PhaseKind.PREFILL:
@@ -306,7 +306,7 @@ class RequestTimelines:
         tracked.waiting = None
 
     def _end_of_phase(self, tracked: Tracked, now: int) -> int:
-        """The end of the open phase: `now`, or the start of the pause if the request is paused."""
+        """The end of the open phase: now, or the time from which a pause delays the request."""
         if self._paused_at is None or tracked.request not in self._running:
             return now
         return min(now, max(self._paused_at, self.sums.last_done_nanos))

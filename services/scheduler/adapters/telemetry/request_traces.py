@@ -1,4 +1,4 @@
-"""Decides whether requests are sampled, at their arrival or later, and records their spans."""
+"""Decides which requests are sampled, at their arrival or later, and records their spans."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -19,12 +19,12 @@ from services.scheduler.core.request import Request
 from services.scheduler.core.timelines.timeline import Timeline
 
 MAX_KEPT = 2048
-"""Limit on the number of stored timelines. A timeline takes some kilobytes."""
+"""Limit on the number of stored timelines, which take some kilobytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTrace:
-    """The data from which the spans of one request are created."""
+    """The data from which the spans of an ended request can still be created."""
 
     timeline: Timeline
     attributes: Attributes
@@ -32,7 +32,7 @@ class KeptTrace:
 
 
 class KeptTraces:
-    """Maps the ids of recently ended requests to their timelines. `take` removes a timeline."""
+    """Maps the ids of requests that ended recently, and were not sampled, to their timelines."""
 
     def __init__(self, most: int = MAX_KEPT) -> None:
         self._most = most
@@ -42,14 +42,14 @@ class KeptTraces:
         return len(self._traces)
 
     def add(self, request_id: str, trace: KeptTrace) -> None:
-        """Stores a timeline. Drops the oldest timeline if there are too many."""
+        """Stores a timeline, in place of the oldest one if too many are stored."""
         self._traces.pop(request_id, None)
         self._traces[request_id] = trace
         if len(self._traces) > self._most:
             self._traces.popitem(last=False)
 
     def take(self, request_id: str) -> KeptTrace | None:
-        """Removes and returns the timeline of a request. None if it is not stored."""
+        """Removes and returns the timeline of a request, or None if it is not stored."""
         return self._traces.pop(request_id, None)
 
 
@@ -71,7 +71,7 @@ class RequestTraces:
         self._kept = KeptTraces()
 
     def has_any_of(self, candidates: Callable[[], Iterable[Request]]) -> bool:
-        """Whether a sampled request runs, or is among `candidates`."""
+        """Whether a sampled request runs or is among `candidates`."""
         sampled = self._sampled
         return bool(sampled) and (
             any(request.row is not None for request in sampled)
@@ -79,7 +79,7 @@ class RequestTraces:
         )
 
     def arrived(self, request: Request) -> None:
-        """Records whether a request is sampled at its arrival."""
+        """Decides at a request's arrival whether it is sampled."""
         if self._is_enabled and request.traceparent:
             self._sample(request, sampled_parent(request.traceparent, request.tracestate))
 
@@ -107,12 +107,12 @@ class RequestTraces:
             )
 
     def finish_turn(self, session: Request, turn: Request) -> None:
-        """Moves the sampling state of a session to its ended turn."""
+        """Transfers the span of a sampled session to `turn`, its ended turn."""
         if (sampled := self._sampled.pop(session, None)) is not None:
             self._sampled[turn] = sampled
 
     def keep(self, request_id: str, parent: SpanContext, unfinished: Iterable[Request]) -> None:
-        """Samples a request after its arrival. Records its spans at once if it has ended."""
+        """Samples a request after its arrival. If it has ended, records its spans at once."""
         if not self._is_enabled:
             return
         for request in unfinished:
@@ -128,8 +128,8 @@ class RequestTraces:
     def so_far(
         self, request: Request, timeline: Timeline, parent: SpanContext, tracing: Tracing
     ) -> None:
-        """Records the spans of an unfinished request with `tracing`. Their parent span is the
-        parent with which the request was sampled, or `parent` if the request is not sampled.
+        """Records the spans of an unfinished request with `tracing`. Their parent is the span under
+        which the request was sampled, or `parent` if it is not sampled.
         """
         sampled = self._sampled.get(request)
         context = child_of(parent) if sampled is None else sampled.context
@@ -148,7 +148,7 @@ class RequestTraces:
 
 
 def _turn_before(request: Request) -> list[Link]:
-    """A link to the previous turn of the request's program, if that turn was traced."""
+    """A link to the previous turn (request) of the request's program, if that turn was traced."""
     turn = request.program_turn
     before = None if turn is None else sampled_parent(turn.traceparent_before, "")
     return [] if before is None else [Link(before)]

@@ -1,4 +1,4 @@
-"""Implements the RPC GetStats: numbers of the replica."""
+"""Implements the RPC GetStats, which returns a replica's counters and present numbers."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _SHARE_OF_NEWEST = 0.1
 
 
 class StepCounts:
-    """Running totals over steps, which the engine's observer updates."""
+    """Totals over steps, which the engine's observer updates."""
 
     def __init__(self, step_costs: StepCosts | None = None) -> None:
         self.num_steps = 0
@@ -42,7 +42,7 @@ class StepCounts:
         """Number of computed tokens that preemptions discarded."""
         self.wait_reasons = WaitReasons()
         self.wait_nanos: Counter[str] = Counter(dict.fromkeys(_REASONS, 0))
-        """Maps a reason to the total nanoseconds that requests waited for it."""
+        """Maps each wait reason to the total nanoseconds that requests waited for it."""
         self.step_nanos: deque[int] = deque(maxlen=RECENT_STEPS)
         self.step_seconds = Histogram(replica.STEP_SECONDS)
         self.step_costs = step_costs or StepCosts()
@@ -56,7 +56,7 @@ class StepCounts:
 
     @property
     def mean_step_nanos(self) -> int:
-        """Mean duration of recent steps, without overlaps. 0 before the first step."""
+        """Mean duration of recent steps, without their overlaps. 0 before the first step."""
         return sum(self.step_nanos) // len(self.step_nanos) if self.step_nanos else 0
 
 

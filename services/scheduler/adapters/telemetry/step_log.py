@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 0.5
 MAX_WAITING_BYTES = 64 * 2**20
-"""Limit on the number of bytes that wait to be written. If more bytes would wait, the log ends."""
+"""Limit on the number of bytes that wait to be written. The log ends if more would wait."""
 
 
 class StepLog:
     """A log file that a WriterThread writes. Only one thread may call `write`, which never waits
-    for the disk. If the disk fails, or is so slow that more than MAX_WAITING_BYTES wait, logs a
-    warning and ends the log. The entries written until then can be replayed.
+    for the disk. If the disk fails, or if more than MAX_WAITING_BYTES wait, logs a warning and ends
+    the log. The entries up to then can be replayed.
     """
 
     def __init__(self, file: BinaryIO, max_waiting_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -89,7 +89,7 @@ class StepLog:
 
 
 class WriterThread:
-    """Calls a function in a thread, every FLUSH_SECONDS and a last time in `close`."""
+    """Calls a function in a thread: every FLUSH_SECONDS, and a last time in `close`."""
 
     def __init__(self, write: Callable[[], None]) -> None:
         self._write = write
@@ -115,8 +115,8 @@ def scheduler_with_log(
     shape: ReplicaShape,
     connect: Connect | None = None,
 ) -> Iterator[Scheduler]:
-    """A context that returns a scheduler. If `path` is set, the scheduler's calls are logged in
-    this file. Raises InvalidArgument if the log file cannot be created.
+    """A context manager that returns a scheduler. If `path` is set, the scheduler's calls are
+    logged in this file. Raises InvalidArgument if the file cannot be created.
     """
     if path is None:
         yield Scheduler(config, pool, connect, time.monotonic)
@@ -152,8 +152,8 @@ def header(
 
 
 def create_log_file(path: Path) -> BinaryIO:
-    """Creates a log file. Its name is the first of NAME.jsonl, NAME.2.jsonl, NAME.3.jsonl, ... that
-    does not exist. An existing file, perhaps from before a crash, is not changed.
+    """Creates a log file, named by the first of NAME.jsonl, NAME.2.jsonl, NAME.3.jsonl, ... that
+    does not exist. Existing files, perhaps from before a crash, are not changed.
     """
     compress = _compressor() if path.suffix == ".zst" else None
     stem, dot, suffix = path.name.partition(".")
@@ -177,7 +177,7 @@ def create_log_file(path: Path) -> BinaryIO:
 
 class _CompressedFile:
     """A file to which each write appends a complete compressed frame with a checksum. All complete
-    frames can be read while the file grows, and after the writing process was killed.
+    frames are readable while the file grows, and after the writing process was killed.
     """
 
     def __init__(self, file: BinaryIO, compress: Callable[[bytes], bytes]) -> None:
@@ -189,7 +189,7 @@ class _CompressedFile:
         return len(content)
 
     def flush(self) -> None:
-        """Flushes the file's buffer to the operating system."""
+        """Passes buffered bytes to the operating system."""
         self._file.flush()
 
     def close(self) -> None:

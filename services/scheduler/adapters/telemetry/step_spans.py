@@ -10,7 +10,7 @@ from services.common.telemetry.tracing import MAX_LINKS, Tracing
 from services.scheduler.core.output import SchedulerOutput
 
 MAX_REMEMBERED = 8192
-"""Number of recent sampled steps that are stored, so that ended requests can link to them."""
+"""Number of recent sampled steps to which requests that end later can link."""
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 
@@ -25,7 +25,7 @@ class StepSpan:
         self._links: list[Link] = []
 
     def planned(self, plan: SchedulerOutput, links: list[Link]) -> None:
-        """Records the plan, with links to the sampled requests in it."""
+        """Adds the plan's numbers, and links to the sampled requests in the step."""
         self._links = links[:MAX_LINKS]
         self._attributes = {
             names.ATTR_STEP: plan.step,
@@ -44,14 +44,14 @@ class StepSpan:
             self._attributes[names.ATTR_NUM_LINKS_LEFT_OUT] = len(links) - MAX_LINKS
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Records how many drafts the step verified and accepted."""
+        """Adds how many drafts the step verified and accepted."""
         self._attributes |= {
             names.ATTR_NUM_DRAFT_TOKENS: num_drafts,
             names.ATTR_NUM_ACCEPTED_TOKENS: num_accepted,
         }
 
     def record(self, tracing: Tracing, end: int, *, lost: bool = False) -> None:
-        """Records the span. `lost` is true if the step's tokens never arrived."""
+        """Ends and records the span. `lost` is true if the step's tokens did not arrive."""
         if lost:
             self._attributes[names.ATTR_IS_CUT] = True
         tracing.record(

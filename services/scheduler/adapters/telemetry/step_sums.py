@@ -18,8 +18,8 @@ class StepSums:
         self.last_done_nanos = 0
         """Time at which the tokens of the last step arrived."""
         self._steps: list[int] = []
-        """Numbers of the steps after which every step had a smaller batch. `_sizes` lists the batch
-        sizes of these steps, which decrease.
+        """Numbers of the steps after which every step so far had a smaller batch. `_sizes` lists
+        the batch sizes of these steps, which decrease.
         """
         self._sizes: list[int] = []
 
@@ -42,7 +42,7 @@ class StepSums:
         prompt_nanos: int,
         num_requests: int,
     ) -> None:
-        """Adds a completed step. `StepTotals` describes the values."""
+        """Adds a completed step. `StepTotals` explains the values."""
         self._num_steps += 1
         self._nanos += nanos
         self._compute_nanos += compute_nanos
@@ -57,6 +57,6 @@ class StepSums:
         steps.append(step)
 
     def max_requests_since(self, step: int) -> int:
-        """The largest batch of the steps from `step` on. 0 if there are no such steps."""
+        """The largest batch of the steps from number `step` on. 0 if there are no such steps."""
         index = bisect_left(self._steps, step)
         return self._sizes[index] if index < len(self._sizes) else 0

@@ -1,4 +1,4 @@
-"""Counts and traces steps and requests, from the engine's calls of its observer.
+"""Counts and traces steps and requests, when the engine calls its observer.
 
 Every request has a timeline (`request_timelines`). When a sampled request ends, its timeline is
 converted to spans (`request_spans`).
@@ -8,7 +8,7 @@ steps become candidates at random, with the sample ratio of traces. The sample r
 decides which candidates are sampled.
 
 Most steps only decode. Decode-only steps are collected and counted together, before any other event
-is counted. So counts may lag by up to MAX_UNCOUNTED_STEPS steps.
+is counted. So the counts may not include the last MAX_UNCOUNTED_STEPS steps.
 """
 
 import random
@@ -27,17 +27,17 @@ from services.scheduler.core.ports import PoolLost, WorkersLost
 from services.scheduler.core.request import Request, TurnEnd
 
 STEP_SERVICE = "engine-steps"
-"""Part of the service name of step traces. It distinguishes step traces from request traces."""
+"""The service name of step traces contains this, to distinguish them from request traces."""
 MAX_UNCOUNTED_STEPS = 32
 MAX_UNCOUNTED_NANOS = 100_000_000
-"""Limit on the time between the first and the last uncounted step."""
+"""Limit on the time from the first to the last step that is not counted yet."""
 
 
 class StepTracer:
-    """A `StepObserver` that counts and times all steps and requests, and traces the sampled steps
-    and requests. `candidates` returns the waiting requests that the next step may admit.
-    `end_execution` records the span of a step's execution by the workers, if the span was not
-    recorded yet. Its second argument is an error, or None if the workers replied.
+    """A `StepObserver` that counts and times all steps and requests, and traces sampled ones.
+    `candidates` returns the waiting requests that the next step may admit. `end_execution` records
+    the span of the workers' execution of a step, if it was not recorded yet. Its second argument is
+    an error, or None if the workers replied.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class StepTracer:
             step.span.record(self._tracing, self._unix_nanos())
 
     def _finish_turns(self, turns: Mapping[Request, TurnEnd], now: int) -> None:
-        """Ends the timelines of turns. Each turn of a session has its own timeline and spans."""
+        """Ends the timelines of sessions' turns. Each turn has its own timeline and spans."""
         for session, end in turns.items():
             self._traces.finish_turn(session, end.turn)
             tracked = self._timelines.finish_turn(session, end.turn, now)
@@ -184,8 +184,8 @@ class StepTracer:
             self._traces.keep(request_id, parent, self._timelines.requests)
 
     def so_far(self, request_id: str, traceparent: str, tracing: Tracing) -> None:
-        """Records the spans of an unfinished request up to the present time with `tracing`, under
-        the span of `traceparent`. Does nothing if the request is unknown or `traceparent` invalid.
+        """Records the spans of an unfinished request up to now with `tracing`, under the span of
+        `traceparent`. Does nothing if the request is unknown or `traceparent` is invalid.
         """
         parent = sampled_parent(traceparent)
         if parent is None:

@@ -1,4 +1,4 @@
-"""Wraps the engine's ports, and records a client span for each call in a sampled step."""
+"""Wraps the pool and the workers, and records a client span for each call in a sampled step."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ _CANCELLED = "the step was given up"
 
 
 class TracedPool:
-    """A `KVPool` whose transactions are recorded as child spans of their step."""
+    """A `KVPool` that records each transaction as a child span of its step."""
 
     def __init__(self, pool: KVPool, tracing: Tracing) -> None:
         self._pool = pool
@@ -62,7 +62,7 @@ class TracedPool:
 
 
 class TracedExecutor:
-    """An `Executor` that records a span for each sampled step, from sending to the output."""
+    """An `Executor` that records a span for each sampled step, from its sending to its output."""
 
     def __init__(self, executor: Executor, tracing: Tracing) -> None:
         self._executor = executor
@@ -90,9 +90,8 @@ class TracedExecutor:
         return answer
 
     def end(self, step: int, error: str | None = None) -> None:
-        """Records the span of a step's execution, if this span was not recorded yet. Must be called
-        before the span of the step is completed, because the callback that usually records the
-        execution may run later.
+        """Records the span of a step's execution, if it was not recorded yet. Must be called before
+        the step's own span is recorded, because the callback of the step's output may run later.
         """
         call = self._open.pop(step, None)
         if call is not None:

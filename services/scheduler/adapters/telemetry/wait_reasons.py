@@ -1,10 +1,10 @@
-"""Records why the requests in the queue wait. Each step has one wait reason for the whole queue.
+"""Records why the requests in the queue wait. Each step has one wait reason for the whole queue:
+the reason of the first waiting request that the step does not skip. (A skipped request has its own
+reason, which `OwnWaits` records.)
 
-This is the reason of the first waiting request that the step does not skip. A skipped request has
-its own reason, which `OwnWaits` records. For each reason, the number of steps with this reason is
-counted. The difference of the counts at the end and at the start of a request's wait is the number
-of steps for which the request waited. Changes of the reason are also stored. Times are Unix
-nanoseconds.
+Steps are counted by their reason. The counts at the end of a request's wait, less the counts at its
+start, are the numbers of steps for which the request waited for each reason. Changes of the reason
+are also stored. Times are Unix nanoseconds.
 """
 
 from collections import Counter, deque
@@ -16,22 +16,22 @@ from typing import NamedTuple
 from services.scheduler.core.output import OWN_REASONS, SchedulerOutput, WaitReason
 
 MAX_CHANGES = 256
-"""Limit on the number of changes of the reason that are stored. Older changes are dropped."""
+"""Limit on the number of stored changes of the reason. Older changes are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasonChange:
-    """A change of the reason. The new reason applies from `step` on."""
+    """A change of the queue's wait reason. The new reason applies from `step` on."""
 
     step: int
     unix_nanos: int
     reason: WaitReason
     holder: str = ""
-    """Id of the request that held most of the missing resource. Empty if no request held it."""
+    """Id of the request that held most of the missing blocks or rows. Empty if none did."""
 
 
 class WaitStart(NamedTuple):
-    """The time at which a request began to wait, and the state of `WaitReasons` at that time."""
+    """When a request began to wait, and the state of `WaitReasons` at that time."""
 
     next_step: int
     unix_nanos: int
@@ -42,15 +42,15 @@ class WaitStart(NamedTuple):
 
 
 class WaitReasons:
-    """Records for each step why the head of the queue waited."""
+    """Records for each step why the queue waited."""
 
     def __init__(self) -> None:
         self.current: WaitReason | None = None
-        """The last step's wait reason, if any. PAUSED or RECOVERY while no steps are planned."""
+        """The last step's wait reason or None. PAUSED or RECOVERY while no steps are planned."""
         self.num_steps: Counter[WaitReason] = Counter()
-        """Maps each reason to the number of steps with this reason. Pauses have no steps."""
+        """Maps each reason to its number of steps. PAUSED and RECOVERY have none."""
         self.passed_over: Counter[WaitReason] = Counter()
-        """Maps each reason to the number of requests that the last step skipped for this reason."""
+        """Maps each reason to the number of requests that the last step skipped for it."""
         self._holder = ""
         self._is_paused = False
         self._is_recovering = False
@@ -59,7 +59,7 @@ class WaitReasons:
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
     def planned(self, plan: SchedulerOutput, now: int) -> None:
-        """Records the reason of a planned step. Its planning may have begun before a pause."""
+        """Records a planned step's reason. The engine may have been paused while it was planned."""
         step, reason = plan.step, plan.wait_reason
         if reason is not self.current:
             self._change(step, reason, now, holder_of(plan))
@@ -70,21 +70,21 @@ class WaitReasons:
             self._change(self._next_step, WaitReason.PAUSED, now)
 
     def paused(self, now: int) -> None:
-        """Records that no step is planned until `resumed`."""
+        """Records that an operator has paused the engine, until `resumed` is called."""
         if not self._is_paused:
             self._is_paused = True
             if not self._is_recovering:
                 self._change(self._next_step, WaitReason.PAUSED, now)
 
     def resumed(self) -> None:
-        """Records the end of a pause. The next step sets the next reason."""
+        """Records the end of the pause. The next step sets the next reason."""
         if self._is_paused:
             self._is_paused = False
             if not self._is_recovering:
                 self.current = None
 
     def lost(self, now: int) -> None:
-        """Records that the pool or the workers are lost until `recovered`."""
+        """Records that the pool or the workers are lost, until `recovered` is called."""
         self._is_recovering = True
         self._change(self._next_step, WaitReason.RECOVERY, now)
 
@@ -94,7 +94,7 @@ class WaitReasons:
         self._change(self._next_step, WaitReason.PAUSED if self._is_paused else None, now)
 
     def begin(self, now: int) -> WaitStart:
-        """The present state. Callers store it for a request that begins to wait."""
+        """The present state, to be stored for a request that begins to wait."""
         return WaitStart(
             self._next_step,
             now,
@@ -105,11 +105,11 @@ class WaitReasons:
         )
 
     def steps_since(self, waiting: WaitStart) -> Counter[WaitReason]:
-        """Maps each reason to the number of steps, since the start of a wait, with this reason."""
+        """Maps each reason to its number of steps since the start of a wait."""
         return self.num_steps - Counter(waiting.num_steps)
 
     def changes_since(self, waiting: WaitStart) -> list[ReasonChange]:
-        """The reasons for which a request waited, in order. The first begins with the wait."""
+        """The reasons for which a request waited, in order, from the start of its wait on."""
         changes: list[ReasonChange] = []
         if waiting.num_changes < self._num_changes:
             newest_first = takewhile(
@@ -132,7 +132,7 @@ class WaitReasons:
     def _lasted(
         self, waiting: WaitStart, reason: WaitReason, changes: Sequence[ReasonChange]
     ) -> bool:
-        """Whether a request waited for `reason`, the queue's reason when the wait began."""
+        """Whether a request waited for `reason`, the queue's reason at the start of its wait."""
         if reason in (WaitReason.PAUSED, WaitReason.RECOVERY):
             return True
         if reason in OWN_REASONS:
@@ -151,10 +151,10 @@ class WaitReasons:
 
 
 def holder_of(plan: SchedulerOutput) -> str:
-    """Id of the request in the step that holds most of the resource that waiting requests lack. For
-    NO_BLOCKS and HEADROOM, this is the request with the most computed tokens, for BUDGET the
-    request with the most tokens in the step, and for MAX_SEQS the step's first request. For
-    RETAINED, a text about the context that is kept. Empty for other reasons.
+    """Id of the request in the step that holds most of what waiting requests lack: for NO_BLOCKS
+    and HEADROOM, the request with the most computed tokens; for BUDGET, the request with the most
+    tokens in the step; for MAX_SEQS, the step's first request. For RETAINED, a text that explains
+    which KV blocks of an ended request are kept. Empty for other reasons.
     """
     if plan.wait_reason is WaitReason.RETAINED:
         return plan.retained

@@ -1,4 +1,4 @@
-"""Converts the deltas of one Generate call to messages of vllm.grpc.engine."""
+"""Converts the deltas (new tokens, ends) of a Generate call to messages of vllm.grpc.engine."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,15 +30,15 @@ class _Answer:
     num_cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     output_logprobs: vllm_engine_pb2.OutputLogProbs | None = None
-    """The unsent log-probabilities. Without streaming, they are sent at the end."""
+    """The log-probabilities that were not sent yet. Without streaming, they are sent at the end."""
     input_logprobs: vllm_engine_pb2.InputLogProbs | None = None
 
 
 class Answers:
-    """The answers of one Generate call, which grow while deltas arrive. If the call streams, each
-    delta becomes a chunk with the new tokens and their log-probabilities. The first chunk of each
-    answer also has the log-probabilities of the prompt. Every answer ends with a message that
-    contains all its tokens. If the call does not stream, this message has all log-probabilities.
+    """The answers of one Generate call. If the call streams, each delta of an answer becomes a
+    chunk with the new tokens and their log-probabilities. The first chunk of each answer also has
+    the log-probabilities of the prompt. Every answer ends with a message that contains all its
+    tokens and, if the call does not stream, all log-probabilities.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -47,7 +47,7 @@ class Answers:
         self.num_open = len(self._answers)
 
     def take(self, deltas: scheduler_pb2.StepDeltas) -> Iterator[vllm_engine_pb2.GenerateResponse]:
-        """Converts deltas to messages. Raises for a finish reason that vLLM does not have."""
+        """Converts deltas to messages. Raises StepwellError for a finish reason unknown to vLLM."""
         for admitted in deltas.admitted:
             self._answers[admitted.handle].num_cached_tokens = admitted.num_cached_tokens
         for item in deltas.logprobs:
@@ -112,7 +112,7 @@ class Answers:
             answer.input_logprobs.top_logprobs.extend(_top_logprobs(rows))
 
     def _first_prompt_row(self) -> vllm_engine_pb2.InputLogProbs:
-        """The row of the first prompt token, which has no log-probability."""
+        """The log-probability row of the first prompt token, which has no log-probability."""
         tops = [vllm_engine_pb2.TopLogProbs()] if self._generation.num_prompt_logprobs else []
         return vllm_engine_pb2.InputLogProbs(
             token_ids=self._generation.prompt_token_ids[:1],
@@ -133,7 +133,7 @@ def _top_logprobs(rows: common_pb2.Logprobs) -> Iterator[vllm_engine_pb2.TopLogP
 
 
 def _finish_reason(finished: scheduler_pb2.Finished) -> str:
-    """vLLM's name of a finish reason. Raises an error for a reason that vLLM does not have."""
+    """vLLM's name of a finish reason. Raises StepwellError for a reason unknown to vLLM."""
     reason = finish_reason_from_proto(finished.reason)
     if reason in _VLLM_WORDS:
         return _VLLM_WORDS[reason]

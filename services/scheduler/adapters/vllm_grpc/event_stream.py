@@ -1,4 +1,4 @@
-"""Converts events of the prefix cache to messages of the RPC SubscribeKvEvents."""
+"""Converts prefix-cache events (blocks cached, evicted) to messages of SubscribeKvEvents."""
 
 import asyncio
 import time
@@ -24,7 +24,7 @@ from services.scheduler.adapters.pool.kv_events.events import (
 from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 
 _CHUNK_BLOCKS = 4096
-"""Limit on the number of blocks in one message of a snapshot. Far below gRPC's limit of 4 MiB."""
+"""Limit on the blocks in one message of a snapshot, which is then far below gRPC's 4 MiB."""
 _INT64 = 2**63
 _LOOK_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
@@ -32,10 +32,10 @@ _HEARTBEAT_SECONDS = 1.0
 
 @dataclass(eq=False)
 class EventStream:
-    """Builds the messages for a subscriber: first a snapshot of the published blocks, or the
-    batches from a given number on, and then all later batches. Each message has the replica's load.
-    If the load changes without an event, and at least every second, a message has only the load,
-    and the sequence number of the previous message.
+    """Builds the messages for a subscriber: first a snapshot of the cached blocks, or the batches
+    from a given number on, and then all later batches. Each message has the replica's load. If the
+    load changes without an event, and at least every second, a message has only the load, and the
+    sequence number of the previous message.
     """
 
     log: KVEventLog
@@ -45,9 +45,9 @@ class EventStream:
     _event_ids: Iterator[int] = field(init=False, default_factory=lambda: count(1))
 
     async def batches(self, begin: int) -> AsyncGenerator[common_pb2.KvEventBatch]:
-        """Yields batches without an end. `begin` is the number of the first batch to send, or 0 for
-        a snapshot of the published blocks. Raises Trimmed if this batch is not stored, or if a
-        later batch was dropped because the subscriber reads too slowly.
+        """Yields batches without end. `begin` is the number of the first batch to send, or 0 for a
+        snapshot of the cached blocks. Raises Trimmed if this batch is not stored, or if the
+        subscriber reads so slowly that a later batch is no longer stored.
         """
         if begin:
             sequence = begin - 1
@@ -73,16 +73,15 @@ class EventStream:
                 )
 
     async def _batches_after(self, sequence: int) -> list[KVEventBatch]:
-        """The batches after number `sequence`. Empty if no batch arrives in `_LOOK_SECONDS`."""
+        """The batches after number `sequence`. Empty if none arrives within `_LOOK_SECONDS`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
                 return await self.log.after(sequence)
         return []
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
-        """Yields messages with all blocks that are published now. The sequence numbers of the
-        messages are consecutive and end with the number of the newest batch. There are at most
-        `newest + 1` messages, so that no number is negative.
+        """Yields messages with all blocks that are cached now. Their sequence numbers are
+        consecutive, none is negative, and the last is the newest batch's number.
         """
         newest, stored = self.log.newest, self.log.snapshot()
         num_blocks = sum(len(event.block_hashes) for event in stored)
@@ -158,7 +157,7 @@ class EventStream:
 
 
 class _LoadRecords:
-    """The load in the messages of one subscription."""
+    """The replica's load in the messages of one subscription."""
 
     def __init__(
         self, load: Callable[[], common_pb2.EngineLoad], clock: Callable[[], float]
@@ -173,7 +172,7 @@ class _LoadRecords:
         return self._numbered(self._load())
 
     def next_if_due(self) -> common_pb2.EngineLoad | None:
-        """The load, for a message without events. None if the same load was sent recently."""
+        """The load for a message without events. None if an equal load was sent recently."""
         load = self._load()
         if load == self._last and self._clock() < self._sent_at + _HEARTBEAT_SECONDS:
             return None
@@ -190,7 +189,7 @@ class _LoadRecords:
 
 
 def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
-    """Yields the events. Splits events of more than `most` blocks."""
+    """Yields the events, split so that none has more than `most` blocks."""
     for event in events:
         hashes, parent = event.block_hashes, event.parent_block_hash
         size = len(event.token_ids) // len(hashes)
@@ -207,7 +206,7 @@ def _cut(events: Iterable[BlockStored], most: int) -> Iterator[BlockStored]:
 
 
 def _without_id(event: common_pb2.KvCacheEvent) -> common_pb2.KvCacheEvent:
-    """Removes the id from an event that was built for a snapshot."""
+    """Removes the id of an event, because events of snapshots have none."""
     event.event_id = 0
     return event
 

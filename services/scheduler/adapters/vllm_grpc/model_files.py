@@ -28,14 +28,14 @@ _TOKENIZER_PATTERNS = (
     "*.model",
     "*.tiktoken",
 )
-"""Patterns of the files from which a client builds the tokenizer. A model has some of the files."""
+"""Patterns of the files from which a client builds the tokenizer. Each model has some of them."""
 
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Parameters in generation_config.json that are defaults for clients."""
+"""Parameters in generation_config.json that clients use as defaults."""
 
 
 class ModelFiles:
-    """The directory of a model. `directory` is None if this machine has no such directory."""
+    """The directory of a model, if the scheduler's machine has it."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
@@ -43,7 +43,7 @@ class ModelFiles:
         self._generation_config = self._read("generation_config.json")
 
     def describe(self, response: vllm_engine_pb2.GetModelInfoResponse) -> None:
-        """Sets the fields of a response that the files determine."""
+        """Sets the fields of a response that follow from the files."""
         if self._directory is not None:
             response.model_path = response.tokenizer_path = str(self._directory.resolve())
         response.model_type = self._config.get("model_type") or ""

@@ -16,7 +16,7 @@ _SERVER_TYPE = "stepwell"
 
 
 class GenerationRate:
-    """The rate of generated tokens per second, measured over at least `SECONDS`."""
+    """Measures the rate of generated tokens per second, over at least `SECONDS`."""
 
     SECONDS = 0.5
 
@@ -27,7 +27,7 @@ class GenerationRate:
         self._rate = 0.0
 
     def at(self, num_tokens: int) -> float:
-        """The present rate. `num_tokens` is the total number of generated tokens."""
+        """The present rate. `num_tokens` is the total number of tokens generated so far."""
         elapsed = self._clock() - self._at
         if elapsed >= self.SECONDS:
             self._rate = (num_tokens - self._num_tokens) / elapsed
@@ -37,7 +37,7 @@ class GenerationRate:
 
 @dataclass(eq=False)
 class ReplicaInfo:
-    """Builds the messages about one replica."""
+    """Builds the messages that describe one replica."""
 
     shape: ReplicaShape
     config: SchedulerConfig
@@ -51,7 +51,7 @@ class ReplicaInfo:
         self._received_unix_seconds = time.time()
 
     def model(self) -> vllm_engine_pb2.GetModelInfoResponse:
-        """The description of the model, from the worker's description."""
+        """Describes the model, from the worker's description."""
         built = self.shape.description
         return vllm_engine_pb2.GetModelInfoResponse(
             model_path=built.model_name,

@@ -22,7 +22,7 @@ _READ = frozenset({"request_id", "tokenized", "sampling_params", "stream", "data
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The prompt of one Generate call, and its requests. There is one request for each answer."""
+    """The prompt of one Generate call, and one request for each of its answers."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -37,7 +37,7 @@ class GenerateConverter:
 
     opened: scheduler_pb2.SessionOpened
     client_stops: bool
-    """Whether the client itself ends answers at stop strings. If not, stop strings are refused."""
+    """Whether the client ends answers at stop strings. If not, stop strings are refused."""
     draw_seed: Callable[[], int]
 
     def convert(
@@ -47,7 +47,7 @@ class GenerateConverter:
         traceparent: str = "",
         timeout_seconds: float | None = None,
     ) -> Generation:
-        """Converts a call. Raises InvalidArgument that names an invalid or unsupported field."""
+        """Converts a call. Raises InvalidArgument for an invalid or unsupported field."""
         for field, _ in message.ListFields():
             if field.name not in _READ:
                 raise _refused(field.name, _why_not(field.name))
@@ -75,8 +75,8 @@ class GenerateConverter:
     def _prompt(
         self, message: vllm_engine_pb2.GenerateRequest, sampling: VllmSampling
     ) -> list[int]:
-        """The tokens of the input, truncated to the last `truncate_prompt_tokens` tokens. The value
-        -1 truncates to the longest prompt after which one token can be generated.
+        """The prompt's last `truncate_prompt_tokens` tokens, or all tokens if it is not set. With
+        -1, the prompt is truncated only so far that one token can be generated.
         """
         prompt = list(message.tokenized.input_ids)
         if not prompt:
@@ -130,7 +130,7 @@ class GenerateConverter:
 
 
 def with_client_names(error: StepwellError) -> StepwellError:
-    """Renames the field in an error from Stepwell's name to the client's name."""
+    """Replaces Stepwell's name of the field in an error by the client's name."""
     if error.field is None:
         return error
     name = error.field

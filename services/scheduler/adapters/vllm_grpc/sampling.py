@@ -24,8 +24,8 @@ _HONOURED: dict[str, Callable[[Any], dict[str, Any]]] = {
         "logit_bias_values": tuple(biases.values()),
     },
 }
-"""Maps a field to a function that converts its value to sampling parameters. In a field without
-presence (proto3), the value 0 means the default and is not converted.
+"""Maps each supported field to a function that converts its value to sampling parameters. The value
+0 of a field without presence (proto3) means the default, and is not converted.
 """
 
 _ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
@@ -34,7 +34,7 @@ _ELSEWHERE = frozenset({"n", "ignore_eos", "truncate_prompt_tokens", "stop"})
 _TEXT_ONLY = frozenset(
     {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 )
-"""Fields about detokenization. They have no effect, as in vLLM's own server."""
+"""Fields about detokenization, which have no effect, as in vLLM's own server."""
 
 MAX_N = 128
 """Limit on the number of answers to one prompt."""
@@ -42,7 +42,7 @@ MAX_N = 128
 
 @dataclass(frozen=True, slots=True)
 class VllmSampling:
-    """Sampling parameters from the client, without defaults that depend on the prompt."""
+    """The client's sampling parameters, without defaults that depend on the prompt."""
 
     params: SamplingParams
     """`seed` and `max_tokens` are None if the client did not set them."""
@@ -57,9 +57,9 @@ def vllm_sampling_from_proto(
     eos_token_ids: tuple[int, ...],
     client_stops: bool,
 ) -> VllmSampling:
-    """Converts the parameters of a message. Raises InvalidArgument with the name of a field that is
-    out of range or not supported. Grammars and fields of later protocol versions are not supported.
-    If `client_stops` is true, stop strings are accepted, because the client itself applies them.
+    """Converts the parameters of a message. Raises InvalidArgument for a field that is out of range
+    or not supported, such as grammars and fields of later protocol versions. With `client_stops`,
+    stop strings are accepted and ignored, because the client applies them.
     """
     given: dict[str, Any] = {}
     for field, value in message.ListFields():
@@ -94,7 +94,7 @@ def _truncation(message: vllm_engine_pb2.SamplingParams) -> int | None:
 
 
 def _with_valid_seed(params: SamplingParams) -> SamplingParams:
-    """Removes the seed. Negative seeds are valid here, but validation would reject them."""
+    """Removes the seed before validation, which would reject negative seeds (valid here)."""
     return replace(params, seed=None)
 
 

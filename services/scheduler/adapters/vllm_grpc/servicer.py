@@ -33,7 +33,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 @dataclass(eq=False)
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """Serves each Generate call with its own session. If the client disconnects, the call's
-    requests are aborted. If the client reads slowly, a chunk contains tokens of several steps.
+    requests are aborted. If the client reads slowly, a chunk contains the tokens of several steps.
     """
 
     engine: EngineCore
@@ -74,7 +74,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Abort(
         self, request: vllm_engine_pb2.AbortRequest, context: Context
     ) -> vllm_engine_pb2.AbortResponse:
-        """Ends the requests of the named Generate calls. Ignores the ids of ended calls."""
+        """Ends the requests of Generate calls. Ignores the ids of calls that have ended."""
         for request_id in request.request_ids:
             for session in self._calls.get(request_id, ()):
                 self.engine.changes.abort(list(session.requests.values()))
@@ -83,7 +83,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(
         self, request: vllm_engine_pb2.HealthCheckRequest, context: Context
     ) -> vllm_engine_pb2.HealthCheckResponse:
-        """Whether steps can run and new requests are accepted."""
+        """Whether the replica can run steps and accepts new requests."""
         state = self.sessions.state
         healthy = state.ready and not self.submitter.is_draining
         return vllm_engine_pb2.HealthCheckResponse(
@@ -93,7 +93,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Removes every cached prefix when no request holds blocks. Fails at the timeout."""
+        """Removes all cached prefixes once no request holds blocks. Fails at the timeout."""
         deadline = time.monotonic() + request.timeout_s
         while True:
             try:
@@ -108,7 +108,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetModelInfoResponse:
-        """The model, from the worker's description and the model's files."""
+        """Describes the model, from the worker's description and the model's files."""
         response = self.info.model()
         self.files.describe(response)
         return response
@@ -122,13 +122,13 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetLoads(
         self, request: vllm_engine_pb2.GetLoadsRequest, context: Context
     ) -> vllm_engine_pb2.GetLoadsResponse:
-        """The replica's load. Empty for ranks other than 0."""
+        """The replica's load. Empty for data-parallel ranks other than 0."""
         return self.info.loads(request.dp_rank)
 
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """The tokenizer's files, from the model directory in the scheduler's settings."""
+        """The tokenizer's files, from the model directory that the scheduler's settings name."""
         for chunk in await asyncio.to_thread(lambda: list(self.files.tokenizer_chunks())):
             yield chunk
 
@@ -171,7 +171,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
 
 def _traceparent(context: Context) -> str:
-    """The client's trace context, if it is well-formed and sampled."""
+    """The client's `traceparent`, if it is valid and sampled."""
     metadata = dict(context.invocation_metadata() or ())
     traceparent = metadata.get("traceparent", "")
     if isinstance(traceparent, bytes):

@@ -251,7 +251,7 @@ class WorkerGroup:
         self._steps.model = ModelFacts(ranks[0].vocab_size, pooler_from_proto(ranks[0].pooler))
         incarnations = [rank.incarnation for rank in ranks]
         if incarnations != self._incarnations:
-            # The first step of each size may take long in a new process, which compiles and allocates.
+            # In a new process, the first step of each size may take long, to compile or allocate.
             self._deadlines.forget()
             self._grammars.forget()
             self._incarnations = incarnations
