@@ -97,10 +97,10 @@ class Observation:
             self._metrics.ended(piece.finish_reason.value)
 
     def completed(self) -> None:
-        """Counts a request that has ended, unless it was refused, or its answer was replayed: read
-        from the answer that another request with its idempotency key has started, and that was
-        counted for that request. If the client disconnected while the request was queued, only the
-        waits and the finish reason are counted.
+        """Counts a request that has ended. Does nothing for a refused request, and for a replayed
+        answer: an answer that was started, and is counted, for an earlier request with the same
+        idempotency key. If the client disconnected while the request was queued, only the waits and
+        the finish reason are counted.
         """
         seconds = time.perf_counter() - self._started
         generation = self._generation

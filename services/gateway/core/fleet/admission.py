@@ -22,8 +22,8 @@ class Queued:
 
 class Admission:
     """Lets every sequence be sent at once. The option `tenants` uses a subclass that queues
-    sequences. The fleet calls the methods that follow `queues` here for all sequences, whether or
-    not they were queued.
+    sequences. The fleet calls `discard`, `candidates`, `sent`, `started` and `left` for all
+    sequences, even if they were not queued.
     """
 
     def __len__(self) -> int:

@@ -97,8 +97,8 @@ def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) 
 
 
 def of_prompt(error: StepwellError, number: int, num_prompts: int) -> StepwellError:
-    """Returns the error. If it is about a prompt and the request has several prompts, the prompt's
-    index is added to the error's field and message.
+    """Adds the prompt's index to the field and message of an error about a prompt, if the request
+    has several prompts. Returns any other error unchanged.
     """
     if error.field != "prompt" or num_prompts == 1:
         return error

@@ -112,8 +112,8 @@ class RedisJournal:
         await self._execute([("DEL", _log(scope), _lease(scope)) for scope in scopes])
 
     async def _execute(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Returns Redis' answers to the commands in order. The answer to an XADD whose id is too
-        low is an exception. Raises RedisUnavailable for any other error.
+        """Returns Redis' answers to the commands in order, with an exception as the answer to an
+        XADD whose id is too low. Raises RedisUnavailable for any other error.
         """
         if not commands:
             return []

@@ -1,5 +1,5 @@
-"""The text parts of messages and the arguments of earlier tool calls, in the forms in which clients
-of all APIs send them.
+"""The text parts of messages and the arguments of earlier tool calls in request bodies of all
+APIs.
 """
 
 import json

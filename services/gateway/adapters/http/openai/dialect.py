@@ -227,7 +227,7 @@ def event(body: object) -> bytes:
 
 
 def named_event(body: Mapping[str, Any]) -> bytes:
-    """Encodes an event that is named after the type of its body."""
+    """Encodes an event whose name is the `type` of its body."""
     return f"event: {body['type']}\ndata: {to_json(body)}\n\n".encode()
 
 

@@ -13,7 +13,7 @@ ChatFinishReason = Literal["stop", "length", "abort", "repetition", "tool_calls"
 
 
 class Answer(BaseModel):
-    """Base class of the schemas of answers. No validators are built for these classes."""
+    """Base class of the schemas of answers, which are not used for validation."""
 
     model_config = ConfigDict(defer_build=True)
 

@@ -1,5 +1,5 @@
-"""The routes for operators: pause, resume, reset, drain. Routes that vLLM also has have vLLM's
-names.
+"""The routes for operators: pause, resume, reset, drain. Their names are vLLM's where vLLM has such
+a route.
 """
 
 import dataclasses

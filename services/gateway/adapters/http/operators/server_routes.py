@@ -111,7 +111,7 @@ class ServerRoutes:
     async def metrics(self, request: Request) -> Response:
         """Returns the Prometheus metrics of this gateway and of every replica.
 
-        The route needs no API key. Series with a private label are omitted.
+        The route needs no API key. Series that clients may not see are omitted.
         """
         is_open = wants_open_metrics(request.headers.get("accept", ""))
         text = await self._metrics.collect(self._private_labels, exemplars=is_open)

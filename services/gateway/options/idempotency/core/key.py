@@ -20,7 +20,7 @@ _SCOPE_DIGITS = 32
 _NOT_COMPARED = frozenset({"request_id", "caller", "prompts", "output_form"})
 """Fields that are not compared between requests with the same key. The id may differ, because every
 answer has the first request's id. The caller cannot differ, because each caller has its own keys.
-Prompts are compared separately, as tokens. The output form does not affect the tokens.
+Prompts are compared separately, as tokens. `output_form` does not affect the tokens.
 """
 
 

@@ -79,7 +79,7 @@ class RedisKeys:
             await self._redis.close()
 
     async def _refresh(self) -> None:
-        """Reads the keys that are in memory again, if any may have changed in Redis."""
+        """Reads the keys in memory from Redis again if they may have changed there."""
         version = (await look_up(self._redis, ())).version
         if not version and self._keys:
             self._lost("Redis has no API keys any more")

@@ -152,7 +152,7 @@ class ActivityFeed:
             cursor.blocks_at = now
             found = answer.HasField("blocks")
             sample.blocks = blocks_document(answer.blocks) if found else None
-        if cursor.step > answer.stats.num_steps:  # The scheduler's process is new.
+        if cursor.step > answer.stats.num_steps:  # A new scheduler process counts from 0 again.
             cursor.step = 0
         if answer.steps:
             sample.steps.extend(step_documents(answer.steps, cursor.done_unix_nanos))
