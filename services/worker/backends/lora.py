@@ -76,7 +76,7 @@ class LoraRows:
 
 
 class Delta(Protocol):
-    """What a step's adapters add to one projection. Both must be of the same kernels."""
+    """What a step's adapters add to one projection, which the same kernels must have created."""
 
     def added_to(self, product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Adds the deltas of x [n, in] to the product [n, out], which may be overwritten."""
@@ -101,7 +101,7 @@ class LoraStep(Protocol):
 
 
 def stacked(factors: Factors, columns: int) -> LoraFactors:
-    """Combines factors into one for all columns. B is zero where no factor adds anything."""
+    """Combines factors into one for all output columns. B is zero for columns without a factor."""
     if len(factors) == 1 and len(factors[0].b) == columns:
         return factors[0]
     a = torch.cat([one.a for one in factors])

@@ -13,7 +13,7 @@ Weight = Union[torch.Tensor, "QuantizedWeight"]
 _MOST_INT8 = 127
 _MOST_INT8_PRODUCTS = (2**31 - 1) // (127 * 128)
 _SMALLEST_SCALED = 1e-30
-"""A row whose elements are all below this magnitude is quantized to zeros."""
+"""A row of a matrix whose elements are all below this magnitude is quantized to zeros."""
 
 
 @dataclass(frozen=True, slots=True)

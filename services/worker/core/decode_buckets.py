@@ -1,7 +1,7 @@
 """Runs decode-only steps as recorded programs, which work on fixed memory.
 
-A step of n decodes runs the program for the next power of two. Each of the program's rows, used or
-not, is called a lane. Only the step's inputs are copied into the program's memory, so a device can
+A step of n decodes runs the program for the next power of two. A lane is a row of a program's
+input, used or not. Only the step's inputs are copied into the program's memory, so a device can
 record the program once and replay it without calls from Python, as with CUDA graphs.
 """
 

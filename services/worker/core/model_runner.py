@@ -148,8 +148,8 @@ class ModelRunner:
         return output
 
     def _wait_for_device(self) -> None:
-        """Waits until the device has done all earlier work. Before the first step of a generation
-        (see StepInput), this detects a hanging device before new requests are sent to it.
+        """Waits until the device has done all earlier work. Called when the scheduler has opened
+        the KV pool again, so that a hanging device is detected before new requests are sent to it.
         """
         self.device.download(self.device.upload(np.zeros(1, np.int32))).wait()
 

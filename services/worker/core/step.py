@@ -32,7 +32,7 @@ class NewRequest:
     block_tables: tuple[Int32Array, ...]
     """Block ids, one table for each KV-cache group."""
     prompt_embeds: PromptEmbeds | None = None
-    """Embeddings of the last placeholder tokens. Those of computed tokens may be missing."""
+    """Embeddings of the placeholder tokens. The first may be missing if they are computed."""
     num_placeholders: int = 0
     """Number of tokens at the beginning of the prompt that are placeholders for embeddings."""
     pooling: PoolingParams | None = None

@@ -54,7 +54,7 @@ class ServingCosts:
     seconds: float = 0.0
     """Time for each step."""
     seconds_per_token: float = 0.0
-    """Time for each request in a step. Most requests get one token."""
+    """Time for each request in a step, because most requests get one token in a step."""
     seconds_per_new_request: float = 0.0
     """Time for each request that a step admits for the first time."""
 

@@ -53,9 +53,7 @@ class Model(Protocol):
 
 
 def wanted_rows(whole: torch.Tensor, wanted: torch.Tensor | None) -> torch.Tensor | None:
-    """The rows of `whole` at the indexes `wanted`: all if it is None. Returns None if it is
-    empty.
-    """
+    """Returns the rows of `whole` at `wanted` (None: all), or None if `wanted` is empty."""
     if wanted is None:
         return whole
     return whole[wanted] if len(wanted) else None

@@ -79,7 +79,7 @@ class Shard:
 
 
 def check_divisible(num_heads: int, num_kv_heads: int, size: int, directory: Path) -> None:
-    """Raises UnsupportedModel if `size` ranks cannot divide the heads. It names possible sizes."""
+    """Raises UnsupportedModel, naming possible sizes, if `size` ranks cannot divide the heads."""
     if size <= num_kv_heads or (size % num_kv_heads == 0 and size <= num_heads):
         return
     if num_kv_heads in (1, num_heads):

@@ -69,8 +69,8 @@ class CudaPlatform(ComputingPlatform):
         return DtypeSetting.BFLOAT16 if asked is DtypeSetting.AUTO else asked
 
     def kernels(self) -> Kernels:
-        """Returns the kernels for this GPU. They multiply grouped matrices whose group sizes only
-        the GPU knows if it is a Hopper, because torch supports this only there.
+        """Returns the kernels for this GPU. Only on a Hopper, they multiply grouped matrices whose
+        group sizes the host does not know, because torch supports this only there.
         """
         if self._batch_invariant:
             return BatchInvariantKernels()

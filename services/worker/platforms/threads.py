@@ -10,8 +10,8 @@ million parameters and 8 and 32 requests at once:
   slows all n. Leaving a processor to such processes costs 1/n of the speed. From ENOUGH_TO_SPARE
   cores on, this loss is smaller, so one core is left free, unless idle hyperthreads of the cores in
   use can run the other services.
-* If a team needs all processors, its idle threads keep their processors awake
-  (native/cpp/threads.h). Otherwise, on a virtual machine, a prompt of 512 tokens after half a
+* A team that needs all processors pins one thread to each (native/cpp/threads.h). Otherwise two
+  threads may be put on one processor, and on a virtual machine a prompt of 512 tokens after half a
   second of idleness takes up to twice as long.
 * Two threads on one core share the core's arithmetic units and cache, so the worker starts one
   thread per core.

@@ -28,7 +28,7 @@ _DOUBLE_BITS = 53
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """The filter parameters of one row, named as in SamplingParams."""
+    """The filter parameters of one request, named as in SamplingParams."""
 
     top_k: int = 0
     top_p: float = 1.0

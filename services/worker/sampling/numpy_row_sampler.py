@@ -10,7 +10,9 @@ from services.worker.sampling.race import Race
 
 
 class NumpyRowSampler:
-    """A RowSampler in NumPy. It filters row by row, and draws (see Race) several rows at a time."""
+    """A RowSampler in NumPy. It filters one row at a time, and draws (see Race) for several rows at
+    a time.
+    """
 
     draws_ahead = False
 

@@ -117,9 +117,7 @@ def _compile_once(
     cached: CachedLibrary,
     checkpoint_reached: Callable[[], None],
 ) -> ctypes.CDLL:
-    """Loads the library if it is cached by now, otherwise compiles it. Holds the cache entry's
-    lock.
-    """
+    """Locks the cache entry. Loads the library if it is cached by now, else compiles it."""
     lock = cached.directory.with_suffix(".lock")
     with ExitStack() as scope:
         try:

@@ -123,9 +123,7 @@ class NativeDecoder:
 
 
 def _empty(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocates with NumPy. torch would release the interpreter's lock, and a waiting event loop
-    would delay the step.
-    """
+    """Allocates with NumPy, because torch would release the interpreter's lock before the step."""
     return torch.from_numpy(np.empty((rows, width * dtype.itemsize), np.uint8)).view(dtype)
 
 

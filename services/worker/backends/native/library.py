@@ -201,7 +201,7 @@ class NativeLoraLayer(ctypes.Structure):
 
 
 class StepLora(ctypes.Structure):
-    """The adapters of a step's rows."""
+    """The adapters of a step's rows (tokens)."""
 
     _fields_ = _fields({"adapters rows starts": _ADDRESS, "width": _COUNT, "num_adapters": _INT})
 

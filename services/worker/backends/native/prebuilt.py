@@ -83,9 +83,7 @@ def load_prebuilt(features: Collection[str], directory: Path = DIRECTORY) -> cty
 
 
 def build(directory: Path, kinds: Collection[Kind]) -> None:
-    """Compiles the kernels of each kind. Raises BuildFailed, or CalledProcessError without
-    OpenMP.
-    """
+    """Compiles the kernels of each kind. Raises BuildFailed or CalledProcessError."""
     compiler = os.environ.get("CXX", "c++")
     printed = subprocess.run(
         [compiler, f"-print-file-name={_OPENMP}"], check=True, capture_output=True, text=True

@@ -89,9 +89,7 @@ class FixedRanges:
 
 
 class TightRanges:
-    """Like FixedRanges, but a range is from the first block in the window to the last query's
-    key.
-    """
+    """Like FixedRanges, for ranges from the first block in the window to the last key."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

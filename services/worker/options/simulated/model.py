@@ -64,8 +64,8 @@ class SimulatedModel:
     until the next step. If the model pools, hidden states are float32 [n, hidden_size], and logits
     are class scores.
 
-    `end_token_ids` end an output. Their first one follows each token with the probability 1 /
-    `mean_output_tokens`, or never if that is 0. A pipeline stage `receives` and `sends` hidden
+    `end_token_ids` end an output. After each token, the first of them has the probability 1 /
+    `mean_output_tokens`, or 0 if that number is 0. A pipeline stage `receives` and `sends` hidden
     states as elements of `dtype`, [n, hidden_size].
     """
 

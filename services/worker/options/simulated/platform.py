@@ -114,8 +114,8 @@ class SimulatedPlatform:
         wait_for_ranks: Callable[[], None],
     ) -> LoadedModel:
         """Returns a SimulatedModel with the shapes that config.json describes. Each rank has the
-        whole model, but the memory of its KV cache is that of a rank's part. Raises
-        UnsupportedModel if there are more stages than layers.
+        whole model, but a KV cache only for its part of the model. Raises UnsupportedModel if there
+        are more stages than layers.
         """
         directory, pooling = checkpoint.directory, options.pooling
         config = read_model_config(directory)

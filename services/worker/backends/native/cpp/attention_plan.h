@@ -144,7 +144,7 @@ inline AttentionPlan::AttentionPlan(const AttentionLayer& layer, const Layout& l
   }
 }
 
-// The amount of work of a step's attention, in the unit of threads.h.
+// The amount of work of a step's attention, in the unit of PARALLEL_WORK.
 inline double attention_work(const AttentionLayer& layer, const Layout& layout) {
   double pairs = 0;
   for (int r = 0; r < layout.num_requests; ++r) {

@@ -1,4 +1,5 @@
-// Multiplication of inputs in 8 bits by a panel of a weight in 8 bits (W8A8).
+// Multiplication of inputs in 8 bits by a panel (a block of columns, see panel.h) of a weight in 8
+// bits (W8A8).
 //
 // A row of the input is quantized to codes, integers from -127 to 127, and a scale, in the same way
 // as heads of keys (codes.h). vLLM quantizes each token's activations dynamically in the same way.
@@ -8,7 +9,7 @@
 // contribution of this 128.
 //
 // A panel has the scales of its columns, the initial values of their sums, and the codes. If the
-// depth is not a multiple of quads, the weight is padded with codes of zero.
+// depth is not a multiple of four, the weight is padded with codes of zero.
 
 #pragma once
 

@@ -1,11 +1,12 @@
 // Multiplication by a packed weight.
 //
-// The panels of the weight (panel.h) are contiguous, so a small batch, which is bound by memory,
-// reads one sequential stream per thread. Large batches are cut into blocks of rows that stay in
-// the second-level cache while all panels are read. A panel is cut into chunks of depth. A chunk
-// stays in a cache while the block's tiles of rows (panel.h) are multiplied by it. For any number
-// of rows, an element's products are added in order of depth, and totals are float32, also between
-// chunks. The blocking is from Goto and van de Geijn's matrix multiplication.
+// The weight is packed into panels, which are blocks of columns (panel.h). They are contiguous, so
+// a small batch, which is bound by memory, reads one sequential stream per thread. Large batches
+// are cut into blocks of rows that stay in the second-level cache while all panels are read. A
+// panel is cut into chunks of depth. A chunk stays in a cache while the block's tiles of rows
+// (panel.h) are multiplied by it. For any number of rows, an element's products are added in order
+// of depth, and totals are float32, also between chunks. The blocking is from Goto and van de
+// Geijn's matrix multiplication.
 
 #pragma once
 
@@ -263,7 +264,7 @@ void pack_weight(const Projection<T>& p, const T* weight) {
   });
 }
 
-// The amount of work of projecting `rows` rows, in the unit of threads.h.
+// The amount of work of projecting `rows` rows, in the unit of PARALLEL_WORK.
 template <class T>
 double projection_work(const Projection<T>& p, std::int64_t rows) {
   return double(p.columns) * double(p.depth) * std::max(double(sizeof(T)), double(rows) / 8);

@@ -3,11 +3,12 @@
 //
 // The rows of a step are grouped by adapter once. Before a projection, the rows of each adapter are
 // multiplied by the adapter's A. The products are stored in `inside`, in the order of the groups.
-// During the projection the product of `inside` and B is added to each panel's totals, before
-// gating and rounding, so adapters work with all storage formats of the weight. Rows of one adapter
-// are multiplied together, wherever they are in the step, because reading A and B takes most of the
-// time. Tiles of rows add the products of an element in order of depth, so that a row's result does
-// not depend on other rows. Grouping is from punica (Chen et al.).
+// During the projection the product of `inside` and B is added to the totals of each panel (block
+// of output columns), before gating and rounding, so adapters work with all storage formats of the
+// weight. Rows of one adapter are multiplied together, wherever they are in the step, because
+// reading A and B takes most of the time. Tiles of rows add the products of an element in order of
+// depth, so that a row's result does not depend on other rows. Grouping is from punica (Chen et
+// al.).
 
 #pragma once
 

@@ -1,5 +1,5 @@
-// The inner loop of every multiplication: a few rows (a tile of rows) times a packed panel, with
-// all totals in registers.
+// The inner loop of every multiplication: a few rows of a matrix (a tile of rows) times a packed
+// panel of another one, with all totals in registers.
 //
 // A panel has PANEL_WIDTH columns of a matrix: for each step of depth, the elements of all columns,
 // side by side. A step of bfloat16 is two elements deep, as in the instruction for dot products of

@@ -49,7 +49,7 @@ struct Projection {
     return (has_offsets ? 2 : 1) * SCALES_BYTES + code_bytes(format, group);
   }
 
-  // The depth of W8A8, rounded up to whole quads.
+  // The depth of W8A8, rounded up to a multiple of four.
   std::int64_t coded_depth() const { return round_up(depth, PanelOps<ValueByte>::DEPTH); }
 
   // The bytes of an element of the input rows.
@@ -185,10 +185,10 @@ inline __attribute__((always_inline)) void store_totals(const Vector (&total)[RO
   }
 }
 
-// to [ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, + rows of `a` times
-// the panel. PREFETCH and `prefetch` are those of `multiply`. This is a separate function, so that
-// `multiply` has all registers. It is aligned to a cache line, so that changes of other code do not
-// move its loop.
+// Writes `from` plus rows of `a` times the panel to `to` [ROWS, PANEL_WIDTH]. Rows of `from` are
+// `from_stride` elements apart. PREFETCH and `prefetch` are those of `multiply`. This is a separate
+// function, so that `multiply` has all registers. It is aligned to a cache line, so that changes of
+// other code do not move its loop.
 template <class T, int ROWS, bool PREFETCH>
 __attribute__((noinline, aligned(64))) void add_product(const float* from, std::int64_t from_stride,
                                                         const T* a, std::int64_t stride,

@@ -1,4 +1,4 @@
-// Panels of bytes, and sums of products of bytes in 32 bits, which are exact.
+// Panels (panel.h) of bytes, and sums of products of bytes in 32 bits, which are exact.
 //
 // A step of such a panel is four elements deep, as in the instructions for 8-bit dot products.
 // Totals are Vectors of integers.

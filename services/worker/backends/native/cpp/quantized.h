@@ -1,11 +1,12 @@
 // Panels of weights with 8 or 4 bits.
 //
 // A weight is code * scale + offset. A scale, and an optional offset, belong to a column and a
-// group of consecutive depths. A panel is a sequence of groups, each of them a record: the scales
-// of its columns, the offsets, the codes. Before multiplication codes are unpacked to elements of a
-// panel (panel.h), which represent them exactly, because bfloat16 has 8 significant bits. Products
-// of codes are added up within a group, and the sum is multiplied by the scale. Therefore a result
-// differs from a result with float32 weights only by the rounding of sums.
+// group of consecutive depths. A panel (a block of columns, see panel.h) is a sequence of groups,
+// each of them a record: the scales of its columns, the offsets, the codes. Before multiplication
+// codes are unpacked to elements of a panel (panel.h), which represent them exactly, because
+// bfloat16 has 8 significant bits. Products of codes are added up within a group, and the sum is
+// multiplied by the scale. Therefore a result differs from a result with float32 weights only by
+// the rounding of sums.
 
 #pragma once
 

@@ -114,7 +114,7 @@ inline std::int64_t sample_row(const LogitRows& rows, const RowMasks& masks, std
   return TokenRace(row, kept, temperature, states, bounds, scratch.take<double>(num_blocks)).run();
 }
 
-// The amount of work of sampling a row, for each byte of its logits, in the unit of threads.h.
+// The amount of work of sampling a row, for each byte of its logits, in the unit of PARALLEL_WORK.
 inline double work_per_byte(const LogitRows& rows, std::int64_t index,
                             const RowParameters& parameters) {
   constexpr double GREEDY = 1, DRAWN = 3, FILTERED = 8;

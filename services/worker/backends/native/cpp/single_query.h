@@ -14,9 +14,9 @@ namespace stepwell {
 // Maximum of query heads in one pass over the keys, limited by registers.
 constexpr int HEADS_PER_PASS = 4;
 
-// scores[head][key] = the product of query[head] and the key, for the keys of PANELS panels from
-// panel `first` on. Products are added in order of depth, as in `multiply`. Queries are `stride`
-// elements apart.
+// scores[head][key] = the product of query[head] and the key, for the keys of PANELS panels (LANES
+// keys each) from panel `first` on. Products are added in order of depth, as in `multiply`. Queries
+// are `stride` elements apart.
 template <class T, int HEADS, int PANELS>
 void score_panels(const T* query, int stride, const KeyPanels<T>& panels, int first, int dim,
                   float* scores) {

@@ -1,8 +1,8 @@
 // What the processor's instructions for products of tiles compute, bit for bit (Intel AMX).
 //
-// A tile is up to 16 rows of up to 64 bytes. Tile `b` has a row for each pair or quad of depth,
-// with the elements of each column side by side, as in a panel. The products of bfloat16 ignore
-// MXCSR and compute as in FlushingMode.
+// A tile is up to 16 rows of up to 64 bytes. Tile `b` has a row for each two (bfloat16) or four
+// (bytes) elements of depth, with the elements of each column side by side, as in a panel. The
+// products of bfloat16 ignore MXCSR and compute as in FlushingMode.
 
 #pragma once
 

@@ -28,7 +28,7 @@ constexpr std::int64_t PANEL_TILE_BYTES = 2 * TILE_BYTES;
 
 constexpr std::int64_t CHUNK_TILES = 8;
 
-// The maximum size of the rows of a block. They stay in the second-level cache.
+// The maximum size of the rows of a block, with which they stay in the second-level cache.
 constexpr std::int64_t TILE_BLOCK_BYTES = 1152 * 1024;
 
 // Prefetch distances in a sequential stream, in bytes: for one tile of rows, and for two.
@@ -79,9 +79,9 @@ inline void multiply_tile() {
   }
 }
 
-// to [ROW_TILES * TILE_ROWS, PANEL_WIDTH] = from, whose rows are `from_stride` elements apart, +
-// rows times a panel, for `count` tiles of depth. Tiles of rows are `rows_stride` bytes apart.
-// Prefetches `prefetch`, of which a step is a tile of depth.
+// Writes `from` plus rows times a panel, for `count` tiles of depth, to `to` [ROW_TILES *
+// TILE_ROWS, PANEL_WIDTH]. Rows of `from` are `from_stride` elements apart. Tiles of rows are
+// `rows_stride` bytes apart. Prefetches `prefetch`, of which a step is a tile of depth.
 template <class Element, int ROW_TILES>
 inline void add_tiles(const float* from, std::int64_t from_stride, const char* rows,
                       std::int64_t rows_stride, const char* panel, std::int64_t count,
