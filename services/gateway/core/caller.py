@@ -6,7 +6,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Caller:
     """A caller without limits. Callers with different ids cannot see each other's requests. If
-    clients need API keys, callers are objects of the subclass Tenant, which has limits.
+    clients need API keys, callers are objects of the subclass Tenant, which may have limits.
     """
 
     caller_id: str

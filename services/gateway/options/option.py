@@ -44,14 +44,14 @@ class OptionParts:
     settings: ClientSettings
     inference: Inference
     engine: Fleet
-    """An option may replace its attribute `admission`."""
+    """An option may replace the engine's attribute `admission`."""
     links: SchedulerLinks
     prefix_index: PrefixIndex
     gate: Gate
     running: Mapping[int, RequestRecord]
     """The records of unfinished calls, the oldest first."""
     observer: Observer
-    """An option may append to its attribute `listeners`."""
+    """An option may append to the observer's attribute `listeners`."""
     clock: Clock
     gateway_id: str
     redis_url: str | None

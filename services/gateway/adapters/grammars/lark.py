@@ -51,8 +51,8 @@ class Lark:
         return self.rule("%json " + json.dumps(whole, ensure_ascii=False))
 
     def wanted(self, form: StructuredOutputs) -> str:
-        """Adds a rule for a client's structured-output constraint. Raises ValueError if the
-        constraint is a malformed grammar, and InvalidArgument if it cannot be enforced otherwise.
+        """Adds a rule for a client's structured-output constraint. Raises ValueError for a
+        malformed grammar, and InvalidArgument for any other invalid constraint.
         """
         form.validate()
         if form.kind is StructuredOutputsKind.JSON:

@@ -77,8 +77,8 @@ class Application:
         return response
 
     def _similar(self, path: str) -> str | None:
-        """Returns the path with /v1 added or removed, which a client with a wrong base URL probably
-        means, or None if that is not a known path either.
+        """Returns the path with /v1 added or removed if it is a known path, because a client with a
+        wrong base URL probably means it. Otherwise returns None.
         """
         longer, shorter = f"{_VERSION}{path}", path.removeprefix(_VERSION)
         return next((known for known in (longer, shorter) if known in self._paths), None)

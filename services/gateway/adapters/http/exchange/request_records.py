@@ -89,7 +89,7 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 
 
 def call_of(scope: Scope) -> Call:
-    # The raw path, because the decoded path may contain a line break, which would spoil logs.
+    # Not the decoded path, because it may contain a line break, which would spoil logs.
     path = scope.get("raw_path", b"").decode("ascii", errors="backslashreplace")[:_MAX_PATH]
     client = scope.get("client")
     return Call("http", scope["method"], path, f"{client[0]}:{client[1]}" if client else "")

@@ -21,8 +21,8 @@ class Numbering:
         """
         self._num_sent = self._num_received = 0
         self._untaken: deque[tuple[int, int]] = deque()
-        """The unacknowledged messages: the message's number, and the number of requests in all
-        messages up to this one.
+        """The unacknowledged messages, each with its number, and the number of requests in all
+        messages up to it.
         """
         self._num_requests = self._taken_number = self._num_taken_requests = 0
 

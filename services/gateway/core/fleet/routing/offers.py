@@ -26,7 +26,7 @@ tokens, which evict few blocks, have nearly equal pressures.
 @dataclass(slots=True)
 class Offer:
     """The cost of a sequence at one replica, and the number of the sequence's blocks that the
-    replica has cached. Not frozen, since frozen dataclasses are slower to create.
+    replica has cached. The class is not frozen, since frozen dataclasses are slower to create.
     """
 
     replica: Replica

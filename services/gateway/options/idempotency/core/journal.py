@@ -71,7 +71,7 @@ class Journal(Protocol):
 
     async def open(self, scope: str) -> tuple[bool, News]:
         """Acquires the lease of a log if no gateway has it, and reads the log, which may be
-        missing. Returns whether the lease was acquired, and all entries.
+        missing. Returns whether the lease was acquired, and all entries of the log.
         """
 
     async def append(self, appends: Sequence[Append]) -> list[Appended]:

@@ -37,7 +37,7 @@ class KeyLimits:
     linger_seconds: float
     """The time in seconds after which the generation of a detached answer is stopped."""
     max_detached: int
-    """Maximum number of detached answers. At the limit, the longest detached answer is stopped."""
+    """Maximum number of detached answers. If there are more, the longest detached is stopped."""
     retention_seconds: float
     """The time in seconds for which an ended or stopped answer is stored."""
     max_answers: int

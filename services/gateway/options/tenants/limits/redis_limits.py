@@ -176,7 +176,7 @@ class RedisLimits:
         """Renews this gateway's lease. Success shows that Redis is reachable."""
         arguments = (_LEASE_MILLIS, self._process_name)
         num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, _RENEW_CALL_SECONDS)
-        if self._is_lost:  # Redis must be fast enough for requests, too: a shorter time limit.
+        if self._is_lost:  # Checks that Redis also responds within the time limit of requests.
             num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, self._take_seconds)
         self.num_gateways = max(1, num_gateways)
         if self._is_lost:

@@ -34,8 +34,8 @@ def summary(trace: StoredTrace) -> Document:
 
 
 def turn_of(trace: StoredTrace, program: str) -> Document | None:
-    """Describes which request of an agent program this request is. Returns None if it does not
-    belong to the program.
+    """Describes the request as a turn of an agent program: its number, and what ran before it.
+    Returns None if it does not belong to the program.
     """
     for one in trace.spans:
         if names.ATTR_PROGRAM.encode() not in one.encoded:

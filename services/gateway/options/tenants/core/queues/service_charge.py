@@ -11,9 +11,9 @@ _DEVIATIONS = 2.0
 
 @dataclass(slots=True)
 class ServiceTime:
-    """The moving means of the running times of a tenant's sequences and of their deviation, in
-    seconds, computed like round-trip times in Jacobson, "Congestion avoidance and control" (SIGCOMM
-    1988).
+    """The moving mean of the running times of a tenant's sequences, and the moving mean of their
+    deviation, in seconds. Both are computed like round-trip times in Jacobson, "Congestion
+    avoidance and control" (SIGCOMM 1988).
 
     Under overload, many requests are sent to a replica when just enough time for them is left
     before their deadlines. If the mean running time counted as enough, half of these requests would
