@@ -54,7 +54,7 @@ def gloo_group(store: Any, rank: int, size: int, host: str, timeout: datetime.ti
 
 class NcclRanks:
     """Exchanges tensors on GPUs between ranks. Operations are queued on the GPU. `host` exchanges
-    numbers of the host.
+    numbers that are not on a GPU.
 
     NCCL adds each element on one rank and sends the result, so that all ranks get the same bits.
     """

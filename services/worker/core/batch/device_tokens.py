@@ -63,7 +63,7 @@ class DeviceTokens:
         self._is_held[:] = False
 
     def release(self, rows: np.ndarray) -> None:
-        """Drops the tokens of these rows, because the host knows their last tokens."""
+        """Drops the tokens of these rows. Called when the host knows their last tokens."""
         self._is_held[rows] = False
 
     def fill_in(

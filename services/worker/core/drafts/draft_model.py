@@ -68,7 +68,7 @@ class DraftModel(DraftSource):
         blocks.
         """
         self._guesses = np.zeros((rows, most), np.int32)
-        """For each row, computed drafts that follow the tokens counted in `_num_computed`."""
+        """For each row, the drafts computed after the tokens that `_num_computed` counts."""
         self._num_guesses = np.zeros(rows, np.int32)
 
     def forget(self, rows: Int32Array) -> None:

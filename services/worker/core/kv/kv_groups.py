@@ -93,9 +93,9 @@ def layer_kinds(
 
     Layers with different windows and key shapes become separate kinds under two conditions:
     `scales_blocks` allows blocks with different numbers of tokens, and the size of a token's
-    largest keys is a multiple of each other size. Otherwise all layers are of one kind without a
-    window, whose group keeps the blocks of all tokens. If all layers have the same window, or all
-    keys have the same shape, shapes are ignored.
+    largest keys is a multiple of the size of all other layers' keys. Otherwise all layers are of
+    one kind without a window, whose group keeps the blocks of all tokens. If all layers have the
+    same window, or all keys have the same shape, shapes are ignored.
     """
     shapes = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
     if len(set(shapes)) == 1 or len({layer.window for layer in layers}) == 1:

@@ -55,7 +55,7 @@ class KVTier:
         self._held: list[_Held | None] = [None] * len(memory)
         self._views: list[tuple[Bytes, Bytes]] = []
         """For each page, a view of its bytes in the tier, [num_blocks, parts, bytes], and a view of
-        its bytes in the KV cache, [parts, num_blocks, bytes].
+        its bytes in the KV cache, [parts, num_blocks, bytes]. The parts are keys and values.
         """
         offset = 0
         for page in pages:

@@ -93,8 +93,8 @@ class StepThread {
         rows_(rows),
         team_(team) {}
 
-  // Fills the residual stream, and copies the cosines and sines of the tokens' positions.
-  // `embedded`: see run_decoder.
+  // Writes the tokens' embeddings to the residual stream, and copies the cosines and sines of their
+  // positions. `embedded` is explained at run_decoder.
   void begin(const std::int64_t* token_ids, const T* embedded, const int* positions) {
     const std::int64_t width = decoder_.hidden_size;
     const Range own = team_.part(rows_);

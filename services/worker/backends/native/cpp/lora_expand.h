@@ -31,7 +31,7 @@ struct ExpandTile {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Maximum of panels by which a few rows are multiplied together. Panels of B are short and
+// Maximum number of panels by which a few rows are multiplied together. Panels of B are short and
 // contiguous, so that together they are one stream, and rows are read once for all.
 constexpr int PANELS_AT_ONCE = 4;
 
@@ -43,8 +43,8 @@ constexpr int panels_of_tile() {
 
 // Adds ROWS rows times PANELS panels of B to the totals of the rows, whose panels are
 // `totals_stride` apart. The second vector of a panel is multiplied by elements of a row that begin
-// `apart` elements after the elements for the first vector. With PREFETCH, prefetches the same
-// number of following panels.
+// `apart` elements after the elements for the first vector. With PREFETCH, prefetches the PANELS
+// panels after these.
 template <class T, int ROWS, int PANELS, bool PREFETCH>
 __attribute__((noinline)) void add_panels(const ExpandTile<T>& tile, const T* rows,
                                           std::int64_t apart, const T* panel, float* totals,
@@ -235,7 +235,7 @@ class BlockDelta {
   std::int64_t row_ = 0;
 };
 
-// A panel of a run to which adapters add. `index` is its index in the run.
+// A panel to which adapters add: panel number `index` of `run`.
 template <class T>
 struct LoraPanel {
   const BlockDelta<T>& delta;

@@ -34,8 +34,8 @@ __attribute__((noinline)) void multiply_inside(const T* rows, std::int64_t strid
   for (int i = 0; i < ROWS; ++i) store(to + i * to_stride, total[i][0]);
 }
 
-// The number of small tiles that are multiplied together, and the maximum of panels of one tile,
-// whose rows are read once for all panels.
+// The number of small tiles that are multiplied together, and the maximum number of panels by which
+// one tile is multiplied together, so that its rows are read once for all these panels.
 #ifdef __AVX512F__
 constexpr int TILES_AT_ONCE = 4;
 #else

@@ -1,5 +1,5 @@
-// Attention of many rows over a block of keys, whose keys and values are packed into panels
-// (panel.h).
+// Attention of many rows (heads of queries) over a block of keys, whose keys and values are packed
+// into panels (panel.h).
 
 #pragma once
 

@@ -42,7 +42,7 @@ struct Unpacker;
 template <>
 struct Unpacker<float, WeightFormat::INT4> {
   static constexpr int BYTES = 64, STEPS = BLOCK_DEPTH;
-  // The codes in bits from `shift` on, in as many words as a register has.
+  // Converts the codes at bits `shift` to `shift` + 3 of a register's words to floats.
   static Register numbers(const char* words, int shift) {
     IntRegister some;
     std::memcpy(&some, words, sizeof some);

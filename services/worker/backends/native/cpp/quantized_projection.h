@@ -20,9 +20,9 @@ namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Maximum of rows that are multiplied by two panels side by side. With so few rows, one panel has
-// fewer sums than the processor can add while one addition is in flight. With AVX2, which has fewer
-// registers, two panels are never faster.
+// Maximum number of rows that are multiplied by two panels side by side. With so few rows, one
+// panel has fewer sums than the processor can add while one addition is in flight. With AVX2, which
+// has fewer registers, two panels are never faster.
 #ifdef __AVX512F__
 constexpr int MAX_PAIR_ROWS = 4;
 #else

@@ -11,7 +11,7 @@
 
 namespace stepwell {
 
-// Maximum of query heads in one pass over the keys, limited by registers.
+// Maximum number of query heads in one pass over the keys, limited by registers.
 constexpr int HEADS_PER_PASS = 4;
 
 // scores[head][key] = the product of query[head] and the key, for the keys of PANELS panels (LANES

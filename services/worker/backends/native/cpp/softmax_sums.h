@@ -13,8 +13,8 @@ namespace stepwell {
 constexpr float LOWEST = -INFINITY;
 constexpr float LOG2_E = 1.44269504f;
 
-// The sums of rows over the keys processed so far. For each row: the weighted values, `dim`
-// elements; the sums of weights, lane by lane; and the largest score.
+// The sums of rows (heads of queries) over the keys processed so far. For each row: the weighted
+// values, `dim` elements; the sums of weights, lane by lane; and the largest score.
 struct SoftmaxSums {
   float* values;
   float* weights;
@@ -40,8 +40,8 @@ struct SoftmaxSums {
   }
 };
 
-// Adds `part`, the same rows' sums over further keys, to `sums`. Both are scaled to the larger
-// maximum. Rows without keys in `part` are unchanged.
+// Adds `part`, the sums of the same rows over further keys, to `sums`. Sums with a smaller maximum
+// are scaled to the larger one. Rows without keys in `part` are unchanged.
 inline void merge(const SoftmaxSums& sums, const SoftmaxSums& part, int rows) {
   for (int row = 0; row < rows; ++row) {
     const SoftmaxSums to = sums.from(row), from = part.from(row);

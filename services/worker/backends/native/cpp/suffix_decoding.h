@@ -13,7 +13,7 @@
 namespace stepwell {
 
 struct SuffixSettings {
-  std::int64_t depth;       // Maximum of tokens in a match and its drafts.
+  std::int64_t depth;       // Maximum number of tokens in a match and its drafts together.
   std::int64_t max_cached;  // Maximum number of responses that are kept after their requests leave.
   std::int64_t max_bytes;   // Maximum memory of the trees of responses.
   DraftRules rules;

@@ -25,7 +25,7 @@ struct Draft {
 };
 
 struct DraftRules {
-  double max_spec_factor;  // Maximum of drafts, as a multiple of the matching tokens.
+  double max_spec_factor;  // Maximum number of drafts, as a multiple of matching tokens.
   double min_token_prob;   // Minimum of the product of frequencies up to a draft.
 };
 
@@ -80,7 +80,7 @@ class SuffixTree {
     sequences_[id].ends = {};
   }
 
-  // Removes the first token of a closed sequence, and the sequence with its last token. Returns
+  // Removes the first token of a closed sequence. Removes the sequence if no token remains. Returns
   // whether the sequence was removed.
   bool forget_first(SequenceId id) {
     Sequence& sequence = sequences_[id];
@@ -158,8 +158,8 @@ class SuffixTree {
     }
   }
 
-  // The node of a string: an inner node, or the leaf of the string or of its prefix. NO_NODE if the
-  // string does not occur, or occurs only at the end of `own`.
+  // The inner node of a string, or the leaf of the string or of a prefix whose sequence continues
+  // it. NO_NODE if the string does not occur, or occurs only at the end of `own`.
   NodeId find(NodeId root, SequenceId own, const Token* tokens, std::size_t length) const {
     if (own != NO_SEQUENCE && length <= size(own)) {
       const std::vector<NodeId>& ends = sequences_[own].ends;
