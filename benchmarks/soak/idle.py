@@ -1,27 +1,39 @@
-"""Sends no request for minutes. The prefix cache must remain, and no service may log a warning.
+"""Sends no request for minutes, while programs of agents are paused. The prefix cache must remain,
+the memory of the services must not grow, and no service may log a warning.
 
-    python -m benchmarks.soak idle --minutes 5 [--model DIR]
+    python -m benchmarks.soak idle --minutes 5 [--programs N] [--model DIR]
 
-A prompt is sent twice, so that its prefix is found in the cache the second time. After the given
-time the prompt is sent once more. The exit status is 1 if the last answer or its number of cached
-prompt tokens differs from the second answer's, or if a service logged a warning or an error.
+A prompt is sent twice, so that its prefix is found in the cache the second time. Each program has a
+turn before the idle time, and another one after it. After the given time the prompt is sent once
+more. The exit status is 1 if the last answer or its number of cached prompt tokens differs from the
+second answer's, if a program's second turn finds less than half of its prompt in the cache, if a
+service grew, or if a service logged a warning or an error.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
-from benchmarks.common.arguments import add_model, make_parser, positive
+from benchmarks.common.arguments import add_model, count, make_parser, positive
 from benchmarks.common.models import read_config
+from benchmarks.common.process_usage import usage_of
 from benchmarks.common.stack import Stack
+from benchmarks.soak.attack.findings import Finding, Sample, findings, table
 from services.cli.settings import UpSettings
 
 NUM_PROMPT_TOKENS, NUM_TOKENS = 400, 16
 FIRST_TOKEN = 20
+NUM_PROGRAM_TOKENS = 64
+"""Number of tokens of a program's first prompt, and of the tokens that each further turn adds."""
+AT_ONCE = 16
 ANSWER_SECONDS = 60.0
+SAMPLES, SAMPLE_SECONDS = 60, 10.0
+WARM_UP_SHARE, WARM_UP_SECONDS = 0.25, 300.0
+MB_PER_HOUR = 24.0
 WARNING_LEVELS = (" warning ", " error ", " critical ")
 
 
@@ -35,30 +47,42 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The answers before and after the idle time, and the logged warnings."""
+    """The answers before and after the idle time, how many programs found their contexts again, the
+    growth of each process, and the logged warnings.
+    """
 
     before: Answer
     after: Answer
+    num_programs: int
+    num_continued: int
+    findings: tuple[Finding, ...]
     warnings: tuple[str, ...]
 
     @property
     def is_good(self) -> bool:
-        """Whether both answers and their cached tokens are equal, and no warning was logged."""
-        return self.before.num_cached_tokens > 0 and self.after == self.before and not self.warnings
+        """Whether both answers and their cached tokens are equal, every program found its context,
+        no process grew, and no warning was logged.
+        """
+        same = self.before.num_cached_tokens > 0 and self.after == self.before
+        grew = any(finding.complaint for finding in self.findings)
+        return same and self.num_continued == self.num_programs and not (grew or self.warnings)
 
 
-async def idle(model: Path, minutes: float) -> Outcome:
+async def idle(model: Path, minutes: float, num_programs: int) -> Outcome:
     """Runs the test. Raises RuntimeError if the services do not start."""
     config = read_config(model)
+    vocab_size = int(config["vocab_size"])
     num_tokens = min(NUM_PROMPT_TOKENS, int(config["max_position_embeddings"]) - NUM_TOKENS)
-    prompt = [
-        FIRST_TOKEN + i % (int(config["vocab_size"]) - FIRST_TOKEN) for i in range(num_tokens)
-    ]
-    async with Stack(UpSettings(model=model)) as stack:
+    prompt = [FIRST_TOKEN + i % (vocab_size - FIRST_TOKEN) for i in range(num_tokens)]
+    num_blocks = (num_tokens + (2 * NUM_PROGRAM_TOKENS + NUM_TOKENS) * (num_programs + 1)) // 8
+    settings = UpSettings(model=model, policy="program", num_blocks=num_blocks)
+    async with Stack(settings) as stack:
         url = f"http://{stack.http}/v1/completions"
         await _complete(url, prompt)
         before = await _complete(url, prompt)
-        await asyncio.sleep(60 * minutes)
+        await _all_turns(url, vocab_size, num_programs, 1)
+        samples = await _samples(stack, 60 * minutes)
+        turns = await _all_turns(url, vocab_size, num_programs, 2)
         after = await _complete(url, prompt)
         warnings = [
             f"{name}: {line}"
@@ -66,14 +90,44 @@ async def idle(model: Path, minutes: float) -> Outcome:
             for line in log.splitlines()
             if any(level in line for level in WARNING_LEVELS)
         ]
-    return Outcome(before, after, tuple(warnings))
+    warm_up = min(WARM_UP_SHARE * 60 * minutes, WARM_UP_SECONDS)
+    found = findings(samples, warm_up, MB_PER_HOUR)
+    num_continued = sum(turn.num_cached_tokens >= NUM_PROGRAM_TOKENS // 2 for turn in turns)
+    return Outcome(before, after, num_programs, num_continued, found, tuple(warnings))
 
 
-async def _complete(url: str, prompt: list[int]) -> Answer:
+async def _samples(stack: Stack, seconds: float) -> list[Sample]:
+    """Samples the memory of the services at regular intervals for `seconds`."""
+    begun, samples = time.monotonic(), list[Sample]()
+    every = min(seconds / SAMPLES, SAMPLE_SECONDS)
+    while (passed := time.monotonic() - begun) < seconds:
+        usages = {name: usage_of(pid) for name, pid in stack.pids().items()}
+        samples.append(Sample(passed, usages))
+        await asyncio.sleep(every)
+    return samples
+
+
+async def _all_turns(url: str, vocab_size: int, num_programs: int, turn: int) -> list[Answer]:
+    """Sends a turn of each program. The first turn has NUM_PROGRAM_TOKENS tokens, and each further
+    turn adds as many.
+    """
+    limit = asyncio.Semaphore(AT_ONCE)
+
+    async def turn_of(number: int) -> Answer:
+        first, spread = 7919 * (number + 1), vocab_size - FIRST_TOKEN
+        prompt = [FIRST_TOKEN + (first + i * i) % spread for i in range(turn * NUM_PROGRAM_TOKENS)]
+        async with limit:
+            return await _complete(url, prompt, job_id=f"idle-{number}")
+
+    return await asyncio.gather(*map(turn_of, range(num_programs)))
+
+
+async def _complete(url: str, prompt: list[int], **fields: str) -> Answer:
     """Sends a prompt over a new connection, because only the connections between the services are
     meant to have been idle.
     """
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    body |= fields
     async with httpx.AsyncClient(trust_env=False, timeout=ANSWER_SECONDS) as http:
         answer = (await http.post(url, json=body)).raise_for_status().json()
     cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -85,19 +139,24 @@ def report(outcome: Outcome) -> str:
     same = "the same" if outcome.after.text == outcome.before.text else "ANOTHER"
     return "\n".join(
         (
+            table(outcome.findings),
+            "",
             f"{before} prompt tokens were cached before, {after} after; {same} answer; "
+            f"{outcome.num_continued} of {outcome.num_programs} programs found their contexts; "
             f"{len(outcome.warnings)} warnings",
             *outcome.warnings,
         )
     )
 
 
-def parse_options(argv: Sequence[str]) -> tuple[Path, float]:
+def parse_options(argv: Sequence[str]) -> tuple[Path, float, int]:
     parser = make_parser("soak idle", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=positive, default=5.0, help="how long (default: 5)")
+    add = parser.add_argument
+    add("--programs", type=count, default=100, help="how many are paused (default: 100)")
     add_model(parser)
     parsed = parser.parse_args(argv)
-    return parsed.model, parsed.minutes
+    return parsed.model, parsed.minutes, parsed.programs
 
 
 def main(argv: Sequence[str]) -> int:
