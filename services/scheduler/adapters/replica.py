@@ -1,4 +1,4 @@
-"""Opens the pool and the workers together, and opens both again after one of them was lost."""
+"""Opens the pool and the workers, and opens all of them again after one was lost."""
 
 import asyncio
 import logging
@@ -221,7 +221,7 @@ _MAY_CHANGE = frozenset(
         *("dtype", "kv_cache_dtype", "kernels", "seen_generation"),
     }
 )
-"""Fields of a worker's description that `_require_same` does not compare. They may change."""
+"""Fields of a worker's description that may change, so that `_require_same` ignores them."""
 
 
 def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:

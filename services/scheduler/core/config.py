@@ -44,8 +44,8 @@ class SchedulerConfig:
     """Limit on the draft tokens that the workers propose for each request in a step."""
     num_speculative_rows: int = 0
     """Limit on the tokens of all decoding requests in a step, draft tokens included. Each request
-    then has the same number of drafts, the largest that keeps the limit. With 0, there is no limit,
-    and each request has `num_speculative_tokens` drafts.
+    then has the largest equal number of drafts that keeps the limit. With 0, there is no limit, and
+    each request has `num_speculative_tokens` drafts.
     """
     num_lookahead_tokens: int = 0
     """Cache slots of each request for tokens of a draft model. Only set in tests and replays."""
@@ -58,7 +58,7 @@ class SchedulerConfig:
     runner type "pooling"). A request then ends with the step that computes its last prompt token.
     """
     prefill_schedule_interval: int = 1
-    """While requests decode, only every n-th step computes prompt tokens. This number is n."""
+    """While requests decode, one of this number of steps computes prompts. 1: every step."""
     pipeline_parallel_size: int = 1
     """Number of stages into which the model's layers are divided."""
     watermark: float = 0.0
@@ -89,7 +89,7 @@ class SchedulerConfig:
     max_loras: int | None = None
     """Limit on the number of different LoRA adapters of running requests. None refuses adapters."""
     kv_role: KVRole | None = None
-    """The direction in which the KV connector transfers keys and values. None without connector."""
+    """Whether the KV connector loads, stores, or both. None without a KV connector."""
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
     """What happens to a request if the KV connector could not load some of its blocks."""
     requires_kv_delivery: bool = False

@@ -1,10 +1,10 @@
-"""The state of a grammar, which the output of a request must follow and which workers compile."""
+"""Whether the workers have compiled the grammar that the output of a request must follow."""
 
 import enum
 
 
 class GrammarStatus(enum.Enum):
-    """Whether the workers have compiled the grammar of a request."""
+    """The state of a grammar's compilation on the workers."""
 
     COMPILING = "compiling"
     """Not every worker has compiled the grammar yet. Until then, no step admits the request."""

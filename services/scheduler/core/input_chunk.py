@@ -1,4 +1,4 @@
-"""The input of a session's next turn. A session is a request that continues with further inputs."""
+"""The input of a session's next turn. A session is a request with several turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Types by which the plans and outputs of steps describe transfers of keys and values between the
-KV cache and a KV connector, such as the tier of host memory to which workers offload KV blocks. A
-plan lists the transfers that begin with the step. An output reports the transfers that have ended.
-Names follow vLLM.
+KV cache and a KV connector, such as the tier of host memory to which workers offload KV blocks. The
+plan of a step lists the transfers that begin with the step, and its output reports the transfers
+that have ended. Names follow vLLM.
 """
 
 import enum

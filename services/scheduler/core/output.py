@@ -47,7 +47,7 @@ class WaitReason(Enum):
     ADAPTERS = "adapters"
     """The adapter is not loaded, or running requests use `max_loras` other adapters."""
     SESSION = "session"
-    """The request is a session and waits for its next input."""
+    """The request is a session (with several turns) and waits for its next input."""
     REMOTE_KV = "remote_kv"
     """Keys and values are being loaded, or the KV connector does not know what it can load."""
     GRAMMAR = "grammar"

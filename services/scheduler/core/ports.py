@@ -66,7 +66,7 @@ class PoolAndWorkers(Protocol):
         """Whether a signal or supervisor, and not a step, ended a worker of this generation."""
 
     async def open(self) -> object:
-        """Begins a generation with an empty pool and workers. Waits until both are reachable."""
+        """Begins a generation with empty pool and workers. Waits until all are reachable."""
 
 
 class Readiness(Protocol):

@@ -110,7 +110,7 @@ class Outbox:
         self._is_empty, self._has_more_than_tokens = False, True
 
     def turn_ended(self, handle: int, turn: Request) -> None:
-        """Adds the end of a turn of a client's session. `turn` is a copy of the session then."""
+        """Adds the end of a turn of a client's session (a request with several turns)."""
         self._deltas.turns.append(_finished(handle, turn))
         self._is_empty, self._has_more_than_tokens = False, True
 

@@ -51,7 +51,9 @@ class QueueWatch:
 
     @property
     def _num_waiting(self) -> int:
-        """Number of waiting requests, without clients' sessions that wait for input."""
+        """Number of waiting requests, without clients' sessions (requests with several turns) that
+        wait for input.
+        """
         return self._engine.num_waiting - self._client_sessions.num_between_turns
 
     def _state(self) -> QueueState:

@@ -99,7 +99,7 @@ class RequestIntake:
         )
 
     def accept_chunk(self, session: Request, message: scheduler_pb2.AddChunk) -> InputChunk:
-        """Converts a message to a session's input. Raises InvalidArgument or OutOfRange."""
+        """Converts a message to the input of a session's next turn. Raises InvalidArgument."""
         tokens = self._tokens(message.token_ids, "token_ids")
         if not tokens:
             raise InvalidArgument("token_ids is empty", field="token_ids")

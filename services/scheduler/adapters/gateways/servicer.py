@@ -33,7 +33,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(eq=False)
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    """Serves gateways' sessions. `opened` is the first message to the gateway in each session."""
+    """Serves gateways' sessions (gRPC streams). `opened` is the first message of each session."""
 
     engine: EngineCore
     submitter: RequestSubmitter

@@ -1,4 +1,6 @@
-"""Assigns each request to the session of its gateway, and distributes messages to gateways."""
+"""Assigns each request to the session (gRPC stream) of its gateway, and distributes messages to
+gateways. A client's session, in contrast, is a request with several turns.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +29,7 @@ class _Owner:
     num_uncomputed_tokens: int = 0
     """Number of the request's prompt tokens that are not computed yet."""
     is_admitted: bool = False
-    """Whether the gateway knows that the request, or the session's turn, was admitted."""
+    """Whether the gateway knows that the request, or a client's session's turn, was admitted."""
     num_prompt_rows: int = 0
     """Number of rows of prompt log-probabilities that were sent, because each is sent once."""
 
@@ -78,7 +80,7 @@ class Sessions:
         return session
 
     def open_call(self, name: str) -> GatewaySession:
-        """Opens a session for the requests of one gRPC call, to which no states are sent."""
+        """Opens a session for the requests of a gRPC call, to which no replica states are sent."""
         session = GatewaySession(name)
         self._sessions[session] = None
         return session
@@ -304,7 +306,7 @@ class Sessions:
 
 def _num_output_tokens(update: EngineCoreOutputs) -> list[int]:
     """Number of output tokens of each request of a step, including the new tokens. If a turn of a
-    session ended with the step, only the tokens of this turn count.
+    client's session ended with the step, only the tokens of this turn count.
     """
     requests, turns = update.plan.requests, update.turns
     if turns:

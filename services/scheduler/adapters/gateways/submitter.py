@@ -62,7 +62,9 @@ class RequestSubmitter:
         self.engine.changes.add(request)
 
     async def submit_chunk(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> None:
-        """Begins the next turn of a client's session. If refused, ends the session and raises."""
+        """Begins the next turn of a client's session (a request with several turns). If the input
+        is refused, ends the session and raises StepwellError.
+        """
         try:
             request = self.client_sessions.find(session, message)
             chunk = self.intake.accept_chunk(request, message)

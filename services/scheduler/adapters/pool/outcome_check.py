@@ -22,7 +22,7 @@ _RESULTS: dict[type[ops.Operation], type[ops.OperationResult]] = {
 
 
 def requests_of(operations: Iterable[ops.Operation]) -> list[RequestKey]:
-    """The requests for which the operations allocate, publish or look up blocks."""
+    """The requests for which the operations allocate, publish (cache) or look up blocks."""
     found: list[RequestKey] = []
     for operation in operations:
         match operation:
@@ -109,9 +109,9 @@ class OutcomeCheck:
                 self._check_tables(operation.admissions[:count], result.groups)
 
     def _check_progress(self, admissions: Sequence[ops.Admission], stop: ops.Stop | None) -> None:
-        """Raises WrongAnswer if the pool reports the same changed hit twice for the same admission,
-        which would be repeated forever. The pool then lacks blocks that the scheduler expects, for
-        example because it received other hashes.
+        """Raises WrongAnswer if the pool refuses an admission twice because of one changed prefix
+        hit, since it would be repeated forever. The pool then lacks blocks that the scheduler
+        expects, for example because it received other hashes.
         """
         before, self._change = self._change, None
         if stop is not None and stop.reason is ops.StopReason.HIT_CHANGED:

@@ -93,8 +93,9 @@ class PoolClient:
         max_in_flight_tokens: int | None = None,
         seen_generation: int = 0,
     ) -> int:
-        """Opens the pool, which empties it and begins a new generation. Returns the generation's
-        number, which exceeds `seen_generation` and all earlier numbers. Raises StepwellError.
+        """Opens the pool, which empties it and begins a new generation (the time until it is opened
+        again). Returns the generation's number, which exceeds `seen_generation` and all earlier
+        numbers. Raises StepwellError.
         """
         self.close()
         try:

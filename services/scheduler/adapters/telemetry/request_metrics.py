@@ -138,7 +138,7 @@ class RequestMetrics(Collector):
         self._steady, self._steady_at = requests, now
 
     def _end(self, update: EngineCoreOutputs) -> None:
-        """Records the ends of requests, and of turns of sessions, with a step."""
+        """Records requests, and turns of sessions (requests with several turns), that ended."""
         over = {*update.ended, *update.turns}
         self._note_last_tokens(over.intersection(self._steady))
         self._steady = [request for request in self._steady if request not in over]

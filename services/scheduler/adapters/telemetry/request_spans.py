@@ -23,7 +23,7 @@ MAX_STEP_LINKS = 128
 
 Attributes = dict[str, str | int | float | bool | Sequence[str]]
 StepLinks = Callable[[int], Link | None]
-"""Returns the link to the step of this number. None if the step was not sampled."""
+"""Returns a trace link to the step of this number. None if the step was not sampled."""
 
 _NAMES = {
     PhaseKind.QUEUE: names.SPAN_REQUEST_QUEUE,

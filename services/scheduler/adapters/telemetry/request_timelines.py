@@ -101,8 +101,8 @@ class RequestTimelines:
         )
 
     def planned(self, plan: SchedulerOutput, step: StepRecord, now: int) -> None:
-        """Records which requests a plan admits, preempts, leaves out or skips, and which have a
-        prompt chunk in it. Must be called before the step's wait reason is recorded.
+        """Records which requests a step's plan admits, preempts, leaves out or skips, and which
+        have a prompt chunk in it. Must be called before the step's wait reason is recorded.
         """
         for request in (*plan.new, *plan.resumed):
             self._admit(request, plan.step, now)
@@ -170,7 +170,9 @@ class RequestTimelines:
         return tracked
 
     def finish_turn(self, session: Request, turn: Request, now: int) -> Tracked | None:
-        """Ends the timeline of a session's turn. `turn` is a copy of the session at that time."""
+        """Ends the timeline of a session's turn (a session is a request with several turns). `turn`
+        is a copy of the session at that time.
+        """
         tracked = self._live.get(session)
         if tracked is None:
             return None

@@ -107,7 +107,7 @@ class RequestTraces:
             )
 
     def finish_turn(self, session: Request, turn: Request) -> None:
-        """Transfers the span of a sampled session to `turn`, its ended turn."""
+        """Transfers the span of a sampled session (with several turns) to its ended turn."""
         if (sampled := self._sampled.pop(session, None)) is not None:
             self._sampled[turn] = sampled
 

@@ -62,7 +62,7 @@ class StepCounts:
 
 @dataclass(eq=False)
 class Statistics:
-    """Numbers of an engine, its sessions and its steps."""
+    """Numbers of an engine, its gateways' sessions and its steps."""
 
     engine: EngineCore
     sessions: Sessions

@@ -66,7 +66,7 @@ class StepSpan:
 
 
 class SampledSteps:
-    """Maps the numbers of recent sampled steps to links."""
+    """Maps the numbers of recent sampled steps to trace links."""
 
     def __init__(self) -> None:
         self._links: OrderedDict[int, Link] = OrderedDict()

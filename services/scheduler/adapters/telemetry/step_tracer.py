@@ -132,7 +132,7 @@ class StepTracer:
             step.span.record(self._tracing, self._unix_nanos())
 
     def _finish_turns(self, turns: Mapping[Request, TurnEnd], now: int) -> None:
-        """Ends the timelines of sessions' turns. Each turn has its own timeline and spans."""
+        """Ends the timelines of turns of sessions (requests with several turns)."""
         for session, end in turns.items():
             self._traces.finish_turn(session, end.turn)
             tracked = self._timelines.finish_turn(session, end.turn, now)

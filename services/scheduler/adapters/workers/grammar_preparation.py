@@ -17,9 +17,9 @@ from services.scheduler.core.input_chunk import InputChunk
 from services.scheduler.core.request import Request
 
 MAX_KNOWN = KEPT_GRAMMARS // 2
-"""Limit on the number of grammars that are known to be compiled. Workers keep twice as many,
-because they may use them in another order, for example when preempted requests are admitted again.
-A worker that has still dropped a grammar compiles it again when the request runs.
+"""Limit on the number of grammars that are known to be compiled. Workers keep twice as many
+grammars, because they may use them in another order than this class. A worker that has still
+dropped a grammar compiles it again when the request runs.
 """
 
 
@@ -87,7 +87,7 @@ class GrammarPreparation:
         self._spawn(self._prepare(request, wanted, adapter))
 
     def begin_turn(self, chunk: InputChunk) -> None:
-        """Makes the workers compile the grammar of a session's next turn, which does not wait."""
+        """Makes the workers compile the grammar of a session's next turn, without waiting."""
         wanted = chunk.sampling.structured_outputs
         if wanted is not None and not self.workers.has_grammar(wanted):
             self._spawn(self._error(wanted))

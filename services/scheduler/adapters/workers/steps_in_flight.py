@@ -128,7 +128,7 @@ class SentStep:
         )
 
     def _compare(self, rank: str, response: worker_pb2.ExecuteResponse) -> None:
-        """Raises WrongAnswer if ranks of the last stage sampled different tokens, or others any."""
+        """Raises WrongAnswer if the last stage's ranks disagree, or an earlier stage sampled."""
         ranks = self._steps.ranks
         tokens = response.num_tokens, response.token_ids
         if ranks.index(rank) < len(ranks) - len(ranks) // self._steps.num_stages:

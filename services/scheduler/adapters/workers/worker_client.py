@@ -49,7 +49,7 @@ REASON_SECONDS = 1.0
 """Limit on the wait for the reason why a stream ended, after a write has failed."""
 _SILENT_CHECKS = 2
 _TOLD_TO_STOP = ("DRAINING", "RANK_STOPPED")
-"""Error reasons with which a worker ends its stream if a signal stopped it or another rank."""
+"""Error reasons with which a worker ends its stream after a signal to it or to another rank."""
 STEP_FLOOR_SECONDS = 2.0
 """The shortest time limit of a step, because a step may take this long on a busy machine."""
 
@@ -177,7 +177,7 @@ class Rank:
         self.on_lost(message)
 
     def _take(self, response: worker_pb2.ExecuteResponse) -> None:
-        """Records the response to the oldest step. Raises WrongAnswer if it is to another step."""
+        """Records the response to the oldest step. Raises WrongAnswer if it has another number."""
         self._has_answered = True
         if not self._unanswered:
             raise WrongAnswer(f"it answered step {response.step}, which it was not sent")
@@ -261,8 +261,8 @@ class WorkerGroup:
         """Opens a new stream to every rank for a new generation (number of the pool's opening).
         Returns when every rank has run an empty step, or raises WorkersLost. The empty step detects
         a worker that hangs in a step but still replies to Describe. It also ends an earlier step
-        that only some ranks received: those ranks wait for the others, which notify them when the
-        empty step arrives.
+        that some ranks received and others did not: the former wait until the latter report the
+        empty step to them.
         """
         self._generation = generation
         self._is_open = False

@@ -1,4 +1,4 @@
-"""The engine loop. It plans steps, sends them to the workers, and applies their outputs."""
+"""The engine loop: plans steps, sends them to the workers, and applies their outputs."""
 
 import asyncio
 import enum
@@ -69,8 +69,8 @@ class EngineCore:
         self._observer = observer
         self._readiness = readiness
         self._awaits_sessions = False
-        """Whether the last step was empty because sessions between two turns occupy the batch rows
-        or blocks. Planning again is then useless until a change arrives.
+        """Whether the last step was empty because sessions (requests with several turns) that wait
+        for input occupy the batch rows or blocks. Planning is then useless until a change arrives.
         """
         self._batch_queue = BatchQueue(executor, scheduler.config.num_steps_in_flight, now)
         self._undelivered: EngineCoreOutputs | None = None
@@ -139,9 +139,8 @@ class EngineCore:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stops planning steps. Returns when no step is in flight and the blocks of ended requests
-        are free. Mode ABORT first ends all requests. Mode WAIT admits no more requests, and first
-        waits until the running requests have ended. It raises Aborted if `resume` is called
-        meanwhile.
+        are free. Mode ABORT first ends all requests. Mode WAIT admits no more requests, waits until
+        the running requests have ended, and raises Aborted if `resume` is called before that.
         """
         await self._pauses.begin(mode)
         if self.state is not EngineState.RECOVERING:
@@ -294,8 +293,8 @@ class EngineCore:
 
     def _may_plan(self) -> bool:
         """Whether a step may be planned. If the fault search (for a request whose steps always
-        fail) now allows other requests to run, first preempts all requests and admits only those.
-        This requires that no step is in flight.
+        fail) now allows other requests to run, first preempts all requests and admits only those,
+        provided that no step is in flight.
         """
         if self._recovery.is_trial_due:
             if self._batch_queue:

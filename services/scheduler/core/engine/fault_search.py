@@ -72,9 +72,9 @@ class FaultSearch:
                 self._clear(request)
 
     def steps_failed(self, plans: Iterable[SchedulerOutput]) -> Request | None:
-        """Records the steps that were in flight when the pool or the workers were lost. Their
-        requests become suspects, because it is not known which step failed. Returns the request
-        that must end with an error, or None.
+        """Records the steps that were in flight when the pool or the workers were lost. All
+        requests of these steps become suspects, because it is not known which step failed. Returns
+        the request that must end with an error, or None.
         """
         failed = self._failed(plans)
         known = [request for request in failed if request in self._goals]

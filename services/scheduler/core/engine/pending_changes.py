@@ -13,9 +13,9 @@ from services.scheduler.core.request import Request, RequestStatus
 
 
 class PendingChanges:
-    """Collects changes of a scheduler's requests until the engine loop applies them, before it
-    plans the next step. They must not be applied while a step is planned. The methods may be called
-    at any time from the engine's event loop.
+    """Collects changes of a scheduler's requests. The engine loop applies the changes before it
+    plans the next step, because they must not be applied while a step is planned. The methods may
+    be called at any time from the engine's event loop.
     """
 
     def __init__(
@@ -66,8 +66,9 @@ class PendingChanges:
         self._wake.set()
 
     def add_chunk(self, session: Request, chunk: InputChunk | None) -> None:
-        """Adds the next input of a session. None ends the session: at once if the session is
-        between two turns, otherwise after its present turn. Does nothing if the session has ended.
+        """Adds the next input of a session (a request with several turns). None ends the session:
+        at once if it waits for input, otherwise after its present turn. Does nothing if it has
+        ended.
         """
         self._chunks.append((session, chunk))
         self._wake.set()

@@ -1,4 +1,4 @@
-"""Reopens a lost pool or lost workers, and ends a request whose steps always cause such losses."""
+"""Reopens a lost pool or lost workers, and ends a request whose steps always cause the loss."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ from services.scheduler.core.planning.scheduler import Scheduler
 from services.scheduler.core.ports import PoolAndWorkers, StepObserver, WorkersLost
 
 FIRST_BACKOFF_SECONDS = 0.1
-"""Delay before the second recovery without progress. Each further such recovery doubles it."""
+"""Delay before the second recovery without progress. Each further recovery doubles it."""
 LAST_BACKOFF_SECONDS = 5.0
 
 

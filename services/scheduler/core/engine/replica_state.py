@@ -57,7 +57,9 @@ class ReplicaState:
 
     @property
     def num_free_places(self) -> int:
-        """Number of requests that may be admitted. Sessions between two turns count as running."""
+        """Number of requests that may be admitted. Sessions (requests with several turns) that wait
+        for input count as running.
+        """
         num_taken = len(self.running) + len(self.queues.between_turns)
         return max(0, self.config.max_running - num_taken)
 

@@ -106,8 +106,8 @@ class StepCosts:
         return self._fitted
 
     def _least_squares(self) -> tuple[float, float]:
-        """Fits the costs of a step and of a request to the decode-only steps. If all steps have the
-        same number of requests, half of their time counts as the cost of the step, and half as the
+        """Fits the costs of a step and of a request to the decode-only steps. If all these steps
+        have equally many requests, half of the time counts as the cost of the step, and half as the
         cost of its requests.
         """
         if len(self._decoding) < MIN_STEPS:

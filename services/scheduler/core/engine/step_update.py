@@ -1,4 +1,6 @@
-"""Applies the outputs of steps: appends tokens, and ends requests and turns of sessions."""
+"""Applies the outputs of steps: appends tokens, ends requests, and ends turns of sessions (requests
+with several turns).
+"""
 
 from collections.abc import Sequence
 
@@ -11,7 +13,7 @@ from services.scheduler.core.planning.transfers import Transfers
 from services.scheduler.core.request import Request, TurnEnd
 
 _FAILURES = {FinishReason.NAN_IN_LOGITS, FinishReason.ERROR, *CLIENT_ERRORS}
-"""If a session's turn ends for one of these reasons, the session (a request) ends, too."""
+"""If a session's turn ends for one of these reasons, the session ends, too."""
 
 
 class StepUpdate:

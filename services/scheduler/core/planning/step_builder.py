@@ -34,7 +34,7 @@ class PlannedSteps:
             del self.in_flight[0]
 
     def skip(self, num_steps: int) -> None:
-        """Counts `num_steps` more planned and updated steps. The caller renumbers its plan."""
+        """Counts `num_steps` more planned and updated steps. Does not change the plan's number."""
         self.next_number += num_steps
         self.last_updated += num_steps
 
@@ -73,7 +73,7 @@ class WaitingPrefixes:
     hits: dict[Request, int] = field(default_factory=dict)
     """Maps a request to its number of cached tokens, from its latest lookup."""
     external: dict[Request, int] = field(default_factory=dict)
-    """Maps a request to the number of tokens after its hit that the connector loads."""
+    """Maps a request to the number of tokens after its hit that the KV connector loads."""
     divergent_hits: dict[Request, int] = field(default_factory=dict)
     """Maps a request to its number of tokens that full-attention layers have cached, even if other
     layers have not. Empty if `config.hits_may_diverge` is false.
@@ -81,11 +81,12 @@ class WaitingPrefixes:
     diverging: set[Request] = field(default_factory=set)
     """Requests whose entry in `hits` counts tokens that only full-attention layers have cached."""
     num_stored: dict[Request, int] = field(default_factory=dict)
-    """Maps a session to its number of stored tokens, if steps of its last turn are in flight, so
-    that fewer tokens are stored than computed. Sliding windows advance only past stored tokens.
+    """Maps a session (a request with several turns) to its number of tokens whose keys and values
+    are stored, if steps of its last turn are in flight. Fewer tokens are stored than computed.
+    Sliding windows advance only past stored tokens.
     """
     published: set[BlockHash] = field(default_factory=set)
-    """Hashes of blocks that this step's admissions publish. Its later admissions can hit them."""
+    """Hashes of blocks that this step's admissions publish (cache), so that later ones hit them."""
 
     _cut_hits: dict[Request, int] = field(default_factory=dict)
 

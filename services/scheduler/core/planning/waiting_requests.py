@@ -26,7 +26,9 @@ class WaitingRequests:
         self.admitted_only: Collection[Request] | None = None
         """The only requests that may be admitted, while a fault is searched. None means all."""
         self.between_turns: dict[Request, None] = {}
-        """Sessions between two turns, the longest waiting first. They count as running requests."""
+        """Sessions (requests with several turns) that wait for input, the longest waiting first.
+        Each counts as a running request.
+        """
         self.passed_over: dict[Request, WaitReason] = {}
         """Maps skipped requests to the reason of the last skip. A request whose grammar or adapter
         must be prepared has an entry from its arrival on.

@@ -39,21 +39,21 @@ def find_policy(name: str) -> type[SchedulingPolicy]:
 
 def unused_settings(name: str, given: Collection[str]) -> list[str]:
     """The settings in `given` that belong to other policies than `name`. A policy class lists its
-    settings in its attribute `settings`. Raises InvalidArgument if there is no such policy.
+    settings in its attribute `settings`. Raises InvalidArgument for an unknown policy.
     """
     used = getattr(find_policy(name), "settings", ())
     return [one for one in POLICY_SETTINGS if one in given and one not in used]
 
 
 def retains_contexts(name: str) -> bool:
-    """Whether a policy decides which contexts (KV blocks of ended requests of agents) stay cached.
-    This is an attribute of its class. Raises InvalidArgument if there is no such policy.
+    """Whether a policy decides which contexts (KV blocks of ended requests of agents) stay cached
+    (attribute `retains_contexts` of its class). Raises InvalidArgument for an unknown policy.
     """
     return bool(getattr(find_policy(name), "retains_contexts", False))
 
 
 def holds_ended(name: str) -> bool:
-    """Whether ended requests may keep their blocks under a policy. This is an attribute of its
-    class. Raises InvalidArgument if there is no such policy.
+    """Whether ended requests may keep their blocks under a policy (attribute `holds_ended` of its
+    class). Raises InvalidArgument for an unknown policy.
     """
     return bool(getattr(find_policy(name), "holds_ended", False))

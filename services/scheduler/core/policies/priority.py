@@ -9,7 +9,7 @@ from services.scheduler.core.request import Request
 
 
 class PriorityPolicy:
-    """Admits the request with the smallest (priority, arrival time) first, preempts the largest."""
+    """Admits requests with the smallest (priority, arrival time) first, and preempts the last."""
 
     uses_priority = True
     retention = None

@@ -223,7 +223,7 @@ class KnownPrograms:
         return len(self._paused) + len(self._kept)
 
     def check(self, request: Request) -> None:
-        """Raises InvalidArgument if a request names a parent that its own program started."""
+        """Raises InvalidArgument if a request names a parent that was started by its program."""
         program = self._named.find(request)
         if program is not None and _descends(self._named.parent_of(request), program):
             raise InvalidArgument(

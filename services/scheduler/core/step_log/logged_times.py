@@ -1,4 +1,4 @@
-"""The times in a step log (a record of a scheduler's calls): policy clock and step durations."""
+"""The times in a step log (a record of a scheduler's calls): clock readings and step durations."""
 
 from collections.abc import Callable
 

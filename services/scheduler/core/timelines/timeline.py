@@ -131,7 +131,7 @@ class Phase:
         return self.end - self.start
 
     def time_parts(self) -> list[TimePart]:
-        """Divides the duration of an ended phase by cause."""
+        """The duration of an ended phase, divided into parts by cause."""
         parts = list(self.merged_parts)
         if self.kind not in (PhaseKind.PREFILL, PhaseKind.DECODE):
             for wait in self.parts:
@@ -162,7 +162,7 @@ class RequestTimes(NamedTuple):
     queued_unix_nanos: int
     """Time at which the request arrived."""
     parts: tuple[TimePart, ...] = ()
-    """The total time, divided by cause."""
+    """The total time, divided into parts by cause."""
 
 
 @dataclass(slots=True)
@@ -241,7 +241,7 @@ class Timeline:
         self._end_phase(now)
 
     def times(self) -> RequestTimes:
-        """Divides the request's total time. Only valid after `finish`."""
+        """The request's total time, divided into parts. Only valid after `finish`."""
         end = self.current.end
         admitted = end if self.admitted is None else self.admitted
         first_token = end if self.first_token is None else self.first_token

@@ -1,5 +1,6 @@
 """Pins: ended requests that keep their blocks for the next turn of their program. A program is the
-requests (turns) of one run of an agent. Between two turns, in a pause, a tool runs.
+requests (turns) of one run of an agent. Between two turns, in a pause, a tool runs. A context is
+the blocks that an ended turn has left in the pool.
 """
 
 import math
@@ -170,7 +171,7 @@ class Pins(NoRetention):
                 self._release(turn)
 
     def _pause(self, request: Request, program: Program, now: float) -> EndedTurn:
-        """Begins the pause of a program after a request with published blocks."""
+        """Begins the pause of a program after a turn with cached blocks."""
         size = self._config.hash_block_size
         context, same = self._known.pause(request, program, now, size)
         request.context = context.id

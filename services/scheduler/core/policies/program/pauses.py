@@ -44,7 +44,7 @@ class PauseStatistics:
 
     def note_ongoing(self, pauses: Iterable[tuple[bytes, str, float]]) -> None:
         """Sets the pauses that have not ended: tenant, tool, and seconds so far. They are counted
-        so that a tool after which programs rarely return is recognized soon.
+        so that it is soon recognized if programs rarely return after a tool.
         """
         ongoing = defaultdict[tuple[bytes | None, str], list[float]](list)
         for tenant, tool, seconds in pauses:

@@ -14,7 +14,8 @@ _Rank = tuple[int, int, float, float, int]
 
 class ProgramPolicy:
     """Admits requests by priority. Within a priority, requests with at least half of their context
-    cached come first, then those with the least expected work of their programs, then the oldest.
+    cached come first, then requests of programs with the least expected work, then requests of the
+    oldest programs.
     """
 
     uses_priority = True

@@ -118,7 +118,7 @@ class Worth:
         return num_blocks
 
     def seconds(self, context: Context) -> float:
-        """Seconds to compute or load the context's tokens again, if its own blocks were evicted."""
+        """Seconds to compute or load tokens again, if the context's own blocks were evicted."""
         if self._is_whole:
             return self._seconds_per_token() * context.num_tokens if context.num_own_blocks else 0.0
         num_tokens = context.num_own_blocks * self._size / self._num_groups
