@@ -155,7 +155,7 @@ async def after_reasoning(
 
 
 def wanted_rule(lark: Lark, form: StructuredOutputs) -> str:
-    """Returns a rule for the client's structured-output constraint. Raises InvalidArgument."""
+    """Returns a rule for the constraint. Raises InvalidArgument if the constraint is invalid."""
     try:
         return lark.wanted(form)
     except ValueError as error:

@@ -45,7 +45,7 @@ class GenerateRequests:
     ) -> ClientRequest:
         """Converts a message to a request of the core. If `is_continuation` is true, the tokenizer
         adds no special tokens, because the text continues an earlier text. Raises InvalidArgument
-        or OutOfRange.
+        or OutOfRange if the message is invalid.
         """
         if request.request_id:
             check_request_id(request.request_id)

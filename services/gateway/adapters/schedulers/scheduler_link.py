@@ -125,7 +125,7 @@ class SchedulerLink:
         self._post(scheduler_pb2.SessionRequest(keep=keep))
 
     async def stats(self, timeout_seconds: float) -> scheduler_pb2.GetStatsResponse:
-        """Queries the scheduler's statistics. Raises AioRpcError."""
+        """Queries the scheduler's statistics. Raises AioRpcError if the call fails."""
         response: scheduler_pb2.GetStatsResponse = await self._stub.GetStats(
             scheduler_pb2.GetStatsRequest(), timeout=timeout_seconds
         )
@@ -140,7 +140,9 @@ class SchedulerLink:
     async def activity(
         self, request: scheduler_pb2.GetActivityRequest, timeout_seconds: float
     ) -> scheduler_pb2.GetActivityResponse:
-        """Queries the activity of requests, steps and blocks. Raises AioRpcError."""
+        """Queries the activity of requests, steps and blocks. Raises AioRpcError if the call
+        fails.
+        """
         response: scheduler_pb2.GetActivityResponse = await self._stub.GetActivity(
             request, timeout=timeout_seconds
         )
@@ -149,7 +151,9 @@ class SchedulerLink:
     async def running_spans(
         self, request: scheduler_pb2.GetRunningSpansRequest, timeout_seconds: float
     ) -> scheduler_pb2.GetRunningSpansResponse:
-        """Queries the spans that unfinished requests have so far. Raises AioRpcError."""
+        """Queries the spans that unfinished requests have so far. Raises AioRpcError if the call
+        fails.
+        """
         response: scheduler_pb2.GetRunningSpansResponse = await self._stub.GetRunningSpans(
             request, timeout=timeout_seconds
         )

@@ -52,9 +52,7 @@ class SchedulerLinks:
             task.cancel()
 
     async def run(self) -> None:
-        """Keeps the sessions open until cancelled. An unexpected exception in one session ends
-        all.
-        """
+        """Keeps the sessions open until cancelled. An unexpected exception ends all sessions."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 link, replica = await self._to_open.get()

@@ -30,7 +30,9 @@ class ResubmitCause(enum.Enum):
     CANNOT_RUN_STEPS = "cannot_run_steps"
     """The replica's KV-cache pool or workers were unavailable for too long."""
     PREEMPTED = "preempted"
-    """The gateway preempted the sequence in favor of a caller with less than its fair share."""
+    """The gateway preempted the sequence in favor of a tenant with less than its fair share of the
+    replicas.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,9 @@ class Arrival:
 
 
 class Arrivals:
-    """The number of arriving requests of each caller. Arriving requests count as waiting when the
-    length of a caller's queue is checked. Otherwise all requests of a burst would pass the check
-    before the first of them is queued.
+    """The number of arriving requests of each Caller (owner of an API key). Arriving requests count
+    as waiting when the length of a caller's queue is checked. Otherwise all requests of a burst
+    would pass the check before the first of them is queued.
     """
 
     def __init__(self) -> None:

@@ -35,7 +35,8 @@ class Sink(Protocol):
 
 
 class Delivery:
-    """Runs a generation's sequences at an engine, and puts their output into a sink.
+    """Runs a generation's sequences at an engine (all replicas together), and puts their output
+    into a sink.
 
     Normally callbacks of the event loop make the pieces and put them into the sink, because waking
     a task for each piece would cost several times as much. At the start and after each drain, the

@@ -1,4 +1,6 @@
-"""A client's request from start to end: its sequences at the engine, and its growing answers."""
+"""A client's request from start to end: its sequences at the engine (all replicas together), and
+its growing answers.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

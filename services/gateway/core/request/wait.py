@@ -11,7 +11,7 @@ class Wait:
     began: float
     ended: float
     num_ahead: int
-    """Number of the caller's sequences that were already waiting when this sequence arrived."""
+    """Number of the tenant's sequences that were already waiting when this sequence arrived."""
 
     @property
     def seconds(self) -> float:

@@ -45,7 +45,7 @@ def _refuse_long(value: object) -> object:
 
 # One encoder for all calls: `json.dumps` with separators would make an encoder for each token.
 to_json = json.JSONEncoder(separators=(",", ":"), default=_refuse_long).encode
-"""Encodes a value without long lists as JSON. Raises HoldsLongList."""
+"""Encodes a value as JSON. Raises HoldsLongList if the value contains a LongList."""
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:

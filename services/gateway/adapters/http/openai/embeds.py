@@ -18,7 +18,7 @@ _MAX_HEADER_BYTES = 64 * 1024
 
 def read_prompt_embeds(encoded: str) -> PromptEmbeds:
     """Returns the only tensor of the file. Its shape is [num_tokens, hidden_size]. Raises
-    InvalidArgument.
+    InvalidArgument if the file is invalid.
     """
     try:
         file = base64.b64decode(encoded, validate=True)

@@ -103,7 +103,7 @@ async def planned(
     """Returns the request with the constraint on its answers and the format by which they are
     parsed. `prompt` is the rendered text of the request's prompt. `last_turn` is the assistant's
     turn that the answer continues. `thinking_token_budget` is the maximum number of reasoning
-    tokens, or -1 for no maximum. Raises InvalidArgument.
+    tokens, or -1 for no maximum. Raises InvalidArgument if the tools or the constraint are invalid.
     """
     sampling = request.sampling
     reasoning = _reasoning(request, prompt, inference, last_turn)
@@ -172,7 +172,7 @@ async def _plan(
     inference: Inference,
 ) -> OutputPlan:
     """Returns the plan for the answers to a rendered prompt. `wanted` is the constraint on the
-    answers' content. Raises InvalidArgument.
+    answers' content. Raises InvalidArgument if the tools or `wanted` are invalid.
 
     As in vLLM, `wanted` does not apply if a call is forced, and constraints apply only to the text
     after the reasoning. If `wanted` is set and the model may call tools, an answer is either calls

@@ -28,8 +28,8 @@ from services.gateway.core.request.vectors import cosine, numbers
 async def embedding_request(
     body: EmbeddingBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Converts a body to a request. Raises InvalidArgument or OutOfRange. An error about the body's
-    `input` has the field `prompt`.
+    """Converts a body to a request. Raises InvalidArgument or OutOfRange if the body is invalid. An
+    error about the body's `input` has the field `prompt`.
     """
     inference.check_pools(PoolingTask.EMBED)
     params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)

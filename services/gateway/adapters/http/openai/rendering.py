@@ -16,8 +16,7 @@ _MESSAGES = "messages"
 
 
 async def render_turns(tokenizer: Tokenizer, turns: Turns, **options: Any) -> str:
-    """Renders the prompt. `options` are keyword arguments of `Tokenizer.render_chat`. Raises
-    InvalidArgument.
+    """Renders the prompt. `options` are keyword arguments of `Tokenizer.render_chat`.
 
     In `turns`, the arguments of a call are an object, or a text if they are not a JSON object. If
     the template raises an error, or omits one of these texts from the prompt, the turns are

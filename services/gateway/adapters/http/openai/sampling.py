@@ -197,6 +197,6 @@ WRITTEN_NAMES = (
     *_SAME_NAMES,
     *("max_tokens", "logprobs", "prompt_logprobs", "structured_outputs", "logit_bias"),
 )
-"""The body fields that `written_parameters` returns: all but `bad_words` and the reasoning
+"""The body fields that `written_parameters` returns, without `bad_words` and the reasoning
 budget.
 """

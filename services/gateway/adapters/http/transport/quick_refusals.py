@@ -125,7 +125,7 @@ class QuickRefusals:
 
     def _caller(self, scope: Scope, headers: Mapping[str, str]) -> Caller | None:
         """Returns the caller of a request, or None if the application must determine the caller.
-        Raises Unauthenticated.
+        Raises Unauthenticated if the API key is invalid.
         """
         hosts = hosts_of(scope)
         declared = headers.get("content-length", "")

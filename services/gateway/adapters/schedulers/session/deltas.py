@@ -84,7 +84,7 @@ class SessionDeltas:
         return found
 
     def take(self, deltas: scheduler_pb2.StepDeltas) -> None:
-        """Checks and delivers a message. Raises WrongMessage."""
+        """Checks and delivers a message. Raises WrongMessage if it is invalid."""
         handles, counts, token_ids = (
             list(deltas.handles),
             list(deltas.num_tokens),

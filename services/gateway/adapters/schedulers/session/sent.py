@@ -53,13 +53,11 @@ class Sent:
 
     @property
     def needs_more(self) -> bool:
-        """Whether the sequence's tokens need more checks than the checks of counts and stop
-        tokens.
-        """
+        """Whether more than the count of tokens and the stop tokens must be checked."""
         return self.is_leaving or self.wants_rows or self.repetition is not None
 
     def check_admitted(self, num_cached_tokens: int) -> None:
-        """Checks the report of a sequence's first scheduling. Raises WrongMessage."""
+        """Raises WrongMessage if the report of the sequence's first scheduling is invalid."""
         require(not self.is_admitted, "a request is admitted twice")
         inflight = self.inflight
         num_tokens = len(inflight.request.prompt_token_ids) + len(inflight.output_token_ids)

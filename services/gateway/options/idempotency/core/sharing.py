@@ -129,7 +129,7 @@ class Sharing:
         try:
             async with asyncio.timeout(self._times.open_seconds):
                 if request.scope in self._owned:
-                    # An earlier request failed. Its log does not contain the failure yet.
+                    # Writes the failure of an earlier request with this key to the log first.
                     await self._owned.write()
                 while (role := await self._try_open(request)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(self._times.again_seconds)

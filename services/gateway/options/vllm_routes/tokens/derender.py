@@ -40,7 +40,8 @@ class _Read:
 
 async def derendered_chat(body: DerenderChatBody, inference: Inference) -> dict[str, Any]:
     """Converts generated tokens to a chat completion. The tools and the reasoning format of the
-    body's chat request determine how the text is parsed. Raises InvalidArgument.
+    body's chat request determine how the text is parsed. Raises InvalidArgument if the body is
+    invalid.
     """
     given = body.generate_response
     choices = given.choices
@@ -67,7 +68,7 @@ async def derendered_completion(
     body: DerenderCompletionBody, inference: Inference
 ) -> dict[str, Any]:
     """Converts generated tokens to a text completion. The body has one answer of
-    /inference/v1/generate for each prompt. Raises InvalidArgument.
+    /inference/v1/generate for each prompt. Raises InvalidArgument if the body is invalid.
     """
     given = body.generate_responses
     _check_size(given, inference)

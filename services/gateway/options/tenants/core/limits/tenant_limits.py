@@ -118,7 +118,7 @@ class TenantLimits:
 
     async def admit(self, tenant: Caller) -> "Allowance | None":
         """Counts a request towards its tenant's limits. Returns None if the tenant has no limits.
-        Raises LimitReached.
+        Raises LimitReached if the request would exceed a limit.
         """
         if not isinstance(tenant, Tenant) or (limits := LimitSet.of(tenant)).is_empty:
             return None
