@@ -29,8 +29,7 @@ from services.worker.core.worker import Worker
 logger = logging.getLogger(__name__)
 
 LEASE_GRACE_SECONDS = 2.0
-"""For this time after a stream has ended, only the scheduler that opened it may open the next one.
-"""
+"""For this time after a stream's end, only the scheduler that opened it may open the next."""
 
 _Context = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 

@@ -56,8 +56,8 @@ class StepStream:
     thread has prepared the next step.
 
     In three cases the compute thread wakes the task that executes `run`, and this task sends the
-    output: without `write_at_once`, if the scheduler has not read earlier outputs, and if a device
-    still computes the output.
+    output: if there is no `write_at_once`, if the scheduler has not read earlier outputs, and if a
+    device still computes the output.
     """
 
     runner: StepRunner
@@ -66,8 +66,7 @@ class StepStream:
     metrics: WorkerMetrics
     write: Callable[[worker_pb2.ExecuteResponse], Awaitable[None]]
     write_at_once: Callable[[worker_pb2.ExecuteResponse], bool] | None
-    """Sends a response from any thread. Returns False if the response was not sent and must wait.
-    """
+    """Sends a response from any thread. Returns False if it was not sent and must wait."""
     has_other_ranks: bool
 
     def __post_init__(self) -> None:

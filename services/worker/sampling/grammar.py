@@ -46,7 +46,8 @@ class _Compiled:
 
 class Grammars:
     """Compiles grammars, and caches recently used ones. The cache has room for more slow grammars
-    than for others, because a request needs its grammar again after a preemption.
+    than for others, because a request needs its grammar again after a preemption, and should not
+    wait for it.
 
     The compiler is created at the first use. Thread-safe.
     """

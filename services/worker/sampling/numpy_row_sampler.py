@@ -10,8 +10,8 @@ from services.worker.sampling.race import Race
 
 
 class NumpyRowSampler:
-    """A RowSampler in NumPy. It filters one row at a time, and draws (see Race) for several rows at
-    a time.
+    """A RowSampler in NumPy. It filters one row of logits at a time, and draws for several (see
+    Race).
     """
 
     draws_ahead = False

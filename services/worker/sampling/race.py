@@ -12,12 +12,12 @@ Exponential numbers are generated in blocks of 32, for 32 tokens. The smallest o
 an exponential divided by 32, and each of the 32 is equally likely to be the smallest. The
 differences between the other 31 and the smallest are exponentials again, because exponentials are
 memoryless. Therefore one random word gives the smallest exponential of a block and the token that
-has it. Words for the other tokens are computed only if the block can contain the winner. (As in
+has it. Words for the other tokens are computed only if the drawn token may be in the block. (As in
 top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.)
 
 The 32 tokens of a block have ids 128 apart. A superblock is 128 interleaved blocks, with 32 * 128
 consecutive ids. A token's lane is its block's number in the superblock, and its offset is its
-number in the block. Each pass over 128 consecutive logits updates the largest logits of all 128
+number in the block. Each pass over 128 consecutive logits updates the largest logits of these 128
 blocks.
 
 The random words are generated with SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
@@ -50,11 +50,12 @@ NUMBER_UNIT = 2.0**-52
 _LOGITS_BYTES = 2**21
 _NUM_FIRST_BLOCKS = 24
 _BOUND_ERROR = 1e-9
-"""An upper limit of the rounding error of a block's bound."""
+"""An upper limit of the rounding error of a block's bound (see Race)."""
 _LEAST_WEIGHT = np.float32(-1e6)
 """Lower limit of the logarithm of a weight. It keeps the speeds of banned tokens finite and
 distinct, because selecting among many equal values is slow. It changes no draw, because
-exponentials are between 2**-58 and 38, so that a token whose logarithm is below -46 cannot win.
+exponentials are between 2**-58 and 38, so that a token whose logarithm is below -46 cannot be
+drawn.
 """
 
 

@@ -39,7 +39,7 @@ class SamplerOutput:
 
     token_ids: Int32Array  # [R]
     logprobs: dict[int, LogprobRows]  # by row, for requests with log-probabilities
-    nan_rows: Int32Array  # rows without a usable distribution; their token is 0
+    nan_rows: Int32Array  # rows with NaN, or without a finite logit; their token is 0
     refused_rows: Int32Array  # rows whose grammar allows no token; their token is 0
     grammar_errors: dict[int, str] = field(default_factory=dict)
     """Maps rows in `refused_rows` whose grammar failed to the reason of the failure."""

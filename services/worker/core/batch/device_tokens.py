@@ -72,7 +72,7 @@ class DeviceTokens:
         """Writes last tokens that only the device has into the step's `token_ids`, in place.
 
         `num_tokens` has the number of tokens of each request, in the order of `tokens`. Raises
-        InvalidStep if such a request has to compute an earlier token than its last one.
+        InvalidStep for a request that must compute an earlier token than such a last token.
         """
         held = np.flatnonzero(self._is_held[tokens.rows])
         if not len(held):

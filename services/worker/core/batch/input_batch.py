@@ -150,7 +150,7 @@ class InputBatch:
         self.num_tokens[rows] = num_tokens + 1
 
     def append_unknown(self, rows: Int64Array) -> None:
-        """Appends a token to each of these rows, whose id the host does not have yet."""
+        """Appends to each of these rows a token whose id the host does not have yet."""
         self.num_tokens[rows] += 1
 
     def enter(self, request: NewRequest) -> None:

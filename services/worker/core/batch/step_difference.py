@@ -19,7 +19,8 @@ def apply_step(batch: InputBatch, step: StepInput) -> Int32Array:
     nothing.
 
     Returns the true number of computed tokens of each request. The step's number is too high if
-    drafts of the previous step were rejected, because the scheduler sends it before it knows this.
+    drafts of the previous step were rejected, because the scheduler sends the step before it learns
+    of the rejection.
     """
     num_computed_tokens = _StepCheck(batch, step).run()
     for row in step.removed_rows.tolist():

@@ -5,8 +5,8 @@ from services.worker.core.errors import InvalidStep
 
 class StepOrder:
     """Checks that all steps of a stream have the same generation (the pool's number, which
-    increases when the scheduler opens it again), and that their numbers increase. The stream may
-    begin with an empty step 0, after which another step 0 may follow.
+    increases when the scheduler opens the pool again), and that the steps' own numbers increase.
+    The stream may begin with an empty step 0, after which another step 0 may follow.
     """
 
     def __init__(self) -> None:

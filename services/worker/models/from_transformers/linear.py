@@ -89,8 +89,8 @@ class SummedLinear(DividedLinear):
 
 
 def multiply_alike(model: nn.Module) -> None:
-    """Makes the result of linear layers for a row independent of the other rows, in products of at
-    least four rows.
+    """Changes linear layers so that a row's result does not depend on the other rows, in products
+    of at least four rows.
 
     Each shape of weight is tested, as in PackedLinear. If torch's products fail the test, layers of
     this shape compute tiles of equally many rows.

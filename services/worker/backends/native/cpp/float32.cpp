@@ -17,7 +17,7 @@ extern "C" int bfloat16_order() {
   return PanelOps<BFloat16>::HAS_DOT_PRODUCTS ? 2 : 0;
 }
 
-// See num_tile_palettes. At least 1 if tiles are emulated.
+// The result of num_tile_palettes, or 1 if tiles are emulated.
 extern "C" int tile_palettes() { return tiles::ARE_EMULATED ? 1 : num_tile_palettes(); }
 
 // The bytes of a structure, or 0 for an unknown name. A structure has the same size for all element

@@ -158,8 +158,8 @@ class SuffixTree {
     }
   }
 
-  // The inner node of a string, or the leaf of the string or of a prefix whose sequence continues
-  // it. NO_NODE if the string does not occur, or occurs only at the end of `own`.
+  // The inner node of a string, or a leaf in whose sequence the string occurs at the leaf's
+  // position. NO_NODE if the string does not occur, or occurs only at the end of `own`.
   NodeId find(NodeId root, SequenceId own, const Token* tokens, std::size_t length) const {
     if (own != NO_SEQUENCE && length <= size(own)) {
       const std::vector<NodeId>& ends = sequences_[own].ends;

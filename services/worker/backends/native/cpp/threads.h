@@ -141,8 +141,8 @@ class WorkItems {
     return taken.begin < taken.end ? taken.begin : -1;
   }
 
-  // The next items: at most `most` of the thread's own part, up to a multiple of `group`; or one
-  // item of another thread's part. Empty if none remains.
+  // The next items: at most `most` items of the thread's own part, so that the last one precedes a
+  // multiple of `group`, or else one item of another thread's part. Empty if none remains.
   Range next(std::int64_t most, std::int64_t group) {
     if (team_.size == 1) {
       const Range taken = begin_of({taken_, count_}, most, group);
