@@ -76,7 +76,7 @@ class StepStream:
         self._pending: deque[_PendingStep] = deque()
         """Steps whose outputs were not sent yet. Whoever sends an output removes its step."""
         self._last_ended_nanos: int | None = None
-        """When the last step whose output was sent ended. It is None before the first output."""
+        """The end of the last step whose output was sent. It is None before the first output."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._has_room = asyncio.Event()

@@ -48,7 +48,7 @@ class Membership:
 
 def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Membership:
     """Determines the rank and its group. Settings override environment variables. Raises
-    SettingError if they contradict each other.
+    SettingError if the resulting rank and sizes contradict each other.
     """
     stages = settings.pipeline_parallel_size
     size = _size(settings, environ)

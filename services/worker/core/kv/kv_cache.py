@@ -96,8 +96,8 @@ class KVCacheMemory:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSizing:
-    """The number of blocks in the KV cache, including the null block, the maximum length of a
-    sequence, and a sentence that explains the number of blocks.
+    """The number of blocks in the KV cache (including the null block), a sentence that explains it,
+    and the maximum length of a sequence.
     """
 
     num_blocks: int

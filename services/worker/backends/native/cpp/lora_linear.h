@@ -11,10 +11,10 @@ namespace stepwell {
 
 namespace {  // Internal, so that functions with one caller are inlined.
 
-// Maximum number of a thread's work items (one or two panels each, see linear.h) that are
-// multiplied before adapters add to all their panels together. It limits the memory for the totals
-// of a block's rows. Runs have about equal lengths, because each run costs some time for every
-// adapter, however short it is.
+// A thread multiplies up to this many work items (one or two panels each, see linear.h), before
+// adapters add to all these panels together. It limits the memory for the totals of a block's rows.
+// Runs have about equal lengths, because each run costs some time for every adapter, however short
+// it is.
 template <class T>
 std::int64_t items_of_run(const Blocks<T>& blocks, std::int64_t items_of_thread) {
   const std::int64_t block_rows = std::min(blocks.rows, most_block_rows(blocks.p, blocks.rows));

@@ -32,7 +32,8 @@ namespace stepwell {
 // or bytes moved if those are more.
 constexpr double PARALLEL_WORK = 4e6;
 
-// PARALLEL_WORK for a whole step, in which the threads wait for each other many times.
+// Takes the place of PARALLEL_WORK for a whole step, in which the threads wait for each other many
+// times.
 constexpr double PARALLEL_STEP_WORK = 2e7;
 
 struct Range {

@@ -20,7 +20,7 @@ namespace {  // Internal, so that functions with one caller are inlined.
 template <class Element>
 constexpr int TILE_DEPTH = TILE_ROW_BYTES / int(sizeof(Element));
 
-// Rows that are multiplied together.
+// Number of rows that are multiplied together.
 constexpr int PAIR_ROWS = 2 * TILE_ROWS;
 
 // Bytes of the two tiles of columns of a panel.

@@ -15,7 +15,8 @@ struct EightFloats {
   float32x4_t first;
   float32x4_t second;
 
-  // The upper halves of the floats, which are bfloat16 numbers if the lower halves are zero.
+  // Returns the upper halves of the floats. They are the same numbers in bfloat16 if the lower
+  // halves are zero.
   Register upper_halves() const {
     return (Register)vuzp2q_u16((uint16x8_t)first, (uint16x8_t)second);
   }
