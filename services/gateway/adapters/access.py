@@ -25,7 +25,6 @@ class Access:
             form: caller for key, caller in (keys or {}).items() for form in _forms(key)
         }
         self.needs_key = bool(self._callers)
-        """Whether requests need a key."""
 
     async def authenticate(self, authorization: str) -> Caller:
         """Returns the caller of a request. Raises Unauthenticated if `authorization` is not

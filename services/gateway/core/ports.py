@@ -72,7 +72,6 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     """The end-of-sequence token, or None if the tokenizer has no such token."""
     max_token_bytes: int
-    """Number of bytes of the longest token."""
     has_chat_template: bool
     """Whether the model has a chat template, which `render_chat` needs."""
 

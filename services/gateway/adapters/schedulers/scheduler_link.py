@@ -72,7 +72,6 @@ class SchedulerLink:
         self._session_timeout = session_timeout_seconds
         self._received_at = 0.0
         self._num_timeouts = 0
-        """Number of consecutive sessions that timed out."""
         self._numbering = Numbering()
         self._deltas: SessionDeltas | None = None
         """Processes the results of the session's sequences. None before the session is open."""

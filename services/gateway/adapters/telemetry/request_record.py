@@ -96,7 +96,6 @@ class RequestRecord:
     calls that generate nothing.
     """
     ignored_fields: tuple[str, ...] = ()
-    """Fields of the body that have no effect."""
     is_stream: bool = False
     directory_state: str = ""
     """The state of the prefix index (a DirectoryState) when the request's processing began."""

@@ -51,7 +51,6 @@ class Replica:
     def __init__(self, address: str, link: Link, clock: Clock, listener: ReplicaListener) -> None:
         self.address = address
         self.is_connected = False
-        """Whether a session with the scheduler is open."""
         self.description: ReplicaDescription | None = None
         """The description that the scheduler sent at the start of the last session."""
         self.refusal = ""
@@ -61,7 +60,6 @@ class Replica:
         self.is_draining = False
         """Whether the scheduler has announced that it accepts no more requests."""
         self.running: dict[int, Inflight] = {}
-        """Maps handles to the sequences at the replica."""
         self.load = LoadTracker()
         self.recent_prefixes = RecentPrefixes()
         self._link = link

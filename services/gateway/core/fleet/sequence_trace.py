@@ -67,7 +67,6 @@ class SequenceTrace:
     request_id: str
     nanos: Callable[[], int]
     num_sent: int = 0
-    """Number of times that the sequence was sent to a replica."""
     times: EngineTimes | None = None
     admitted: int | None = None
     """Time when the current replica scheduled the sequence, on the clock `nanos`."""

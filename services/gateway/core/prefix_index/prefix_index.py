@@ -50,7 +50,6 @@ class PrefixIndex:
         self._being_swept = 0
         """The bits that the current sweep removes."""
         self._next_shard = 0
-        """The shard that the sweep processes next."""
         self._interned: dict[int, int] = {}
         self.contact = DirectoryState.FALLBACK
         """The state of the connection to the source of the batches and snapshots. Set by the

@@ -88,9 +88,7 @@ class Inflight:
     was_called_invalid: bool = False
     """Whether a replica has refused the sequence as invalid."""
     was_sent: bool = False
-    """Whether the sequence was ever sent to a replica."""
     was_stopped: bool = False
-    """Whether a stop string ended the sequence."""
     wait_until: float | None = None
     """Time on the event loop's clock at which the current wait for a replica ends with an error."""
     release: Callable[[], None] = _nothing

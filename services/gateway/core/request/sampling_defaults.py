@@ -11,7 +11,6 @@ class SamplingDefaults:
     """A server's defaults, read from a generation_config.json."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """The default of each sampling parameter."""
     max_tokens: int | None = None
     """Maximum number of tokens of an answer if neither the client nor the API's definition sets a
     maximum. None means as many tokens as fit into the context.

@@ -190,7 +190,6 @@ class _ByteRun:
         self.values = bytearray()
         self.first_id = self.last_id = -1
         self.num_whole_characters = 0
-        """Number of complete characters in `values`."""
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def append(self, token_id: int, byte: int) -> None:

@@ -40,7 +40,6 @@ class BlockWriter:
         """The type of the open block, or None."""
         self._thought = sha256()
         self._input = InputWriter()
-        """Writes the input of the latest tool call."""
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
         added: list[OutputEvent] | None = piece.events

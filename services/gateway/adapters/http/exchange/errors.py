@@ -35,7 +35,6 @@ entry of its nearest ancestor is used. If an error has an `http_status`, it repl
 MEDIA_TYPE = "application/json"
 
 MESSAGES = "/v1/messages"
-"""The path of Anthropic's API."""
 
 HINT_HEADERS = ("Retry-After", "Retry-After-Ms", "X-Should-Retry")
 """Headers of refusals that tell clients whether and when to retry."""

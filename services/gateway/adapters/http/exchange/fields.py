@@ -152,7 +152,6 @@ class BodyNotes:
     """Facts that the validation of a body collects, in pydantic's validation context."""
 
     ignored: list[str] = field(default_factory=list)
-    """The names of fields that have no effect."""
     ttls: list[int | None] = field(default_factory=list)
     """The times, in seconds, for which the client requests to keep the prompt cached. None stands
     for `breakpoint_ttl`.

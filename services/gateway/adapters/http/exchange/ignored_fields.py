@@ -9,7 +9,6 @@ logger = logging.getLogger(__name__)
 
 HEADER = "X-Stepwell-Ignored-Fields"
 IGNORE, REFUSE = "ignore", "refuse"
-"""The two values of the setting for unknown fields."""
 
 _MAX_NAME = 64
 """Limit on the characters of a field name in the header and the log. Longer names are cut."""

@@ -14,7 +14,6 @@ _ITEMS = 32
 _SHORT = 128
 """Limit on the items of a list that is encoded in one call, such as the tokens of one event."""
 _BYTES = 16 * 1024
-"""Approximate size of a piece, in bytes."""
 
 
 @dataclass(slots=True)

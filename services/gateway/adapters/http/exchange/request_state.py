@@ -9,7 +9,6 @@ ARRIVAL = "arrival"
 read.
 """
 CLIENT = "client"
-"""The Client that sent the request."""
 BODY_WRITER = "body_writer"
 """The BodyWriter of the connection, for chunked answers. It may bypass the middlewares that wrap
 `send`, because they change only the status and the headers of an answer.

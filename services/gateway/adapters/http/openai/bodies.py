@@ -27,7 +27,6 @@ from services.gateway.core.request.request import ChatRole
 _NO_FUNCTIONS = "send tools and tool_choice"
 _NO_SEARCH = "this server does not search the web"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""The reasoning effort that a client may request."""
 _NO_PREFIX = "to continue the last message, send continue_final_message"
 
 

@@ -9,7 +9,6 @@ from services.gateway.core.request.logprobs import LogprobRows
 from services.gateway.core.request.request import Prompt
 
 TokenText = Callable[[Tokenizer, int], str]
-"""Converts a token id to a text."""
 
 # The four parallel lists of a completion's `logprobs`.
 TOKENS, TOKEN_LOGPROBS, TOP_LOGPROBS, TEXT_OFFSET = (

@@ -25,7 +25,6 @@ from services.gateway.core.request.inflight import Inflight
 from services.gateway.core.request.model_limits import ModelLimits
 
 _MAX_CROSSED = 1024
-"""Limit on the number of client sessions in `_crossed`."""
 
 
 class _Abort(NamedTuple):

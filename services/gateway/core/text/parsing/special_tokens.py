@@ -9,7 +9,6 @@ class SpecialTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._marks: dict[tuple[str, ...], frozenset[int]] = {}
-        """Maps arguments of the method `marks` to its results."""
 
     def marks(self, marks: tuple[str, ...]) -> frozenset[int]:
         """Returns the special tokens whose text is one of these marks or a part of a mark."""

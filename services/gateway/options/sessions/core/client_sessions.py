@@ -43,7 +43,6 @@ class ClientSessions:
     ) -> None:
         self.limits = limits
         self.num_expired = 0
-        """Number of sessions that were ended because they were idle for too long."""
         self._clock = clock
         self._new_id = new_id
         self._unix_seconds = unix_seconds

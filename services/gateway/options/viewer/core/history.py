@@ -70,7 +70,6 @@ class History:
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._statuses: Mapping[str, ReplicaStatus] = {}
         self._were_ready: set[str] = set()
-        """Addresses of replicas that have been ready."""
 
     def bins(self, now: float) -> list[Bin]:
         """Returns all bins up to the current bin."""

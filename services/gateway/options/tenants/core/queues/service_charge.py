@@ -50,9 +50,7 @@ class ServiceCharge:
     num_prompt_tokens: int
     """Number of charged prompt tokens, which are expected not to be cached."""
     num_output_tokens_before: int
-    """Number of output tokens of the sequence when it was sent."""
     expected_output_tokens: float
-    """Expected number of output tokens at this replica."""
     sent_at: float
     """Time when the sequence was sent, in seconds on the event loop's clock."""
 
