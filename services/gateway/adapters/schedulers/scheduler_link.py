@@ -139,9 +139,7 @@ class SchedulerLink:
     async def activity(
         self, request: scheduler_pb2.GetActivityRequest, timeout_seconds: float
     ) -> scheduler_pb2.GetActivityResponse:
-        """Queries the activity of requests, steps and blocks. Raises AioRpcError if the call
-        fails.
-        """
+        """Queries the activity of requests, steps and blocks. Raises AioRpcError if that fails."""
         response: scheduler_pb2.GetActivityResponse = await self._stub.GetActivity(
             request, timeout=timeout_seconds
         )
@@ -150,9 +148,7 @@ class SchedulerLink:
     async def running_spans(
         self, request: scheduler_pb2.GetRunningSpansRequest, timeout_seconds: float
     ) -> scheduler_pb2.GetRunningSpansResponse:
-        """Queries the spans that unfinished requests have so far. Raises AioRpcError if the call
-        fails.
-        """
+        """Queries the spans of unfinished requests so far. Raises AioRpcError if the call fails."""
         response: scheduler_pb2.GetRunningSpansResponse = await self._stub.GetRunningSpans(
             request, timeout=timeout_seconds
         )
@@ -179,9 +175,8 @@ class SchedulerLink:
 
     def _rest(self, began: float) -> float:
         """Returns the seconds to wait before the next session. `began` is the start of the last
-        session. If an invalid message of the scheduler ended that session, the wait is positive and
-        grows with repetitions, so that most requests are sent to other schedulers. Otherwise it is
-        0.
+        session. The wait is 0 unless an invalid message of the scheduler ended that session. It
+        then grows with repetitions, so that most requests are sent to other schedulers.
         """
         if self._wrong_at < began:
             self._rest_seconds = max(self._rest_seconds / 2, _FIRST_BACKOFF_SECONDS)
@@ -253,8 +248,8 @@ class SchedulerLink:
             self._channel.renew()
 
     async def _read(self, call: SessionCall, replica: Replica) -> None:
-        """Processes messages until the scheduler ends the stream. Raises TimeoutError if no message
-        arrives, or the scheduler acknowledges no sent message, for the session's timeout.
+        """Processes messages until the scheduler ends the stream. Raises TimeoutError when the
+        scheduler has been silent (see `_heard_at`) for the session's timeout.
         """
         loop = asyncio.get_running_loop()
         self._received_at = loop.time()

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
 NO_REPLICA = "no_replica"
-"""The reported reason of the wait of a sequence that no replica accepts."""
+"""The reason that is reported for the wait of a sequence that no replica accepts."""
 
 
 class Fleet:

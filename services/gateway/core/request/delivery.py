@@ -19,7 +19,7 @@ TOKENS_AT_A_TIME = 128
 
 
 class Sink(Protocol):
-    """Receives the pieces of a generation."""
+    """Receives the pieces (new text and tokens) of a generation's answers."""
 
     @property
     def is_ready(self) -> bool:

@@ -18,7 +18,7 @@ from services.gateway.adapters.http.exchange.fields import Body, BodyNotes, Igno
 
 SESSION_HEADERS = ("X-Session-ID", "X-Dynamo-Session-ID", "Session-Id")
 CLAUDE_CODE_HEADER = "X-Claude-Code-Session-Id"
-"""An agent's session. The next two headers name agents within the session."""
+"""The header with the id of an agent's session. The next two identify agents within the session."""
 AGENT_HEADER = "X-Claude-Code-Agent-Id"
 PARENT_AGENT_HEADER = "X-Claude-Code-Parent-Agent-Id"
 PARENT_HEADER = "X-Dynamo-Parent-Session-ID"

@@ -34,7 +34,8 @@ class _Abort(NamedTuple):
 
 class SessionDeltas:
     """Keeps the sequences of one session (a gRPC stream) with a scheduler, and delivers their
-    results. A message is delivered only if all of it is valid.
+    results. In the session a number, called a handle, identifies a sequence. A message is delivered
+    only if all of it is valid.
 
     A client's session is something else: a series of requests (turns) that continue one sequence.
     """
@@ -296,8 +297,8 @@ class SessionDeltas:
             replica.rejected(rejected.handle, rejection_from_proto(rejected))
 
     def _is_late(self, rejected: scheduler_pb2.Rejection, ends: Sequence[int]) -> bool:
-        """Whether a rejection concerns a turn of a client's session that has already ended, or
-        whose handle is in `ends`, because the message ends it.
+        """Whether a rejection concerns a turn of a client's session that the scheduler ended
+        before, or ends in the same message (`ends`).
         """
         sent = self._sent.get(rejected.handle)
         if sent is None:

@@ -51,7 +51,7 @@ class Near:
     indexes: list[int]
     """Indices of the replicas whose costs are near the lowest cost, in ascending order."""
     examined: list[Offer]
-    """Offers of the replicas that `Offers.examine` has examined, near or not."""
+    """All offers that `Offers.examine` has computed, near or not."""
 
 
 class Offers:
@@ -78,8 +78,9 @@ class Offers:
         self._examined: dict[int, Offer] = {}
 
     def examine(self, nodes: Mapping[str, int], addresses: Iterable[str]) -> None:
-        """Examines the replicas in `nodes` and `addresses`. `nodes` maps the name of each pool that
-        has cached a prefix to the number of cached leading blocks, according to the directory.
+        """Computes the offers of the replicas in `nodes` and `addresses`. `nodes` maps the name of
+        each pool that has cached a prefix, according to the prefix directory, to the number of
+        cached leading blocks.
         """
         self._nodes = nodes
         by_node = map(self.order.index_of_node.get, nodes)

@@ -1,5 +1,5 @@
 """A gateway's answers to requests with an idempotency key. The number of answers, their size and
-their storage time are limited.
+their storage time are limited. The readers of an answer are the clients' requests for it.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class KeyLimits:
 
 
 class KeyedRequests:
-    """Stores the answers, identified by the scopes of their keys.
+    """Stores each answer under the scope of its key, an id that is made from the key.
 
     1. The first request with a key starts the answer. Later requests with the same key and the same
        content read this answer from its beginning. Requests with other content are refused.
@@ -151,8 +151,8 @@ class KeyedRequests:
         return request
 
     async def _open(self, request: KeyedRequest, wanted: Wanted) -> bool:
-        """Starts or resumes an answer, or follows another gateway that generates it. Returns
-        whether another gateway generates the answer or has completed it.
+        """Starts or resumes an answer, or follows another gateway, which generates it, by reading
+        the answer's log. Returns whether another gateway generates or has completed the answer.
         """
         request.build = wanted.build
         role = Role.RESUMES if request.recording.num_tokens else Role.BEGINS
