@@ -231,8 +231,8 @@ def ended(inflight: Inflight) -> Finish | None:
 class Mailbox:
     """The sequences of one client request, and the output that the reader has not taken yet.
 
-    Each sequence has at most one delta, which collects its output. If a reader stops reading, the
-    mailbox therefore needs no more memory than the request's tokens.
+    Each sequence has at most one delta, which collects the new output. So even if the reader stops
+    reading, the mailbox needs no more memory than the request's tokens.
     """
 
     def __init__(

@@ -3,10 +3,11 @@ journal has a log and a lease for each key. Each gateway, and the journal, may f
 
 1. The gateway that acquires the lease of a key's log owns the log and generates the answer. Every
    `flush_seconds`, the owner appends new output to the log, and renews the lease.
-2. If another gateway has a request with the key, it follows the log. When the lease has expired,
-   this gateway acquires the lease, appends an entry with the next fence (the number of a log's
-   owner), and continues the answer after the output in the log. The remaining output is as it would
-   have been at the former owner, because request id, seed and the tokens so far are unchanged.
+2. Another gateway that has a request with the key follows the log: reads the output from it. When
+   the lease has expired, this second gateway acquires the lease, appends an entry with the next
+   fence (the number of a log's owner), and continues the answer after the output in the log. The
+   remaining output is as it would have been at the former owner, because request id, seed and the
+   tokens so far are unchanged.
 3. If the former owner was only slow, it is fenced: its next append fails. The former owner then
    stops writing, but continues to generate for its own clients, which get the same tokens.
 4. While the journal is unavailable, answers are not shared. Their logs are written when the journal

@@ -38,7 +38,7 @@ including two steps that are already in flight when the sequence arrives.
 
 @dataclass(slots=True)
 class TenantUsage:
-    """The numbers of waiting, starting and running sequences of one tenant, and their measures."""
+    """The numbers and the measured lengths of one tenant's sequences."""
 
     tenant: Tenant
     num_waiting: int = 0
