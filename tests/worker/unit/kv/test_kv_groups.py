@@ -1,4 +1,4 @@
-"""Layers with the same kind of attention form KV-cache groups, which all have the same number of
+"""Layers with the same kind of attention form KV-cache groups of about the same number of
 layers.
 """
 
