@@ -34,9 +34,7 @@ class Issued:
 
 
 class Authority:
-    """Issues certificates that became valid an hour ago, with the X.509 extensions that Python 3.13
-    requires.
-    """
+    """Issues certificates valid since an hour ago, with the X.509 extensions of Python 3.13."""
 
     def __init__(self, name: str = "an authority") -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
@@ -70,9 +68,7 @@ class Authority:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a certificate in a directory: certificate, key and trusted authorities. `write`
-    creates them.
-    """
+    """A certificate, its key and trusted authorities as files of a directory, made by `write`."""
 
     directory: Path
 

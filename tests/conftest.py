@@ -77,16 +77,12 @@ gc.disable()
 
 
 def servers_of(nodeid: str) -> str | None:
-    """The key in SERVERS of the process that runs a test or a directory. None for tests that only
-    compute.
-    """
+    """The key in SERVERS of the process for a test or directory. None if tests only compute."""
     return next((name for name, paths in SERVERS.items() if nodeid.startswith(paths)), None)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Stores the session, because the xdist scheduler below sets its number of tests for the
-    progress display.
-    """
+    """Stores the session, because the xdist scheduler below sets its number of tests."""
     session.config.stash[SESSION] = session
 
 

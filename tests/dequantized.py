@@ -1,6 +1,4 @@
-"""Writes the float32 model that is equivalent to a quantized model, for comparison with
-transformers.
-"""
+"""Writes the float32 model that equals a quantized model, for comparison with transformers."""
 
 import shutil
 from collections.abc import Callable

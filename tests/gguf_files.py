@@ -171,9 +171,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str, size: int
 
 
 def _llama3_divisors(rope: dict[str, Any], config: dict[str, Any]) -> npt.NDArray[np.float32]:
-    """The divisors of rotary frequencies as transformers computes them. GGUF files store them as a
-    tensor.
-    """
+    """Transformers' divisors of rotary frequencies, which GGUF files store as a tensor."""
     plain = rope["rope_theta"] ** -(np.arange(0, config["head_dim"], 2) / config["head_dim"])
     stretched, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**config), "cpu")
     return (plain / stretched.numpy()).astype(np.float32)

@@ -64,9 +64,7 @@ def _randomized(model: PreTrainedModel) -> PreTrainedModel:
 def save_embedder(
     directory: Path, kind: str, mode: str | None = None, *, normalize: bool = True, **changes: Any
 ) -> PreTrainedModel:
-    """Saves and returns a model without a head. A pooling `mode` adds the files of
-    sentence-transformers.
-    """
+    """Saves a model without a head. A pooling `mode` adds files of sentence-transformers."""
     torch.manual_seed(7)
     model = _randomized(AutoModel.from_config(_config(kind, **changes)))
     model.save_pretrained(directory)

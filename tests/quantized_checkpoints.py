@@ -20,9 +20,7 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Codes:
-    """A quantized weight [out, in] as unsigned codes, with scales and zero points for each group of
-    columns.
-    """
+    """A quantized weight [out, in]: unsigned codes, with scales and zero points by column group."""
 
     codes: Ints
     zero_points: Ints
@@ -39,9 +37,7 @@ class Codes:
 
 
 def quantized(weight: Floats, bits: int, group: int, *, symmetric: bool, scale: Any) -> Codes:
-    """Quantizes a weight to `bits`, in groups of `group` columns. `scale` is the data type of the
-    scales.
-    """
+    """Quantizes a weight to `bits`, in groups of `group` columns, with scales of type `scale`."""
     rows, columns = weight.shape
     grouped = weight.reshape(rows, columns // group, group)
     most = 2**bits - 1

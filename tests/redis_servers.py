@@ -1,6 +1,4 @@
-"""Redis servers for tests. Tests that use them are skipped if the program redis-server is not
-installed.
-"""
+"""Redis servers for tests, which are skipped if the program redis-server is not installed."""
 
 import importlib.util
 

@@ -13,23 +13,17 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 def slowness() -> float:
-    """The time that a fixed computation takes here, divided by its time on a current server, but at
-    least 1.
-    """
+    """The time of a fixed computation, divided by that of a current server, but at least 1."""
     return max(1.0, min(_taken(time.thread_time)) / _REFERENCE_SECONDS)
 
 
 def busy_slowness() -> float:
-    """Like `slowness`, but the mean elapsed time, which is longer while other processes use the
-    processor.
-    """
+    """Like `slowness`, but by mean elapsed time, which includes other processes' work."""
     return max(1.0, sum(taken := _taken(time.perf_counter)) / len(taken) / _REFERENCE_SECONDS)
 
 
 def seconds_without_processor() -> float:
-    """The time that this thread has waited for a processor, according to Linux. On other systems
-    0.0.
-    """
+    """The time that this thread has waited for a processor. 0.0 on systems other than Linux."""
     try:
         return int(_SCHEDULED.read_text().split()[1]) / 1e9
     except (OSError, IndexError):

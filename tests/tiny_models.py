@@ -130,8 +130,7 @@ TINY_MODELS: dict[str, TinyModel] = {
     "mistral_wide_window": TinyModel(MistralConfig, {"sliding_window": 200}),
     "mixtral": TinyModel(MixtralConfig, {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2": TinyModel(Qwen2Config, {"use_sliding_window": False}),
-    # Two layers with full attention and three with a window. They form three KV-cache groups of up
-    # to two layers.
+    # Two full-attention and three windowed layers form three KV-cache groups of up to two layers.
     "qwen2_window": TinyModel(
         Qwen2Config,
         {

@@ -181,7 +181,7 @@ class Benchmark:
         return [line[2:] for line in lines if line.startswith(("# decode:", "# mixed:"))]
 
     async def _fit_serving(self) -> dict[str, float]:
-        """Fits the serving costs to real runs. Returns the costs, and the median errors with and
+        """Fits the serving costs to real runs. Returns the costs and the median errors with and
         without them.
         """
         capacity, found = self._capacity(), []
@@ -217,9 +217,7 @@ class Benchmark:
         )
 
     def _worker_variables(self) -> dict[str, str]:
-        """Environment variables by which the profiled worker gets the same settings as the
-        services.
-        """
+        """Environment variables by which the profiled worker gets the services' settings."""
         settings = {name: getattr(self._options, name) for name in _SETTINGS}
         settings |= {"max_model_len": self._options.max_model_len}
         return {f"STEPWELL_WORKER_{name.upper()}": str(value) for name, value in settings.items()}

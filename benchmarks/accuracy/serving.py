@@ -25,9 +25,7 @@ class Decoding:
     num_new_requests: int
 
     def expected(self, serving: ServingCosts) -> float:
-        """The time from the first to the last token that follows from the profile and the serving
-        costs.
-        """
+        """The time from the first to the last token by the profile and the serving costs."""
         return (
             self.device_seconds
             + serving.seconds * self.num_steps

@@ -83,8 +83,8 @@ class NoTools(Changed):
 
 
 class NoEnds(Changed):
-    """Clients do not mark the last turn of a program. Only the missing name of a tool shows that it
-    is last.
+    """No last turn of a program is marked. Only the missing name of a tool shows that it is
+    last.
     """
 
     class Retention(ProgramRetention):

@@ -21,8 +21,8 @@ class Figures:
     p99_seconds: float
     hit_rate: float
     recomputed: float
-    """The fraction of computed tokens that had been computed before, and were evicted or
-    preempted.
+    """The fraction of computed tokens that had been computed before, but were lost from the
+    cache.
     """
     longest_wait_seconds: float
     context_tokens: float
@@ -55,9 +55,7 @@ class Comparison:
         return contexts / self.load.kv_tokens
 
     def ratio(self, row: str) -> float:
-        """The mean job time with fcfs divided by that of the row, as a geometric mean over the
-        seeds.
-        """
+        """Mean job time of fcfs divided by that of the row, as geometric mean over the seeds."""
         pairs = zip(self.rows[BASE], self.rows[row], strict=True)
         return math.exp(
             fmean(math.log(base.mean_seconds / one.mean_seconds) for base, one in pairs)

@@ -91,9 +91,7 @@ class TokenStream:
     def __init__(self, arrived: Arrived) -> None:
         self.status = 0
         self.error: dict[str, Any] = {}
-        """The error in an answer whose status is not 200, or in an event. Empty if there is
-        none.
-        """
+        """The error of an answer with a status other than 200, or in an event. Empty if none."""
         self._arrived = arrived
         self._rest = b""
 
@@ -153,8 +151,8 @@ def completion_request(
 
 
 class SessionClient:
-    """A client that opens a session (the stream of requests and tokens) with the scheduler, as a
-    gateway does.
+    """A client that has a session (stream of requests and tokens) with the scheduler, like a
+    gateway.
     """
 
     def __init__(self, address: str) -> None:

@@ -1,6 +1,4 @@
-"""Converts requests, steps and outputs directly from one service's types to another's, without
-protobufs.
-"""
+"""Converts requests, steps and outputs between the services' own types, without protobufs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,9 +30,7 @@ _GENERATION = 1
 
 
 def to_request(asked: EngineRequest, key: int) -> Request:
-    """Converts the gateway's request to the scheduler's. `key` identifies the request to the KV
-    pool.
-    """
+    """Converts the gateway's request to the scheduler's. `key` is its key in the KV pool."""
     return Request(
         request_id=asked.request_id,
         key=RequestKey(key),
@@ -76,9 +72,7 @@ def _drafts(plan: SchedulerOutput) -> dict[str, Any]:
 
 
 def _tier_transfers(metadata: KVConnectorMetadata | None) -> dict[str, Any]:
-    """The fields of the worker's step that list the blocks to store in the host-memory tier and to
-    load from it.
-    """
+    """The fields of the worker's step with the blocks to copy to and from the host-memory tier."""
     if metadata is None:
         return {}
     return {

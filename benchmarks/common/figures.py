@@ -1,6 +1,4 @@
-"""Computes the latencies and the throughput of a run from the times of its requests, and medians
-over runs.
-"""
+"""Computes latencies and throughput of a run from its requests' times, and medians over runs."""
 
 import math
 import statistics

@@ -59,9 +59,7 @@ class GatewayProgram:
 
 @asynccontextmanager
 async def running(gateway: GatewayProgram, log: Path) -> AsyncIterator[None]:
-    """Runs a gateway inside the context, which is entered when it serves. Its output is written to
-    `log`.
-    """
+    """Runs a gateway, with its output in `log`. The context is entered when the gateway serves."""
     process = spawn(gateway.spec.command, gateway.spec.environ, log)
     try:
         await until_serving(

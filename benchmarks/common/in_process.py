@@ -138,9 +138,7 @@ class Unobserved:
 
 
 class LocalEngine:
-    """The gateway's port `Engine` and the scheduler's port `Delivery`, connected by function
-    calls.
-    """
+    """The gateway's port `Engine` and the scheduler's port `Delivery`, joined by calls."""
 
     def __init__(self, limits: ModelLimits) -> None:
         self.engine: EngineCore

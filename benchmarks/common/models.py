@@ -24,8 +24,7 @@ def find_model(name: str, num_tokens: int | None = None) -> Path:
     if num_tokens is not None:
         directory = cache / f"random-{name}-{num_tokens}"
     if not directory.is_dir():
-        # Imported here, because the module needs torch, which programs that only run clients may
-        # lack.
+        # Imported here, because it needs torch, which programs that only run clients may lack.
         from benchmarks.common.random_model import SIZES, write_model  # noqa: PLC0415
 
         log(f"writing a random model of {name} parameters to {directory}")

@@ -11,7 +11,7 @@ from services.worker.core.step_times import StepTimes
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When the tokens of a request should arrive, in seconds from the start of its burst's first
+    """When a request's tokens should arrive, in seconds from the start of its burst's first
     step.
     """
 

@@ -14,9 +14,7 @@ _SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The keys of a prompt's blocks. `depths` maps each node to the number of leading blocks that
-    it has cached.
-    """
+    """The keys of a prompt's blocks. `depths`: how many leading blocks each node has cached."""
 
     keys: Sequence[int]
     depths: dict[int, int]

@@ -205,9 +205,7 @@ class Load:
             await asyncio.sleep(_LOAD_PAUSE_SECONDS)
 
     def _request(self, hosted: HostedPool[None], prompt: list[BlockHash]) -> None:
-        """Serves one request to its end. Its blocks are then cached, and other blocks were evicted
-        for them.
-        """
+        """Serves one request. Its blocks are cached, and other blocks are evicted for them."""
         self._next_request += 1
         request, tokens = RequestKey(self._next_request), len(prompt) * _BLOCK_SIZE
         found = hosted.pool.transact([Lookup([request], [tokens - 1], [prompt])]).results[0]

@@ -33,9 +33,7 @@ _START_SECONDS = 120.0
 
 @dataclass(frozen=True, slots=True)
 class IndexFigures:
-    """What a gateway's index costs: the time to load all blocks, its memory, and the times of
-    look-ups.
-    """
+    """The costs of a gateway's index: the time to load all blocks, memory, and look-up times."""
 
     num_keys: int
     cold_start_seconds: float

@@ -49,17 +49,13 @@ class Times:
 
 @dataclass(slots=True)
 class FaultFigures:
-    """The requests that were sent in windows without the fault (`calm`) and with the fault
-    (`hit`).
-    """
+    """The requests of windows without the fault (`calm`) and with the fault (`hit`)."""
 
     name: str
     calm: list[Asked] = field(default_factory=list)
     hit: list[Asked] = field(default_factory=list)
     exact_seconds: list[float] = field(default_factory=list)
-    """For each window, the seconds from the fault's end until the index of every gateway was
-    exact.
-    """
+    """For each window, seconds from the fault's end until every gateway's index was exact."""
 
     @property
     def complaints(self) -> list[str]:
@@ -147,9 +143,7 @@ class _Windows:
         return asked, await happening
 
     async def _happen(self, fault: Fault, hold_seconds: float) -> float:
-        """Injects a fault. Returns the seconds from its end until the index of every gateway is
-        exact.
-        """
+        """Injects a fault. Returns the seconds from its end until every index is exact."""
         await fault.begin()
         await asyncio.sleep(hold_seconds)
         await fault.end()

@@ -52,9 +52,7 @@ class RequestLoad:
         self._answers: dict[tuple[int, bool], object] = {}
 
     async def warm_up(self) -> None:
-        """Sends each request once, so that caches are filled. Raises RuntimeError if a request
-        fails.
-        """
+        """Fills caches by sending each request once. Raises RuntimeError if a request fails."""
         for number in range(2 * len(self._stubs) * NUM_PROMPTS):
             asked = await self._ask(number)
             if asked.complaint:

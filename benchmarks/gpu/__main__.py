@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(name: str, platform: CudaPlatform, copy: float) -> bool:
-    """Imports and runs a part. Each part is imported only here, because parts need different
+    """Imports and runs a part. Parts are imported only here, because they need different
     packages.
     """
     return attempt(lambda: import_module(f"benchmarks.gpu.{name}").run(platform, copy), f"\n{name}")

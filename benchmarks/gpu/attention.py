@@ -14,18 +14,14 @@ from services.worker.backends.cuda.paged_attention import XformersPagedAttention
 from services.worker.platforms.cuda import CudaPlatform
 
 CACHE_BYTES = 512 * 2**20
-"""The minimum bytes of keys and values that one measurement reads. They are more than a GPU's cache
-can store.
-"""
+"""The minimum bytes of keys and values in one measurement, more than a GPU's cache stores."""
 BATCHES = (1, 16, 64, 256)
 CONTEXT, BLOCK_SIZE = 4096, 64
 LAYER = AttentionLayer(32, 8, 128, 128**-0.5)
 
 
 def run(_platform: CudaPlatform, copy: float) -> bool:
-    """Prints how many bytes per second recorded decodes (CUDA graphs) read, for several batch
-    sizes.
-    """
+    """Prints how many bytes per second recorded decodes (CUDA graphs) read, by batch size."""
     print("\n| batch | context | µs a layer | GB/s of keys and values | of copy bandwidth |")
     print("| ---: | ---: | ---: | ---: | ---: |")
     for batch in BATCHES:

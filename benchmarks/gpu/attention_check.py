@@ -74,9 +74,7 @@ class AttentionCheck:
         return torch.randn(num_tokens, num_heads, case.head_dim, device=there).to(case.dtype)
 
     def store(self, lengths: list[int]) -> None:
-        """Appends `lengths[i]` random keys and values to sequence i, as if earlier steps had
-        computed them.
-        """
+        """Appends `lengths[i]` random keys and values to sequence i, like earlier steps."""
         for sequence, length in enumerate(lengths):
             key, value = (self.random(length, self.case.num_kv_heads) for _ in range(2))
             slots = self._grow(sequence, key, value)

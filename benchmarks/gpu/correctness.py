@@ -1,4 +1,4 @@
-"""Compares attention on a GPU with plain attention, and experts and sampling with the host's
+"""Compares attention on a GPU with plain attention, experts and sampling with the host's
 results.
 """
 

@@ -1,4 +1,4 @@
-"""Checks on a GPU that with --batch-invariant no row depends on its batch, and measures the mode's
+"""Checks on a GPU that --batch-invariant makes rows independent of batches, and measures its
 cost.
 """
 
@@ -35,9 +35,7 @@ def run(platform: CudaPlatform, _copy: float) -> bool:
 
 
 def invariant_products(device: CudaDevice) -> bool:
-    """Checks and times matrix products with the weight shapes of a Llama model with 8 billion
-    parameters.
-    """
+    """Checks and times products with the weight shapes of a Llama model of 8B parameters."""
     print("\n| product | rows | µs | cuBLAS µs | price |\n| --- | ---: | ---: | ---: | ---: |")
     right = True
     for width, out in PRODUCTS:

@@ -21,9 +21,7 @@ ROWS = (1, 2, 7, 16, 63, 64, 65, 130)
 def products_differ(
     device: Device, dtype: torch.dtype, width: int, out: int, *, bias: bool = False
 ) -> list[int]:
-    """The batch sizes for which the product of a row differs from the product of the row in the
-    largest batch.
-    """
+    """The batch sizes with which a row's product differs from the one in the largest batch."""
     from services.worker.backends.cuda.fixed_tiles import FixedTilesLinear  # noqa: PLC0415
 
     def numbers(*shape: int) -> torch.Tensor:

@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 
 def attempt(work: Callable[[], bool], name: str) -> bool:
-    """Returns the result of `work`. If `work` raises an error, prints `name` and the error, and
-    returns False.
-    """
+    """Returns the result of `work`, or False after an error, which is printed with `name`."""
     try:
         return work()
     except Exception as error:

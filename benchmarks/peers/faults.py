@@ -1,6 +1,4 @@
-"""Faults of a link between two services: a message is lost, repeated, late, out of order, cut or
-changed.
-"""
+"""Faults of a link between services: a message is lost, repeated, late, out of order or changed."""
 
 import asyncio
 from collections.abc import Iterator
@@ -44,9 +42,7 @@ class Fault:
 
 
 def faults_of(lane: Lane) -> Iterator[Fault]:
-    """All faults of a lane: first faults of whole messages, then faults of each field of the lane's
-    messages.
-    """
+    """All faults of a lane: of its whole messages, and then of each field of its messages."""
     for change in WHOLE_MESSAGE:
         yield Fault(lane, change)
     kind = message_type(lane)
@@ -115,9 +111,7 @@ class Injection:
         return wrong
 
     def _wrong(self, message: bytes) -> list[bytes] | None:
-        """The messages that are sent in place of `message`, or None if the fault does not apply to
-        it.
-        """
+        """The messages sent in place of `message`, or None if the fault does not apply to it."""
         match None if self.fault.path else self.fault.change:
             case "dropped" | "after the next":
                 return []

@@ -115,9 +115,7 @@ class Batch:
 
 
 def _joined(pieces: list[gateway_pb2.GenerateResponse]) -> Answer:
-    """Joins the messages of each sequence into one. Fields that depend on the prefix cache are left
-    out.
-    """
+    """Joins the messages of each sequence, without the fields that depend on the prefix cache."""
     sequences: dict[int, gateway_pb2.GenerateResponse] = {}
     for piece in pieces:
         whole = sequences.setdefault(piece.index, gateway_pb2.GenerateResponse(index=piece.index))

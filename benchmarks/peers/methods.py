@@ -50,9 +50,7 @@ def streams_both_ways(method: str) -> bool:
 
 
 def message_type(lane: Lane) -> Descriptor | None:
-    """The protobuf type of a lane's messages. None for methods of other APIs, such as the health
-    check.
-    """
+    """The protobuf type of a lane's messages. None for other APIs, such as the health check."""
     method = METHODS.get(lane.method)
     if method is None:
         return None

@@ -23,9 +23,7 @@ class Effect:
     lines: tuple[str, ...] = ()
     """Warnings and errors in the services' logs."""
     heal_seconds: float = 0.0
-    """The seconds from the fault until all answers had ended and the link carried messages
-    again.
-    """
+    """Seconds from the fault until all answers had ended and the link carried messages again."""
 
     @property
     def is_bad(self) -> bool:

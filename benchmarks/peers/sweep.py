@@ -133,9 +133,7 @@ class Sweep:
         await self._batch.reset_prefix_caches(self._admin)
 
     async def _until_carried(self) -> None:
-        """Sends requests until the link's stream carries a message, at most for
-        RECOVERY_SECONDS.
-        """
+        """Sends requests until the stream carries a message, for at most RECOVERY_SECONDS"""
         before = self._proxy.num_messages.get(self._answers, 0)
         deadline = time.monotonic() + RECOVERY_SECONDS
         while self._proxy.num_messages.get(self._answers, 0) == before:

@@ -1,6 +1,4 @@
-"""Faults that no receiver can detect, because they replace a valid value of a field by another
-valid value.
-"""
+"""Faults that no receiver can detect, because a field gets another value that is valid, too."""
 
 from stepwell.common.v1.common_pb2 import SamplingParams
 

@@ -44,9 +44,7 @@ class Workload:
     seed: str
 
     def num_blocks(self, block_size: int) -> int:
-        """The mean number of blocks of all open conversations, in which shared system prompts count
-        once.
-        """
+        """The mean number of blocks of all open conversations. Shared system prompts count once."""
         turn = self.user_tokens + self.answer_tokens
         own = self.num_conversations * turn * (self.num_turns + 1) / 2
         return round((own + self.num_system_prompts * self.system_tokens) / block_size)

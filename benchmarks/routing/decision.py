@@ -103,9 +103,7 @@ def measure_decisions(
 
 
 class _World:
-    """Replicas with running requests, an index of the blocks that they have cached, and a routing
-    policy.
-    """
+    """Replicas with running requests, an index of their cached blocks, and a routing policy."""
 
     def __init__(self, num_replicas: int) -> None:
         self.index = PrefixIndex()

@@ -1,3 +1,3 @@
-"""`python -m benchmarks.scheduler`: compares the processor time that Stepwell and vLLM need to plan
-a step.
+"""`python -m benchmarks.scheduler`: compares Stepwell's and vLLM's processor time to plan a
+step.
 """

@@ -1,6 +1,4 @@
-"""Measures Stepwell's scheduler and pool core in one process, with the loads of
-`benchmarks.scheduler.loads`.
-"""
+"""Measures Stepwell's scheduler and pool core in one process, with `benchmarks.scheduler.loads`."""
 
 import asyncio
 import time
@@ -40,9 +38,7 @@ from services.scheduler.core.request import Request
 from services.simulation.inprocess_pool import InProcessPool
 
 _CONTEXT_BLOCKS = 16
-"""The number of KV blocks of a paused program's context (the tokens with which its next request
-will begin).
-"""
+"""KV blocks of a paused program's context (the tokens with which its next request begins)."""
 _STEP_SECONDS = 0.02
 """How far each step advances the scheduler's clock, which determines the age of paused contexts."""
 _SPARE_BLOCKS = 1500

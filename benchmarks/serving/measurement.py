@@ -1,6 +1,4 @@
-"""Measures the services and one process with the code of all services. Prints each table when it is
-complete.
-"""
+"""Measures the services and one process with all their code. Prints each table when complete."""
 
 import asyncio
 import enum
@@ -38,9 +36,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Part(enum.Enum):
-    """A part of the measurement that can run alone. STAGES and STRUCTURED run only if they are
-    requested.
-    """
+    """A part of the measurement that can run alone. STAGES and STRUCTURED run only on request."""
 
     TRACING = "tracing"
     STAGES = "stages"
@@ -249,9 +245,7 @@ async def measure_structured(options: Options, model: Path) -> dict[str, Any]:
 
 
 async def hop_runs(options: Options, model: Path, stack: Stack) -> list[HopRun]:
-    """Measures the hops of a step (see common/hops.py) at the lowest and at the highest
-    concurrency.
-    """
+    """Measures the hops of a step (common/hops.py) at the lowest and the highest concurrency."""
     await run_hops(stack, options.load(model, 1, "hops/warm-up"))
     runs = []
     for level in options.ends:

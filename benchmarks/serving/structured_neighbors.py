@@ -1,6 +1,4 @@
-"""Measures how much requests that are constrained to a JSON schema slow down the other requests of
-their batch.
-"""
+"""Measures how much requests with a JSON schema slow down the other requests of their batch."""
 
 import asyncio
 from collections.abc import Mapping

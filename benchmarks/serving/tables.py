@@ -42,9 +42,7 @@ def serving_table(rows: Sequence[Row], reference: str = "one process") -> str:
 
 
 def neighbors_table(rows: Sequence[Row]) -> str:
-    """A table of the measured requests, with a row for each kind of other requests that ran at the
-    same time.
-    """
+    """A table of the measured requests, with a row for each kind of concurrent other requests."""
     return table_text(
         (
             "at once",

@@ -1,6 +1,4 @@
-"""Repeats requests concurrently, and compares each answer with the answer to the same request sent
-alone.
-"""
+"""Repeats requests concurrently. Each answer must equal the answer to the request sent alone."""
 
 import asyncio
 import time
@@ -59,9 +57,7 @@ class Counts:
     failed: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
     with_gateway: int = 0
-    """The number of answers that failed because the fault campaign killed or terminated their
-    gateway.
-    """
+    """The number of answers that failed because the campaign killed or ended their gateway."""
     silences: list[float] = field(default_factory=list)
     """For each correct answer, the longest time without a token, in seconds."""
 

@@ -25,9 +25,7 @@ class Effect:
 
 
 def report(effects: Sequence[Effect], counts: Counts) -> str:
-    """The report on faults that were injected one at a time, each after the recovery from the one
-    before.
-    """
+    """The report on faults of which each was injected after the recovery from the one before."""
     kinds: dict[str, list[Effect]] = {}
     for effect in effects:
         kinds.setdefault(effect.fault.kind, []).append(effect)

@@ -1,6 +1,4 @@
-"""Detects requests and KV blocks that are left in the services although no client sends
-requests.
-"""
+"""Detects requests and KV blocks that are left in the services when no client sends requests."""
 
 import asyncio
 import time
@@ -33,9 +31,7 @@ async def read_status(http: httpx.AsyncClient, gateway: str) -> dict[str, Any]:
 
 
 def left_over(status: dict[str, Any]) -> str:
-    """Lists the requests and blocks that are left according to a status. Empty if there are
-    none.
-    """
+    """Lists the requests and blocks that are left according to a status. Empty if none are."""
     replicas = [replica["stats"] for replica in status["replicas"]]
     if None in replicas:
         return "a scheduler does not answer"

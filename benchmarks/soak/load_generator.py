@@ -73,9 +73,7 @@ class Sent:
     num_sent: int = 0
     num_done: int = 0
     num_done_in_time: int = 0
-    """The number of requests that were done before sending ended, from which goodput is
-    computed.
-    """
+    """How many requests were done before sending ended. Goodput is computed from this number."""
     first_token_millis: list[float] = field(default_factory=list)
     refusal_millis: list[float] = field(default_factory=list)
     """For each request that was refused before any work, milliseconds from sending to the answer.
@@ -105,9 +103,7 @@ def sum_sent(parts: Sequence[Sent]) -> Sent:
 
 
 async def send(sending: Sending, until_told: asyncio.Event | None = None) -> Sent:
-    """Waits for the event `until_told`, if given. Then sends the requests, and waits for the
-    answers.
-    """
+    """Waits for the event `until_told`, if given. Sends the requests, and waits for the answers."""
     clock, requests = RunClock(), sending.requests()
     first = next(requests)  # this builds the first requests in advance
     if until_told is not None:

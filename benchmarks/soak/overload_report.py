@@ -122,9 +122,7 @@ def _slowdown(name: str, these: Sequence[float], those: Sequence[float]) -> Line
 
 
 def _recovery_lines(options: TenantOptions, result: Result) -> list[Line]:
-    """The services' memory after the flood, and the quiet tenant's times to the first token after
-    it.
-    """
+    """The services' memory, and the quiet tenant's times to the first token, after the flood."""
     memory = result.memory
     mebibytes = [bytes_ / 2**20 for bytes_ in (memory.before, memory.flooded, memory.after)]
     recovered = result.recovered.first_token_millis

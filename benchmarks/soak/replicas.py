@@ -70,9 +70,7 @@ class Replicas:
         return self.first_gateway.grpc
 
     def pid(self, name: str) -> int:
-        """The process id of a service's current process, or of its last process if this has
-        ended.
-        """
+        """The process id of a service's current process, or of its last one if that has ended."""
         return self._supervisor.pid(name)
 
     async def kill(self, name: str) -> None:

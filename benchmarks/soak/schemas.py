@@ -239,9 +239,7 @@ def _retrieve(uri: str) -> Any:
 
 
 def _kind(message: str) -> str:
-    """The beginning of an error message, without numbers, so that similar errors are counted
-    together.
-    """
+    """The beginning of an error message without numbers, by which similar errors are grouped."""
     return _NUMBER.sub("…", message.partition("\n")[0])[:_MAX_REASON].strip()
 
 

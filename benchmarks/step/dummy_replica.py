@@ -107,9 +107,7 @@ class DummyReplica:
         return f"unix:{self._directory.name}/{name}.sock"
 
     def _stop(self) -> None:
-        """Stops the services. The end of its standard input makes the worker send its last
-        spans.
-        """
+        """Stops the services. The worker sends its last spans when its standard input ends."""
         end([self._processes["scheduler"]])
         end([self._processes["kvpool"]])
         worker = self._processes["worker"]

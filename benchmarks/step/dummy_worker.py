@@ -73,7 +73,7 @@ class DummyRunner:
         return output
 
     def run_bare(self, num_steps: int) -> list[int]:
-        """Waits for the time of a step, `num_steps` times. Returns the end of each wait, in
+        """Waits for the time of a step, `num_steps` times. Returns each wait's end in
         nanoseconds.
         """
         ended = []

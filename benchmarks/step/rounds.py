@@ -165,7 +165,7 @@ class _Meter:
             self._ended = deltas.step, self._read()
 
     def micros_per_step(self) -> dict[str, float]:
-        """Processor microseconds per step of each process. Raises RuntimeError if the run was too
+        """Processor microseconds per step of each process. RuntimeError if the run was too
         short.
         """
         if self._begun is None or self._ended is None:

@@ -13,9 +13,7 @@ _EXIT_SECONDS = 30.0
 
 
 class EngineEnded(Exception):
-    """Raised when an engine's process ended without a result. Its error message is on standard
-    error.
-    """
+    """Raised when an engine's process ended without a result. Its error is on standard error."""
 
 
 class EngineProcess:

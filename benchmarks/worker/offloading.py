@@ -62,9 +62,7 @@ class Turn:
 
 
 class Bench:
-    """Runs prompts on the gateway's core, a scheduler, a pool and a model runner in this
-    process.
-    """
+    """Runs prompts on a gateway's core, scheduler, pool and model runner in this process."""
 
     def __init__(self, composed: InProcess, seed: int) -> None:
         self._composed = composed

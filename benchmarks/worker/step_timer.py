@@ -104,9 +104,7 @@ class StepTimer:
         return seconds
 
     def _begin(self, load: StepsLoad) -> None:
-        """Begins a new generation (which drops all requests), and zeroes every block that the load
-        uses.
-        """
+        """Begins a new generation (which drops all requests), and zeroes the load's blocks."""
         self._generation += 1
         none = np.empty(0, np.int32)
         count = load.num_requests * load.num_blocks(self._num_steps)

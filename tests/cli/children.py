@@ -48,8 +48,7 @@ async def main():
 asyncio.run(main())
 """
 
-# Answers health checks. After SIGUSR1 it answers that it is not live. SIGUSR2 blocks its event loop
-# for a minute.
+# Answers health checks. After SIGUSR1 it is not live. SIGUSR2 blocks its event loop for a minute.
 ANSWER_HEALTH = """
 import asyncio, signal, sys, time
 from services.common.rpc.server import GrpcServer

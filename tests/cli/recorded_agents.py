@@ -156,9 +156,7 @@ def configuration(
 
 
 def crowd() -> list[Turn]:
-    """Sixty turns, too many to fit in the pool together. Every second turn declares the name of its
-    program.
-    """
+    """Sixty turns, too many to fit in the pool together. Every second turn names its program."""
     return [
         Turn(
             5 + number % 7,

@@ -1,6 +1,4 @@
-"""A small HTTP server with the parts of the OpenAI API that the client commands of `stepwell`
-use.
-"""
+"""A small HTTP server with the parts of the OpenAI API that `stepwell`'s client commands use."""
 
 import json
 import ssl

@@ -6,9 +6,7 @@ from tests.conformance.recording import Record, Recording
 
 
 def assert_as_recorded(recording: Recording, ours: Record) -> None:
-    """Asserts that `ours`, the record of our run of the recording's scenario, has vLLM's
-    decisions.
-    """
+    """Asserts that `ours`, the record of our run of the scenario, has vLLM's decisions."""
     policy = recording.scenario["config"].get("policy", "fcfs")
     assert differences(recording.recorded, ours, FIELDS, policy=policy) == []
 

@@ -1,6 +1,4 @@
-"""Fixtures with the Helm chart, rendered with several sets of values. The chart is rendered once
-for all tests.
-"""
+"""Fixtures with the Helm chart, rendered once for all tests, with several sets of values."""
 
 import json
 import subprocess
@@ -68,9 +66,7 @@ def render_chart(sets: Mapping[str, Values]) -> dict[str, Rendered]:
 
 @pytest.fixture(scope="session")
 def releases() -> dict[str, Rendered]:
-    """The chart, rendered with the values of each example, and for worker groups without
-    LeaderWorkerSet.
-    """
+    """The chart with each example's values, and with worker groups without LeaderWorkerSet."""
     sets = {name: example(name) for name in NAMES}
     groups = {"groups": groups_without_leader_worker_set(), "stages": stages_of_ranks()}
     return render_chart(sets | groups)

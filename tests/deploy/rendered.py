@@ -141,9 +141,7 @@ def _templated(owner: Object, template: Object) -> Pod:
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector of Kubernetes matches labels. An empty selector matches
-    everything.
-    """
+    """Whether a label selector of Kubernetes matches labels. An empty one matches everything."""
     if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
         return False
     for wanted in selector.get("matchExpressions", ()):

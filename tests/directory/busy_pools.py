@@ -33,9 +33,7 @@ NAMES = ("a", "b", "c")
 
 
 class BusyPools:
-    """Publishes random events of three pools through one RedisDirectory, a hundred times a
-    second.
-    """
+    """Publishes random events of three pools in one RedisDirectory, a hundred times a second."""
 
     def __init__(
         self, url: str, times: WriterTimes = WRITER, names: tuple[str, ...] = NAMES

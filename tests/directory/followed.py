@@ -1,6 +1,4 @@
-"""A directory of cached KV blocks to which pools write, and from which a gateway updates its prefix
-index.
-"""
+"""A directory of cached KV blocks: pools write to it, and a gateway's prefix index reads it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -59,9 +57,7 @@ class Gateway:
 
 
 class FollowedDirectory:
-    """A Directory whose published events a PrefixIndex follows. Matches are looked up in the
-    index.
-    """
+    """A Directory. A PrefixIndex follows its published events, and matches prompts."""
 
     def __init__(self, writer: RedisDirectory | EventFeed, index: PrefixIndex) -> None:
         self._writer = writer

@@ -1,3 +1,1 @@
-"""Tests of all services together. They form a package, whose shared stacks of services end after
-its last test.
-"""
+"""Tests of all services together, as a package whose shared stacks end after its last test."""

@@ -20,9 +20,7 @@ PAGE = Path(__file__).parent / "documented_fields.md"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An example of a request field: its path, and the values that are added to the base
-    request.
-    """
+    """An example of a request field: its path, and the values added to the base request."""
 
     call: str
     field: str

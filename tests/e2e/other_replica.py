@@ -11,9 +11,7 @@ from tests.redis_servers import free_port
 
 
 class OtherReplica:
-    """A pool, a worker and a scheduler on their own ports. The scheduler registers itself in
-    Redis.
-    """
+    """A pool, a worker and a scheduler on their own ports. The scheduler registers in Redis."""
 
     def __init__(self, model: Path, redis_url: str, directory: Path) -> None:
         ports = [free_port() for _ in range(3)]

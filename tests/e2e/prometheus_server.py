@@ -1,6 +1,4 @@
-"""A real Prometheus that scrapes every 1.5 seconds. It evaluates the rules of deploy/ with shorter
-durations.
-"""
+"""A real Prometheus that scrapes every 1.5 seconds, with the rules of deploy/ sped up."""
 
 import json
 import math
@@ -37,9 +35,7 @@ _WINDOWS = {"1m": "6s", "5m": "6s", "10m": "6s", "15m": "3m", "1h": "3m"}
 that their shortened ranges must still exceed the duration of a test.
 """
 QUICK_SECONDS = 0.3
-"""The threshold in seconds that replaces those for the queue time and the time to the first
-token.
-"""
+"""The threshold in seconds for the queue time and the time to the first token."""
 _THRESHOLDS = {"> 10": f"> {QUICK_SECONDS}", "> 20": f"> {QUICK_SECONDS}"}
 
 

@@ -1,6 +1,4 @@
-"""Sends turns of agents (requests that continue earlier ones) to the real services, whose device is
-simulated.
-"""
+"""Sends turns of agents (requests that continue others) to services on a simulated device."""
 
 from pathlib import Path
 

@@ -151,8 +151,7 @@ class Stack:
 
         def nothing_is_held() -> bool:
             status = self.status()
-            # Until a restarted gateway has received the pool's state, it reports 0 for both
-            # numbers.
+            # A restarted gateway reports 0 for both numbers until it has the pool's state.
             is_free = status["num_free_blocks"] == status["num_usable_blocks"] > 0
             return is_free and not (status["num_running"] or status["num_waiting"])
 

@@ -24,8 +24,7 @@ def save_servable_model(directory: Path) -> PreTrainedModel:
     Each token is one byte. Some ids of the model have no token, as in many real models.
     """
     model = save_tiny_model(directory)
-    # The rotary embedding works for any position, so this changes only the maximum length of a
-    # sequence.
+    # Rotary embedding works for any position, so this changes only the maximum length.
     edit_config(directory, max_position_embeddings=MAX_MODEL_LEN)
     save_tokenizer(directory)
     return model
@@ -59,9 +58,7 @@ def embed(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 
 
 def greedy(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """The greedy continuation that transformers computes. It does not stop at end-of-text
-    tokens.
-    """
+    """The greedy continuation by transformers, which does not stop at end-of-text tokens."""
     return list(_greedy(model, tuple(prompt), max_tokens))
 
 

@@ -1,6 +1,4 @@
-"""The gateway's fleet of replicas with fake connections to schedulers, and a clock that the test
-advances.
-"""
+"""The gateway's fleet of replicas, with fake connections and a clock that the test advances."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -107,9 +105,7 @@ class FakeFleet:
     ) -> None:
         self.clock = ManualClock()
         self.directory: dict[str, int] = {}
-        """Maps a replica's node to the number of leading blocks that it has cached, for every
-        prompt.
-        """
+        """Maps a node to the number of leading blocks that it has cached, for every prompt."""
         parts = RoutingParts(random.Random(0), self.clock, self, max_load_delta)
         self.links: dict[str, FakeLink] = {}
         self.opened: list[str] = []

@@ -120,9 +120,7 @@ class FakeScheduler(
         """The error that refuses every session. If None, sessions are accepted."""
 
     async def start(self, address: str = "") -> str:
-        """Serves at `address`, by default at the previous address or a free port. Returns the
-        address.
-        """
+        """Serves at `address`, the previous address or a free port. Returns the address."""
         self._is_hung = False
         self._server = GrpcServer()
         register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
@@ -164,9 +162,7 @@ class FakeScheduler(
     def set_state(
         self, *, ready: bool, reason: str = "", draining: bool = False, stalled: bool = False
     ) -> None:
-        """Reports to gateways whether steps can run. This does not influence the fake's own
-        steps.
-        """
+        """Reports to gateways whether steps can run. The fake itself runs all allowed steps."""
         self._state = scheduler_pb2.ReplicaState(
             ready=ready, reason=reason, draining=draining, stalled=stalled
         )
@@ -412,9 +408,7 @@ class _Session:
         )
 
     async def news(self) -> AsyncIterator[scheduler_pb2.SessionResponse]:
-        """Yields the messages of a session: changed states, one message for each step, and
-        heartbeats.
-        """
+        """Yields a session's messages: changed states, one message per step, and heartbeats."""
         scheduler = self._scheduler
         while not self.is_over:
             if scheduler.is_hung:
@@ -502,9 +496,7 @@ class _Session:
 def rows_of(
     token_ids: list[int], num_top: int, logprob: Callable[[int], float] = same_logprob
 ) -> common_pb2.Logprobs:
-    """Log-probabilities of tokens. The top tokens of a row are the sampled token and the ids that
-    follow it.
-    """
+    """Log-probabilities. The top tokens of a row are the sampled token and the ids after it."""
     rows = common_pb2.Logprobs(width=1 + num_top)
     for token in token_ids:
         best = [(token + k) % VOCAB_SIZE for k in range(num_top)]

@@ -57,8 +57,7 @@ class Serving:
     def stub(self) -> Any:
         return gateway_pb2_grpc.InferenceStub(self.channel)
 
-    # The packages of OpenAI and Anthropic are imported where they are used, because the import
-    # takes a second.
+    # The packages of OpenAI and Anthropic are imported at first use, because that takes a second.
 
     def openai(self, **options: Any) -> "AsyncOpenAI":
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient  # noqa: PLC0415

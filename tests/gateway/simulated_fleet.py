@@ -168,7 +168,7 @@ class SimulatedReplica:
         sequence.held.append(key)
 
     def _publish(self, keys: Sequence[int], sequence: _Sequence) -> None:
-        """Caches the full blocks of a sequence under their keys. Frees a block whose key is already
+        """Caches a sequence's full blocks by their keys. Frees blocks whose key is already
         cached.
         """
         for key in keys:
@@ -238,9 +238,7 @@ class SimulatedFigures:
 
     @property
     def best_hit_rate(self) -> float:
-        """The hit rate that would result if each request ran at the replica with its longest cached
-        prefix.
-        """
+        """The hit rate if each request ran at the replica with its longest cached prefix."""
         return self.num_best_tokens / self.num_sent_tokens
 
     @property
@@ -309,9 +307,7 @@ class SimulatedFleet:
         return found
 
     def run(self, workload: Workload, at_once: int) -> SimulatedFigures:
-        """Sends a workload, with `at_once` requests open at any time. Returns the figures after its
-        warm-up.
-        """
+        """Sends a workload, with `at_once` open requests. Returns the figures after its warm-up."""
         loop = _ClosedLoop(self, workload, at_once)
         self.clock.run(lambda: loop.num_done >= workload.num_warm_up + workload.num_requests)
         return loop.figures

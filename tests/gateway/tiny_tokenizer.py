@@ -27,9 +27,7 @@ def write_tokenizer(
     texts: Sequence[str] = ("the stop string, the hello world of them",),
     size: int = 320,
 ) -> Path:
-    """Writes a byte-level BPE tokenizer of up to `size` tokens, trained on `texts`. Returns
-    `directory`.
-    """
+    """Writes a byte-level BPE tokenizer of up to `size` tokens for `texts`. Returns `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

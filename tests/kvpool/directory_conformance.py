@@ -38,9 +38,7 @@ def removed(*gone: BlockHash, group: int = 0) -> BlocksRemoved:
 
 
 async def says(directory: Directory, path: str, *expected: tuple[str, int, int]) -> None:
-    """Waits until the directory's matches for a prompt are the expected ones: (pool, generation,
-    blocks).
-    """
+    """Waits until a prompt's matches are the expected ones: (pool, generation, blocks)."""
     answer: list[tuple[str, int, int]] = []
     try:
         async with asyncio.timeout(SECONDS):

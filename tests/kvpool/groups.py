@@ -31,8 +31,6 @@ def pool_of(
 
 
 def evict(pool: KVPool, num_blocks: int) -> None:
-    """Evicts cached blocks: allocates `num_blocks` blocks from the free queue and frees them
-    without a hash.
-    """
+    """Evicts cached blocks: allocates `num_blocks` free blocks, and frees them without a hash."""
     admit(pool, 99, num_blocks * BLOCK_SIZE)
     release(pool, 99)

@@ -47,8 +47,7 @@ class NaivePool:
         self.tables: dict[int, list[list[int]]] = {}
         self.chains: dict[int, list[bytes]] = {}
         self.num_evictions = 0
-        # Blocks whose hash the operation EvictBlocks removed. They get no hash before they are
-        # allocated again.
+        # Blocks whose hash EvictBlocks removed. They get no hash until they are allocated again.
         self.barred: set[int] = set()
         # The (group, hash) of each recurrent state that was published since the last step began.
         self.fresh: set[tuple[int, bytes]] = set()
@@ -138,9 +137,7 @@ class NaivePool:
         return number
 
     def needs(self, group: int, position: int, num_tokens: int) -> bool:
-        """Whether block `position` contains a token that the query at position `num_tokens`
-        sees.
-        """
+        """Whether block `position` contains a token that the query at `num_tokens` sees."""
         spec = self._specs[group]
         match spec.attention_type:
             case AttentionType.FULL:

@@ -23,9 +23,7 @@ BLOCK_SIZE = 4
 
 
 def hashes(path: str) -> list[BlockHash]:
-    """The hash chain of a prompt, with one letter for each block. "ab" and "ac" have the same first
-    hash.
-    """
+    """The hash chain of a prompt, a letter for each block. "ab" and "ac" share their first hash."""
     return [BlockHash(sha256(path[:end].encode()).digest()) for end in range(1, len(path) + 1)]
 
 

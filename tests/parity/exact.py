@@ -71,8 +71,8 @@ class Recorder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the model. Computes the logits of all rows, even of rows whose logits the step does
-        not need.
+        """Runs the model. Computes the logits of all rows, even those that the step does not
+        need.
         """
         hidden, logits = self._model.forward(
             token_ids, positions, attention, embedded, wanted, lora

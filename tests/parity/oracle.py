@@ -24,9 +24,7 @@ def embedded_prompt(rows: torch.Tensor) -> PromptEmbeds:
 
 
 def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> None:
-    """Asserts that a request's output is transformers' greedy continuation, with its
-    log-probabilities.
-    """
+    """Asserts that a request's output and log-probabilities are transformers' greedy ones."""
     expected = logprobs(model, request)
     start = len(request.prompt) - 1
     assert request.output == expected[start:-1].argmax(-1).tolist(), name
@@ -38,9 +36,7 @@ def assert_served(model: PreTrainedModel, request: Request, name: str = "") -> N
 
 @torch.inference_mode()
 def first_choices(model: PreTrainedModel, prompt: list[int], output: list[int]) -> list[int]:
-    """For each output position, the token that transformers finds most probable after all tokens
-    before it.
-    """
+    """For each output position, transformers' most probable token after all tokens before it."""
     logits = model(input_ids=torch.tensor([prompt + output])).logits[0]
     return logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 

@@ -39,9 +39,7 @@ class RandomPool:
         return self._block_of.get(key)
 
     def remember(self, key: Key, block: int) -> None:
-        """Records that a block is full. It can be found by the key unless another block has the
-        key.
-        """
+        """Records that a block is full. Its key finds it, unless the key finds another block."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -220,8 +218,8 @@ class RandomServing:
         ]
 
     def _draft(self, request: Request, drafts: dict[tuple[int, ...], list[int]]) -> list[int]:
-        """Draft tokens, of which most are right. They end at the latest with the request's last
-        token.
+        """Draft tokens, most of which are right. They end with the request's last token or
+        before.
         """
         known = drafts.get(tuple(request.prompt), [])[len(request.output) :]
         count = int(self._random.integers(0, 4))
@@ -278,8 +276,8 @@ class RandomServing:
             self._settle(request)
 
     def _settle(self, request: Request) -> None:
-        """Makes full blocks findable. Frees the blocks that have left the window, at once or in a
-        later step.
+        """Makes full blocks findable. Frees blocks that have left the window, now or in a later
+        step.
         """
         begins = self._first_seen(request.num_computed)
         sizes = self._runner.limits.block_sizes

@@ -50,9 +50,7 @@ async def generate(
     given: Sequence[Sequence[int]] | None = None,
     **changes: Any,
 ) -> Run:
-    """Serves the prompts of a situation, or the prompts `given`. `changes` are passed to
-    `serve`.
-    """
+    """Serves a situation's prompts, or the prompts `given`. `changes` are passed to `serve`."""
     runner.reset()
 
     def submit(plan: SchedulerOutput) -> Future[StepOutput]:

@@ -26,9 +26,7 @@ window of 16 to 24 tokens.
 MAX_MODEL_LEN = 128
 LARGE_POOL = 2400
 SMALL_POOL = 36
-"""A number of blocks of each KV-cache group that is enough for only two or three of the sixteen
-requests.
-"""
+"""A number of blocks of each KV-cache group that fits only two or three of sixteen requests."""
 
 GREEDY: dict[str, Any] = {"temperature": 0, "seed": 0, "max_tokens": MAX_TOKENS}
 SAMPLED: dict[str, Any] = {
@@ -58,7 +56,7 @@ class Situation:
     served: tuple[int, ...] = tuple(range(NUM_PROMPTS))
 
     def chosen(self, of_prompts: Sequence[T]) -> list[T]:
-        """Selects the items of the served prompts from `of_prompts`, which has one item for each
+        """Selects the items of served prompts from `of_prompts`, which has an item for each
         prompt.
         """
         return [of_prompts[number] for number in self.served]

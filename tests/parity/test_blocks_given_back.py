@@ -74,9 +74,7 @@ class Holder:
 def expected_free_blocks(
     entries: list[dict[str, Any]], groups: tuple[LayerGroup, ...], num_usable_blocks: int
 ) -> Iterator[tuple[int, int]]:
-    """For each step, yields the number of free blocks according to the rule, and the number in the
-    log.
-    """
+    """For each step, yields the number of free blocks by the rule, and the one in the log."""
     holders: dict[int, Holder] = {}
     in_flight: dict[int, dict[int, int]] = {}
     for entry in entries:

@@ -105,9 +105,7 @@ always_right = pytest.mark.parametrize(
 
 
 def assert_share(kind: str, recorded: Recorded) -> None:
-    """Asserts which fraction of the greedy drafts is accepted, depending on the kind of draft
-    model.
-    """
+    """Asserts the fraction of accepted greedy drafts, which depends on the kind of draft model."""
     assert recorded.num_drafts > 30
     share = recorded.num_accepted / recorded.num_drafts
     match kind:
@@ -158,9 +156,7 @@ async def test_a_model_that_drafts_for_itself_takes_a_step_for_all_drafts_and_on
 
 
 async def test_what_is_proposed_is_how_the_draft_model_continues(drafting: Drafting) -> None:
-    """The drafts are compared with transformers in float32, and with the draft model run alone in
-    bfloat16.
-    """
+    """Drafts are compared with transformers in float32, and the draft model alone in bfloat16."""
     recorded = record_drafts(drafting.worker)
     async with serving(drafting.worker, SITUATIONS["chunks of 11"], async_scheduling=True) as (
         _,

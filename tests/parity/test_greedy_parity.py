@@ -95,9 +95,7 @@ def make_requests() -> list[Request]:
 
 @cache
 def choices(model: PreTrainedModel, prompt: tuple[int, ...], output: tuple[int, ...]) -> list[int]:
-    """The tokens that transformers finds most probable, cached because most tests have the same
-    output.
-    """
+    """Transformers' most probable tokens, cached because most tests have the same output."""
     return first_choices(model, list(prompt), list(output))
 
 

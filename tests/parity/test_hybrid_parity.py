@@ -34,9 +34,7 @@ NUM_TURNS_ALONE = 6
 prompts that end inside a block.
 """
 PREEMPTED = replace(SITUATIONS["preempted again and again"], num_blocks=28)
-"""A situation with blocks for only two or three turns. The number is small, because states need few
-blocks.
-"""
+"""A situation with blocks for two or three turns, which are few because states need few."""
 HYBRID_SITUATIONS = {**SITUATIONS, "preempted again and again": PREEMPTED}
 
 
@@ -65,9 +63,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def turns() -> list[list[int]]:
-    """Prompts that repeat two sequences, with more tokens or fewer. Two prompts end inside a
-    block.
-    """
+    """Prompts that repeat two sequences, with more or fewer tokens. Two end inside a block."""
     random = np.random.default_rng(5)
     first, second = (random.integers(3, VOCAB_SIZE, length).tolist() for length in (27, 39))
     return [
@@ -166,8 +162,7 @@ async def test_retention_keeps_states_where_prompts_end_and_part(served: Served)
 @pytest.mark.parametrize(
     ("mode", "setting", "cached"),
     [
-        # A hit of the 27 tokens consists of whole units of 2 tokens, so it ends inside the seventh
-        # block.
+        # A hit of the 27 tokens has whole units of 2 tokens, so it ends inside the seventh block.
         (MambaCacheMode.ALIGN, {"prefix_match_unit": 2}, [0, 26, 26]),
         (MambaCacheMode.ALIGN, {}, [0, 24, 24]),
         (MambaCacheMode.NONE, {"enable_prefix_caching": False}, [0, 0, 0]),

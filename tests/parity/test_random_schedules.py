@@ -143,9 +143,7 @@ def check(served: Served, requests: list[Request]) -> None:
 
 
 def check_alone(runner: ModelRunner, schedule: Schedule, requests: list[Request]) -> None:
-    """Serves each request alone, with its prompt in one step. The answer must have the same bits as
-    before.
-    """
+    """Serves each request alone, its prompt in one step. The answer must have the same bits."""
     runner.reset()
     driver = Driver(runner, block_size=schedule.block_size, num_blocks=runner.limits.num_blocks)
     for number, request in enumerate(requests):

@@ -36,9 +36,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"use_sliding_window": True},
     "starcoder2": {},
 }
-"""One kind of model for each architecture that can have windows, and changes to its
-configuration.
-"""
+"""A kind of model for each architecture with windows, and changes to its configuration."""
 
 WINDOWS = {
     "shorter than the prompt": 6,

@@ -36,24 +36,18 @@ def connected(connector: "KVConnector | None") -> Connect | None:
 
 @dataclass(frozen=True, slots=True)
 class ExternalTokens:
-    """The tokens of one request in the connector's external storage, and how loads of them
-    behave.
-    """
+    """A request's tokens in the connector's external storage, and how loads of them behave."""
 
     num_tokens: int
     is_async: bool = False
     num_steps: int = 1
     """The duration of an asynchronous load, in steps."""
     num_undecided: int = 0
-    """The number of first queries for the request's tokens to which the connector returns None (not
-    known yet).
-    """
+    """For how many first queries of its tokens the connector returns None (not known yet)."""
     max_loads: int | None = None
     """The number of loads after which the storage has lost the tokens. None means no limit."""
     failing_blocks: tuple[int, ...] = ()
-    """The blocks that a failing load reports as not loaded, as indices into the blocks of the
-    load.
-    """
+    """Blocks that a failing load reports as not loaded, as indices into the load's blocks."""
     fails_whole: bool = False
     """Whether a failing load reports no block IDs, so that all its blocks count as not loaded."""
     num_failing_loads: int = 1

@@ -8,9 +8,7 @@ from tests.scenarios.scenario import Pause, ResetPrefixCache
 
 
 class ScenarioControl:
-    """Executes the pauses and resets of a scenario, and keeps the pauses that have not
-    completed.
-    """
+    """Executes pauses and resets of a scenario, and keeps the pauses that have not completed."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from tests.scenarios.stand_in_connector import StandInConnector
 
 _CHANGES = ("scheduled", "preempted", "outputs", "finished_recving", "finished_sending")
-"""Fields of a step's record. While all of them are empty, no waiting request becomes
-schedulable.
-"""
+"""Fields of a step's record. If all of them are empty, no waiting request becomes schedulable."""
 
 
 async def run_scenario(scenario: Scenario) -> Record:
@@ -233,9 +231,7 @@ class ScenarioRun:
             self._note_end(own.request, step)
 
     async def _abort_mid_step(self, step: int, record: Record) -> None:
-        """Aborts the requests that the scenario aborts between the plan and the output of a
-        step.
-        """
+        """Aborts what the scenario aborts between the plan and the output of a step."""
         for event in self._scenario.events.get(step, ()):
             if isinstance(event, Abort) and event.is_mid_step:
                 self._abort(step, event.request_id, record)

@@ -96,9 +96,7 @@ class ResetEncoderCache: ...
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Pauses the scheduler. With `clears`, the prefix cache is reset when the pause has
-    completed.
-    """
+    """Pauses the scheduler. `clears`: the prefix cache is reset when the pause has completed."""
 
     mode: PauseMode
     clears: bool
@@ -238,9 +236,7 @@ def _item(item: dict[str, Any]) -> EncoderInput:
 
 
 def _set_grammar(request: Request, grammar: StandInGrammar, step: int) -> None:
-    """Sets the grammar status of a request that arrives before `step`: compiling, ready
-    or failed.
-    """
+    """Sets the grammar status of a request that arrives before `step`: compiling, ready, failed."""
     request.grammar = GrammarStatus.COMPILING
     if grammar.ready <= step:
         request.grammar = GrammarStatus.READY
@@ -249,9 +245,7 @@ def _set_grammar(request: Request, grammar: StandInGrammar, step: int) -> None:
 
 
 def _next_chunk(added: Request) -> NextChunk:
-    """Converts an added request that has the id of an existing session to further input of the
-    session.
-    """
+    """Converts an added request with the id of an existing session to further input of it."""
     if not added.resumable:
         return NextChunk(added.request_id, None)
     chunk = InputChunk(tuple(added.token_ids), added.sampling, added.arrival_time)
@@ -259,9 +253,7 @@ def _next_chunk(added: Request) -> NextChunk:
 
 
 def _control(event: dict[str, Any]) -> Event:
-    """Reads an event that concerns no request: a pause, the end of a pause, a reset, a throttled
-    step.
-    """
+    """Reads an event without a request: a pause or its end, a reset, a throttled step."""
     if "pause" in event:
         return Pause(PauseMode(event["pause"]), event.get("clear_cache", True))
     if "reset_prefix_cache" in event:

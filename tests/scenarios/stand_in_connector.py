@@ -14,9 +14,7 @@ from tests.scenarios.connector import ExternalTokens
 
 @dataclass(slots=True)
 class _Source:
-    """The externally stored tokens of one request, and the number of queries and loads of them so
-    far.
-    """
+    """The externally stored tokens of one request, and how often they were queried and loaded."""
 
     tokens: ExternalTokens
     num_questions: int = 0

@@ -22,9 +22,7 @@ class StandInGrammar:
     error: bool = False
     """Whether its compilation fails."""
     break_at: int | None = None
-    """The output position at which the sampler returns a token that the grammar refuses, or
-    None.
-    """
+    """The output position at which the sampler returns a token that is not allowed, or None."""
 
     def allows(self, token_id: int, position: int) -> bool:
         """Whether `token_id` is allowed at an output position, counted from 0."""
@@ -44,9 +42,7 @@ class StandInGrammar:
         return token_id
 
     def num_allowed(self, token_ids: Sequence[int], position: int) -> int:
-        """How many of `token_ids`, counted from the first, are allowed, if the first is at
-        `position`.
-        """
+        """How many leading `token_ids` are allowed, if the first one is at `position`."""
         for index, token_id in enumerate(token_ids):
             if not self.allows(token_id, position + index):
                 return index

@@ -30,8 +30,8 @@ class StandInModel:
         self._grammars = grammars or {}
         self._tokens: dict[Request, list[int]] = {}
         self._checked: dict[Request, list[int]] = {}
-        """For each request, its drafts for the next step after the check by its grammar. Refused
-        drafts are -1.
+        """Each request's drafts for the next step, after its grammar's check. Refused ones are
+        -1.
         """
 
     def execute(self, plan: SchedulerOutput, void: Collection[Request] = ()) -> ModelRunnerOutput:
@@ -87,18 +87,14 @@ class StandInModel:
         return drafts[: self._num_allowed(request, held, drafts)]
 
     def _num_allowed(self, request: Request, held: list[int], following: list[int]) -> int:
-        """How many tokens of `following`, counted from the first, the request's grammar allows
-        after `held`.
-        """
+        """How many leading tokens of `following` the request's grammar allows after `held`."""
         grammar = self._grammars.get(request.request_id)
         if grammar is None:
             return len(following)
         return grammar.num_allowed(following, len(held) - request.num_prompt_tokens)
 
     def take_back(self, requests: Iterable[Request]) -> None:
-        """Removes the sampled tokens that the scheduler dropped from the stored tokens of
-        requests.
-        """
+        """Removes sampled tokens that the scheduler dropped from the stored tokens of requests."""
         for request in requests:
             self._tokens[request] = list(request.token_ids)
 
@@ -133,8 +129,8 @@ class StandInModel:
         return longer[len(tokens) :]
 
     def _proposals(self, request: Request, tokens: list[int], count: int) -> list[int]:
-        """Proposes `count` drafts after `tokens`. About seven in ten are correct. The others are
-        one too large.
+        """Proposes `count` drafts after `tokens`. About seven in ten are right, others one too
+        large.
         """
         return [
             token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1

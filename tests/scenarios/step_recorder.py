@@ -15,9 +15,7 @@ from tests.scenarios.transfer_record import begun_loads
 
 
 class StepRecorder:
-    """Records the steps of one scheduler, and the state of `core`, the pool behind the scheduler's
-    pool client.
-    """
+    """Records the steps of a scheduler, and the state of `core`, the pool that serves it."""
 
     def __init__(self, scheduler: Scheduler, core: KVPool, config: SchedulerConfig) -> None:
         self._scheduler = scheduler

@@ -55,7 +55,5 @@ def transfers_after_step(scheduler: Scheduler, connector: "StandInConnector") ->
 
 
 def _listed(blocks: BlockTables, config: SchedulerConfig) -> list[Any]:
-    """The block table of each named KV-cache group. If the scenario names no groups, the only block
-    table.
-    """
+    """The block table of each named KV-cache group. Without names, the only block table."""
     return [list(group) for group in blocks] if config.groups else list(blocks[0])

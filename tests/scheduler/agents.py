@@ -9,9 +9,7 @@ from tests.scheduler.story import Story
 
 
 class Agents:
-    """Runs turns of programs (successive requests of an agent) on a scheduler whose clock the test
-    sets.
-    """
+    """Runs turns of programs (an agent's requests) on a scheduler whose clock the test sets."""
 
     def __init__(self, *, policy: str = "program", **config: Any) -> None:
         self.story = Story(policy=policy, **config)
@@ -27,9 +25,7 @@ class Agents:
     async def turn(
         self, name: str, token_ids: list[int], max_tokens: int = 4, **fields: Any
     ) -> list[int]:
-        """Runs one request to its end. Returns its prompt and answer, with which the next turn
-        begins.
-        """
+        """Runs a request to its end. Returns prompt and answer, with which the next turn begins."""
         request = self.story.add(name, token_ids, max_tokens=max_tokens, **fields)
         while not request.is_finished:
             await self.step()

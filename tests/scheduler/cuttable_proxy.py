@@ -26,9 +26,7 @@ class CuttableProxy:
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def swallow_answers(self) -> None:
-        """Drops all bytes that the target sends from now on. Bytes of clients are still
-        forwarded.
-        """
+        """From now on drops all bytes of the target. Bytes of clients are still forwarded."""
         self._is_deaf_backwards = True
 
     def lose_all(self) -> None:

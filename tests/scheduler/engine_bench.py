@@ -43,8 +43,8 @@ class Bench:
         linger_seconds: float = LINGER_SECONDS,
         **config: Any,
     ) -> None:
-        """Steps take `step_seconds` of the event loop. If these are 0, a step ends in the loop's
-        next iteration.
+        """A step takes `step_seconds` of the event loop, or ends in its next iteration if that is
+        0.
         """
         limits: dict[str, Any] = {
             "max_num_seqs": 4,

@@ -85,9 +85,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.nan_rows: frozenset[int] = frozenset()
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
-        """A token that ends the stream of steps when a new request contains it. None for no such
-        token.
-        """
+        """A token that ends the stream of steps when a new request contains it, or None."""
         self.described: Callable[[], object] = lambda: None
         """Called when an answer to Describe has been built but not sent."""
         self.spoil: Spoil = lambda _, answer: [answer]
@@ -99,9 +97,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._address = "127.0.0.1:0"
 
     async def start(self) -> str:
-        """Starts to serve, at the address of the last start if there was one. Returns the
-        address.
-        """
+        """Starts to serve, at the address of the last start if there was one. Returns it."""
         self._server = GrpcServer()
         self._server.add(
             worker_pb2_grpc.add_WorkerServicer_to_server, self, "stepwell.worker.v1.Worker"

@@ -40,9 +40,7 @@ class FragilePool(InProcessPool):
 
 
 class FakeExecutor:
-    """An `Executor` (the engine's port to the workers) over a PagedModel. Its answers can be
-    blocked.
-    """
+    """An `Executor` (the engine's port to workers) over a PagedModel. Answers can be blocked."""
 
     def __init__(self, block_size: int, num_slots: int) -> None:
         self._shape = block_size, num_slots
@@ -123,9 +121,7 @@ def _computed_tokens(plan: SchedulerOutput) -> set[int]:
 
 
 class FakeReplica:
-    """A `PoolAndWorkers` that restores the pool and the workers as soon as both are available
-    again.
-    """
+    """A `PoolAndWorkers` that restores pool and workers as soon as both are available again."""
 
     def __init__(self, pool: FragilePool, executor: FakeExecutor) -> None:
         self.there = asyncio.Event()
@@ -173,9 +169,7 @@ class Inbox:
 
 
 class ReadinessLog:
-    """A `Readiness` that records each reported state: "" if steps can run, otherwise the reason why
-    not.
-    """
+    """A `Readiness` that records each state: "" if steps can run, otherwise the reason."""
 
     def __init__(self) -> None:
         self.lacks: list[str] = []

@@ -47,9 +47,7 @@ def check_budget(story: Story, plan: SchedulerOutput) -> None:
 
 
 def check_rows(story: Story) -> None:
-    """The persistent batch has one row for each running request, and no more rows than the
-    limit.
-    """
+    """The persistent batch has one row for each running request, and at most the limit."""
     running = story.scheduler.running
     assert len(running) <= _num_rows(story)
     assert story.model.num_requests == len(running)
@@ -92,9 +90,7 @@ def check_queue_order(story: Story) -> None:
 
 
 def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> None:
-    """Requests are admitted from the head of the queue, in order. A step that preempts admits
-    none.
-    """
+    """Requests are admitted from the head of the queue. A step that preempts admits none."""
     admitted = list(plan.block_tables)
     assert admitted == before.waiting[: len(admitted)]
     assert sorted(map(id, admitted)) == sorted(map(id, plan.new + plan.resumed))

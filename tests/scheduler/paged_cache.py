@@ -15,9 +15,7 @@ Tables = Sequence[Sequence[int]]
 """The block tables of a request, one for each KV-cache group."""
 
 Contents = dict[int | str, tuple[int, int]]
-"""The contents of a block. Maps each position in the block, or "state", to the group that wrote it
-and a digest.
-"""
+"""A block's contents: for each position or "state", the group that wrote it and a digest."""
 
 _STATE = "state"
 EMPTY = 0
@@ -25,9 +23,7 @@ EMPTY = 0
 
 
 class PagedCache:
-    """Stores one digest for each position in place of keys and values, and one for a block's
-    recurrent state.
-    """
+    """Stores a digest for a position's keys and values, and one for a block's recurrent state."""
 
     def __init__(
         self, block_size: int, groups: Sequence[KVCacheGroup] = (), *, follows_states: bool = True
@@ -80,17 +76,13 @@ class PagedCache:
                     self._store(group, block, position, digests[position])
 
     def garble(self, blocks: Iterable[int]) -> None:
-        """Fills blocks with contents that belong to no sequence, as if a load into them had
-        failed.
-        """
+        """Fills blocks with contents that belong to no sequence, as after a failed load."""
         size = max(group.block_size for group in self._groups)
         for block in blocks:
             self._blocks[block] = dict.fromkeys(range(size), (-1, EMPTY))
 
     def is_void(self, tables: Tables, start: int, end: int) -> bool:
-        """Whether the queries from `start` to `end` see a position whose contents belong to no
-        sequence.
-        """
+        """Whether queries from `start` to `end` see a position that belongs to no sequence."""
         return any(
             self._block(spec, table, position).get(position % spec.block_size, (0, None))[1]
             == EMPTY

@@ -116,9 +116,7 @@ class _Row(StoredTokens):
         del self.token_ids[num_tokens:], self.digests[num_tokens:]
 
     def continuation(self, num_tokens: int) -> list[int]:
-        """The tokens with which the model continues the sequence, restricted by the row's
-        grammar.
-        """
+        """The tokens with which the model continues, restricted by the row's grammar."""
         if self._grammar is None:
             return continuation(self.token_ids, num_tokens)
         longer = list(self.token_ids)
@@ -128,9 +126,7 @@ class _Row(StoredTokens):
         return longer[len(self.token_ids) :]
 
     def proposals(self, num_tokens: int) -> list[int]:
-        """Drafts for the row. The first draft that the grammar refuses and all later ones are
-        -1.
-        """
+        """Drafts for the row. From the first one that the grammar refuses on, they are -1."""
         drafts = [
             token_id if is_right(len(self.token_ids), index) else token_id + 1
             for index, token_id in enumerate(self.continuation(num_tokens))
@@ -139,9 +135,7 @@ class _Row(StoredTokens):
         return drafts[:num_allowed] + [-1] * (num_tokens - num_allowed)
 
     def num_allowed_of_last(self, num_tokens: int) -> int:
-        """How many of the last `num_tokens` tokens precede the first token that the grammar
-        refuses.
-        """
+        """How many of the last `num_tokens` tokens precede the first that the grammar refuses."""
         if self._grammar is None:
             return num_tokens
         begin = len(self.token_ids) - num_tokens
@@ -156,9 +150,7 @@ class _Row(StoredTokens):
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The positions from `start` to `end` of one row, which a step computes. The last ones may be
-    drafts.
-    """
+    """The positions `start` to `end` of one row, which a step computes. The last may be drafts."""
 
     row: _Row
     start: int

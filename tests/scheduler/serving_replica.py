@@ -69,8 +69,8 @@ class Gateway:
         self.loads: list[scheduler_pb2.ReplicaLoad] = []
         self.heard: dict[int, Heard] = {}
         self._admitted: set[int] = set()
-        """Handles of the requests that were admitted. For a client's session, admitted in its
-        current turn.
+        """Handles of admitted requests. A client's session counts if its current turn is
+        admitted.
         """
         self.error: Exception | None = None
         self._num_sent = self._num_received = 0
@@ -106,8 +106,8 @@ class Gateway:
     async def add_chunk(
         self, handle: int, num_tokens: int, chunk: Sequence[int], **fields: Any
     ) -> None:
-        """Sends further input to a client's session (a request with several turns) that has
-        `num_tokens` tokens.
+        """Sends further input to a client's session (a request with turns) of `num_tokens`
+        tokens.
         """
         defaults = {
             "request_id": f"request-{handle}",
@@ -222,9 +222,7 @@ class Pool:
         self._service: PoolService | None = None
 
     async def start(self) -> str:
-        """Starts to serve, at the address of the last start if there was one. Returns the
-        address.
-        """
+        """Starts to serve, at the address of the last start if there was one. Returns it."""
         tracing = configure_tracing("kvpool", "", 1.0, exporter=self._exporter)
         settings = KVPoolSettings(address=self._address, drain_seconds=0.0)
         self._service = PoolService(settings, tracing)
@@ -299,9 +297,7 @@ class Replica:
         await self.admin.Resume(scheduler_pb2.ResumeRequest())
 
     async def until_idle(self) -> None:
-        """Waits until no request runs or waits, and no blocks and no rows of the persistent batch
-        are in use.
-        """
+        """Waits until no request runs or waits, and no block or row of the batch is in use."""
         await self.until(lambda stats: stats.state == scheduler_pb2.ENGINE_STATE_IDLE)
         stats = await self.stats()
         assert (stats.num_running, stats.num_waiting) == (0, 0)
@@ -314,9 +310,7 @@ class Replica:
 async def serving_replica(
     *workers: Worker, pool: Pool | None = None, cuttable: bool = False, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """Starts a replica. With `cuttable`, a proxy lies between scheduler and pool, which a test can
-    cut.
-    """
+    """Starts a replica. With `cuttable`, a test can cut the link of scheduler and pool."""
     ranks = list(workers) or [FakeWorker()]
     pool = pool or Pool()
     async with AsyncExitStack() as stack:
@@ -372,9 +366,7 @@ async def gateway_of(replica: Replica) -> AsyncIterator[Gateway]:
 async def until_serving(
     channel: grpc.aio.Channel, serving: asyncio.Task[None] | None = None
 ) -> None:
-    """Waits until the health check reports SERVING. If the task `serving` has failed, raises its
-    error.
-    """
+    """Waits until the health check reports SERVING. Raises the error of a failed `serving`."""
     health = health_pb2_grpc.HealthStub(channel)
     async with asyncio.timeout(SECONDS):
         while True:

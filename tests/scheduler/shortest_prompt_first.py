@@ -1,6 +1,4 @@
-"""An example of a scheduling policy. Only one more line, in the table of policies, is needed to add
-it.
-"""
+"""An example of a scheduling policy. It also needs one line in the table of policies."""
 
 from bisect import insort
 

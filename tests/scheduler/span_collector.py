@@ -31,9 +31,7 @@ class Seen:
 
 
 class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Collects spans. It serves from a thread of its own, because exporters may block the test's
-    thread.
-    """
+    """Collects spans in its own thread, because exporters may block the test's thread."""
 
     def __init__(self) -> None:
         self.spans: list[Seen] = []

@@ -1,6 +1,4 @@
-"""Helpers for worked examples of scheduling. Requests have names, and the results of each step are
-recorded.
-"""
+"""Helpers for worked examples of scheduling: requests have names, and steps are recorded."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -49,9 +47,7 @@ class StepRecord:
 
 
 class Story:
-    """A scheduler and the real core of the KV pool. `through` may wrap the pool. Each step is
-    recorded.
-    """
+    """A scheduler and the KV pool's real core, wrapped by `through`. Each step is recorded."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""A worker without a model, whose steps take a given time, and which reports the measured times of
-steps.
-"""
+"""A worker without a model. Its steps take a given time, and it reports measured times."""
 
 import asyncio
 import time

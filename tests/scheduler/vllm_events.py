@@ -164,9 +164,7 @@ class Subscriber:
         await self._replay.send_multipart(frames)
 
     async def replay(self, begin: int) -> list[tuple[bytes, int, bytes]]:
-        """Requests the batches that the publisher has stored, from sequence number `begin` on.
-        Returns them.
-        """
+        """Returns the publisher's stored batches from sequence number `begin` on."""
         await self.ask([b"", begin.to_bytes(8, "big")])
         batches = []
         async with asyncio.timeout(SECONDS):

@@ -1,6 +1,4 @@
-"""Random worlds: the configuration of a replica, its arriving requests, and incidents such as
-losses.
-"""
+"""Random worlds: a replica's configuration, arriving requests, and incidents such as losses."""
 
 import enum
 from collections.abc import Sequence
@@ -90,9 +88,7 @@ class Incident(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An incident before a step. `count` is the number of steps of a pause, or of transactions
-    before a loss.
-    """
+    """An incident before a step. `count`: steps of a pause, or transactions before a loss."""
 
     step: int
     incident: Incident
@@ -175,8 +171,8 @@ def _config(choices: Choices) -> dict[str, Any]:
 
 
 def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """KV-cache groups: in half of the worlds one group of full attention, otherwise one to three of
-    any kind.
+    """KV-cache groups: in half of the worlds one of full attention, else one to three of any
+    kind.
     """
     if not choices.one_in(2):
         return (KVCacheGroup(AttentionType.FULL, block_size),)

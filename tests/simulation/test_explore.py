@@ -9,13 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OTHER_PYTHON = os.environ.get("OTHER_PYTHON", "")
-"""A Python interpreter of another version that has the packages of `make test`, or an empty
-text.
-"""
+"""A Python interpreter of another version with the packages of `make test`, or empty."""
 RICH_SEED = "3082"
-"""The number of a simulation with most kinds of requests and services, two data-parallel ranks, and
-Redis.
-"""
+"""A simulation with most kinds of requests and services, two data-parallel ranks, and Redis."""
 
 
 def explore(*flags: str, python: str = sys.executable, hash_seed: int = 0) -> str:

@@ -1,6 +1,4 @@
-"""The in-memory Redis passes, over TCP, the conformance tests of the ports Directory and
-Journal.
-"""
+"""The in-memory Redis passes the conformance tests of the ports Directory and Journal over TCP."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,6 +1,4 @@
-"""Each defect of the folder `planted` can be planted in the sources, and the first seed finds one
-of them.
-"""
+"""Each defect of the folder `planted` can be planted, and the first seed finds one of them."""
 
 import pytest
 

@@ -8,9 +8,7 @@ _MASK = 2**64 - 1
 
 
 def philox_states(seed: int, position: int) -> tuple[int, int]:
-    """The two random states of a seed and a position: the first for blocks of tokens and the second
-    for tokens.
-    """
+    """The random states of a seed and a position: one for blocks of tokens, one for tokens."""
     c = [position & 0xFFFFFFFF, position >> 32, 0, 0]
     k = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):

@@ -32,9 +32,7 @@ def native_kernels() -> Kernels:
 
 
 class RankThread:
-    """A rank. `broken` is the reason if its group broke. With torch's kernels, collectives use
-    gloo.
-    """
+    """A rank. `broken`: why its group broke, if it did. Torch's kernels use gloo."""
 
     def __init__(
         self, rank: int, size: int, port: int, timeouts: Timeouts, kernels: Kernels

@@ -156,9 +156,7 @@ def _loaded_draft_model(
     kv_cache_dtype: KVCacheDtype,
     ranks: Ranks,
 ) -> DraftModel:
-    """A draft model, or this rank's part of it. It uses the blocks of the first full-attention
-    group.
-    """
+    """A draft model, or this rank's part. It uses the first full-attention group's blocks."""
     options = LoadOptions(MAX_MODEL_LEN, dtype)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
     group = limits.windows.index(None)
@@ -335,9 +333,7 @@ class Driver:
         request.num_computed = 0
 
     def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
-        """Grows the request's block tables to `num_tokens`, and returns the new blocks of each
-        table.
-        """
+        """Grows the request's block tables to `num_tokens`. Returns the new blocks of each."""
         if not request.tables:
             request.tables = [[] for _ in self._windows]
         added = [

@@ -1,6 +1,4 @@
-"""A model in pipeline stages. Each rank is a thread of the test's process. The ranks communicate
-over gloo.
-"""
+"""A model in pipeline stages. Ranks are threads of the test's process, and use gloo."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,9 +18,7 @@ from tests.worker.runner_driver import build_runner
 
 
 class StagedRunner:
-    """Runs steps like a model runner, several at once, one in each stage. `options` are passed to
-    build_runner.
-    """
+    """Runs steps like a model runner, several at once. `options` are passed to build_runner."""
 
     def __init__(
         self,
@@ -82,9 +78,7 @@ class StagedRunner:
         return self._threads[rank].submit(self.runners[rank].execute, step)
 
     def submit(self, step: StepInput) -> Future[StepOutput]:
-        """Queues a step on every rank, and returns the output of the last stage, which alone
-        samples.
-        """
+        """Queues a step on every rank. Returns the output of the last stage, which samples."""
         answers = self.submit_each(step)
 
         def check_and_answer() -> StepOutput:

@@ -1,6 +1,4 @@
-"""A short sequence of steps for a model runner, in which a few requests arrive, decode together and
-end.
-"""
+"""Steps for a model runner, in which a few requests arrive, decode together and end."""
 
 from collections import deque
 
@@ -19,9 +17,7 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=1, prompt_logprobs=0)
 
 
 def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
-    """A new request with PROMPT, and with six blocks (at least 24 tokens) in each KV-cache
-    group.
-    """
+    """A new request with PROMPT, and six blocks (at least 24 tokens) in each KV-cache group."""
     tables = (
         np.arange(1 + 6 * index, 7 + 6 * index, dtype=np.int32)
         for index in range(row * num_groups, (row + 1) * num_groups)
@@ -30,8 +26,8 @@ def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
 
 
 def step(number: int, *entries: tuple[int, int, int], **changes) -> StepInput:
-    """A step. Entries are (row in the persistent batch, number of scheduled tokens, number of
-    computed tokens).
+    """A step. Entries are (row in the batch, number of scheduled tokens, number of computed
+    tokens).
     """
     rows, scheduled, computed = zip(*entries, strict=True)
     return StepInput(1, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)

@@ -33,8 +33,7 @@ def expected_turns(arrival: Arrival, max_model_len: int) -> list[ExpectedTurn]:
     num_prompt, sampling = arrival.num_prompt_tokens, arrival.sampling
     turns = [_turn(known, num_prompt, sampling, arrival.grammar, max_model_len)]
     for turn in arrival.turns:
-        # The last output token of a turn is not computed, and not part of the input of the next
-        # turn.
+        # A turn's last output token is not computed, and not part of the next turn's input.
         known += [*turns[-1].token_ids[:-1], *turn.token_ids]
         turns.append(_turn(known, len(known), turn.sampling, None, max_model_len))
     return turns

@@ -52,9 +52,7 @@ def check_plan(
     plan: SchedulerOutput,
     sent: Iterable[SchedulerOutput],
 ) -> None:
-    """Checks all invariants of a planned step. `sent` are the earlier steps that are still in
-    flight.
-    """
+    """Checks all invariants of a planned step. `sent` are the earlier steps in flight."""
     check_limits(scheduler, plan)
     check_states(scheduler)
     check_known_tokens(scheduler.config, plan, sent)
@@ -165,9 +163,7 @@ def check_admission_order(before: Before, plan: SchedulerOutput) -> None:
 
 
 def check_victims(scheduler: Scheduler, plan: SchedulerOutput) -> None:
-    """The victims of preemptions are the last running requests in the order of the scheduling
-    policy.
-    """
+    """Preempted requests are the last running ones in the scheduling policy's order."""
     rank = VICTIM_ORDERS.get(scheduler.config.policy)
     left = [] if rank is None else [rank(request) for request in scheduler.running]
     for preemption in plan.preemptions:
@@ -204,9 +200,7 @@ class PublishedContents:
         sequences if one identifier has items of two sizes.
         """
         self._num_tokens: dict[BlockHash, int] = {}
-        """Maps each hash to the number of tokens from the start of its sequence to the end of its
-        block.
-        """
+        """Maps each hash to the number of tokens up to the end of its block."""
         self._seen: dict[Request, tuple[int, int]] = {}
 
     def learn(self, requests: Iterable[Request]) -> None:
@@ -253,9 +247,7 @@ class PublishedContents:
     def _check(
         self, block_hash: BlockHash, group: int, is_held: Callable[[int, int], bool]
     ) -> None:
-        """Checks one block. `is_held(position, digest)` tells whether the block has the digest at
-        the position.
-        """
+        """Checks one block. `is_held(position, digest)`: whether it has the digest there."""
         end, size = self._num_tokens[block_hash], self._config.all_groups[group].block_size
         begin = end - 1 if self._is_state(group) else (end - 1) // size * size
         assert any(

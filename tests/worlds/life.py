@@ -153,9 +153,7 @@ class Life:
         return f"requests starve: {states}, {num_free} blocks are free"
 
     def _estimate_queue(self, tick: int) -> None:
-        """Updates the queue estimate as a replica does, and checks that the estimate is
-        plausible.
-        """
+        """Updates the queue estimate as a replica does. Checks that the estimate is plausible."""
         running, most = self.scheduler.running, self.world.config.max_running
         if self.engine.state is not EngineState.RUNNING:
             self._queue_estimate.stand_still()

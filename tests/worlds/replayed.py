@@ -11,9 +11,7 @@ from services.scheduler.core.step_log.log_entry import Entry
 
 
 async def replay_differences(config: SchedulerConfig, entries: Iterable[Entry]) -> list[Difference]:
-    """Replays the log entries up to the first whose replay differs. Returns the differing fields of
-    this entry.
-    """
+    """Replays log entries up to the first that differs. Returns its differing fields."""
     replay = LogReplay(Header("world", config))
     for entry in entries:
         if differences := await replay.replay_entry(Field(json.loads(json.dumps(entry)))):

@@ -26,9 +26,7 @@ class TierBlock:
 
 @dataclass(slots=True)
 class _Load:
-    """A load that has not ended. It ends with the output of the step that is run after `num_steps`
-    more.
-    """
+    """A load that has not ended. It ends with the output of the step after `num_steps` more."""
 
     load: ConnectorLoad
     num_steps: int

@@ -171,7 +171,7 @@ class WorldWorkers:
         self.model = self._new_model()
 
     def _give_up(self) -> list[SentStep]:
-        """Removes and returns the steps in flight. The oldest may still store its blocks in the
+        """Removes and returns the steps in flight. The oldest may still store blocks in the
         tier.
         """
         steps, self._sent = list(self._sent), deque()

@@ -46,9 +46,7 @@ class Arrival:
     send_steps: int | None = None
     abort_at: int | None = None
     must_start_within: int | None = None
-    """The number of ticks after its arrival at which the request is aborted unless it has been
-    scheduled.
-    """
+    """After how many ticks in the queue the request is aborted."""
     program: DeclaredProgram | None = None
     tenant: bytes = b""
     nan_after: int | None = None

@@ -12,9 +12,7 @@ GROWN_BYTES = 8e6
 pages are touched for the first time only late.
 """
 MORE_HANDLES = 16
-"""The number of additional threads, or of additional files, that is tolerated, because the load can
-explain it.
-"""
+"""The tolerated number of additional threads, or additional files, which the load explains."""
 _HOUR = 3600.0
 _EDGE_SHARE = 0.1
 

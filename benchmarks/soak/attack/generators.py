@@ -1,6 +1,4 @@
-"""Load generators in separate processes, so that they do not disturb each other's measured
-times.
-"""
+"""Load generators in separate processes, so that they do not disturb each other's times."""
 
 import asyncio
 import json

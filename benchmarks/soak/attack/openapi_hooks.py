@@ -41,9 +41,7 @@ def _bound_answers(body: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def _bounded_seconds(text: str) -> str:
-    """Raises a positive number of seconds to at least LEAST_SECONDS. Returns other texts
-    unchanged.
-    """
+    """Raises a positive number of seconds to at least LEAST_SECONDS. Other texts are unchanged."""
     try:
         seconds = float(text)
     except ValueError:

@@ -1,6 +1,4 @@
-"""The benchmark of KV offloading to host memory runs, on a model whose computation takes no
-time.
-"""
+"""The benchmark of KV offloading to host memory runs, on a model whose steps take no time."""
 
 import argparse
 from pathlib import Path

@@ -78,9 +78,7 @@ def logged(step: int, counts: dict[int, int], new: list[int]) -> list[str]:
 
 
 def test_the_costs_of_serving_are_found() -> None:
-    """Request 1 decodes in steps 1 to 7. Requests 2 to 4 join in steps 2, 4 and 5, and end in
-    steps 4, 6 and 9.
-    """
+    """Request 1 decodes in steps 1 to 7, requests 2 to 4 in steps 2 to 4, 4 to 6 and 5 to 9."""
     running = {0: [1], 1: [1], 2: [1, 2], 3: [1, 2], 4: [1, 2, 3], 5: [1, 3, 4], 6: [1, 3, 4]}
     running |= {7: [1, 4], 8: [4], 9: [4]}
     begins, ends = {1: 0, 2: 2, 3: 4, 4: 5}, {1: 7, 2: 4, 3: 6, 4: 9}

@@ -1,6 +1,4 @@
-"""Latencies, throughput and confidence intervals of benchmarks, compared with values computed by
-hand.
-"""
+"""Latencies, throughput and confidence intervals of benchmarks, compared with hand computation."""
 
 import math
 from fractions import Fraction

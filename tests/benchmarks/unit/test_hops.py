@@ -1,6 +1,4 @@
-"""The times of a step's hops (such as the transfer of its tokens), computed from hand-written
-spans.
-"""
+"""The times of a step's hops (such as the transfer of its tokens), from hand-written spans."""
 
 import pytest
 

@@ -42,9 +42,7 @@ def test_every_tensor_of_a_checkpoint_has_a_name() -> None:
 
 
 def test_halves_of_a_head_become_neighbours() -> None:
-    """Each of two heads has four rows. Rotary embedding pairs row 0 with row 2, and row 1 with row
-    3.
-    """
+    """Each of two heads has four rows. Rotary embedding pairs rows 0 and 2, and rows 1 and 3."""
     rows = np.arange(8).reshape(8, 1)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert llama_order(name, rows, CONFIG).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]

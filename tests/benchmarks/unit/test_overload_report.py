@@ -67,9 +67,7 @@ def test_a_tail_is_compared_with_both_of_the_quiet_tenant_alone() -> None:
 
 
 def test_a_quotient_has_the_interval_of_its_two_tails() -> None:
-    """The values are evenly spaced, so that the bounds of the two p99 are near the p99
-    themselves.
-    """
+    """The values are evenly spaced, so that the bounds of each p99 are near the p99."""
     millis = [1 + index / 1000 for index in range(1000)]
     twice = [2 * one for one in millis]
     lines = lines_of(

@@ -68,9 +68,7 @@ def test_changes_are_valid_messages_unless_their_text_is_invalid() -> None:
 
 @asynccontextmanager
 async def link(address: str, target: str) -> AsyncIterator[tuple[PeerProxy, str]]:
-    """Starts a fake scheduler at `target` and a proxy to it at `address`. Yields the proxy and its
-    address.
-    """
+    """A fake scheduler at `target`, and a proxy to it at `address`. Yields proxy and address."""
     server = GrpcServer(has_local_streams=True)
     register = scheduler_pb2_grpc.add_SchedulerServicer_to_server
     server.add(register, FakeScheduler(), "stepwell.scheduler.v1.Scheduler")

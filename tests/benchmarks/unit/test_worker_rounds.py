@@ -29,9 +29,7 @@ class Scripted:
 
 
 class Unwinding(Scripted):
-    """An engine that still uses processor time after a measurement, until it has been checked a few
-    times.
-    """
+    """An engine that is busy after a measurement, until it has been checked a few times."""
 
     looks = 0
 
@@ -66,9 +64,7 @@ def test_a_turn_begins_when_all_others_are_at_rest() -> None:
 
 
 def test_the_lead_is_over_the_fastest_round_by_round() -> None:
-    """In the second round the machine was half as fast as in the first, which must not change the
-    lead.
-    """
+    """In the second round the machine is half as fast, which must not change the lead."""
     rates = {"ours": [300.0, 150.0], "slow": [100.0, 50.0], "fast": [200.0, 100.0]}
     compared = _comparison(PREFILL, rates)
     assert compared.lead(PREFILL) == pytest.approx(1.5)

@@ -1,6 +1,4 @@
-"""The supervisor of `stepwell up` kills child processes that hang, reports the reason, and restarts
-them.
-"""
+"""The supervisor of `stepwell up` kills hanging child processes, says why, and restarts them."""
 
 import asyncio
 import os
@@ -65,9 +63,7 @@ async def watched() -> AsyncIterator[Watched]:
 
 
 async def test_a_stopped_child_is_killed_and_started_again() -> None:
-    """Other children may be silent for 200 s. A child that a signal has stopped is killed long
-    before.
-    """
+    """Other children may be silent for 200 s. A stopped child is killed long before."""
     liveness = LivenessPolicy(stopped_share=0.005, period_seconds=0.1)
     with run_directory() as directory:
         watched = Watched(directory, 100 * SILENCE_SECONDS, liveness)

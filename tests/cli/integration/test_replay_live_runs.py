@@ -140,9 +140,7 @@ async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:
 async def test_pausing_and_resetting_are_entries_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The replica is paused and its prefix cache is reset under load. The log has these calls in
-    order.
-    """
+    """Under load, the replica is paused and its prefix cache is reset. The log has both calls."""
     path = await live_log(tmp_path / "steps.jsonl", reset_and_pause, async_scheduling=True)
     logged = entries(path)[1:]
     operators = {"pause", "resume", "reset_prefix_cache", "preempt_all"}

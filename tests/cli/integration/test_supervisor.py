@@ -120,8 +120,7 @@ async def test_a_program_that_does_not_exist_cannot_start(tmp_path: Path) -> Non
 async def test_a_child_that_fails_after_its_first_life_is_tried_again_and_again(
     tmp_path: Path,
 ) -> None:
-    # The first process serves. The next three end at once. They count themselves in the file
-    # `mark`.
+    # The first process serves. The next three end at once. All count themselves in file `mark`.
     code = """
 import pathlib, sys, time
 ready, mark = map(pathlib.Path, sys.argv[1:])

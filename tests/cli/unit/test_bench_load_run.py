@@ -60,9 +60,7 @@ def session(number: int, num_turns: int = 1, think_seconds: float = 0.0) -> Sess
 
 @dataclass
 class Load:
-    """Runs sessions under the limits of a command line, and stores the records of their
-    requests.
-    """
+    """Runs sessions under a command line's limits, and stores the records of their requests."""
 
     server: FakeServer
     at_most: int | None = None

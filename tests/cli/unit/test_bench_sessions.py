@@ -82,9 +82,7 @@ def test_a_history_has_the_answers_as_the_server_gave_them() -> None:
 
 
 def test_words_that_are_several_tokens_are_left_out() -> None:
-    """The tokenizer splits words after every three letters, so that only words of up to three
-    letters are used.
-    """
+    """The tokenizer splits words after every three letters, so only shorter ones are used."""
 
     def count_tokens(text: str) -> int:
         return sum(-(-len(word) // 3) for word in text.split())

@@ -26,9 +26,7 @@ def answered(intended: float, times: list[float], **changes: object) -> RequestR
 
 
 def test_a_summary_counts_what_succeeded_after_the_warm_up() -> None:
-    """The records are a warm-up, which does not count, answers of three and of two tokens, and
-    three refusals.
-    """
+    """A warm-up, which does not count, answers of three and of two tokens, and three refusals."""
     records = [
         answered(0.0, [9.0, 9.5], is_warmup=True),
         answered(1.0, [1.2, 1.3, 1.5], num_cached_tokens=4),

@@ -11,9 +11,7 @@ def hung(ready_seconds: float) -> End:
 
 
 def test_the_bound_doubles_for_a_child_that_hangs_soon_after_it_is_ready() -> None:
-    """A child ran steadily if it was ready for 30 s. This child was ready for only 3 s each
-    time.
-    """
+    """A child that is ready for 30 s runs steadily. This one was ready for 3 s each time."""
     deaths, liveness, restarts = Deaths(steady_seconds=30), LivenessPolicy(), RestartPolicy()
     bounds, delays = [], []
     for _ in range(5):

@@ -1,6 +1,4 @@
-"""A step log contains all sampling parameters that the scheduler reads, and a replay restores
-them.
-"""
+"""A step log contains all sampling parameters that the scheduler reads. A replay restores them."""
 
 import ast
 from pathlib import Path
@@ -19,9 +17,7 @@ def nodes(path: Path) -> list[ast.AST]:
 
 
 def parameters_read(path: Path) -> set[str]:
-    """The names of the attributes that a source file reads from a variable or attribute
-    `sampling`.
-    """
+    """The attributes that a source file reads from a variable or attribute `sampling`."""
     return {
         node.attr
         for node in nodes(path)

@@ -96,9 +96,7 @@ EVERYTHING = {
 
 
 OF_TRACES = ("otlp_endpoint", "trace_sample_ratio", "trace_step_sample_ratio")
-"""The settings of tracing whose defaults under `stepwell up` differ from those of a service
-alone.
-"""
+"""Settings of tracing whose defaults under `stepwell up` differ from a service's own."""
 
 
 def received(
@@ -144,9 +142,7 @@ def test_the_services_find_each_other(tmp_path: Path) -> None:
 
 
 def test_the_scheduler_serves_gateways_of_others_on_a_port_of_its_own(tmp_path: Path) -> None:
-    """The scheduler also gets the model's directory, because vLLM's gateways fetch the tokenizer
-    from it.
-    """
+    """The scheduler gets the model's directory, from which vLLM's gateways fetch the tokenizer."""
     assert received(tmp_path, {})["scheduler"].vllm_grpc_address is None
     scheduler = received(tmp_path, {}, vllm_grpc_ports=(9100,))["scheduler"]
     assert (scheduler.vllm_grpc_address, scheduler.model) == ("[::1]:9100", tmp_path)

@@ -35,9 +35,7 @@ def replay(
 
 
 def expect_one_sentence(path: Path, status: int, out: str, err: str) -> None:
-    """Asserts that a replay found no difference, found differences, or failed with a one-line
-    error.
-    """
+    """Asserts that a replay found no difference, or some, or failed with a one-line error."""
     if err:
         assert status == 1
         assert err.startswith(f"stepwell replay: {path} ")

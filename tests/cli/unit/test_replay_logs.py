@@ -1,4 +1,4 @@
-"""A replay of a step log makes the same decisions. A replay of a changed log reports the
+"""A replay of a step log makes the same decisions. A replay of a changed log shows the
 difference.
 """
 

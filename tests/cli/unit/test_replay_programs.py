@@ -26,9 +26,7 @@ from tests.cli.recorded_agents import Agents, Turn, configuration, crowded
 
 
 async def replayed(config: SchedulerConfig, entries: Sequence[Entry]) -> History:
-    """Replays a log, which must make the same decisions. Returns the history from which what-if
-    runs start.
-    """
+    """Replays a log, which must make the same decisions. Returns the start of what-if runs."""
     replay = LogReplay(Header("none", config))
     for entry in entries:
         assert await replay.replay_entry(Field(json.loads(json.dumps(entry)))) == []
@@ -128,9 +126,7 @@ async def test_other_policies_take_the_requests_of_a_log_of_programs() -> None:
 
 
 async def test_with_the_settings_of_the_log_programs_are_scheduled_as_in_the_log() -> None:
-    """The decisions may differ a little, because a what-if run knows only one time for each
-    step.
-    """
+    """The decisions may differ a little: a what-if run knows only one time for each step."""
     agents = await crowded()
     history = await replayed(agents.config, agents.entries)
     run = await what_if(history, agents.config)

@@ -1,6 +1,4 @@
-"""`make test` divides the tests between processes. Each test runs once, and the progress ends at
-100 %.
-"""
+"""`make test` divides the tests between processes. Each runs once, and progress ends at 100 %."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -57,8 +55,7 @@ def test_every_test_runs_once_and_the_progress_counts_each() -> None:
     ran = []
     while any(process.queue for process in processes):
         for process in processes:
-            # A process starts a test only when it has the next one, too, or knows that none is
-            # left.
+            # A process starts a test only when it has the next one, or knows that none is left.
             if len(process.queue) > 1 or (process.queue and process.shutting_down):
                 index = process.queue.popleft()
                 ran.append(process.collected[index])

@@ -86,9 +86,7 @@ def images(engine: None) -> None:  # noqa: ARG001
 
 @pytest.fixture(scope="session")
 def published(images: None, request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:  # noqa: ARG001
-    """Sets the variables that name images to the stand-ins of missing images. Tests may set further
-    variables.
-    """
+    """Replaces missing images by stand-ins, by environment variables. Tests may set others."""
     replaced = request.config.stash.setdefault(_REPLACED, [])
     services = services_of("compose.yaml", "two-gateways.yaml")
     with pytest.MonkeyPatch.context() as patch:

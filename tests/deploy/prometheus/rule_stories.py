@@ -187,8 +187,7 @@ STORIES = {
         {
             'stepwell_prefix_index_state{instance="g",state="exact"}': "1x5 0x30",
             'stepwell_prefix_index_state{instance="g",state="fallback"}': "0x35",
-            # A single replica leaves the gateway's prefix index unused, which is no reason for an
-            # alert.
+            # A single replica leaves the prefix index unused, which is no reason for an alert.
             'stepwell_prefix_index_state{instance="g",state="unused"}': "0x5 1x30",
         },
         {"instance": "g"},

@@ -113,9 +113,7 @@ def test_dashboards_are_well_formed_and_read_metrics_that_there_are(path: Path) 
 
 
 def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, Any]:
-    """The unit tests of promtool for an alert: one for each broken system, and one for the calm
-    system.
-    """
+    """An alert's promtool tests: one for each broken system, and one for the calm system."""
 
     def run(series: dict[str, str], *, fires: bool) -> dict[str, Any]:
         alert = {"exp_labels": story.fires | {"severity": story.severity}}

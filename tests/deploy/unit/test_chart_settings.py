@@ -20,9 +20,7 @@ from tests.deploy.service_settings import SETTINGS, json_schemas
 SECRET_FILES = ("tls.crt", "tls.key", "ca.crt", "keys.json")
 
 _HEALTH_FILE = "health_file"
-"""A setting that the images set. Kubernetes does not need it, because the kubelet probes over
-gRPC.
-"""
+"""The images set it. Kubernetes does not need it, because the kubelet probes over gRPC."""
 LEFT_OUT = {
     # Operators' calls are served at a Unix socket, where no key is needed. Spans are sent to a
     # collector, because each of several gateways would store only a part of them.

@@ -24,9 +24,7 @@ def test_it_continues_a_text_with_its_key(
 
 
 def test_it_asks_the_service_of_the_gateway(releases: dict[str, Rendered]) -> None:
-    """The URL has the port of the Kubernetes Service, because this port may differ from the pods'
-    port.
-    """
+    """The URL has the port of the Kubernetes Service, which may differ from the pods' port."""
     release = releases["everything"]
     command = release.pod("test").containers()[0].spec["command"]
     assert "http://stepwell-gateway.llm.svc:80" in command
@@ -36,9 +34,7 @@ def test_it_asks_the_service_of_the_gateway(releases: dict[str, Rendered]) -> No
 
 
 def _command(command: list[str], url: str) -> list[str]:
-    """The arguments of the command after `python3 -m services.cli`, with `url` in place of its
-    URL.
-    """
+    """The command's arguments after `python3 -m services.cli`, with `url` as its URL."""
     program, arguments = command[:3], command[3:]
     assert program == ["python3", "-m", "services.cli"]
     at = arguments.index("--url") + 1

@@ -31,9 +31,7 @@ def test_probes_ask_where_the_container_answers(release: Rendered) -> None:
 
 
 def test_metrics_are_served_at_the_port_that_is_scraped(release: Rendered) -> None:
-    """Clients must not reach the metrics, which contain tenants' names. So no Kubernetes Service
-    has both ports.
-    """
+    """No Kubernetes Service has both ports: metrics name tenants, so clients must not see them."""
     served = set()
     for container in release.containers():
         variable = f"STEPWELL_{(container.service or '').upper()}_METRICS_ADDRESS"
@@ -153,8 +151,8 @@ def test_pool_and_workers_outlive_the_scheduler_of_their_group(release: Rendered
     assert [one["name"] for one in replica.spec["containers"]] == ["scheduler"]
     for rank in (pod for pod in release.pods() if pod.component == "rank"):
         (worker,), (scheduler,) = rank.containers(), replica.containers()[-1:]
-        # A StatefulSet's ranks are deleted at the same time as their scheduler, a LeaderWorkerSet's
-        # are not.
+        # A StatefulSet's ranks are deleted together with their scheduler, a LeaderWorkerSet's are
+        # not.
         is_deleted_with_scheduler = rank.owner["kind"] == "StatefulSet"
         assert (_stop_seconds(worker) > _stop_seconds(scheduler)) == is_deleted_with_scheduler
 

@@ -185,9 +185,7 @@ def test_published_ports_are_those_that_the_gateway_listens_on(variant: str) -> 
 
 
 def test_each_replica_has_a_name_and_parts_of_its_own() -> None:
-    """Each replica has a network of its own, in which the alias of its pool or worker names one
-    container.
-    """
+    """Each replica has its own network, in which the alias of its pool or worker is unique."""
     services = services_of("compose.yaml")
     schedulers = {name: one for name, one in services.items() if role_of(one) == "scheduler"}
     assert len(schedulers) == settings_of(services["gateway"]).expected_replicas == 2
@@ -222,9 +220,7 @@ def test_a_scheduler_is_stopped_before_its_pool_and_worker(variant: str) -> None
 
 
 def test_a_file_has_every_secret() -> None:
-    """The files of the secrets contain Redis' URL for each service, and the API keys for the
-    gateway.
-    """
+    """The secrets' files have Redis' URL for each service, and the API keys for the gateway."""
     services = services_of("compose.yaml", "secrets.yaml")
     text = yaml.safe_load((DIRECTORY / "secrets.yaml").read_text())["secrets"]
     assert {name for one in services.values() for name in one.get("secrets", ())} == set(text)

@@ -134,9 +134,7 @@ async def test_a_trimmed_log_costs_a_new_reader_a_snapshot(server, pools, gatewa
 
 
 async def test_a_view_that_drifted_is_loaded_again_alone(pools, gateway, redis):
-    """The log contains a forged entry of a node, whose number the node's next real entry also
-    has.
-    """
+    """The log contains a forged entry of a node, with the number of the node's next real entry."""
     await right_again(pools, gateway)
     await pools.pause()
     view = gateway.index.view("b")

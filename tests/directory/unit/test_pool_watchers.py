@@ -1,6 +1,4 @@
-"""The prefix index, updated from a pool's WatchEvents, passes the conformance tests of the port
-Directory.
-"""
+"""The prefix index that follows WatchEvents passes the port Directory's conformance tests."""
 
 import asyncio
 import itertools

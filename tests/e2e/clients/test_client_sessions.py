@@ -1,6 +1,4 @@
-"""Turns of a session continue with the cached blocks of earlier turns, even if a service ends
-between turns.
-"""
+"""Turns of a session continue with cached blocks of earlier turns, even if a service ends."""
 
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -27,9 +27,7 @@ PREEMPTIONS = re.compile(r"^vllm:num_preemptions_total\{.*\} (\d+)", re.MULTILIN
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Stack]:
-    """A stack (all services) whose KV cache fits about a third of the tests' concurrent
-    requests.
-    """
+    """All services. The KV cache fits about a third of the tests' concurrent requests."""
     stack = Stack(DEMO, *FLAGS)
     yield stack
     stack.close()

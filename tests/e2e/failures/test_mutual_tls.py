@@ -65,9 +65,7 @@ class Secured:
         return self._secrets[service].files
 
     def rewire(self, spec: ChildSpec) -> ChildSpec:
-        """The start command of a service with TLS at its TCP port. Health checks use its Unix
-        socket.
-        """
+        """The start command of a service with TLS at its TCP port. Health checks use a socket."""
         prefix = env_prefix(spec.name)
         settings = {
             name.upper(): str(path) for name, path in self.files(spec.name).settings().items()
@@ -164,9 +162,7 @@ async def test_streams_go_on_while_every_certificate_is_replaced(
 async def answers_https_with_a_new_certificate(
     services: Replicas, secured: Secured, expected: list[int]
 ) -> None:
-    """Asserts that the HTTP API has a new certificate, by a client that trusts only the new
-    authority.
-    """
+    """Asserts that the HTTP API's certificate is new. The client trusts the new authority only."""
     num_replaced, new = secured.num_replaced(), Authority("new, public")
     secured.public.write(new.issue(*LOOPBACK), new)
     await until(lambda: secured.num_replaced() > num_replaced)
@@ -201,9 +197,7 @@ async def refuses_strangers(
 
 
 async def serves_other_gateways(secured: Secured) -> None:
-    """Asserts that vllm.grpc.engine uses the scheduler's certificate, and requires one of its
-    clients.
-    """
+    """Asserts that vllm.grpc.engine uses the scheduler's certificate, and requires a client's."""
     vllm_engine_pb2 = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2")
     vllm_engine_pb2_grpc = pytest.importorskip("smg_grpc_proto.generated.vllm_engine_pb2_grpc")
     gateway = secured.files("gateway").tls()

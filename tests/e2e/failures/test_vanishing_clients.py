@@ -42,8 +42,7 @@ async def wave(stack: Stack, number: int) -> None:
 async def test_five_hundred_vanishing_clients_leave_nothing_behind(stack: Stack) -> None:
     async with connect(stack.grpc) as stub:
         before = await generate(stub, request(PROMPTS[3], 20))
-        # A warm-up: buffers, kernels and thread pools reach their full size only after steps of all
-        # lengths.
+        # Warm-up: buffers, kernels and thread pools reach their full size in steps of all lengths.
         for length in range(4, 1_024, 12):
             await generate(stub, request(random_tokens(length, length), 1))
         for number in range(NUM_WARM_UP_WAVES):

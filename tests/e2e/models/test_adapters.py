@@ -93,8 +93,7 @@ def named(
 async def test_more_adapters_than_there_is_room_for_answer_as_peft_does(
     adapted: Adapted, stub: gateway_pb2_grpc.InferenceStub
 ) -> None:
-    # Each prompt is sent with each adapter, because an adapter must not use another adapter's
-    # cached blocks.
+    # Each prompt is sent with each adapter, which must not use blocks cached for another one.
     prompts = [random_tokens(1, 40), *(random_tokens(seed, 3 + 9 * seed) for seed in range(5))]
     wanted = [(name, prompt) for prompt in prompts for name in ("", *NAMES)]
     for _ in range(2):

@@ -1,6 +1,4 @@
-"""Prompts of embeddings are continued like the corresponding prompts of tokens, over HTTP and
-gRPC.
-"""
+"""Prompts of embeddings are continued like the same prompts as tokens, over HTTP and gRPC."""
 
 import asyncio
 import base64

@@ -20,8 +20,7 @@ NUM_TOKENS = 60
 @pytest.fixture(scope="module")
 def stack(tiny_model: TinyModel) -> Iterator[Stack]:
     flags = ("--num-blocks", "60", "--max-model-len", "512", "--tensor-parallel-size", "2")
-    # With at most five drafts a step, even answers that the trees contain take long enough to kill
-    # a worker.
+    # With at most five drafts a step, even an expected answer takes long enough to kill a worker.
     speculation = '{"method": "suffix", "num_speculative_tokens": 5, "num_rows": 0}'
     stack = Stack(tiny_model.directory, *flags, "--speculative-config", speculation)
     yield stack
@@ -54,8 +53,7 @@ async def test_tokens_are_the_models_own(stack: Stack, tiny_model: TinyModel) ->
     expected = [greedy(tiny_model.model, prompt, num_tokens) for prompt in PROMPTS[:4]]
     victim = max(name for name in stack.pids() if name.startswith("worker"))
     pid = stack.pids()[victim]
-    # The process that replaces a worker killed late has no trees of these answers until one more
-    # round has ended.
+    # A worker process that starts late has no trees of these answers before another round.
     for killed in (None, None, victim, None, None):
         before = num_accepted(stack)
         assert await greedy_answers(stack, PROMPTS[:4], num_tokens, killed) == expected

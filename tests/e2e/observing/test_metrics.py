@@ -38,9 +38,7 @@ def text(stack: Stack) -> str:
 
 
 def own_labels(family: Metric) -> set[frozenset[str]]:
-    """The label sets of a metric's series, without labels such as `le` that the metric's type
-    adds.
-    """
+    """The label sets of a metric's series, without labels of its type such as `le`."""
     return {
         frozenset(name for name in sample.labels if name not in ("le", "quantile"))
         for sample in family.samples

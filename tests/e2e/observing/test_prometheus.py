@@ -38,9 +38,7 @@ def complete(stack: Stack, **changes: object) -> int:
 
 @contextmanager
 def load(stack: Stack, clients: int, **changes: object) -> Iterator[None]:
-    """Runs clients inside the context. Each sends its next request soon after the answer to its
-    last.
-    """
+    """Runs clients inside the context. Each sends its next request soon after an answer."""
     over = threading.Event()
 
     def ask() -> None:
@@ -122,9 +120,7 @@ def test_every_query_of_every_dashboard_returns_data(stack: Stack, tmp_path: Pat
 
 @contextmanager
 def watched(stack: Stack, tmp_path: Path, **targets: str) -> Iterator[Prometheus]:
-    """Runs a Prometheus that scrapes the stack's gateway and `targets`. Before it is yielded, no
-    alert may fire.
-    """
+    """A Prometheus that scrapes the stack's gateway and `targets`. At first no alert fires."""
     with prometheus(tmp_path, {"stepwell": stack.url} | targets) as server:
         wait_for(lambda: len(server.query("up == 1")) == 1 + len(targets), SECONDS)
         assert server.firing() <= {"StepwellPrefixIndexNotExact"}
@@ -161,9 +157,7 @@ def test_alerts_fire_when_what_they_watch_breaks(tiny_model: TinyModel, tmp_path
 
 
 def _break_load(stack: Stack, server: Prometheus) -> None:
-    """Sends more requests than fit into the KV cache and the queue, while the services are paused
-    repeatedly.
-    """
+    """Sends more requests than fit into the KV cache and the queue, with repeated pauses."""
     with load(stack, 12, max_tokens=150, ignore_eos=True):
         server.until_firing("StepwellPreemptionsCostly", "StepwellRequestsRefused")
         server.until_firing("StepwellServerErrors", "StepwellKVCacheFull")

@@ -20,8 +20,7 @@ ROOT, ENGINE, REQUEST, WAIT, DECODE, RESUBMIT = 0, 4, 6, 8, 9, 3
 
 
 def test_parts_add_up_and_no_wait_lacks_a_reason(tiny_model: TinyModel) -> None:
-    # Because all requests may end just before a pause begins, only one of the three pauses must
-    # show in the traces.
+    # All requests may end just before a pause begins, so one visible pause of three is enough.
     flags = ("--requests", 24, "--kills", 1, "--pauses", 3)
     report = run_program("soak", "traces", *flags, "--model", tiny_model.directory).stdout
     assert "| requests | 24 |" in report

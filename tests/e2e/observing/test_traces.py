@@ -18,9 +18,7 @@ from tests.plain_http import async_http_client
 CLIENT_SPAN = "00f067aa0ba902b7"
 ALL_SERVICES = {f"stepwell-{service}" for service in SERVICES}
 OF_REQUESTS = ALL_SERVICES - {"stepwell-worker"}
-"""The services that send spans of requests. Workers send only spans of steps, which are linked to
-requests.
-"""
+"""The services with spans of requests. Workers have only spans of steps, with links."""
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +130,7 @@ async def test_steps_link_to_the_requests_they_served(
             )
         )
 
-    # A prompt of 90 tokens takes three steps of up to 32 tokens, and the third one samples the
-    # first output token.
+    # A prompt of 90 tokens takes three steps of up to 32. The third samples the first output token.
     wait_for(lambda: len(steps()) >= 3 + 11 and all(map(whole, steps())))
     assert linked() == {step.span_id for step in steps()}
     by_name: dict[str, int] = {}
@@ -148,8 +145,7 @@ async def test_steps_link_to_the_requests_they_served(
     assert services == ALL_SERVICES - {"stepwell-gateway", "stepwell-scheduler"} | {
         "stepwell-engine-steps"
     }
-    # Most decode steps do not call the pool. Each call has a span in the scheduler and one in the
-    # pool.
+    # Most decode steps do not call the pool. Each call has a span in scheduler and pool.
     assert by_name[names.SPAN_STEP_TRANSACT] == by_name[names.SPAN_POOL_TRANSACT] >= 1
 
 
@@ -166,9 +162,7 @@ async def test_an_unsampled_request_leaves_no_span(traced: Stack, receiver: Otlp
 async def test_a_slow_request_is_traced_by_all_services_though_it_was_not_sampled(
     tiny_model: TinyModel, receiver: OtlpReceiver
 ) -> None:
-    """With this threshold every request is slow, so that the gateway requests the scheduler's spans
-    afterwards.
-    """
+    """With this threshold every request is slow, so the gateway requests the scheduler's spans."""
     stack = Stack(
         tiny_model.directory,
         *("--otlp-endpoint", receiver.endpoint, "--trace-sample-ratio", "0"),

@@ -91,8 +91,7 @@ async def test_the_page_shows_what_the_replica_does_as_it_does_it(shown: Stack) 
             before = await page.evaluate(now)
             await until(page, f"{now} !== {json.dumps(before)}")
             for canvas in ("#timeline", "#blocks"):
-                # The chart may be empty for a moment, because all blocks are free between two
-                # requests.
+                # The chart may be empty for a moment, when all blocks are free between requests.
                 await until(page, f"({COLOURS})('{canvas}') > 3")
             for canvas in (
                 "#curves figure:nth-child(1) canvas",

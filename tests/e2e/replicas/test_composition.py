@@ -31,9 +31,7 @@ COUNTER = r"^vllm:{}_total{{(?![^}}]*position)[^}}]*}} (\S+)$"
 
 @dataclass(frozen=True)
 class Composed:
-    """A server with all features. `alone` has the answer of one rank without drafts to each
-    request.
-    """
+    """A server with all features. `alone` has the answers of one rank without drafts."""
 
     stack: Stack
     alone: list[str]
@@ -45,9 +43,7 @@ class Composed:
 
 
 def requests() -> list[dict[str, Any]]:
-    """Requests with every kind of structured output. They are long and repeated, so that requests
-    are preempted.
-    """
+    """Requests with every kind of structured output, long and repeated, to cause preemptions."""
     first = ["person", "tree", "phone", "choices", "person", "tree", "phone"]
     return [
         {

@@ -69,8 +69,7 @@ def test_requests_go_on_while_redis_is_lost_and_the_index_is_right_again(
             killed = stack.pids()["kvpool"]
             stack.hit("kvpool")
             stack.wait_until_back("kvpool", killed)
-            # A new pool may have no block of a request that was served while the old one was
-            # killed.
+            # A new pool may lack a request that was served while the old one was killed.
             wait_for(lambda: is_right_after_a_request(stack))
         finally:
             stack.close()

@@ -59,9 +59,7 @@ def is_ready(stack: Stack, address: str) -> bool:
 
 
 async def ask_all(stack: Stack, when_half_done: Any = None) -> list[list[int]]:
-    """The tokens of concurrent streams. `when_half_done` disturbs them, after which none may be
-    silent for long.
-    """
+    """The tokens of concurrent streams. None may be silent for long after `when_half_done`."""
     halfway = asyncio.Event()
     begun: set[int] = set()
 

@@ -19,9 +19,7 @@ NUM_TOKENS = 100
 
 @pytest.fixture(scope="module")
 def stack(tiny_model: TinyModel) -> Iterator[Stack]:
-    """A stack (all services) with a small KV cache, and a host-memory tier that fits all offloaded
-    blocks.
-    """
+    """All services, with a small KV cache and a host-memory tier for all offloaded blocks."""
     flags = ("--num-blocks", "60", "--max-model-len", "512", "--kv-offloading-size", "0.02")
     stages = ("--pipeline-parallel-size", "2")
     stack = Stack(tiny_model.directory, "--admin-port", "0", *flags, *stages)

@@ -1,6 +1,4 @@
-"""All four services with the policy `program`, and agents whose sequences do not all fit in the KV
-cache.
-"""
+"""All services with the policy `program`, and agents whose sequences exceed the KV cache."""
 
 import subprocess
 import sys
@@ -32,9 +30,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 
 def run_program(stack: Stack, number: int) -> int:
-    """Sends the turns (requests) of an agent's program. Returns the number of prompt tokens that
-    were cached.
-    """
+    """Sends the turns (requests) of a program. Returns the number of cached prompt tokens."""
     context, num_cached = [7 + (number * 31 + place) % 90 for place in range(60)], 0
     for place in range(NUM_TURNS):
         context, num_found = turn(stack.url, context)
@@ -47,8 +43,7 @@ def run_program(stack: Stack, number: int) -> int:
 def test_agents_get_their_answers_and_find_their_contexts(stack: Stack) -> None:
     with ThreadPoolExecutor(NUM_PROGRAMS) as pool:
         cached = list(pool.map(lambda number: run_program(stack, number), range(NUM_PROGRAMS)))
-    # Of a program's last three prompts, at most 64 + 80 + 96 = 240 tokens are in whole cached
-    # blocks.
+    # Of a program's last three prompts, at most 64 + 80 + 96 = 240 tokens are in whole blocks.
     assert sum(cached) > 0.5 * NUM_PROGRAMS * 240
     stack.wait_until_nothing_is_held()
 
@@ -87,9 +82,7 @@ def test_every_metric_of_programs_is_served(stack: Stack) -> None:
 
 
 def test_a_gateway_killed_in_a_pause_costs_nothing(stack: Stack) -> None:
-    """Two gateways use the scheduler. After the first turn, the gateway that served it is
-    killed.
-    """
+    """Two gateways use the scheduler. The one that served the first turn is killed."""
     socket = stack.address("scheduler")
     flags = ("--model", str(stack.directory), "--schedulers", socket)
     flags += ("--address", "127.0.0.1:0", "--http-address", "127.0.0.1:0")

@@ -31,9 +31,7 @@ POLICY = "shortest:ShortestPromptFirst"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without weights, a profile with steps of 30 ms, and the policy of
-    docs/simulation.md.
-    """
+    """A model without weights, a profile of 30 ms a step, and the policy of docs/simulation.md."""
     directory: Path = tmp_path_factory.mktemp("simulated")
     save_servable_model(directory)
     (directory / "model.safetensors").unlink()

@@ -36,9 +36,7 @@ def pids_of_ranks(stack: Stack) -> dict[int, int]:
 async def answers(
     stack: Stack, victim: int | None = None, signum: signal.Signals = signal.SIGKILL
 ) -> list[Answer]:
-    """Three answers. If a process `victim` is given, it gets the signal when the first answer has
-    begun.
-    """
+    """Three answers. A process `victim`, if given, gets the signal when the first has begun."""
     requests = [request(PROMPTS[i], NUM_TOKENS) for i in range(2)]
     requests.append(request(PROMPTS[2], NUM_TOKENS, seed=2, temperature=1.0))
     hit = None if victim is None else partial(os.kill, victim, signum)

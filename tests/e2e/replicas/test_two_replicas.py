@@ -21,8 +21,7 @@ from tests.plain_http import http_get, http_post
 NUM_STREAMS = 6
 NUM_TOKENS = 300
 HIT_AT = 40
-# The gateway gives a session up after three seconds of silence. The rest is a margin for a busy
-# machine.
+# The gateway gives a session up after three silent seconds. The rest is for a busy machine.
 LONGEST_GAP_SECONDS = 10.0
 
 

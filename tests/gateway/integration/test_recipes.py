@@ -38,9 +38,7 @@ class Tree:
         (self._root / name).write_text(text)
 
     def change(self, name: str, hunk: str) -> None:
-        """Replaces the old lines of a diff hunk, which must occur once in the file, by its new
-        lines.
-        """
+        """Replaces the old lines of a diff hunk, which the file has once, by its new lines."""
         lines = hunk.splitlines()
         old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
         new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")

@@ -52,9 +52,7 @@ def test_replicas_that_measure_unequal_speeds_share_the_conversations() -> None:
 
 
 def test_a_prefix_that_all_share_does_not_make_a_queue_at_one_replica() -> None:
-    """Each prompt is the same long system prompt with a short question. The limit on differences in
-    load is off.
-    """
+    """Prompts are a long system prompt and a short question. Loads may differ without limit."""
     questions = Workload(64, 1, 1, 512, 16, 16, 100, 300, 4096, "questions")
     aware, load = (
         SimulatedFleet(policy, NUM_REPLICAS, 2000, NO_CAP).run(questions, 48)

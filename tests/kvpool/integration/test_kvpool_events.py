@@ -37,9 +37,7 @@ async def test_a_watcher_gets_a_snapshot_and_then_every_change(stub):
 
 
 async def test_an_idle_pool_keeps_nothing_back(stub):
-    """A watcher gets the changes of a transaction even if the transaction stream has ended
-    since.
-    """
+    """A watcher gets a transaction's changes even if the transaction stream has ended since."""
     speaker = await opened_speaker(stub)
     watch = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id="replica"))
     await read(watch)

@@ -184,8 +184,7 @@ def test_a_hit_on_a_free_block_counts_as_a_free_block_needed():
     pool = make_pool(5)
     admit(pool, 1, 8, path="ab")
     release(pool, 1)
-    # The request needs the two blocks of its hit and three new ones, but four blocks are free in
-    # total.
+    # The request needs two blocks of its hit and three new ones. In all, four blocks are free.
     outcome = pool.transact([Admit([admission(2, 20, hit=8, path="ab")])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
     assert admit(pool, 2, 16, hit=8, path="ab") == [1, 2, 3, 4]

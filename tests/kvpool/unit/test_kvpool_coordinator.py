@@ -1,6 +1,4 @@
-"""Prefix hits that several kinds of KV-cache groups have in common, in examples with four tokens
-per block.
-"""
+"""Common prefix hits of several kinds of KV-cache groups, with four tokens per block."""
 
 from services.common.pool.operations import Admit, BeginStep, Grow, Stop, StopReason
 from tests.kvpool.groups import CHUNK, FULL, STATE, WINDOW, evict, pool_of
@@ -33,8 +31,7 @@ def test_groups_of_two_kinds_agree_on_the_longest_hit_of_both():
 
 def test_a_hit_shrinks_until_every_group_agrees():
     pool = pool_of(FULL, WINDOW, STATE, num_blocks=40)
-    # States are cached at tokens 8 and 24. The group with the window has freed the blocks before
-    # it.
+    # States are cached at tokens 8 and 24. The window's group has freed the blocks before it.
     admit(pool, 1, 8, path="ab")
     commit(pool, 1, 24, hashes("abcdef")[2:])
     grow(pool, 1, 24, computed=8)
@@ -84,8 +81,7 @@ def test_a_growth_fits_if_all_groups_do():
     admit(pool, 1, 12)  # allocates six blocks, so that one is free
     outcome = pool.transact([Grow([1], [8], [16])])
     assert outcome.stop == Stop(0, 0, StopReason.NO_BLOCKS)
-    # Query 12 sees tokens 7 to 12, so the window frees block 4. With it two blocks are free, one
-    # for each group.
+    # Query 12 sees tokens 7 to 12, so the window frees block 4. Then each group gets a free block.
     outcome = pool.transact([Grow([1], [12], [16])])
     assert outcome.stop is None
     assert [group.block_ids for group in outcome.results[0].groups] == [[4], [7]]

@@ -21,9 +21,7 @@ from tests.kvpool.worked_examples import admission, admit, commit, lookup, make_
 def load(
     request: int, num_tokens: int, *, hit: int = 0, path: str = "", kept_free: int = 0
 ) -> Admission:
-    """The admission of a request that loads all tokens after its prefix hit, and computes none
-    yet.
-    """
+    """The admission of a request that loads all tokens after its hit, and computes none yet."""
     return replace(
         admission(request, num_tokens, hit=hit, path=path),
         num_commit_tokens=hit,
@@ -33,9 +31,7 @@ def load(
 
 
 def promoted(request: int, num_computed: int, num_slots: int, *, reserve: int = 0) -> Admission:
-    """The admission of a request whose blocks are loaded, and which now computes up to `num_slots`
-    tokens.
-    """
+    """The admission of a request that was loaded, and now computes up to `num_slots` tokens."""
     return Admission(
         request=request,
         max_hit_tokens=num_computed,

@@ -26,9 +26,7 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 
 def make_requests() -> list[Request]:
-    """Requests with prompts of 1 to 61 tokens, some longer than the models' windows of 16 to 24
-    tokens.
-    """
+    """Requests with prompts of 1 to 61 tokens, some longer than windows of 16 to 24 tokens."""
     random = np.random.default_rng(5)
     return [
         Request(random.integers(3, VOCAB_SIZE, 1 + 12 * number).tolist(), MAX_TOKENS)
@@ -37,9 +35,7 @@ def make_requests() -> list[Request]:
 
 
 def embedded_requests(hidden_size: int) -> list[Request]:
-    """Two requests. One prompt consists of embeddings, the other has tokens after its
-    embeddings.
-    """
+    """Two requests: a prompt of embeddings, and a prompt with tokens after its embeddings."""
     rows = torch.randn((30, hidden_size), generator=torch.Generator().manual_seed(1))
     embeds = embedded_prompt(rows)
     return [

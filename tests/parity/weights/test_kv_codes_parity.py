@@ -190,9 +190,7 @@ def test_two_ranks_and_two_stages_give_the_same_tokens(kind: str, tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 async def test_blocks_come_back_from_the_tier(kind: str, tmp_path: Path) -> None:
-    """Requests are preempted repeatedly, with and without a host-memory tier for offloaded
-    blocks.
-    """
+    """Requests are preempted repeatedly, with and without a host-memory tier for KV blocks."""
     save_tiny_model(tmp_path, kind, dtype=torch.bfloat16)
     torch.set_num_threads(1)
     answers: list[Sequence[Sequence[int]]] = []

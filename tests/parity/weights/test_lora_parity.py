@@ -26,9 +26,7 @@ WITH_LOGPROBS = SamplingParams(temperature=0, logprobs=2, prompt_logprobs=3)
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model, its LoRA adapters, and peft's model of each adapter. The key None is the model
-    without adapters.
-    """
+    """A model, LoRA adapters, and peft's model of each. The key None is without an adapter."""
 
     directory: Path
     adapters: list[Path]

@@ -70,9 +70,7 @@ def test_ranks_that_would_divide_a_group_are_refused(tmp_path: Path) -> None:
 
 
 def test_codes_fill_their_range(tmp_path: Path) -> None:
-    """If weights had only a few different codes, the other tests would not detect a wrong order of
-    bits.
-    """
+    """Weights with only a few different codes would not reveal a wrong order of bits."""
     save_tiny_model(tmp_path / "plain", "llama")
     save_quantized(tmp_path / "plain", tmp_path / "quantized", FORMATS["pack_int4"])
     tensors = load_file(tmp_path / "quantized" / "model.safetensors")

@@ -117,9 +117,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def agreement(served: Sequence[Request], oracles: dict[Path | None, PreTrainedModel]) -> float:
-    """The fraction of log-probabilities that agree with those of the oracle, transformers'
-    model.
-    """
+    """The fraction of log-probabilities that agree with the oracle, transformers' model."""
     found = []
     for request in served:
         expected = logprobs(oracles[request.adapter], request).numpy()

@@ -7,8 +7,6 @@ from tests.scheduler.serving_replica import Gateway, Replica, gateway_of
 
 @pytest.fixture
 async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
-    """A gateway that has opened a session with the replica of the test module's fixture
-    `replica`.
-    """
+    """A gateway with a session at the replica of the test module's fixture `replica`."""
     async with gateway_of(replica) as gateway:
         yield gateway

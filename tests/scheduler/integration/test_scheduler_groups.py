@@ -1,6 +1,4 @@
-"""KV-cache groups end to end: the scheduler opens the pool with the groups that its worker
-describes.
-"""
+"""KV-cache groups end to end: the scheduler opens the pool with its worker's groups."""
 
 import pytest
 from stepwell.common.v1 import common_pb2
@@ -27,9 +25,7 @@ STATE = common_pb2.KVCacheGroup(
 
 
 async def serve_under_preemption(replica: Replica, gateway: Gateway) -> None:
-    """Serves eight requests, some with equal prompts, in a pool that is too small for all of
-    them.
-    """
+    """Serves eight requests, some with equal prompts, in a pool too small for all of them."""
     prompts = {number: prompt(13, 100 * (number % 3)) for number in range(8)}
     for number, token_ids in prompts.items():
         await gateway.add(number, token_ids, sampling=sampling(25))
@@ -55,8 +51,7 @@ async def test_a_hybrid_model_is_served_under_preemption_and_hits(async_scheduli
         for number in (8, 9):
             await gateway.add(number, prompt(13, 900))
             await gateway.finish(number)
-        # A state was stored at the block boundary after 12 tokens. The last token is computed
-        # again.
+        # A state was stored at the block boundary after 12 tokens. The last token is recomputed.
         assert gateway.heard[9].num_cached_tokens == 12
         assert any(unpack_token_ids(step.block_ids_to_zero) for step in worker.steps)
         await replica.until_idle()

@@ -168,9 +168,7 @@ async def test_a_drained_replica_finishes_what_it_has_and_takes_nothing_new(
 async def test_a_drained_replica_that_cannot_run_steps_is_not_merely_draining(
     replica: Replica, gateway: Gateway
 ) -> None:
-    """Gateways move requests away from a replica that cannot run steps, but not from one that
-    drains.
-    """
+    """Gateways move requests away from replicas that cannot run steps, not from draining ones."""
     await gateway.add(1, prompt(9), sampling=sampling(150))
     await gateway.until_tokens(1, 2)
     await replica.admin.Drain(scheduler_pb2.DrainRequest())
@@ -231,9 +229,7 @@ async def test_an_idle_replica_has_told_the_pool_everything(
 
 
 async def test_preempted_requests_count_once_in_the_hit_rate() -> None:
-    """A preempted request that hits its own blocks saves no computation. So these hits do not
-    count.
-    """
+    """Hits of a preempted request on its own blocks save no computation and do not count."""
     worker = FakeWorker(num_blocks=14)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         for handle in range(5):

@@ -76,9 +76,7 @@ async def test_what_does_not_end_within_the_drain_is_cut_off() -> None:
 
 
 async def test_a_drain_without_workers_ends_the_sessions_at_once() -> None:
-    """If a whole replica stops, its workers end, too, and gateways continue its requests
-    elsewhere.
-    """
+    """If a whole replica stops, its workers end, and gateways continue its requests elsewhere."""
     worker = FakeWorker()
     async with running_scheduler("--drain-seconds", "60", worker=worker) as running:
         gateway = Gateway(running.stub)

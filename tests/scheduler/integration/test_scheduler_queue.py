@@ -219,9 +219,7 @@ async def test_a_long_prompt_weighs_less_with_each_of_its_chunks(
 async def test_gateways_hear_whether_blocks_are_what_is_missing(
     max_num_seqs: int, is_blocked: bool
 ) -> None:
-    """The pool has blocks for one of two prompts. The other one waits, for blocks or for a row of
-    the batch.
-    """
+    """The pool has blocks for one of two prompts. The other waits for blocks or a batch row."""
     worker = FakeWorker(max_num_seqs=max_num_seqs, num_blocks=40)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         replica.worker.going.clear()

@@ -1,6 +1,4 @@
-"""vLLM's gRPC service vllm.grpc.engine, served by a scheduler and called with the published
-stubs.
-"""
+"""vLLM's gRPC service vllm.grpc.engine at a scheduler, called with the published stubs."""
 
 import asyncio
 import hashlib

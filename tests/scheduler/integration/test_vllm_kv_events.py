@@ -1,6 +1,4 @@
-"""The RPC SubscribeKvEvents of vllm.grpc.engine: its events are compared with the pool's cached
-blocks.
-"""
+"""SubscribeKvEvents of vllm.grpc.engine: its events are compared with the pool's blocks."""
 
 import asyncio
 from pathlib import Path

@@ -345,9 +345,7 @@ async def test_one_wrong_description_of_a_worker_ends_nothing(wrong: dict[str, A
 async def test_a_peer_that_answers_in_another_protocol_is_waited_for_with_the_reason(
     method: str, peer: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The scheduler compares the protocol numbers, because a peer of an older version may not
-    compare them.
-    """
+    """The scheduler compares the protocol numbers, which an older peer may not do."""
     lane = Lane(method, Direction.RESPONSE)
 
     def older(message: bytes) -> list[bytes]:
@@ -369,9 +367,7 @@ async def test_a_peer_that_answers_in_another_protocol_is_waited_for_with_the_re
 
 async def test_a_description_that_does_not_come_ends_nothing() -> None:
     class Silent(Proxied):
-        """A pool or worker behind a proxy, which drops the first two answers to calls of one
-        method.
-        """
+        """A pool or worker behind a proxy that drops the first two answers of one method."""
 
         num_swallowed = 0
 

@@ -1,6 +1,4 @@
-"""Pool transactions and steps are unchanged after they are encoded as protobuf messages and
-decoded.
-"""
+"""Encoding pool transactions and steps as protobuf messages and decoding them changes nothing."""
 
 import random
 

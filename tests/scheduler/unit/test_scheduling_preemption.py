@@ -84,9 +84,7 @@ async def test_the_budget_of_a_rolled_back_grant_goes_to_the_requests_behind() -
 
 
 async def test_a_victim_leaves_no_hash_of_a_block_that_was_never_computed() -> None:
-    """vLLM leaves the hash, because it publishes the blocks of a step before the whole step is
-    scheduled.
-    """
+    """vLLM leaves the hash: it publishes a step's blocks before it has scheduled the whole step."""
     story = Story(
         num_blocks=9, policy="priority", max_num_batched_tokens=12, long_prefill_token_threshold=8
     )

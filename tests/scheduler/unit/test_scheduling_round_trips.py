@@ -1,6 +1,4 @@
-"""How many pool transactions (round trips) a step takes. The cost of a remote pool depends on this
-number.
-"""
+"""How many pool transactions (round trips) a step takes, which cost time with a remote pool."""
 
 from tests.scheduler.story import Story, prompt
 

@@ -117,9 +117,7 @@ async def test_two_sessions_do_not_wait_for_each_others_blocks() -> None:
 
 
 async def test_a_session_that_holds_all_blocks_does_not_wait_for_itself() -> None:
-    """Two states fill the pool. The next turn needs a block for a third one, before it frees
-    one.
-    """
+    """Two states fill the pool. The next turn needs a third block before it frees one."""
     states = KVCacheGroup(AttentionType.STATE_SPACE, 4, mamba_cache_mode=MambaCacheMode.ALIGN)
     story = Story(num_blocks=3, groups=(states,), max_model_len=40)
     session = story.add("s", prompt(6), max_tokens=1, resumable=True)

@@ -11,9 +11,7 @@ from tests.scheduler.story import Story, prompt
 
 
 async def enter_beside_another(num_prompt_tokens: int, **config: int) -> dict[str, int]:
-    """The numbers of scheduled tokens in the step that admits a cached prompt beside a decoding
-    request.
-    """
+    """The scheduled tokens in the step that admits a cached prompt beside a decoding request."""
     story = Story(num_speculative_tokens=2, **config)
     story.add("first", prompt(num_prompt_tokens), max_tokens=2)
     await story.run()

@@ -52,9 +52,7 @@ class PreemptsNobodyThatRuns(ShortestPromptFirstPolicy):
 
 
 class Random(ShortestPromptFirstPolicy):
-    """A scheduling policy whose victim of preemption depends on the number of earlier calls of
-    `victim`.
-    """
+    """A scheduling policy that preempts depending on the number of calls of `victim`."""
 
     def __init__(self, parts: PolicyParts) -> None:
         super().__init__(parts)

@@ -1,6 +1,4 @@
-"""Small setups and programs for tests of the laboratory, which simulates scheduling and routing
-policies.
-"""
+"""Small setups and programs for tests of the laboratory, which simulates policies."""
 
 from collections.abc import Iterable
 from dataclasses import replace

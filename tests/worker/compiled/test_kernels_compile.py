@@ -1,6 +1,4 @@
-"""All kernels that a step needs compile to machine code for Ampere and Hopper GPUs. The code is not
-run.
-"""
+"""All kernels of a step compile to machine code for Ampere and Hopper GPUs, which is not run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,9 +62,7 @@ def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]
 
 
 def mixed_step(layer: AttentionLayer, block_size: int) -> None:
-    """Runs a step with two decodes, a chunk that follows many tokens, and a chunk at a prompt's
-    start.
-    """
+    """Runs a step with two decodes, a chunk after many tokens, and a chunk at a prompt's start."""
     counts, lengths = [1, 1, 17, 3], [20, 300, 400, 3]
     width = MAX_MODEL_LEN // block_size
     shape = AttentionShape((layer,), block_size, 4 * width + 1, torch.bfloat16)

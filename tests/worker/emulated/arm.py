@@ -32,9 +32,7 @@ def require_tools() -> None:
 
 
 def compiled_for(kind: Kind) -> Path:
-    """The library for a kind of processor, with the program `calls`. Later test sessions reuse
-    both.
-    """
+    """A processor kind's library and the program `calls`. Later test sessions reuse both."""
     digest = sha256(repr((COMPILER, FLAGS, kind.flags)).encode())
     for source in (*sorted(SOURCES.iterdir()), CALLS):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

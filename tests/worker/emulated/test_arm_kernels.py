@@ -69,9 +69,7 @@ def assert_near(found: np.ndarray, expected: np.ndarray, tolerance: float) -> No
 def packed(
     arm: EmulatedLibrary, elements: Elements, projection: library.Projection, *source: np.ndarray
 ) -> library.Projection:
-    """Adds a packed weight to the projection. `source` are its elements, or its codes, scales and
-    offsets.
-    """
+    """Packs a weight for the projection. `source`: elements, or codes, scales and offsets."""
     size = arm.call(f"*panel_bytes_{elements.name}", projection)
     panels = -(-projection.columns // arm.call("panel_width"))
     projection.packed = arm.address(arm.empty(panels * size, np.uint8))
@@ -199,9 +197,7 @@ class Sequence:
     def outputs(
         self, arm: EmulatedLibrary, counts: list[int], page: int, cache_format: int
     ) -> np.ndarray:
-        """The outputs of all tokens, computed in steps of `counts` tokens, with pages in shuffled
-        order.
-        """
+        """The outputs of all tokens, in steps of `counts` tokens, with pages in shuffled order."""
         arm.clear()
         blocks = 1 + -(-TABLE // page)
         head = -(-self.dim // 16) * 16 + 4 if cache_format else self.dim
@@ -234,9 +230,7 @@ class Sequence:
         return output.copy()
 
     def exact(self, cache_format: int) -> np.ndarray:
-        """The outputs in double precision. If the cache has codes, keys and values are
-        quantized.
-        """
+        """The outputs in double precision. With cache codes, keys and values are quantized."""
         values = self.elements.values(self.fused)
         cos, sin = (self.elements.values(part)[:, None] for part in (self.cos, self.sin))
         end = 2 * self.half

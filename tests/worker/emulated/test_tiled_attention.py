@@ -1,6 +1,4 @@
-"""Attention by emulated tile instructions equals a scalar model, whatever rows are computed
-together.
-"""
+"""Attention by emulated tile instructions equals a scalar model, for any rows together."""
 
 import ctypes
 from types import SimpleNamespace

@@ -127,12 +127,9 @@ def test_the_hardware_equals_recorded_results(compile_program: Compile) -> None:
 
 @pytest.mark.parametrize("pairs", [1, 15, 16, 17, 32, 40])
 def test_rows_without_tiles_have_the_same_bits(emulated: ctypes.CDLL, pairs: int) -> None:
-    """A tile has 16 pairs of elements, or fewer if it is the last one and `pairs` is no multiple of
-    16.
-    """
+    """A tile has 16 pairs of elements. The last one has fewer if 16 does not divide `pairs`."""
     random = np.random.default_rng(pairs)
-    # Ranges of bits for products near the smallest normal number, for sums that cancel, and for
-    # ordinary numbers.
+    # Bit ranges for products near the smallest normal number, sums that cancel, common numbers.
     for low, high in ((1, 0x2000), (0x3F00, 0x3F90), (0x3800, 0x4300)):
         signs = random.integers(0, 2, (3 + 16, 2 * pairs), np.uint16) << 15
         bits = random.integers(low, high, signs.shape, np.uint16) | signs

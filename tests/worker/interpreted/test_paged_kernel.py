@@ -1,6 +1,4 @@
-"""The paged attention that CUDA workers use equals explicit attention over one sequence at a
-time.
-"""
+"""Paged attention as on CUDA equals explicit attention over one sequence at a time."""
 
 import pytest
 import torch
@@ -8,8 +6,7 @@ import torch
 from benchmarks.gpu.attention_check import AttentionCheck, Case
 from tests.worker.interpreted.interpreted_ops import AnywhereSplitK, WideCpu
 
-# The cases cover each pair of values of page size, ratio of heads and kind of window, but not all
-# combinations.
+# Each pair of values of page size, ratio of heads and kind of window, not all combinations.
 CASES = [
     Case(16, 4, 4, 32),
     Case(32, 4, 2, 64),
@@ -30,9 +27,7 @@ def tolerance(case: Case) -> float:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decodes_and_chunks_equal_plain_attention(case: Case) -> None:
-    """Three decodes in four lanes, a chunk after computed tokens in two lanes, and a chunk at a
-    prompt's start.
-    """
+    """Three decodes in four lanes, a later chunk in two lanes, and a chunk at a prompt's start."""
     torch.manual_seed(1)
     check = AttentionCheck(case, WideCpu(), 5, 1024, AnywhereSplitK)
     check.store([0, 37, 300, 45, 0])

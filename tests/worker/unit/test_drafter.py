@@ -1,6 +1,4 @@
-"""The scheduler plans steps with placeholders, and the model runner proposes the drafts in their
-place.
-"""
+"""The scheduler plans placeholders, and the model runner proposes the drafts for them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,8 +97,7 @@ def test_a_step_continues_after_the_accepted_drafts(
     output = runner.execute(step(4, 1 + MOST, 12, MOST))
     assert output.token_ids.tolist() == [tokens[6]]
     assert not len(output.num_draft_tokens)
-    # This step has no drafts, but was planned as if all four drafts of the step before had been
-    # accepted.
+    # This step has no drafts, but was planned as if the last step's four drafts were accepted.
     assert runner.execute(step(5, 1, 15, 0)).token_ids.tolist() == [tokens[7]]
     assert scripted.asked == [
         ([*PROMPT, tokens[0]], MOST),

@@ -1,6 +1,4 @@
-"""A worker's fingerprint changes with exactly those properties that change cached keys and
-values.
-"""
+"""A worker's fingerprint changes with exactly what changes its cached keys and values."""
 
 import json
 import shutil

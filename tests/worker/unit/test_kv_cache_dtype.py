@@ -1,6 +1,4 @@
-"""Workers with 8-bit keys and values: how large their KV caches are, and which configurations they
-refuse.
-"""
+"""Workers with 8-bit keys and values: KV cache sizes, and configurations that are refused."""
 
 from pathlib import Path
 
@@ -36,9 +34,7 @@ def description(model: Path, **changes: object) -> WorkerDescription:
 def test_the_same_memory_has_more_blocks_of_8_bits(
     tmp_path: Path, dtype: DtypeSetting, least: float
 ) -> None:
-    """In 8 bits, a head of 64 elements takes 68 bytes, with a scale of 4 bytes, in place of 128 or
-    256.
-    """
+    """A head of 64 elements takes 64 bytes and a scale of 4 bytes, instead of 128 or 256 bytes."""
     save_tiny_model(tmp_path, "qwen3", head_dim=64)
     plain, coded = (
         description(

@@ -185,8 +185,7 @@ def test_ranks_agree_on_their_common_values() -> None:
 
 
 def test_arrays_of_any_shape_join_a_digest() -> None:
-    # The values include empty arrays, as in empty steps, and bfloat16 matrices, as hidden states
-    # are.
+    # Includes empty arrays, as in empty steps, and bfloat16 matrices, as hidden states are.
     def work(thread: RankThread) -> int:
         own = lockstep(thread)
 

@@ -1,6 +1,4 @@
-"""How layers are divided into pipeline stages, and what happens to steps that only some stages
-received.
-"""
+"""How layers are divided into pipeline stages, and steps that only some stages received."""
 
 import time
 from collections.abc import Iterator

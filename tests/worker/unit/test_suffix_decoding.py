@@ -196,9 +196,7 @@ def test_the_cache_leaves_trees_of_responses_their_memory(tmp_path: Path) -> Non
     save_tiny_model(tmp_path, "llama")
 
     def left_mib(**speculation: object) -> float:
-        """The memory in MiB that the sizing of the KV cache leaves to activations and suffix
-        trees.
-        """
+        """The memory in MiB that KV-cache sizing leaves to activations and suffix trees."""
         config = json.dumps({"num_speculative_tokens": 4, **speculation})
         wanted = WorkerSettings(model=tmp_path, speculative_config=config)
         sizing = build_worker(wanted, "worker", lambda: None).description.kv_cache_sizing

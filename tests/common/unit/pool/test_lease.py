@@ -1,6 +1,4 @@
-"""The lease of a pool or worker belongs to one scheduler. It becomes free some time after its last
-release.
-"""
+"""The lease of a pool or worker belongs to one scheduler. It ends some time after its release."""
 
 import pytest
 

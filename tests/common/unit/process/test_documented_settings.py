@@ -27,8 +27,7 @@ PAGES = (
 )
 SETTINGS = (UpSettings, GatewaySettings, SchedulerSettings, KVPoolSettings, WorkerSettings)
 
-# Flags that are no settings of services: flags of docker, of benchmarks, and of other `stepwell`
-# commands.
+# Flags that are no settings of services, but of docker, benchmarks, and `stepwell` commands.
 OTHERS = {"--help", "--set", "--minutes", "--key", "--tenants", "--url"}
 OTHERS |= {"--ca-file", "--cert-file", "--key-file"}
 OTHERS |= {"--volumes", "--network", "--build", "--keep", "--roles"}

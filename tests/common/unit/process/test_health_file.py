@@ -66,9 +66,7 @@ async def test_the_file_says_what_grpc_health_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("age_seconds", [0, 100])
 def test_a_probe_costs_a_few_milliseconds_of_a_processor(age_seconds: int, tmp_path: Path) -> None:
-    """Python alone would need more than ten milliseconds to start, so the probe is a shell
-    script.
-    """
+    """The probe is a shell script, because Python alone needs over ten milliseconds to start."""
     file = tmp_path / "health"
 
     def cost() -> float:

@@ -21,9 +21,7 @@ UNDECODABLE = b"\x0a\xff"
 
 
 class WrongPool(kvpool_pb2_grpc.KVPoolServicer):
-    """A pool that answers MatchPrefix correctly, and all other methods with bytes that cannot be
-    decoded.
-    """
+    """A pool that answers only MatchPrefix with bytes that can be decoded."""
 
     async def MatchPrefix(self, request: object, context: object) -> Any:  # noqa: ARG002, N802
         return kvpool_pb2.MatchPrefixResponse()
@@ -40,9 +38,7 @@ class WrongPool(kvpool_pb2_grpc.KVPoolServicer):
 
 
 def with_wrong_bytes(servicer: Any, server: Any) -> None:
-    """Registers a servicer. If a method returns None, its answer is bytes that cannot be
-    decoded.
-    """
+    """Registers a servicer. For a method that returns None, it answers undecodable bytes."""
 
     class Registered:
         def add_generic_rpc_handlers(self, handlers: Any) -> None:

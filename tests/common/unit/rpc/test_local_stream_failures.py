@@ -245,9 +245,7 @@ async def test_a_connection_that_names_no_method_is_ended(tmp_path: Path) -> Non
 
 
 async def test_a_call_whose_client_has_gone_is_not_begun(at_socket: str) -> None:
-    """The server begins only the third call. The clients of the first two have cancelled them
-    before.
-    """
+    """The server begins only the third call. The clients of the others have cancelled them."""
     begun = []
 
     async def noted(requests: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:

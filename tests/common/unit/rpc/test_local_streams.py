@@ -326,9 +326,7 @@ async def test_another_thread_sends_what_does_not_have_to_wait() -> None:
     sent: list[bool] = []
 
     def flood() -> int:
-        """Sends messages until one is not sent at once. Returns the number of messages that were
-        sent.
-        """
+        """Sends messages until one is not sent at once. Returns how many were sent."""
         number = 0
         while sender.send_at_once(b"%d" % number):
             number += 1

@@ -82,9 +82,7 @@ def test_the_nearest_ancestor_decides() -> None:
 
 
 class Raising(health_pb2_grpc.HealthServicer):
-    """A servicer whose Check raises an error at once, and whose Watch raises it after the first
-    answer.
-    """
+    """A servicer that raises an error: in Check at once, in Watch after its first answer."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error

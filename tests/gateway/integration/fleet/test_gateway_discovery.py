@@ -18,8 +18,7 @@ from tests.gateway.serving import DEADLINE_SECONDS, Serving, serving, until
 from tests.gateway.streams import Stream, expected
 from tests.redis_servers import RedisServer, needs_redis, redis_server
 
-# The gateway reads the registry every second. Schedulers renew their leases of three seconds as
-# often.
+# The gateway reads the registry, and schedulers renew their leases of 3 s, every second.
 UP, ADDRESSES, FAILURES = (
     f'stepwell_discovery_{name}{{source="redis"}}' for name in ("up", "addresses", "failures_total")
 )

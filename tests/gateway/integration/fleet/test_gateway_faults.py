@@ -1,6 +1,4 @@
-"""If clients disconnect or schedulers die, no token is lost, and nothing remains of ended
-requests.
-"""
+"""If clients disconnect or schedulers die, no token is lost, and ended requests leave nothing."""
 
 import asyncio
 import json
@@ -75,9 +73,7 @@ class Damaged(FakeScheduler):
     """A scheduler behind a proxy that can damage one message of a session."""
 
     damage: Callable[[bytes], bytes | None] | None = None
-    """Returns the damaged message, or None for a message that it does not damage. It is used for
-    one message.
-    """
+    """Damages one message. Returns the damaged one, or None to leave the message unchanged."""
 
     async def start(self, address: str = "") -> str:
         self._proxy = PeerProxy(await super().start(address))
@@ -217,8 +213,7 @@ async def test_a_replica_that_refuses_is_not_the_last_word(model: Path) -> None:
     full = scheduler_pb2.Rejection(code=8, reason="QUEUE_FULL", message="full")
     first.rejection = full
     async with serving(model, first, second) as served:
-        # Of equal replicas the gateway chooses one at random, so `first` gets a request sooner or
-        # later.
+        # The gateway chooses between equal replicas at random, so `first` gets a request at last.
         while not first.adds:
             response = await served.http.post("/v1/completions", json={"prompt": "the"})
             assert response.status_code == 200

@@ -307,9 +307,7 @@ async def test_a_stream_never_goes_on_under_another_model(model: Path) -> None:
 
 
 async def test_a_model_that_is_replaced_on_all_replicas_is_served(model: Path) -> None:
-    """A request that has output of the old model ends with an error. Other requests get the new
-    model.
-    """
+    """A request with output of the old model ends with an error. Others get the new model."""
     first, second = FakeScheduler(permits=3), FakeScheduler(permits=0)
     async with serving(model, first, second) as served:
         streams = [Stream(served) for _ in range(2)]

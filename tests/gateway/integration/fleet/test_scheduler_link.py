@@ -71,9 +71,7 @@ class SteadyScheduler(scheduler_pb2_grpc.SchedulerServicer):
 
 
 class BusyReplica(Replica):
-    """Blocks the event loop whenever the state of the queue arrives, as other work of a gateway
-    does.
-    """
+    """Blocks the event loop whenever the queue's state arrives, like other work in a gateway."""
 
     def __init__(self, address: str, link: SchedulerLink, scheduler: SteadyScheduler) -> None:
         super().__init__(address, link, ManualClock(), self)  # type: ignore[arg-type]
@@ -147,9 +145,7 @@ async def test_a_gateway_that_is_busy_is_a_few_steps_behind_and_then_reads_on(
 
 
 async def test_after_two_sessions_without_an_answer_the_next_has_another_connection() -> None:
-    """The proxy drops all data without closing the connection, so that only a new connection
-    helps.
-    """
+    """The proxy drops all data, but does not close the connection. Only a new one helps."""
     scheduler = FakeScheduler(heartbeat_seconds=0.02)
     async with scheduler.running() as target:
         proxy = CuttableProxy(target)

@@ -1,6 +1,4 @@
-"""The gateway's limits on gRPC clients: on messages, on connections, and on how long they may
-wait.
-"""
+"""The gateway's limits on gRPC clients: on messages, on connections, and on waiting times."""
 
 import asyncio
 import logging

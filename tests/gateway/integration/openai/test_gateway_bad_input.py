@@ -1,6 +1,4 @@
-"""An invalid request is refused with an error that names the wrong field. The scheduler gets no
-sequence of it.
-"""
+"""Invalid requests: the error names the wrong field, and the scheduler gets no sequence."""
 
 import base64
 import json

@@ -60,9 +60,7 @@ async def test_a_stream_says_the_same_in_pieces(served: Serving) -> None:
 
 
 async def test_later_tokens_of_a_stream_are_sent_so_many_together(model: Path) -> None:
-    """With `stream_interval` 3, the first token is sent at once, and later events have at least 3
-    tokens.
-    """
+    """With `stream_interval` 3, later events than the first have at least 3 tokens."""
     async with serving(model, FakeScheduler(), stream_interval=3) as served:
         body = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 7, "return_token_ids": True}
         chunks = await events(served, "/v1/completions", {**body, "ignore_eos": True})
@@ -150,9 +148,7 @@ TEXT = "the 世界 🙂 é world"
 @pytest.mark.parametrize("write", [write_tokenizer, write_marked_tokenizer])
 @pytest.mark.parametrize("as_tokens", [False, True])
 async def test_text_offsets_count_characters(tmp_path, write, as_tokens: bool) -> None:
-    """The offset of a token is the number of whole characters before it, in the prompt and the
-    answer.
-    """
+    """A token's offset is the number of whole characters before it, in prompt and answer."""
     async with serving(write(tmp_path / "tiny"), FakeScheduler()) as served:
         ids = served.tokens(TEXT)
         served.scheduler.answer = ids

@@ -87,18 +87,14 @@ async def served(tmp_path: Path) -> AsyncIterator[Serving]:
 
 
 def turns(served: Serving) -> Iterator[int]:
-    """Yields the numbers of the user's messages, until the model has received NUM_TURNS
-    requests.
-    """
+    """Yields the numbers of the user's messages until the model has got NUM_TURNS requests."""
     for turn in range(NUM_TURNS):
         if len(served.scheduler.adds) < NUM_TURNS:
             yield turn
 
 
 def check_day(served: Serving) -> None:
-    """Asserts that the last prompt contains the texts of the user and of the tools from all
-    turns.
-    """
+    """Asserts that the last prompt has the user's and the tools' texts from all turns."""
     (last,) = served_prompts(served)[-1:]
     said = [int(number) for number in re.findall(r"user:turn (\d+)\.", last)]
     assert said == list(range(len(said)))

@@ -1,6 +1,4 @@
-"""The sampling parameters in generation_config.json are defaults, which a request's parameters
-override.
-"""
+"""Sampling parameters in generation_config.json are defaults for those that a request omits."""
 
 import json
 from pathlib import Path
@@ -56,9 +54,7 @@ async def asked_over_grpc(served: Serving, **sampling: Any) -> Any:
 
 
 def numbers(sampling: common_pb2.SamplingParams) -> dict[str, float]:
-    """The values of the parameters in NEUTRAL. A parameter that the message lacks has its neutral
-    value.
-    """
+    """The values of the parameters in NEUTRAL, which are neutral if the message lacks them."""
     return {
         name: pytest.approx(getattr(sampling, name)) if sampling.HasField(name) else value
         for name, value in NEUTRAL.items()

@@ -32,9 +32,7 @@ async def waiting(model: Any) -> AsyncIterator[Serving]:
 
 
 def without_signs(text: str, sign: str) -> list[Any]:
-    """The names of the fields of each event in a stream. Keep-alive messages, which are `sign`, are
-    left out.
-    """
+    """The field names of each event in a stream, without the keep-alive messages `sign`."""
     lines = [line for line in text.replace(sign, "").splitlines() if line.startswith("data: {")]
     return [sorted(json.loads(line[6:])) for line in lines]
 

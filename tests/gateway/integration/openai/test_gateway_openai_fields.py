@@ -31,18 +31,14 @@ DOCUMENT = Path(__file__).parents[4] / "docs" / "http-api.md"
 
 @dataclass(frozen=True)
 class Honoured:
-    """A field that has an effect: each of the bodies changes the message to the scheduler or the
-    answer.
-    """
+    """A field with an effect: each body changes the message to the scheduler or the answer."""
 
     bodies: tuple[dict[str, Any], ...]
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """A field whose values in `accepted` have no effect, and whose values in `refused` are
-    refused.
-    """
+    """A field whose values in `accepted` have no effect. Values in `refused` are refused."""
 
     accepted: tuple[Any, ...]
     refused: tuple[Any, ...] = ()

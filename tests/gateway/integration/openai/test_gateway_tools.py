@@ -49,8 +49,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=TEMPLATE)
 
 
-# Leaves out answers in harmony's format, whose end marker <|end|> is this tokenizer's end of
-# sequence.
+# Without answers in harmony's format, whose <|end|> is this tokenizer's end of sequence.
 REPLAYED = [one for one in RECORDED if "<|end|>" not in one.text]
 
 

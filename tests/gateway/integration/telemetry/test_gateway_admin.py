@@ -1,6 +1,4 @@
-"""Operators' calls: the address of their routes, the messages to schedulers, and the reports of
-failures.
-"""
+"""Operators' calls: the address of their routes, their effects on schedulers, and failures."""
 
 import asyncio
 from collections.abc import AsyncIterator

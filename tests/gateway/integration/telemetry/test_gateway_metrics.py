@@ -1,6 +1,4 @@
-"""Metrics count each request exactly once: as finished, as ended for another reason, or as
-refused.
-"""
+"""Metrics count each request once: as finished, as ended for another reason, or as refused."""
 
 import asyncio
 from collections.abc import Callable

@@ -266,8 +266,7 @@ async def test_a_request_that_fails_is_traced_though_it_was_not_sampled(model: P
         assert_adds_up(trace)
         assert trace.root.attributes["stepwell.kept_for"] == "failed"
         assert f"{trace.root.context.trace_id:032x}" == TRACE
-        # The gateway requests the spans of the scheduler, whose parent is the span
-        # `gateway.engine`.
+        # The gateway requests the scheduler's spans, whose parent is the span `gateway.engine`.
         await until(lambda: len(scheduler.keeps) == 1)
         (keep,), (add,) = scheduler.keeps, scheduler.adds
         assert keep.request_id == add.request_id

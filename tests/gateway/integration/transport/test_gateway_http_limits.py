@@ -313,9 +313,7 @@ def test_a_request_before_too_many_pipelined_ones_is_dropped_with_them(
 
 
 def test_several_connections_are_accepted_in_a_turn_of_the_event_loop(model: Path) -> None:
-    """By default a listener of uvloop, the gateway's event loop, accepts only one connection in an
-    iteration.
-    """
+    """By default uvloop, the gateway's event loop, accepts one connection in an iteration."""
 
     async def story() -> None:
         async with serving(model) as served:

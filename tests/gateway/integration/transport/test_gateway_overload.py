@@ -1,6 +1,4 @@
-"""The gateway refuses requests that the replicas cannot serve, or cannot serve before their
-deadline.
-"""
+"""The gateway refuses requests that the replicas cannot serve, or not before their deadline."""
 
 import asyncio
 import json
@@ -27,9 +25,7 @@ async def full_for(served: Serving, timeout_seconds: float | None) -> None:
 async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_scheduler(
     model: Path,
 ) -> None:
-    """The refusal arrives before the HTTP client has sent the body, or the gRPC client the
-    message.
-    """
+    """The client gets the refusal before it has sent the HTTP body or the gRPC message."""
     async with serving(model, FakeScheduler()) as served:
         served.scheduler.set_queue(num_waiting=3, max_num_waiting=3)
         await full_for(served, None)
@@ -88,9 +84,7 @@ async def test_a_queue_is_too_long_for_those_alone_who_cannot_wait_for_it(model:
 
 
 async def test_requests_on_their_way_to_the_scheduler_count_as_queued(model: Path) -> None:
-    """The queue has room for one request. The second one arrives before the scheduler reports the
-    first.
-    """
+    """The queue has room for one request. The second arrives before the first is reported."""
     async with serving(model, FakeScheduler(permits=0)) as served:
         served.scheduler.set_queue(num_waiting=2, max_num_waiting=3, seconds_per_request=0.1)
         await full_for(served, 0.1)

@@ -82,9 +82,7 @@ def ask(client: socket.socket, **body: Any) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_an_http_client_that_stops_reading_is_cut(model: Path, stream: bool) -> None:
-    """A whole answer is buffered and releases its slot at once, but then its connection is closed,
-    too.
-    """
+    """A whole answer is buffered and releases its slot at once. Its connection is closed."""
     scheduler = FakeScheduler(**LONG)
     async with serving(model, scheduler, reader_timeout_seconds=0.5) as served:
         with slow_socket(served) as client:

@@ -1,6 +1,4 @@
-"""A gateway that stops refuses new requests, and ends after the running requests, or at once if
-there are none.
-"""
+"""A gateway that stops refuses new requests, and ends when no request runs."""
 
 import asyncio
 from pathlib import Path

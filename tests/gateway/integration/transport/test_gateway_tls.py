@@ -164,9 +164,7 @@ JSON = {"Content-Type": "application/json"}
 async def test_a_client_that_goes_away_aborts(
     model: Path, own: Files, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A client that ends only its sending side counts as disconnected, because TLS does not
-    distinguish this.
-    """
+    """Over TLS, a client that ends only its sending side counts as disconnected."""
     async with serving_tls(model, own, FakeScheduler(permits=2)) as served:
         reader, writer = await connect(served, trusting(own))
         writer.write(post("/v1/completions", json.dumps(BODY | {"stream": True}).encode()))

@@ -16,9 +16,7 @@ Journals = tuple[Journal, Journal]
 
 
 def entry(number: int, *, fence: int = 1, value: bytes = b"v", scope: str = "s") -> Append:
-    """An append of an entry to a log, by default by the first owner of the log's lease (fence
-    1).
-    """
+    """An append of an entry to a log, by default by the lease's first owner (fence 1)."""
     return Append(scope, Position(fence, number), value, begins=number == 0 and fence == 1)
 
 

@@ -194,9 +194,7 @@ class KeyedGateway:
         await self.inference.delivery(generation, sink, stream=True).run()
 
     async def stop(self) -> None:
-        """Cancels the gateway's tasks at once, as if its process were killed. Its leases are not
-        released.
-        """
+        """Cancels the gateway's tasks, as if its process were killed. Its leases remain."""
         if self._run is not None:
             self._run.cancel()
             await asyncio.gather(self._run, return_exceptions=True)

@@ -1,6 +1,4 @@
-"""Client sessions (requests that receive their input in turns) over HTTP and gRPC: turns, refusals
-and ends.
-"""
+"""Client sessions (requests with input in turns) over HTTP and gRPC: turns, refusals and ends."""
 
 import asyncio
 from pathlib import Path

@@ -31,9 +31,7 @@ class LimitsOracle:
     """Time and name of each change of a slot, and whether it was acquired (otherwise released)."""
 
     def level(self, which: int, limit: int, now: int) -> int:
-        """The level of a bucket in units. `which` is 1 for the bucket of requests and 2 for that of
-        tokens.
-        """
+        """The level of a bucket in units. `which` is 1 for requests and 2 for tokens."""
         capacity = limit * UNITS
         levels = [capacity]
         for number, (when, *_) in enumerate(self.taken):
@@ -53,9 +51,7 @@ class LimitsOracle:
         }
 
     def check(self, change: Change, standing: Standing) -> None:
-        """Checks the store's answer to a change against the history, to which it adds the
-        change.
-        """
+        """Checks the store's answer to a change, and adds the change to the history."""
         now, limits = standing.now_millis, self.limits
         refused_by, wait_bounds = None, (0, 0)
         if change.must_fit:

@@ -1,6 +1,4 @@
-"""Sequences of tenants occupy slots of the replicas and release them. Names in the code call a slot
-a place.
-"""
+"""Sequences of tenants occupy slots of the replicas. Names in the code call a slot a place."""
 
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
@@ -177,9 +175,7 @@ def test_of_a_tenants_sequences_those_that_may_run_latest_are_taken_back() -> No
 
 
 def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
-    """The sequence got 3 of 50 tokens, which are charged. The others are charged when it
-    continues.
-    """
+    """The sequence got 3 of 50 tokens, which are charged. The rest is charged when it continues."""
     world = connected(num_places=2)
     for _ in range(2):
         world.start(caller=A, max_tokens=50)

@@ -147,9 +147,7 @@ def test_tenants_that_always_wait_get_their_shares_within_one_request(
 def test_no_tenant_starves_and_nothing_is_lost_repeated_or_reordered(
     steps: list[tuple[int, int, int, bool]],
 ) -> None:
-    """A tenant's requests leave the queue by priority, and requests of equal priority in order of
-    arrival.
-    """
+    """A tenant's requests leave the queue by priority, and then in order of arrival."""
     queue: FairQueue[tuple[int, int]] = FairQueue()
     waiting: dict[int, list[tuple[int, int]]] = defaultdict(list)
     taken: Counter[int] = Counter()
@@ -174,9 +172,7 @@ def test_no_tenant_starves_and_nothing_is_lost_repeated_or_reordered(
 def test_a_tenant_that_waits_is_next_before_the_others_get_much_more(
     costs: list[int], credit: float
 ) -> None:
-    """Tenant B has just arrived. Before its first request, tenant A gets at most the cost of one
-    request.
-    """
+    """Before the first request of the new tenant B, tenant A gets at most one request's cost."""
     queue: FairQueue[str] = FairQueue()
     for number in range(len(costs) + 1):
         queue.add(A, (0, number), "a")

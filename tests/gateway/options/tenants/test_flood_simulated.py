@@ -53,9 +53,7 @@ class SimulatedReplica:
         return inflight
 
     def _receive(self) -> None:
-        """Schedules the arrival of the gateway's messages (new and aborted sequences) after
-        LINK_SECONDS.
-        """
+        """After LINK_SECONDS, the gateway's new and aborted sequences arrive at the replica."""
         link, later = self.world.links["a"], self.clock.time() + LINK_SECONDS
         for handle, inflight in link.added.items():
             self.clock.call_at(later, partial(self._arrive, handle, inflight))

@@ -1,6 +1,4 @@
-"""Limits of tenants at the gateway: refusals, headers of answers, and the return of unused
-quota.
-"""
+"""Limits of tenants at the gateway: refusals, answers' headers, and return of unused quota."""
 
 import asyncio
 import time
@@ -261,9 +259,7 @@ async def test_usage_and_refusals_are_counted_by_tenant(model: Path, tmp_path: P
 async def test_series_of_tenants_are_for_the_address_of_metrics(
     model: Path, tmp_path: Path
 ) -> None:
-    """Clients can read the metrics at their address without a key. So these have no series of
-    tenants.
-    """
+    """Clients can read the metrics at their address without a key, so no tenant is in these."""
     series = 'stepwell_tenant_requests_total{model_name="tiny",tenant="acme"} 1.0'
     async with limited(model, tmp_path) as (served, key):
         await post(served, key)

@@ -116,9 +116,7 @@ async def counts(served: Serving) -> dict[str, float]:
 async def test_a_refusal_of_the_connection_is_as_one_of_the_application(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The two kinds of refusal have the same status, headers, body, metrics, access log and
-    spans.
-    """
+    """Both refusals have the same status, headers, body, metrics, access log and spans."""
     caplog.set_level(logging.INFO)
     exporter = InMemorySpanExporter()
     tracing = configure_tracing("gateway", "", 1.0, exporter=exporter)

@@ -61,8 +61,7 @@ async def test_grpc_methods_need_a_key_before_their_messages(model: Path) -> Non
             for metadata in ((), (("authorization", "Bearer wrong"),)):
                 call = served.channel.stream_stream(METHOD_PREFIX + method)(metadata=metadata)
                 assert await status_of(call) is grpc.StatusCode.UNAUTHENTICATED, method
-        # The test sends no message, because grpc.aio reports INTERNAL if a refusal arrives during a
-        # write.
+        # No message is sent: grpc.aio reports INTERNAL if a refusal arrives during a write.
         reflection = reflection_pb2_grpc.ServerReflectionStub(served.channel)
         refused = reflection.ServerReflectionInfo()
         assert await status_of(refused) is grpc.StatusCode.UNAUTHENTICATED

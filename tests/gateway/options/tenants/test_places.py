@@ -1,6 +1,4 @@
-"""Which tenants may occupy a free slot, and which must release one. Names in the code call a slot a
-place.
-"""
+"""Which tenants may occupy a free slot or must release one. Names call a slot a place."""
 
 import pytest
 from hypothesis import given
@@ -21,9 +19,7 @@ class Clock:
 
 
 def running(counts: dict[Tenant, int], clock: Clock | None = None) -> Places:
-    """Slots that run `counts` sequences of each tenant. The last request of each tenant has just
-    arrived.
-    """
+    """Slots that run `counts` sequences of each tenant, whose last requests arrived just now."""
     places = Places(clock or Clock())
     for tenant, count in counts.items():
         places.usage(tenant).num_running = count
@@ -131,9 +127,7 @@ def test_what_a_tenant_has_beyond_its_share_stays_its_own_while_it_lacks_service
 
 
 def test_few_sequences_of_a_tenant_start_at_once() -> None:
-    """The share of a tenant is 32 slots. It may start an eighth as many sequences at once, and at
-    least two.
-    """
+    """A tenant with a share of 32 slots may start an eighth as many sequences at once."""
     places = running({A: 8, B: 3})
     places.usage(A).num_starting = 3
     assert may_take(places, A, 53, 64)

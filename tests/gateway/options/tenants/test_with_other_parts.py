@@ -1,6 +1,4 @@
-"""Tenants together with several models, client sessions, routes of other options, and hostile
-clients.
-"""
+"""Tenants together with several models, client sessions, other routes, and hostile clients."""
 
 from pathlib import Path
 from types import SimpleNamespace

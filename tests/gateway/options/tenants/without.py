@@ -18,9 +18,7 @@ KEY = {"Authorization": "Bearer k"}
 
 @pytest.mark.parametrize("variable", ["API_KEYS", "API_KEY_FILE", "API_KEYS_IN_REDIS"])
 def test_keys_in_the_environment_end_the_start(model: Path, variable: str) -> None:
-    """A gateway that ignored the variable would serve everyone, although its operator set API
-    keys.
-    """
+    """If the gateway ignored the variable, it would serve everyone despite the configured keys."""
     environment = {f"STEPWELL_GATEWAY_{variable}": "true"}
     with pytest.raises(SettingError, match=variable):
         parse_settings(GatewaySettings, "gateway", ["--model", str(model)], environment)

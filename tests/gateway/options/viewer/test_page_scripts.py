@@ -123,9 +123,7 @@ SHOWN_CURVES = [
     ("running 3waiting 2", [3 / 5, 2 / 5]),
     ("held 25.0 %", [1 / 2]),
 ]
-"""For each chart, its text, and the distance of each curve from the top, as a fraction of the
-chart's height.
-"""
+"""Each chart's text, and each curve's distance from the top as a fraction of the height."""
 
 
 def trace_of(name: str, waited_for: str | None) -> dict[str, Any]:

@@ -37,9 +37,7 @@ class Kept:
 async def keeping(
     model: Path, *schedulers: FakeScheduler, **settings: Any
 ) -> AsyncIterator[tuple[Serving, Kept]]:
-    """A gateway that stores the traces of all requests except those that a client marks as
-    unsampled.
-    """
+    """A gateway that stores the traces of all requests that clients do not mark as unsampled."""
     given = {
         "trace_address": "127.0.0.1:0",
         "trace_sample_ratio": 1.0,

@@ -22,9 +22,7 @@ def names(world: FakeFleet) -> list[str]:
 
 
 def route_of(mailbox: Mailbox) -> tuple[str, RoutingReason]:
-    """The replica of the last route of the request's only sequence, and the reason for the
-    choice.
-    """
+    """The replica of the only sequence's last route, and the reason for the choice."""
     return mailbox.routes[-1].address, mailbox.routes[-1].reason
 
 
@@ -211,8 +209,7 @@ def test_a_cold_replica_gets_its_share_of_a_hot_prefix_and_no_more_at_once() -> 
         world.replicas["a"].admitted(handle, 100)
     world.fleet.set_addresses("redis", ["b"])
     world.connect("b")
-    # Sequences that were sent while there was only one replica do not count as ones that share the
-    # prefix.
+    # Sequences sent while there was only one replica do not count as sharing the prefix.
     routes = [route_of(world.start(prompt=prompt)) for _ in range(SPREAD_MIN_SHARING + 1)]
     assert routes[:-1] == [("a", RoutingReason.CACHED)] * SPREAD_MIN_SHARING
     assert routes[-1] == ("b", RoutingReason.SPREAD)

@@ -38,8 +38,7 @@ SCHEMA: dict[str, Any] = {
 }
 TOOLS = [CallableTool("f", SCHEMA, strict=True), CallableTool("g", {"type": "object"})]
 QWEN = REASONING_FORMATS["qwen3"]
-# Pairs of a reasoning text that precedes the answer, and the state of the reasoning at the end of
-# the prompt.
+# Pairs of reasoning text before the answer and the state of reasoning at the prompt's end.
 REASONING: list[tuple[str, PromptedReasoning | None]] = [
     ("", None),
     ("hm</think>\n\n", PromptedReasoning(QWEN, ReasoningState.INSIDE)),

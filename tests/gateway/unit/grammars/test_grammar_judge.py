@@ -62,9 +62,7 @@ REFERRED = (
 
 
 def referring(name: str) -> dict[str, Any]:
-    """A schema that refers to a definition by its unescaped name, as generators of schemas write
-    it.
-    """
+    """A schema that refers to a definition by its unescaped name, as schema generators do."""
     pointer = name.replace("~", "~0").replace("/", "~1")
     return {"$ref": f"#/$defs/{pointer}", "$defs": {name: {"type": "integer"}}}
 

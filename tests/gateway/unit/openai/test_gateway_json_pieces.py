@@ -1,6 +1,4 @@
-"""The JSON of answers with long lists is written in pieces, so that it is never in memory as a
-whole.
-"""
+"""The JSON of answers with long lists is written in pieces, and never in memory as a whole."""
 
 import json
 import tracemalloc

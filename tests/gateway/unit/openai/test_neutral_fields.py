@@ -1,6 +1,4 @@
-"""Values of fields that request the default behaviour, and fields that are accepted but have no
-effect.
-"""
+"""Field values that request the default behaviour, and accepted fields without effect."""
 
 import json
 from functools import partial

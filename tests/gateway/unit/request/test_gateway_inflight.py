@@ -42,9 +42,7 @@ async def test_deltas_are_merged_until_they_are_read() -> None:
 
 
 async def test_prompt_logprobs_that_come_twice_are_told_once() -> None:
-    """The first replica is lost in the middle of the prompt, and the next one begins with the
-    prompt again.
-    """
+    """The first replica is lost in the middle of the prompt, which the next one begins anew."""
     mailbox = make(max_tokens=9, prompt_logprobs=0)
     (inflight,) = mailbox.inflights
     inflight.sent(nothing, ROUTE)

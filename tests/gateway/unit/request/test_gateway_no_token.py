@@ -1,6 +1,4 @@
-"""Errors of requests whose parameters, or whose parameters together with a grammar, ban every
-token.
-"""
+"""Errors of requests whose parameters, alone or together with a grammar, ban every token."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""The incremental parser of models' answers, whose result does not depend on how a text is
-split.
-"""
+"""The incremental parser of models' answers. Its result does not depend on how text is split."""
 
 import json
 import time

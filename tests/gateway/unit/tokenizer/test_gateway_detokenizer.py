@@ -78,9 +78,7 @@ def test_a_cut_character_at_the_end_is_dropped(tokenizer: HfTokenizer):
 
 
 def test_bytes_that_are_no_text_are_replaced_and_never_block(tokenizer: HfTokenizer):
-    """A model may generate any bytes. The time for stray bytes must be proportional to their
-    number.
-    """
+    """Models may generate any bytes. The time for stray bytes is proportional to their number."""
     (stray,) = (t for t in range(300) if tokenizer.token_bytes(t) == b"\xff")
     detokenizer = new_detokenizer(tokenizer, [], skip_special_tokens=True)
     text = "".join(detokenizer.feed([stray]) for _ in range(10_000))
@@ -130,7 +128,7 @@ BYTES = st.lists(
 def test_any_tokens_in_any_cut_are_what_transformers_makes_of_them(
     tokenizer: HfTokenizer, drawn: list, cuts: list[int], skips: bool
 ):
-    """Most tokens are single bytes, which need not be valid UTF-8. A run of bytes is decoded as one
+    """Most tokens are single bytes, not always valid UTF-8. A run of bytes is decoded as one
     text.
     """
     of_byte = {tokenizer.token_bytes(t): t for t in reversed(range(300)) if tokenizer.token_name(t)}

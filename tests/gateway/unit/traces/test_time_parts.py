@@ -20,9 +20,7 @@ class Clock:
 
 
 class Told:
-    """A request with one sequence. The test begins each part of its time, and sets how long the
-    part takes.
-    """
+    """A request with one sequence. The test begins each part of its time, and sets its length."""
 
     def __init__(self) -> None:
         self.clock = Clock()

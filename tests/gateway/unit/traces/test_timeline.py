@@ -1,6 +1,4 @@
-"""The timeline of a request at the gateway consists of consecutive parts, which add up to its whole
-time.
-"""
+"""The timeline of a request at the gateway: consecutive parts that add up to its whole time."""
 
 from itertools import count
 

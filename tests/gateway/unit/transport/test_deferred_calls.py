@@ -48,9 +48,7 @@ async def test_one_is_made_in_a_turn_however_many_wait() -> None:
 
 
 async def test_where_turns_are_long_calls_take_half_of_the_time_that_the_rest_takes() -> None:
-    """Apart from the calls an iteration takes 1 s. A call takes 0.25 s, so two of them run in each
-    iteration.
-    """
+    """Each call takes 0.25 s, and an iteration 1 s without calls. So two calls run in each."""
     made = await calls_of_each_turn(7, seconds_each=0.25, seconds_between=1.0)
     assert made == [2, 2, 2, 1]
 

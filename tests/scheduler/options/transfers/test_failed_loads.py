@@ -21,9 +21,7 @@ async def test_an_aborted_request_leaves_no_hash_of_a_block_that_was_not_loaded(
 
 
 async def test_an_aborted_request_leaves_no_hash_of_a_block_after_one_that_was_not_loaded() -> None:
-    """In the step of the load, a second request hits the loaded blocks and computes the next
-    block.
-    """
+    """In the step of the load, a second request hits its blocks and computes the next block."""
     steps = await story(
         (0, request("other", 5, first=300) | {"max_tokens": 8}),
         (0, request("a", 9, **elsewhere(8, fail_blocks=[1]))),

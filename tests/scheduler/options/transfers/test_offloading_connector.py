@@ -84,8 +84,8 @@ class Story:
         return load
 
     def finish_loads(self, *invalid: BlockId) -> None:
-        """Ends all loads. The output of the next step reports the ends, and the blocks `invalid` as
-        not loaded.
+        """Ends all loads. The next step's output reports the ends, and blocks `invalid` as
+        failed.
         """
         self.ended, self.loading, self.invalid = self.loading, [], list(invalid)
 
@@ -108,9 +108,7 @@ class Story:
         return plan
 
     async def run(self) -> None:
-        """Runs steps until nothing is left to do. Each load ends in the step after the one that
-        began it.
-        """
+        """Runs steps until nothing is left to do. A load ends in the step after its own."""
         while self.scheduler.has_work:
             self.finish_loads()
             await self.step()

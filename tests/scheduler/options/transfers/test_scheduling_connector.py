@@ -1,6 +1,4 @@
-"""Scheduling with a KV connector, in scenarios (scripted runs of the scheduler). A block has four
-tokens.
-"""
+"""Scheduling with a KV connector, in scripted runs (scenarios). A block has four tokens."""
 
 import asyncio
 from typing import Any
@@ -226,9 +224,7 @@ async def test_a_prompt_of_one_token_is_loaded_once():
 
 
 async def test_a_failed_load_of_a_prompt_of_one_token_ends_the_request():
-    """The first KV-cache group has recurrent states and no block to load, but the other group has
-    one.
-    """
+    """The first KV-cache group has only states and no block to load, the other has a block."""
     steps = await story(
         (0, request("a", 1, **elsewhere(1, **{"async": True, "fail_recving": True}))),
         kv_cache_groups=STATES[::-1],
@@ -268,9 +264,7 @@ async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_wh
 
 
 async def test_the_state_that_is_loaded_with_a_whole_prompt_is_the_one_before_its_last_token():
-    """The last token is computed again. It begins a block, at whose end the state after the token
-    is stored.
-    """
+    """The last token is recomputed. It begins a block, where the state after it is stored."""
     whole = elsewhere(9, **{"async": True})
     steps = await story((0, request("a", 9, **whole)), kv_cache_groups=STATES)
     assert steps[0]["loads"] == [["a", 9, True, [[1, 2, 3], [0, 4]]]]

@@ -40,9 +40,7 @@ def tell(story: Callable[[Bench], Awaitable[T]], *, measures: bool = True) -> T:
 def test_a_request_that_comes_in_the_middle_of_a_step_is_part_of_the_next(
     *, measures: bool, steps_later: int
 ) -> None:
-    """Without measurements by the workers, the next step is planned too early to include the
-    request.
-    """
+    """Without measurements by the workers, the next step is planned before the request arrives."""
 
     async def story(bench: Bench) -> None:
         num_begun = bench.timed.num_begun

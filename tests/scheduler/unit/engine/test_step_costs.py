@@ -1,6 +1,4 @@
-"""The seconds that a prompt token and a decoding request add to a step, estimated from the times of
-steps.
-"""
+"""The seconds that prompt tokens and decoding requests add to steps, estimated from steps."""
 
 import pytest
 from hypothesis import given

@@ -1,6 +1,4 @@
-"""The outbox of a gateway's session merges the deltas (new tokens) of steps until they are sent,
-once.
-"""
+"""The outbox of a gateway's session merges the deltas (new tokens) of steps and sends them once."""
 
 import asyncio
 
@@ -199,9 +197,7 @@ async def test_a_refusal_travels_with_all_that_it_says() -> None:
 
 
 def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.RequestLogprobs:
-    """Rows of log-probabilities, with two columns, of `count` prompt tokens from position `first`
-    on.
-    """
+    """Rows of log-probabilities, two columns each, of `count` prompt tokens from `first` on."""
     rows = range(first, first + count)
     item = worker_pb2.RequestLogprobs(
         prompt=common_pb2.Logprobs(
@@ -280,9 +276,7 @@ async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messa
     sessions.own(session, 1, request)
 
     def announced() -> list[bool]:
-        """For each of four calls of `announce_to_quiet`, whether there was a message to send
-        afterwards.
-        """
+        """For each of four calls of `announce_to_quiet`, whether it left a message to send."""
         taken = []
         for _ in range(4):
             sessions.announce_to_quiet()

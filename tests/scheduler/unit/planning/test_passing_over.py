@@ -1,6 +1,4 @@
-"""Requests that wait for an adapter or a grammar are skipped, and keep their positions in the
-queue.
-"""
+"""Requests that wait for an adapter or a grammar are skipped, but keep their queue positions."""
 
 from dataclasses import replace
 from hashlib import sha256

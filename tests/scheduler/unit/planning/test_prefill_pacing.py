@@ -1,6 +1,4 @@
-"""Steps that compute prompts (prefills) are limited to one in each interval, or to none during a
-pause.
-"""
+"""Steps with prompts (prefills) are limited to one in each interval, or none during a pause."""
 
 from services.common.replica.pause_mode import PauseMode
 from services.common.request.sampling import SamplingParams

@@ -18,9 +18,7 @@ def value(agents: Agents) -> float:
 
 
 async def paused(keep_seconds: int) -> Agents:
-    """A program at the start of a pause between requests, in a pool of 20 blocks. Pauses take one
-    second.
-    """
+    """A program at the start of a pause of one second, in a pool of 20 blocks."""
     agents = Agents(num_blocks=21)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", 1.0)

@@ -1,6 +1,4 @@
-"""If a tenant's clients name their programs wrongly, this does not slow down other tenants'
-programs.
-"""
+"""A tenant that names its programs wrongly does not slow down other tenants' programs."""
 
 from collections.abc import Callable
 from itertools import count

@@ -1,6 +1,4 @@
-"""Agents' programs that clients name, their child programs, and how many of them the policy
-remembers.
-"""
+"""Agents' programs with names, their child programs, and how many the policy remembers."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""For how long the policies `continuum-fixed` and `continuum-ttl` pin the KV blocks of an ended
-turn.
-"""
+"""How long the policies `continuum-fixed` and `continuum-ttl` pin an ended turn's KV blocks."""
 
 import math
 from collections import deque

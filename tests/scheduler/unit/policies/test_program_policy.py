@@ -86,8 +86,8 @@ def test_longer_programs_have_more_work_left() -> None:
     for turns in (2, 2, 2, 10, 10, 10):
         ended.add(Program(None, 0.0, num_turns=turns, num_tokens=100 * turns))
     expected = [ended.expected_tokens(None, num_before) for num_before in (0, 2, 10)]
-    # A turn has 100 tokens. 6 turns are expected at first, 8 more after 2 turns, and half a turn
-    # after 10.
+    # A turn has 100 tokens. At first 6 turns are expected, after 2 turns 8 more, after 10 half a
+    # turn.
     assert expected == pytest.approx([600, 800, 50])
 
 
@@ -100,8 +100,7 @@ def test_a_new_application_is_expected_to_be_like_other_new_ones() -> None:
     for number in range(40):
         ended.add(Program(agent, 0.0, num_turns=20, num_tokens=2_000))
         ended.add(Program(BlockHash(bytes([number])), 0.0, num_turns=2, num_tokens=200))
-    # The 40 conversations and the agent's first 5 programs have 4 turns on average. A turn has 100
-    # tokens.
+    # 40 conversations and the agent's first 5 programs average 4 turns of 100 tokens.
     assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(400)
     assert ended.expected_tokens(agent, 0) == pytest.approx(2_000)
 
@@ -172,9 +171,7 @@ async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program(
 
 
 async def paused_and_running(**config: object) -> tuple[Agents, list[int], Request]:
-    """A pool of 40 blocks with a paused context of 16 blocks and a running request. Pauses take one
-    second.
-    """
+    """40 blocks, of which a paused context has 16, and a running request. Pauses take a second."""
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200, **config)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", TOOL_SECONDS)
@@ -291,9 +288,7 @@ async def test_contexts_that_a_tier_loads_faster_are_worth_less() -> None:
 
 
 async def test_a_prompt_that_is_much_longer_than_a_step_earns_its_blocks_too() -> None:
-    """The next steps of the prompt have blocks, but the whole prompt needs two more, which belong
-    to a context.
-    """
+    """Blocks are free for the next steps, but the whole prompt needs two more, of a context."""
     agents = Agents(num_blocks=61, max_num_batched_tokens=16)
     await agents.turn("paused", prompt(61), max_tokens=4)
     running = agents.story.add("running", prompt(20, first=300), max_tokens=60)
@@ -408,9 +403,7 @@ async def test_without_headroom_a_request_takes_the_last_blocks() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "is_admitted"), [(60, True), (68, False)])
 async def test_headroom_is_left_beside_contexts(num_tokens: int, is_admitted: bool) -> None:
-    """Of 40 blocks, 16 belong to a context that may lose one, 6 are in use, and 4 must stay
-    free.
-    """
+    """Of 40 blocks, a context has 16 and may lose one, 6 are in use, and 4 must stay free."""
     agents, context, _ = await paused_and_running()
     agents.story.add("new", prompt(num_tokens, first=600), max_tokens=2)
     plan = await agents.story.scheduler.schedule()
@@ -470,9 +463,7 @@ def test_the_programs_that_are_known_are_bounded(idle_seconds: float) -> None:
 
 
 async def test_after_a_loss_nothing_is_said_to_the_pool_about_contexts_that_were_lost() -> None:
-    """An operator may abort all requests while the pool is lost. This sends the pending pool
-    operations.
-    """
+    """An operator may abort all requests while the pool is lost, which sends pool operations."""
     agents = Agents()
     await agents.turn("one", prompt(16))
     (context,) = agents.retention._contexts

@@ -1,6 +1,4 @@
-"""An answer of the pool that contradicts its transaction is refused, with an error that names the
-field.
-"""
+"""A pool's answer that contradicts its transaction is refused with the name of the field."""
 
 import pytest
 from stepwell.kvpool.v1 import kvpool_pb2

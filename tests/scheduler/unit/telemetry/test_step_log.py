@@ -71,9 +71,7 @@ def test_when_the_disk_is_too_slow_the_log_is_given_up_and_stays_whole(
 
 
 def test_a_compressed_log_can_be_read_while_it_is_written(tmp_path: Path) -> None:
-    """After each write, the part that was written can be decompressed, even if the service is
-    killed then.
-    """
+    """All complete writes can be decompressed, even if the service is killed."""
     path = tmp_path / "steps.jsonl.zst"
     log = StepLog(create_log_file(path))
     written: list[dict[str, int]] = []

@@ -21,9 +21,7 @@ def chunk(step: int, start: int, end: int) -> Chunk:
 
 
 def assert_covered(timeline: Timeline) -> None:
-    """Asserts that the phases cover the timeline without gaps, and the parts of each phase the
-    phase.
-    """
+    """Asserts that phases cover the timeline, and parts their phase, without gaps."""
     end = timeline.queued
     for phase in timeline.phases:
         assert phase.start == end <= phase.end

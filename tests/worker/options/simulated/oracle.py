@@ -1,6 +1,4 @@
-"""A plain Python version of the simulated model, which computes the next token from the previous
-tokens.
-"""
+"""The simulated model in plain Python: computes the next token from the previous tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

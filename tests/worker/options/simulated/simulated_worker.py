@@ -43,9 +43,7 @@ class Clock:
 
 
 def save_profile(directory: Path, text: str = PROFILE) -> str:
-    """Saves the profile of a simulated device in a model's directory. Returns the profile's
-    path.
-    """
+    """Saves a simulated device's profile in a model's directory. Returns its path."""
     path = directory / "profile.toml"
     path.write_text(text)
     return str(path)
@@ -68,9 +66,7 @@ def save_draft(directory: Path) -> Path:
 
 
 def build(directory: Path, group: Group | None = None, **settings: Any) -> Worker:
-    """A simulated worker of the model in a directory. Unless `settings` name a profile, its steps
-    take no time.
-    """
+    """A simulated worker of the model in a directory. Without a profile, steps take no time."""
     profile = settings.pop("profile", None) or save_profile(directory)
     wanted = WorkerSettings(
         model=directory, device=DeviceSetting.SIMULATED, profile=profile, **settings

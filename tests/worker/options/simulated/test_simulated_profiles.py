@@ -1,6 +1,4 @@
-"""Profiles of simulated devices, the step times that follow from them, and settings that the device
-refuses.
-"""
+"""Profiles of simulated devices, step times that follow from them, and refused settings."""
 
 import time
 from pathlib import Path
@@ -54,9 +52,7 @@ TIMES = StepTimes(StepCosts(seconds=7, seconds_per_request=1), COSTS)
 
 
 def test_the_time_of_a_step_is_the_sum_of_the_formula() -> None:
-    """A chunk of three tokens after two others attends to 3 + 4 + 5 tokens, and a decode to
-    nine.
-    """
+    """A chunk of three tokens after two attends to 3 + 4 + 5 tokens, and a decode to nine."""
     expected = 1000 + 4 * 100 + (3 + 4 + 5) * 10 + 9 * 2 + 2 * 0.5 + 30_000
     assert TIMES.seconds(ints(3, 1), ints(2, 8)) == expected
 

@@ -171,9 +171,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_every_request_gets_its_own_tokens(worker: Worker, async_scheduling: bool) -> None:
-    """Requests are preempted, aborted, and admitted with prefix hits. The pool and the worker
-    restart.
-    """
+    """Requests are preempted, aborted, and admitted with prefix hits. Pool and worker restart."""
     happened: Counter[str] = Counter()
     groups = tuple(
         group.kv_cache_group(BLOCK_SIZE, MAX_MODEL_LEN) for group in worker.description.groups

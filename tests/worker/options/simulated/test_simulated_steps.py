@@ -123,9 +123,7 @@ def test_two_blocks_that_change_places_change_the_next_token(llama: Worker) -> N
 
 
 def test_the_right_tokens_after_a_wrong_prefix_change_the_next_token(llama: Worker) -> None:
-    """The second block of the prefix hit has the right tokens, but was computed after another
-    block.
-    """
+    """The prefix hit's second block has the right tokens, but was computed after another one."""
     oracle, shared = oracle_of(llama), [40, 41, 42, 43]
     llama.runner.reset()
     mine, other = _request(0, [1, 3, 5, 7, *shared, 9], [1, 2, 3]), [30, 31, 32, 33, *shared]

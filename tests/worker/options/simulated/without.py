@@ -1,6 +1,4 @@
-"""Runs a worker after test_removed_option.py, which starts this program, deleted the simulated
-device's code.
-"""
+"""Runs a worker, for test_removed_option.py, after the simulated device's code was deleted."""
 
 from pathlib import Path
 

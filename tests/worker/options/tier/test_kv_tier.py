@@ -1,6 +1,4 @@
-"""The host-memory tier for offloaded KV blocks, with the KV caches of torch and of the native
-kernels.
-"""
+"""The host-memory tier for offloaded KV blocks, with torch's and the native kernels' caches."""
 
 from collections.abc import Callable
 

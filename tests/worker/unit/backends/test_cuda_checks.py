@@ -1,6 +1,4 @@
-"""If a requirement of CUDA workers is missing, the worker ends with an error that names the
-remedy.
-"""
+"""A CUDA worker that lacks a requirement ends with an error that names the remedy."""
 
 from dataclasses import replace
 

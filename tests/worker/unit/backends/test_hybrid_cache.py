@@ -1,6 +1,4 @@
-"""The states of recurrent layers are stored in KV-cache blocks, in the same memory as keys and
-values.
-"""
+"""Recurrent layers' states are stored in KV-cache blocks, in the memory of keys and values."""
 
 import numpy as np
 import pytest
@@ -76,8 +74,7 @@ def test_the_larger_of_both_is_the_size_of_a_block() -> None:
     of = shape(LARGE)
     assert LARGE.num_bytes == 6 * 2 + 100 * 4
     assert of.bytes_per_block == LARGE.num_bytes > 2 * 4 * 8 * 4
-    # Blocks of 8 tokens have 512 bytes of keys and values, which a state needs. Blocks of 4 tokens
-    # have only 256.
+    # A state needs 512 bytes: a block of 8 tokens. Blocks of 4 tokens have only 256.
     assert of.block_size_for_states == 8
     assert shape(SMALL).block_size_for_states == 4
 

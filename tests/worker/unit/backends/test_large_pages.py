@@ -1,6 +1,4 @@
-"""Memory allocated in large pages: allocations do not overlap, keep their contents, and outlive
-their allocator.
-"""
+"""Memory in large pages: allocations are disjoint, keep contents, and outlive their allocator."""
 
 import gc
 

@@ -30,9 +30,7 @@ def directory(tmp_path: Path) -> Path:
 def outputs(
     directory: Path, setting: KernelsSetting, num_threads: int, ranks: Ranks = ALONE
 ) -> list[list[int]]:
-    """The output tokens of requests. Their prompts are computed in chunks, in the same steps as
-    decodes.
-    """
+    """The output tokens of requests. Chunks of prompts share their steps with decodes."""
     torch.set_num_threads(num_threads)
     runner = build_runner(directory, num_blocks=200, kernels_setting=setting, ranks=ranks)
     random = np.random.default_rng(0)
@@ -62,9 +60,7 @@ def test_results_do_not_depend_on_two_ranks_of_two_threads(directory: Path) -> N
 def test_sums_inside_the_call_are_the_bits_of_sums_between_operations(
     directory: Path, dtype: torch.dtype
 ) -> None:
-    """Ranks that share memory compute all layers in one call. With gloo, each operation is a call
-    of its own.
-    """
+    """Ranks that share memory compute all layers in one call, with gloo each operation."""
     tokens = np.random.default_rng(1).integers(0, 600, 300).tolist()
 
     def logits(thread: RankThread) -> torch.Tensor:

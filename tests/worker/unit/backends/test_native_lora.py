@@ -1,6 +1,4 @@
-"""The native kernels add the products of several LoRA adapters, each with few rows, to a
-projection.
-"""
+"""The native kernels add several LoRA adapters, each with few rows, to a projection."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -107,9 +105,7 @@ def test_large_adapters_begin_at_different_places_in_their_pages(native) -> None
 
 
 def test_adapters_of_the_same_ranks_share_where_their_columns_begin(native) -> None:
-    """Adapters of equal rank share one array of offsets, so that it stays in the processor's
-    cache.
-    """
+    """Adapters of equal rank share an array of offsets, which stays in the processor's cache."""
     shape = LoraShape(sum(COLUMNS), DEPTH)
     layers = [LoraLayer(qkv=factors(rank)) for rank in (8, 8, 12)]
     adapters = packed(layers, shape, native)

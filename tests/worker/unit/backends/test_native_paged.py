@@ -21,9 +21,7 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention
 
 @dataclass(frozen=True)
 class Case:
-    """The numbers of heads, the head size, the page size, and half of the number of rotated
-    elements.
-    """
+    """The numbers of heads, the head size, the page size, and half of the rotated elements."""
 
     num_heads: int
     num_kv_heads: int
@@ -92,9 +90,7 @@ class Sequences:
 def assert_equal_step(
     native, case: Case, layout: StepLayout, attentions: list[PagedAttention]
 ) -> None:
-    """Asserts that C++ and torch have equal results, for slices of a fused projection with
-    padding.
-    """
+    """Asserts that C++ equals torch, for slices of a fused projection with padding."""
     total, heads, kv_heads = layout.num_tokens, case.num_heads, case.num_kv_heads
     fused = torch.randn(total + 2, heads + 2 * kv_heads, case.head_dim).to(native.dtype)
     query, key, value = fused.tensor_split((heads, heads + kv_heads), dim=1)

@@ -1,6 +1,4 @@
-"""NaN and infinities in one row, or in the pages of one request, do not change the bits of other
-rows.
-"""
+"""NaN and infinities in a row, or in a request's pages, do not change bits of other rows."""
 
 from dataclasses import replace
 

@@ -226,9 +226,7 @@ def test_masked_copies_equal_numpys(
 def test_tokens_come_as_often_as_their_probabilities_say(
     native: NativeRowSampler, filters: tuple[int, float, float]
 ) -> None:
-    """Each filter allows the same three tokens, whose frequencies are compared with their
-    probabilities.
-    """
+    """Each filter allows the same three tokens. Tests their frequencies."""
     probabilities = np.array([0.1, 0.4, 0.05, 0.25, 0.15, 0.05])
     kept = [1, 3, 4] if filters != (0, 1.0, 0.0) else list(range(6))
     count = 20_000

@@ -1,6 +1,4 @@
-"""Keys are split into parts if there are enough keys but too few lanes for a GPU's
-multiprocessors.
-"""
+"""Keys are split if there are enough of them, but too few lanes for the multiprocessors."""
 
 import pytest
 

@@ -171,9 +171,7 @@ def test_attention_has_the_same_bits_for_whole_and_chunked_prompts_in_any_batch(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_batch_invariance_no_rows_or_keys_are_padded(dtype: torch.dtype) -> None:
-    """Without padding, torch computes a single row, and attends only to the keys that a query
-    sees.
-    """
+    """Without padding, torch computes single rows, and attends only to keys that a query sees."""
     torch.manual_seed(0)
     kernels = TorchKernels(batch_invariant=False)
     assert [kernels.padded_rows(rows) for rows in (1, 2, 3, 4, 5)] == [1, 2, 3, 4, 8]

@@ -67,9 +67,7 @@ def run_step(
     block_size: int,
     layer: AttentionLayer = PLAIN,
 ) -> None:
-    """Computes `counts[i]` tokens of sequence i, with padding, and compares the results with the
-    reference.
-    """
+    """Computes `counts[i]` tokens of sequence i, with padding, and checks the results."""
     total, padding = sum(counts), 3
     queries = torch.randn(total + padding, NUM_HEADS, HEAD_DIM)
     keys, values = torch.randn(2, total + padding, NUM_KV_HEADS, HEAD_DIM).unbind(0)
@@ -144,9 +142,7 @@ def test_decodes_over_a_group_limit_are_cut() -> None:
 
 
 def test_keys_and_queries_are_rotated_before_they_meet() -> None:
-    """The reference rotates with complex numbers. The last two elements of a head are not
-    rotated.
-    """
+    """The reference uses complex numbers. The last two elements of a head are not rotated."""
     torch.manual_seed(4)
     angles = torch.rand(9, 3)
     heads = torch.randn(9, 2, HEAD_DIM)

@@ -1,6 +1,4 @@
-"""Products of inputs and weights in 8 bits are exact sums multiplied by scales, with all
-kernels.
-"""
+"""Products of inputs and weights in 8 bits are exact sums times scales, with all kernels."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,6 +1,4 @@
-"""A step may begin before the tokens of the step before are on the host. The results must be the
-same.
-"""
+"""Steps that begin before the last step's tokens are on the host have the same results."""
 
 from pathlib import Path
 
@@ -41,9 +39,7 @@ def runner_of(model: Path, *, keeps_tokens_on_device: bool) -> ModelRunner:
 
 
 def same(one: LogprobRows | None, other: LogprobRows | None) -> None:
-    """Asserts that two rows of log-probabilities have the same tokens and, up to rounding, equal
-    values.
-    """
+    """Asserts that log-probabilities are equal up to rounding, and of the same tokens."""
     assert (one is None) == (other is None)
     if one is not None and other is not None:
         assert one.token_ids.tolist() == other.token_ids.tolist()

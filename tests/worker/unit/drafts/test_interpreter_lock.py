@@ -30,9 +30,7 @@ NUM_STEPS = 20
 
 
 class Waiting:
-    """A thread that repeatedly acquires the interpreter's lock. Each acquisition is a turn, which
-    it counts.
-    """
+    """A thread that acquires the interpreter's lock repeatedly, and counts this as turns."""
 
     def __init__(self) -> None:
         self.num_turns = 0

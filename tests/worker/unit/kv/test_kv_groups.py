@@ -1,6 +1,4 @@
-"""Layers with the same kind of attention form KV-cache groups of about the same number of
-layers.
-"""
+"""Layers with the same kind of attention form KV-cache groups of about equal size."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""Layers of experts: tokens grouped by expert, equal results in every batch, and both checkpoint
-formats.
-"""
+"""Experts: tokens grouped by expert, equal results in every batch, and checkpoint formats."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""The pooling settings of a model directory. Settings that are not supported are refused by
-name.
-"""
+"""The pooling settings of a model directory. Unsupported ones are refused by name."""
 
 import json
 from pathlib import Path

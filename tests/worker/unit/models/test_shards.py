@@ -1,6 +1,4 @@
-"""Which parts of a model a rank reads and stores, and which models cannot be divided among
-ranks.
-"""
+"""Which parts of a model a rank reads and stores, and which models cannot be divided."""
 
 from pathlib import Path
 from typing import Any

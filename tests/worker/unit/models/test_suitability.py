@@ -1,6 +1,4 @@
-"""The check whether a model can be served, which reads the model's files and does not need
-torch.
-"""
+"""The check whether a model can be served reads its files, and does not need torch."""
 
 import json
 import subprocess

@@ -70,9 +70,7 @@ QUOTA = {"cpu.max": "150000 100000"}
 def test_a_worker_has_the_cores_of_one_node(
     machine: Machine, count: int, expected: list[str], tmp_path: Path
 ) -> None:
-    """The expected texts are NUMBER_OF_THREADS:PROCESSORS, without processors if the threads are
-    not bound.
-    """
+    """Expected texts are NUMBER_OF_THREADS:PROCESSORS, without processors if none are bound."""
     processors = usable_processors(machine.record(tmp_path))
     plans = [place_threads(processors, LocalWorker(index, count)) for index in range(count)]
     assert [f"{plan.num_threads}:{list_text(plan.processors)}" for plan in plans] == expected

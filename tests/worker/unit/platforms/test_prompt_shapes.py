@@ -1,6 +1,4 @@
-"""The shapes of the steps that a worker runs before the first request, to warm up and to measure
-memory.
-"""
+"""The shapes of the steps that warm a worker up and measure memory before the first request."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,9 +36,7 @@ def test_every_power_of_two_of_decodes_and_of_lanes_of_chunks() -> None:
 
 
 def test_short_chunks_make_more_lanes_than_their_tokens_fill() -> None:
-    """33 chunks of 31 tokens fit into the token budget. Each is cut into two lanes of up to 16
-    tokens.
-    """
+    """33 chunks of 31 tokens fit into the token budget. Each is cut into two lanes of up to 16."""
     many = replace(LIMITS, max_num_seqs=64, max_num_batched_tokens=1024)
     chunks = [shape for shape in every_shape(many) if shape.num_tokens > 1]
     assert chunks[:2] == shapes((33, 31), (33, 16))

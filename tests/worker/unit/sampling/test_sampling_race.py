@@ -15,9 +15,7 @@ def states_of(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def drawn(logits: np.ndarray, states: np.ndarray, temperature: float = 1.0) -> np.ndarray:
-    """The token drawn with each of the states [n, 2], from the logits [V] or from row i of the
-    logits [n, V].
-    """
+    """The token drawn with each state [n, 2] from the logits [V], or with state i from row i."""
     logits = np.broadcast_to(logits, (len(states), logits.shape[-1]))
     race = Race(len(states), logits.shape[1])
     found: list[int] = []
@@ -31,9 +29,7 @@ def drawn(logits: np.ndarray, states: np.ndarray, temperature: float = 1.0) -> n
 
 
 def exponentials_of(states: np.ndarray, vocab_size: int) -> np.ndarray:
-    """The exponential variates of all tokens for each of the states, [n, V], without skipping
-    blocks.
-    """
+    """The exponential variates of all tokens for each state, [n, V], without skipping blocks."""
     ids = np.arange(vocab_size)
     blocks, places = ids // 4096 * 128 + ids % 128, ids % 4096 // 128
     random = words(states[:, :1], blocks.astype(np.uint64))

@@ -186,9 +186,7 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been(
 
 
 def sample_once(params: list[SamplingParams], logits: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Runs one step for requests with one prompt token. Returns the tokens, and the rows with
-    NaN.
-    """
+    """Runs a step of requests with one prompt token. Returns the tokens, and rows with NaN."""
     sampler = Sampler(max_num_seqs=len(params), vocab_size=logits.shape[1])
     for row, each in enumerate(params):
         sampler.add(row, each, np.zeros(1, dtype=np.int32), 1)

@@ -1,6 +1,4 @@
-"""`thinking_budget` forces the end mark of the reasoning when this has its maximum number of
-tokens.
-"""
+"""`thinking_budget` forces the end mark when reasoning has its maximum number of tokens."""
 
 from dataclasses import replace
 
