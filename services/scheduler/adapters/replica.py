@@ -141,7 +141,7 @@ class ReplicaClient:
         shape = _shape(ranks)
         if self._shape is not None:
             _require_same(self._shape, shape)
-            # Workers that report more blocks than at the first opening use only the first number.
+            # Blocks of new workers beyond the number at the first opening are not used.
             shape = replace(shape, num_blocks=self._shape.num_blocks)
         config = self._configure(shape)
         generation = await self._pool.open(

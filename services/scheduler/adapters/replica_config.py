@@ -30,7 +30,7 @@ SHORTEST_SEQUENCE = 2
 
 def scheduler_config(settings: SchedulerSettings, shape: ReplicaShape) -> SchedulerConfig:
     """Combines the settings with the model, the step sizes and the number of blocks that the
-    workers report. Raises FailedPrecondition if a setting cannot work with them.
+    workers report. Raises FailedPrecondition if a setting cannot work with this replica.
     """
     built, whole = shape.description, shape.takes_whole_prompts
     num_stages = shape.pipeline_parallel_size

@@ -172,7 +172,7 @@ class Request(ComputedTokens):
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the first full blocks. Hashes of later full blocks are not computed yet."""
     known_to_pool: bool = False
-    """Whether the pool stores hashes or blocks of the request, so that it needs a Release."""
+    """Whether the pool stores hashes or blocks of the request, which a Release operation frees."""
     num_hashes_sent: int = 0
     """Number of leading `block_hashes` that were sent to the pool."""
     num_committed_blocks: int = 0
@@ -288,7 +288,7 @@ class Request(ComputedTokens):
     def hashes_with(
         self, root: bytes, block_size: int, token_ids: Sequence[int]
     ) -> list[BlockHash]:
-        """Hashes of the full blocks after `block_hashes`, if `token_ids` were appended."""
+        """Hashes of the full blocks that `token_ids` would fill if they were appended."""
         return hash_full_blocks(
             root,
             [*self.token_ids, *token_ids] if token_ids else self.token_ids,

@@ -71,4 +71,4 @@ class TransferOption:
         raise FailedPrecondition("the log is of a scheduler with a connector, which is not here")
 
     def on_new_workers(self) -> None:
-        """Called after each opening of the workers in which the process of a worker is new."""
+        """Called after each opening of the workers in which a worker is a new process."""

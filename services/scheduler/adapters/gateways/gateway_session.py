@@ -44,7 +44,7 @@ class GatewaySession:
     contexts: dict[int, ContextId] = field(default_factory=dict)
     """Maps the handles of recently ended requests to their contexts."""
     queue_announced: QueueState | None = None
-    """The queue state that was last sent to the gateway, or None."""
+    """The queue state (length, expected waits) that was last sent to the gateway, or None."""
     load_announced: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(0, 0))
     taken_number: int = 0
     """Number of the last message that was received."""

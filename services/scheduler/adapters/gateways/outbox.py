@@ -128,7 +128,7 @@ class Outbox:
         self._woken.set()
 
     def note_queue(self, queue: scheduler_pb2.QueueState) -> None:
-        """Stores the queue state, to be sent with the next deltas, or after `report`."""
+        """Stores the queue state (length, expected waits), to be sent like the load."""
         self._queue = queue
 
     def note_load(self, load: scheduler_pb2.ReplicaLoad) -> None:
@@ -137,8 +137,8 @@ class Outbox:
 
     def report(self, *, may_wait: bool) -> None:
         """Makes the reader send the stored queue state and load even without deltas. With
-        `may_wait`, only the second call in a row does, because deltas usually follow soon, and save
-        a message.
+        `may_wait`, only the second call in a row does, because deltas usually follow soon and
+        include both.
         """
         if self._queue is None and self._load is None:
             return

@@ -11,8 +11,8 @@ LOOK_SECONDS = 0.5
 
 
 class ReplicaReadiness:
-    """Sends the replica's state to every gateway at each change, and when nothing else was sent to
-    the gateway for a second. `set_ready` updates the health service at each change.
+    """Sends the replica's state (whether steps can run) to every gateway at each change, and when
+    nothing else was sent to the gateway for a second. `set_ready` updates the health service.
     """
 
     def __init__(self, sessions: Sessions, set_ready: Callable[[bool], Awaitable[None]]) -> None:

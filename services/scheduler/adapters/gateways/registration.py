@@ -72,7 +72,7 @@ class Registration(Collector):
     async def leave(self) -> None:
         """Removes the record, if Redis replies in time. `run` must have been cancelled."""
         if self._registry is not None and self._replica is not None:
-            with suppress(Unavailable):  # the lease expires by itself
+            with suppress(Unavailable):  # the record expires by itself
                 await self._registry.remove(self._replica, LEAVE_SECONDS)
                 logger.info("removed from the registry: gateways find this scheduler no more")
         self._is_registered = False
@@ -102,7 +102,7 @@ class Registration(Collector):
 
 
 def _require_usable_address(settings: SchedulerSettings) -> None:
-    """Raises SettingError if gateways cannot reach the address, or if it is set but not used."""
+    """Raises SettingError if gateways cannot reach the address, or if no Redis URL is set for it."""
     if settings.redis_url is None:
         if settings.advertise_address is not None:
             raise SettingError("--advertise-address needs --redis-url, where it is registered")

@@ -99,7 +99,7 @@ class RequestIntake:
         )
 
     def accept_chunk(self, session: Request, message: scheduler_pb2.AddChunk) -> InputChunk:
-        """Converts a message to the input of a session's next turn. Raises InvalidArgument."""
+        """Converts a message to a session's next input. Raises InvalidArgument or OutOfRange."""
         tokens = self._tokens(message.token_ids, "token_ids")
         if not tokens:
             raise InvalidArgument("token_ids is empty", field="token_ids")
@@ -121,7 +121,7 @@ class RequestIntake:
         return sampling.prompt_logprobs is None
 
     def _check_adapter(self, message: scheduler_pb2.AddRequest) -> None:
-        """Raises InvalidArgument if the replica serves no adapters or the digest is invalid."""
+        """Raises InvalidArgument if the replica serves no adapters, or if the digest is invalid."""
         if not message.HasField("adapter"):
             return
         digest = message.adapter.digest
@@ -185,7 +185,7 @@ class RequestIntake:
 
     def _latest_start(self, message: scheduler_pb2.AddRequest) -> float | None:
         """The latest time of the request's admission, or None. Raises ResourceExhausted if the
-        queue is full, or if the admission is expected later than that.
+        queue is full, or if the admission is expected later than this time.
         """
         queue, has_output = self.queue_at_arrival(), bool(message.output_token_ids)
         timeout = message.timeout_millis / 1000 if message.timeout_millis else None

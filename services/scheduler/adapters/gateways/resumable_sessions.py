@@ -48,8 +48,8 @@ class ResumableSessions:
         return len(self.open) < self._max_num_sessions
 
     def find(self, session: GatewaySession, message: scheduler_pb2.AddChunk) -> Request:
-        """The session that the input in `message` continues. Raises Unavailable if it does not wait
-        for input, or if its number of tokens is not the number that the gateway expects.
+        """The session that the input in `message` continues. Raises Unavailable if the session does
+        not wait for input, or has another number of tokens than the gateway expects.
         """
         request = session.requests.get(message.handle)
         if request is None or request.status is not RequestStatus.WAITING_FOR_CHUNK:

@@ -31,7 +31,7 @@ class _Owner:
     is_admitted: bool = False
     """Whether the gateway knows that the request, or a client's session's turn, was admitted."""
     num_prompt_rows: int = 0
-    """Number of rows of prompt log-probabilities that were sent, because each is sent once."""
+    """Number of rows of prompt log-probabilities that were sent. No row is sent twice."""
 
 
 @dataclass(frozen=True, slots=True)

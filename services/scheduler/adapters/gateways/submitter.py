@@ -17,7 +17,7 @@ from services.scheduler.core.engine.engine_core import EngineCore
 from services.scheduler.core.request import Request
 
 HASH_INLINE_TOKENS = 2048
-"""Longer prompts (in tokens) are hashed in a thread, so that hashing delays no step."""
+"""Prompts with more tokens than this are hashed in a thread, so that hashing delays no step."""
 
 
 @dataclass(eq=False)

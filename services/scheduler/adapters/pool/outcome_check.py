@@ -1,4 +1,4 @@
-"""Checks the results of pool transactions against the operations, before they are used."""
+"""Checks the results of pool transactions against the operations, before results are used."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -109,9 +109,9 @@ class OutcomeCheck:
                 self._check_tables(operation.admissions[:count], result.groups)
 
     def _check_progress(self, admissions: Sequence[ops.Admission], stop: ops.Stop | None) -> None:
-        """Raises WrongAnswer if the pool refuses an admission twice because of one changed prefix
-        hit, since it would be repeated forever. The pool then lacks blocks that the scheduler
-        expects, for example because it received other hashes.
+        """Raises WrongAnswer if the pool refuses an admission twice for one changed prefix hit,
+        because the scheduler would repeat the admission forever. The pool then lacks blocks that
+        the scheduler expects, for example because it received other hashes.
         """
         before, self._change = self._change, None
         if stop is not None and stop.reason is ops.StopReason.HIT_CHANGED:
@@ -175,7 +175,9 @@ class OutcomeCheck:
 
 
 def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
-    """The number of items before the stop. Raises WrongAnswer if the stop is impossible."""
+    """The number of items of an operation that were completed before it stopped. Raises WrongAnswer
+    if the stop is impossible.
+    """
     if stop.item_index >= count or stop.reason not in reasons:
         raise WrongAnswer(f"stop: {stop.reason.value} at item {stop.item_index} of {count}")
     return stop.item_index

@@ -259,7 +259,7 @@ class PoolClient:
                 await self._pause_before_retry(error)
 
     async def _pause_before_retry(self, error: StepwellError) -> None:
-        """Waits before a retry. Raises PoolLost if the time limit passes before it."""
+        """Waits before a retry. Raises PoolLost if the time limit passes before the retry."""
         if not self._is_late:
             await asyncio.sleep(RETRY_SECONDS)
         if self._is_late:

@@ -247,7 +247,7 @@ class RequestTimelines:
             return
         timeline, end = tracked.timeline, now
         if interruption.kind is PhaseKind.RECOVERY:
-            # The phase ended when the last tokens arrived, because the lost step's do not count.
+            # The phase ended when the last tokens arrived. Tokens of the lost step do not count.
             end = min(now, max(timeline.covered_until, self.sums.last_done_nanos))
         self._leave_phase(tracked, now if self._paused_at is not None else end)
         if timeline.current.kind is PhaseKind.PAUSE:

@@ -1,9 +1,9 @@
 """Decides which adapters the workers load and unload.
 
 A LoRA adapter is loaded when the first request that needs it arrives. Until then the request waits,
-and other requests may overtake it. After a restart of workers, adapters are loaded again. An
-adapter is unloaded only if another adapter needs its slot: the least recently requested adapter
-that no running or admissible request uses.
+and other requests may overtake it. After a restart of workers, adapters are loaded again. If no
+slot is free for an adapter, the least recently requested adapter is unloaded, among those that no
+running or admissible request uses.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class AdapterLoader:
         unfinished: Callable[[], Iterable[Request]],
         failed: Callable[[Request, str], None],
     ) -> None:
-        """`failed` is called with a request whose adapter cannot be loaded again, and the error."""
+        """`failed` is called with a request whose adapter new workers cannot load, and the error."""
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
         self._unfinished = unfinished
@@ -49,8 +49,8 @@ class AdapterLoader:
         self._loaded: OrderedDict[bytes, Adapter] = OrderedDict()
         """Maps digests to loaded adapters. The least recently requested adapter is first."""
         self._loading: dict[bytes, Adapter] = {}
-        """Maps its digest to the adapter that is being loaded. `reload` loads it on new workers,
-        too, because the workers that were replaced may have loaded it already.
+        """Maps the digest of the adapter that is being loaded to the adapter. `reload` loads it on
+        new workers, too, because the workers that were replaced may have loaded it already.
         """
         self._claims: Counter[bytes] = Counter()
         """Maps an adapter's digest to the number of requests that wait for the adapter."""

@@ -77,8 +77,8 @@ class ExpectedAnswer:
             _require(0 <= place <= num_tokens[index], "refused_tokens", f"token {place}")
 
     def _check_counts(self, num_tokens: Sequence[int], num_drafts: Sequence[int]) -> None:
-        """Raises WrongAnswer if a request has a wrong number of tokens: one, and at most one
-        further token for each verified draft, if its prompt is complete, and otherwise none.
+        """Raises WrongAnswer if a request has a wrong number of tokens. With a complete prompt, it
+        has one token, and may have one more for each verified draft. Otherwise it has none.
         """
         plan = self._plan
         given = num_drafts or [0] * len(num_tokens)

@@ -87,7 +87,7 @@ class GrammarPreparation:
         self._spawn(self._prepare(request, wanted, adapter))
 
     def begin_turn(self, chunk: InputChunk) -> None:
-        """Makes the workers compile the grammar of a session's next turn, without waiting."""
+        """Makes the workers compile the next turn's grammar. The turn does not wait for this."""
         wanted = chunk.sampling.structured_outputs
         if wanted is not None and not self.workers.has_grammar(wanted):
             self._spawn(self._error(wanted))

@@ -87,7 +87,7 @@ class SentStep:
             self._steps.transfers.note(rank, response)
         if not self._missing:
             self._steps.done(self)
-            if self._response is not None and not self.output.done():  # may be cancelled
+            if self._response is not None and not self.output.done():  # done if cancelled
                 self._resolve(self._response)
 
     def late_ranks(self) -> list[str]:

@@ -40,7 +40,7 @@ from services.scheduler.core.ports import WorkersLost
 _ExecuteCall = grpc.aio.StreamStreamCall[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 DESCRIBE_TIMEOUT_SECONDS = 3.0
-"""Time limit of a Describe call, by which a call to an unreachable worker delays a recovery."""
+"""Time limit of a Describe call. It delays a recovery if a worker is unreachable."""
 GRAMMAR_TIMEOUT_SECONDS = 10.0
 ADAPTER_TIMEOUT_SECONDS = 60.0
 PREPARING_CHECK_SECONDS = 1.0
@@ -58,8 +58,8 @@ class Rank:
     """One worker and its stream of steps. If the stream ends, the steps without a response raise
     WorkersLost. Probes (Describe calls) check an idle worker periodically, and more often while it
     compiles a grammar or loads an adapter. Two probes in a row without a reply end the stream,
-    because one may be due to a stall of this process. A probe during which the worker had no CPU
-    does not count.
+    because a single one may be due to a stall of this process. A probe during which the worker had
+    no CPU does not count.
     """
 
     def __init__(self, address: str, channel: grpc.aio.Channel) -> None:

@@ -27,7 +27,7 @@ class Pauses:
 
     @property
     def is_on(self) -> bool:
-        """Whether a pause prevents steps. In mode WAIT, it does so once no request runs."""
+        """Whether a pause prevents steps. In mode WAIT, steps continue until no request runs."""
         mode = self.scheduler.pause_mode
         return mode is not None and not (mode is PauseMode.WAIT and self.scheduler.running)
 

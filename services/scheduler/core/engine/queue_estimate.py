@@ -5,7 +5,7 @@ from collections import deque
 MIN_COMPLETIONS = 8
 """Number of ended requests from which on the completion rate is estimated from completions."""
 MIN_BUSY_SECONDS = 0.5
-"""The rate is estimated from tokens only after this busy time, because first steps take longer."""
+"""Busy seconds before a rate is estimated from tokens, because the first steps take longer."""
 WINDOW_COMPLETIONS = 64
 """Number of most recent completions from which the rate is estimated."""
 MARGIN = 1.4

@@ -62,8 +62,8 @@ logger = logging.getLogger(__name__)
 @dataclass(eq=False)
 class Recovery:
     """Reopens the pool and the workers after a loss of either, and counts the losses. Runs the
-    fault search (see `FaultSearch`), which finds a request whose steps always fail by running only
-    some requests at a time. `lock` is the lock of the engine loop. `wake` is the event that is set
+    fault search (see `FaultSearch`), which lets only some requests run at a time to find a request
+    whose steps always fail. `lock` is the lock of the engine loop. `wake` is the event that is set
     when changes of requests are pending.
     """
 
@@ -100,7 +100,7 @@ class Recovery:
             self.changes.end({culprit: FinishReason.STEP_FAILED})
 
     def step_done(self, plan: SchedulerOutput) -> None:
-        """Records a successful step, which counts as progress once there are no suspects."""
+        """Records a successful step. It counts as progress if the fault search has no suspects."""
         if self._search.is_active:
             self._search.step_done(plan)
         else:

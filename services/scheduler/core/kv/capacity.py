@@ -28,7 +28,7 @@ def max_request_tokens(config: SchedulerConfig) -> int:
 
 
 def config_conflict(config: SchedulerConfig) -> str | None:
-    """Why no request can be served with this configuration, as a sentence. None if some can."""
+    """A sentence that says why no request can be served with this configuration, or None."""
     if config.enable_prefix_caching and config.overwrites_states:
         return (
             "prefixes cannot be found where each step overwrites the states of recurrent layers: "

@@ -34,7 +34,7 @@ class PlannedSteps:
             del self.in_flight[0]
 
     def skip(self, num_steps: int) -> None:
-        """Counts `num_steps` more planned and updated steps. Does not change the plan's number."""
+        """Counts `num_steps` further steps as planned, and their outputs as applied."""
         self.next_number += num_steps
         self.last_updated += num_steps
 

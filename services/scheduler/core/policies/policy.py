@@ -52,7 +52,7 @@ class SchedulingPolicy(Protocol):
     """The scheduling policy of one scheduler."""
 
     uses_priority: bool
-    """Whether `Request.priority` has an effect. If False, requests with one are refused."""
+    """Whether `Request.priority` has an effect. Otherwise priorities are refused."""
 
     def __init__(self, parts: PolicyParts, /) -> None: ...
 

@@ -9,7 +9,7 @@ from services.scheduler.core.request import Request
 
 
 class PriorityPolicy:
-    """Admits requests with the smallest (priority, arrival time) first, and preempts the last."""
+    """Admits requests in the order of (priority, arrival time). Preempts the last in this order."""
 
     uses_priority = True
     retention = None

@@ -61,13 +61,14 @@ class Retention(Protocol):
         """Sets in `terms` which blocks an admission beside `num_running` requests may use."""
 
     def held_up(self, num_running: int) -> str:
-        """Called when the next request was not admitted only because contexts keep their blocks.
-        Returns a text that explains which context is kept, and why.
+        """Called when only kept contexts have prevented the admission of the next request. Returns
+        a text that explains which context is kept, and why.
         """
 
     def paused(self, most: int, now: float) -> list[PausedProgram]:
-        """At most `most` programs that pause between two turns, the latest pause first. Must use
-        the time `now`, because a step log must contain all times that a policy reads itself.
+        """At most `most` programs that pause between two turns, the latest pause first. Uses the
+        time `now` and does not read the policy's clock, because a step log must contain all
+        readings.
         """
 
     def forget(self) -> None:

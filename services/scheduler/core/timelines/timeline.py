@@ -115,7 +115,7 @@ class Phase:
     first_step: int = 0
     last_step: int = 0
     num_output_tokens: int = 0
-    """Number of output tokens: before the phase, while it is open; afterwards, in the phase."""
+    """Number of output tokens before the phase. When it has ended, the number in the phase."""
     totals: StepTotals = NO_STEPS
     """While the phase is open, the totals at its start; afterwards, the sums over its steps."""
     behind: StepTotals = NO_STEPS

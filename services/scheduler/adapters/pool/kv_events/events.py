@@ -39,7 +39,7 @@ class BlockStored:
 
     @property
     def block_size(self) -> int:
-        """Number of tokens in each block, or in the only published part of a block."""
+        """Number of tokens in each block. Smaller if only part of a block was published."""
         return len(self.token_ids) // (4 * len(self.block_hashes))
 
     @property

@@ -131,7 +131,7 @@ class KVEventLog:
             key = (group, parent)
 
     def _runs(self, keys: dict[_Key, None]) -> Iterator[BlockStored]:
-        """Yields one event for each series of blocks of equal sizes, each the next one's parent."""
+        """Yields an event for each chain of blocks of equal size, each the parent of the next."""
         run: list[_Key] = []
         for key in keys:
             if run and not self._follows(key, run[-1]):

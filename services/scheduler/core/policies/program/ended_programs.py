@@ -1,6 +1,6 @@
-"""Statistics of ended programs (runs of agents; turns are their requests), from which the remaining
-work of programs is estimated. Programs whose first prompts begin with the same tokens belong to the
-same application.
+"""Statistics of ended programs, from which the remaining work of programs is estimated. A program
+is the requests (turns) of one run of an agent. Programs whose first prompts begin with the same
+tokens belong to one application.
 """
 
 from collections import OrderedDict, deque

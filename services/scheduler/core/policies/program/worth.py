@@ -63,7 +63,7 @@ class Worth:
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the next request is not admitted only because contexts are kept."""
+        """Whether only the kept contexts prevent the admission of the next request."""
         return self._held_up_since is not None
 
     def changed(self) -> None:
@@ -86,7 +86,7 @@ class Worth:
         self._num_recomputed += _RETURN_SMOOTHING * (num_recomputed - self._num_recomputed)
 
     def held_up(self, num_running: int, now: float) -> str:
-        """Called when the next request was not admitted only because contexts are kept. The
+        """Called when only kept contexts have prevented the admission of the next request. The
         request's credit grows while it waits, so that it may evict contexts later. Returns a text
         that explains which context is kept, and why.
         """
