@@ -102,7 +102,7 @@ class Registration(Collector):
 
 
 def _require_usable_address(settings: SchedulerSettings) -> None:
-    """Raises SettingError if gateways cannot reach the address, or if no Redis URL is set for it."""
+    """Raises SettingError if gateways cannot reach the address, or if there is no Redis for it."""
     if settings.redis_url is None:
         if settings.advertise_address is not None:
             raise SettingError("--advertise-address needs --redis-url, where it is registered")

@@ -273,7 +273,7 @@ class RequestTimelines:
         return [phase for phase in phases if phase.kind is PhaseKind.DECODE]
 
     def _got_tokens(self, tracked: Tracked, phase: Phase, now: int) -> None:
-        """Records the first tokens after a prefill. Decode begins, unless it was preempted."""
+        """Records the first tokens after a prefill. The request now decodes, unless preempted."""
         if tracked.timeline.first_token is None:
             tracked.timeline.first_token = now
         if tracked.timeline.current is phase:

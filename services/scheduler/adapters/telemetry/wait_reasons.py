@@ -59,7 +59,7 @@ class WaitReasons:
         self._changes: deque[tuple[int, ReasonChange]] = deque(maxlen=MAX_CHANGES)
 
     def planned(self, plan: SchedulerOutput, now: int) -> None:
-        """Records a planned step's reason. The engine may have been paused while it was planned."""
+        """Records a planned step's reason. A pause may have begun while the step was planned."""
         step, reason = plan.step, plan.wait_reason
         if reason is not self.current:
             self._change(step, reason, now, holder_of(plan))

@@ -41,7 +41,7 @@ class AdapterLoader:
         unfinished: Callable[[], Iterable[Request]],
         failed: Callable[[Request, str], None],
     ) -> None:
-        """`failed` is called with a request whose adapter new workers cannot load, and the error."""
+        """Calls `failed` with a request whose adapter new workers cannot load, and the error."""
         self._workers = workers
         self._max_cpu_loras = max_cpu_loras
         self._unfinished = unfinished

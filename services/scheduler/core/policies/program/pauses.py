@@ -75,7 +75,7 @@ class PauseStatistics:
         return chance, seconds
 
     def is_unusual(self, tenant: bytes, tool: str, age: float) -> bool:
-        """Whether a pause is more than twice as long as 95 % of its tool's ended pauses."""
+        """Whether a pause is over twice as long as 95 % of the tool's pauses with a return."""
         pauses = self._of(tenant, tool)
         return pauses is not None and age > 2 * pauses.usual
 
