@@ -133,9 +133,9 @@ class Option:
         record: RequestRecord,  # noqa: ARG002
         context: CallContext | None,  # noqa: ARG002
     ) -> AbstractAsyncContextManager[None] | None:
-        """Returns a context manager in which a gRPC call that runs the model, or a turn of a
-        client's session, runs, or None if none is needed. The context manager is entered before the
-        call's message is read. `context` is None for a turn.
+        """Returns a context manager for a gRPC call that runs the model, or for a turn of a
+        client's session. It is entered before the call's message is read. None means that no
+        context manager is needed. `context` is None for a turn.
         """
         return None
 

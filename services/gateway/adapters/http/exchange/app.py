@@ -29,9 +29,9 @@ def make_app(
     checks: Sequence[Check] = (),
     answer_headers: Sequence[str] = (),
 ) -> Application:
-    """Makes an application of these routes. `checks` run before each handler, and before the
-    handlers of routes that need an API key `access` checks the key. `answer_headers` are the
-    headers that options, the removable parts of the gateway, add to answers.
+    """Makes an application of these routes. `checks` run before each handler. `access` checks the
+    API key for routes that need one. `answer_headers` are the headers that options, the removable
+    parts of the gateway, add to answers.
     """
     document = partial(
         openapi_document,

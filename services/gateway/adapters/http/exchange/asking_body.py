@@ -34,7 +34,7 @@ class StreamedBody(AskingBody, ProgramFields):
 
 
 def renamed(error: StepwellError, names: Mapping[str, str]) -> StepwellError:
-    """Returns the error. If `names` has its field as a key, the field is renamed to the value."""
+    """Returns the error, with its field renamed if the field is a key of `names`."""
     own, bracket, number = (error.field or "").partition("[")
     name = names.get(own)
     if name is None:

@@ -49,8 +49,8 @@ class Route:
     events: type[BaseModel] | None = None
     """The model of each event, if the answer can be streamed."""
     errors: tuple[int, ...] = ()
-    """Error statuses of this route. The OpenAPI document adds the statuses that all routes can
-    have, all routes that need an API key, and all routes that have a body.
+    """Error statuses of this route. The OpenAPI document adds further statuses to every route, to
+    routes that need an API key, and to routes with a body.
     """
     error: type[BaseModel] = Error
     """The model of all error bodies, in the API's schema."""

@@ -176,8 +176,8 @@ async def _plan(
 
     As in vLLM, `wanted` does not apply if a call is forced, and constraints apply only to the text
     after the reasoning. If `wanted` is set and the model may call tools, an answer is either calls
-    or content that conforms to `wanted`. But if the tool format has no envelope (marks at the start
-    and end of a call), the model cannot call tools then.
+    or content that conforms to `wanted`. If `wanted` is set and the tool format has no envelope
+    (marks at the start and end of a call), the model cannot call tools.
     """
     use.check(inference)
     formats = inference.output_formats

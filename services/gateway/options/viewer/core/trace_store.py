@@ -147,9 +147,8 @@ def _keep_newest(ids: dict[str, None], trace_id: str, most: int) -> None:
 
 
 def is_called(request_id: str, name: str) -> bool:
-    """Whether `name` identifies the request with the id `request_id`. `name` may be this id, the
-    client's own id, with which it ends, or the id of a sequence of the request, which starts with
-    it.
+    """Whether `name` identifies a request. `name` may be `request_id`, the client's own id (the end
+    of `request_id`), or the id of one of the request's sequences (which starts with `request_id`).
     """
     if not request_id:
         return False

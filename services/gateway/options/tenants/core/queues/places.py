@@ -38,7 +38,7 @@ including two steps that are already in flight when the sequence arrives.
 
 @dataclass(slots=True)
 class TenantUsage:
-    """The numbers and the measured lengths of one tenant's sequences."""
+    """The numbers of one tenant's sequences, and measurements of these sequences."""
 
     tenant: Tenant
     num_waiting: int = 0
