@@ -124,7 +124,9 @@ def _thinking(text: str, signature: str) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Converts the arguments of a tool call to an object, whose JSON equals a stream's events."""
+    """Converts the arguments of a tool call to the object that the events of a stream would
+    have.
+    """
     writer = InputWriter()
     given: dict[str, Any] = json.loads("".join([*writer.feed(arguments), *writer.end()]))
     return given

@@ -16,9 +16,9 @@ _DIGITS = 32
 def call_id(
     request: ClientRequest, created: int, choice: int, call: int, prefix: str = _PREFIX
 ) -> str:
-    """Returns the id of a tool call. It is computed from the arguments, so that a replayed answer
-    has the ids of the first answer. If the model's chat template requires a length of ids, the id
-    has this length. Otherwise it begins with `prefix`.
+    """Returns the id of a tool call. It is computed from the request's id and the indices, so that
+    a replayed answer has the ids of the first answer. If the model's chat template requires a
+    length of ids, the id has this length. Otherwise it begins with `prefix`.
     """
     name = f"{request.request_id}/{created}/{choice}/{call}"
     digest = sha256(name.encode()).hexdigest()

@@ -102,8 +102,8 @@ def called_arguments(arguments: str | dict[str, Any] | None) -> dict[str, Any] |
 
 
 def _can_be_written(text: str, read: dict[str, Any]) -> bool:
-    """Whether the text of an object that was read from `text` can be encoded in UTF-8, because it
-    has no single surrogate.
+    """Whether an object that was read from `text` can be encoded in UTF-8. An object with a single
+    surrogate cannot.
     """
     if "\\ud" not in text.lower():
         return True

@@ -34,7 +34,7 @@ def client_request(
     sampling: SamplingParams,
     **own: Any,
 ) -> ClientRequest:
-    """Makes the request from a body. `own` are further fields of the request, from the caller."""
+    """Makes the request from a body. `own` are fields of the request that only one API has."""
     return ClientRequest(
         request_id=request_id,
         prompts=prompts,
