@@ -53,7 +53,7 @@ def within(allowed: Path, path: str) -> Path:
 
 def _resolved(path: Path) -> Path:
     """Returns the path without links. Raises OSError or RuntimeError if it is a link to itself,
-    which Python 3.13's `resolve` alone would return unchanged.
+    even in Python 3.13, where `resolve` alone does not raise.
     """
     resolved = path.resolve()
     if resolved.is_symlink():

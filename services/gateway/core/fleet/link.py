@@ -35,7 +35,7 @@ class Link(Protocol):
 
 
 class ReplicaListener(Protocol):
-    """The methods of the fleet that a replica calls for its events."""
+    """The methods of the fleet by which a replica reports its events."""
 
     def replica_changed(self, replica: "Replica") -> None:
         """A session with the scheduler was opened, or the replica became able or unable to run

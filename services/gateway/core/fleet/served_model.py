@@ -18,9 +18,9 @@ class ServedModel:
 
     The first connected replica sets the fingerprint. It is replaced only when no connected replica
     has it, and either all replicas are connected or `patience_seconds` have passed. A replica that
-    left without draining counts as not connected. The wait ensures that after a crash of the last
-    replica with the current model, no replica with another model continues its streams. The
-    replacement allows operators to change the model of all replicas without restarting the gateway.
+    left without draining counts as not connected. So after a crash of the last replica with the
+    current model, no replica with another model continues its streams. Yet operators can change the
+    model of all replicas without restarting the gateway.
     """
 
     def __init__(

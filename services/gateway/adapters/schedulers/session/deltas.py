@@ -245,8 +245,8 @@ class SessionDeltas:
     ) -> None:
         replica, running = self._replica, self._replica.running
         self._step, self._num_ended = deltas.step, deltas.num_ended
-        # The message has the queue's state before the step, which still counts the requests that
-        # were admitted in the step as waiting.
+        # `queue` is the state before the step: requests that the step admitted still count as
+        # waiting.
         if deltas.HasField("queue"):
             replica.queue_changed(queue_state_from_proto(deltas.queue))
         if not is_steady:

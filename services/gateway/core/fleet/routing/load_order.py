@@ -92,8 +92,9 @@ class LoadOrder:
     @property
     def idle_speeds(self) -> Speeds | None:
         """The speeds of every replica, if all replicas have equal speeds and no replica without
-        requests has uncomputed tokens. Otherwise None. If it is not None, replicas without requests
-        that have cached nothing differ in cost only by their numbers of recently computed tokens.
+        requests has uncomputed tokens. Then a sequence's costs at replicas without requests and
+        without cached blocks differ only by the replicas' numbers of recently computed tokens. In
+        any other case it is None.
         """
         if self._has_equal_speeds and not self._with_tokens_only:
             return self._speeds[0] or self.fleet_speeds
