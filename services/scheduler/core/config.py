@@ -35,7 +35,7 @@ class SchedulerConfig:
     max_num_scheduled_tokens: int | None = None
     """The token budget of a step. None selects `max_num_batched_tokens`."""
     max_num_active_seqs: int | None = None
-    """The limit on running requests. None selects `max_num_seqs`, the rows in the batch."""
+    """Limit on running requests. None selects `max_num_seqs`, the rows of the workers' batch."""
     scheduler_reserve_full_isl: bool = True
     """Whether an admission needs free blocks for all its tokens, not only for the first chunk."""
     async_scheduling: bool = False
@@ -71,14 +71,11 @@ class SchedulerConfig:
     max_num_programs: int = 65_536
     """Limit on the number of named programs, and on the number of contexts."""
     retention_headroom: float = 0.1
-    """Fraction of the pool that admissions without a cached context leave free for requests that
-    run.
-    """
+    """Fraction of the pool that admissions without a cached context leave to running requests."""
     aging_interval: int = 8
     """Every n-th admission without a cached context admits the longest waiting request. Sets n."""
     max_warm_admissions: int = 32
-    """Limit on the admissions of requests with cached contexts while a request without one waits.
-    """
+    """Limit on admissions of requests with cached contexts while a request without one waits."""
     encoder_compute_budget: int = 0
     """Limit on the embeddings that the encoder computes in one step."""
     encoder_cache_size: int = 0
@@ -89,7 +86,7 @@ class SchedulerConfig:
     max_loras: int | None = None
     """Limit on the number of different LoRA adapters of running requests. None refuses adapters."""
     kv_role: KVRole | None = None
-    """Whether the KV connector loads, stores, or both. None without a KV connector."""
+    """Whether the KV connector loads, stores, or does both. None without a KV connector."""
     kv_load_failure_policy: KVLoadFailurePolicy = KVLoadFailurePolicy.FAIL
     """What happens to a request if the KV connector could not load some of its blocks."""
     requires_kv_delivery: bool = False
@@ -127,7 +124,7 @@ class SchedulerConfig:
         return min(self.max_num_seqs, self.max_num_active_seqs or self.max_num_seqs)
 
     def num_reserve_slots(self, num_tokens: int) -> int:
-        """For how many slots blocks must be free to admit a request of `num_tokens` tokens."""
+        """For how many slots (tokens) blocks must be free to admit `num_tokens` tokens."""
         return num_tokens if self.scheduler_reserve_full_isl else 0
 
     @cached_property

@@ -80,7 +80,7 @@ class PreemptionCause(Enum):
     """Why running requests returned to the queue."""
 
     NO_BLOCKS = "no_blocks"
-    """A running or waiting request needed the blocks."""
+    """A running or waiting request needed the victim's blocks."""
     RESET = "reset"
     """An operator reset the prefix cache."""
     FAULT_SEARCH = "fault_search"

@@ -261,8 +261,8 @@ class WorkerGroup:
         """Opens a new stream to every rank for a new generation (number of the pool's opening).
         Returns when every rank has run an empty step, or raises WorkersLost. The empty step detects
         a worker that hangs in a step but still replies to Describe. It also ends an earlier step
-        that some ranks received and others did not: the former wait until the latter report the
-        empty step to them.
+        that only some ranks have received. These ranks wait for the other ranks, until these report
+        the empty step to them.
         """
         self._generation = generation
         self._is_open = False

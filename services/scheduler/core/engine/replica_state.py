@@ -33,7 +33,7 @@ class ReplicaState:
         self.config = config
         self.clock = clock
         self.step_costs = StepCosts()
-        """Estimates from the durations of steps, which the class that runs the steps records."""
+        """Estimates how long steps take. The class that runs the steps records their durations."""
         parts = PolicyParts(config, clock, self.step_costs, self._release_held)
         self.policy = find_policy(config.policy)(parts)
         self.retention: Retention | None = getattr(self.policy, "retention", None)

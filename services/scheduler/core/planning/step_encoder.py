@@ -123,7 +123,7 @@ class StepEncoder:
             self.decide(request, request.num_computed_tokens, num_asked)
 
     def keep(self, request: Request) -> None:
-        """Keeps the decision for a request that lacks blocks, while another is preempted for it."""
+        """Keeps the decision for a request that lacks blocks, while another one is preempted."""
         if request in self.decisions:
             self.kept[request] = self.decisions[request]
             self._mark(request)

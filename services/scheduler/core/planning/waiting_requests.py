@@ -24,7 +24,7 @@ class WaitingRequests:
         self.held_back: dict[Request, None] = {}
         """Requests outside the queues, because `admitted_only` does not contain them."""
         self.admitted_only: Collection[Request] | None = None
-        """The only requests that may be admitted, while a fault is searched. None means all."""
+        """The only requests that may be admitted in a fault search. None means all requests."""
         self.between_turns: dict[Request, None] = {}
         """Sessions (requests with several turns) that wait for input, the longest waiting first.
         Each counts as a running request.

@@ -10,9 +10,9 @@ calls, in order, can be replayed. Requests are identified by `key`, a number.
                          min_tokens, priority, arrival_time, cache_salt, reads_prefix_cache.
                          Only if present: adapter (SHA-256 of its files, in hexadecimal), grammar
                          (compiling, ready or failed), encoder_inputs (identifier, offset, length,
-                         embeds or null), resumable (true for a session). Only if the policy
-                         decides about contexts: program (id, parent_id, tool, ends,
-                         keep_seconds), tenant (in hexadecimal), tenant_weight,
+                         embeds or null), resumable (true for a session, a request with several
+                         turns). Only if the policy decides about contexts: program (id, parent_id,
+                         tool, ends, keep_seconds), tenant (in hexadecimal), tenant_weight,
                          tenant_max_retained_share
     grammar_compiled     key, error (empty unless compilation failed); with an error: reason (how
                          the request ends, by default "error")
@@ -50,8 +50,8 @@ calls, in order, can be replayed. Requests are identified by `key`, a number.
 
 If the policy decides about contexts (KV blocks of ended requests), as the policy `program` does,
 entries have two further fields. `now` is the time of a monotonic clock in seconds. Each `schedule`
-has it, and other calls have it if the policy read the clock. `observed_steps` of a `schedule` lists
-the steps whose durations became known before the call: number of requests, number of tokens,
+has `now`, and other calls have it if the policy read the clock. `observed_steps` of a `schedule`
+lists the steps whose durations became known before the call: number of requests, number of tokens,
 seconds. The ids of new contexts are not logged, because a replay numbers contexts in the same way.
 
 If the scheduler queried a KV connector during a call, the field `connector` of the entry lists the

@@ -95,7 +95,7 @@ class Interruption:
     """The kind of the phase that the interruption begins."""
     cause: str
     step: int | None = None
-    """Number of the step whose planning interrupted the request. None if it was no planning."""
+    """Number of the step whose planning interrupted the request. None if no planning did."""
     preempted_for: str = ""
     """Id of the request that needed the blocks, if blocks were missing. Otherwise empty."""
     num_lost_tokens: int = 0
@@ -206,9 +206,7 @@ class Timeline:
         self.enter(PhaseKind.PREFILL, now).first_step = step
 
     def wait(self, changes: Sequence[ReasonStart], now: int) -> None:
-        """Adds waits to the open phase, from its last part's end to `now`. `changes` are their
-        reasons.
-        """
+        """Adds waits for the reasons `changes` to the open phase, from its last part to `now`."""
         if len(changes) == 1:  # fast path for most phases
             start, (_, reason, step, holder) = self.covered_until, changes[0]
             if now > start:

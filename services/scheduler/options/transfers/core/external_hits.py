@@ -125,7 +125,7 @@ class ExternalHits:
     async def _begin_load(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> WaitReason | None:
-        """Allocates blocks for an asynchronous load, and begins it. Returns why it cannot."""
+        """Begins an asynchronous load with newly allocated blocks, or returns why it cannot."""
         terms = self._load_terms(builder, request)
         num_reserved = terms.num_blocks_kept_free
         if self._retention is not None:

@@ -66,8 +66,8 @@ def set_back(
 @dataclass(slots=True)
 class Recomputations:
     """Tracks wrong blocks until running requests have computed them again. A block is wrong if it
-    could not be loaded, or was computed from a wrong block. As in vLLM, its hash stays in the
-    pool's prefix index. Only for models with one KV-cache group.
+    could not be loaded, or was computed from a wrong block. As in vLLM, hashes of wrong blocks stay
+    in the pool's prefix index. Only for models with one KV-cache group.
     """
 
     _group: KVCacheGroup
@@ -141,8 +141,8 @@ class Recomputations:
     def left_behind(
         self, invalid: Collection[BlockId], in_flight: Sequence[SchedulerOutput]
     ) -> list[BlockId]:
-        """From each freed block table, the blocks from the first wrong block on, without blocks
-        that running requests compute again.
+        """Returns the blocks of freed block tables, in each from the first wrong block on. Leaves
+        out blocks that running requests compute again.
         """
         pending = self._pending(in_flight)
         wrong = pending.union(invalid)

@@ -126,8 +126,8 @@ class KVTransfers:
         num_local = self._num_local.pop(request)
         request.num_external_tokens = max(0, request.num_computed_tokens - num_local)
         if request.num_computed_tokens:
-            # The last known token is computed again, to sample the next token. So the state that
-            # was loaded is at most the state before this token.
+            # The last known token is computed again, to sample the next token. If all tokens were
+            # loaded, the loaded state is the state before the last token.
             longest = request.num_tokens - 1
             num_tokens = request.num_computed_tokens
             if self._config.holds_states:

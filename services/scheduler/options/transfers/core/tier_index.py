@@ -40,7 +40,7 @@ class TierIndex:
         self._blocks.move_to_end(key)
 
     def put(self, key: bytes) -> TierBlockId | None:
-        """Allocates a block for a new key, if needed from another key. None if all are pinned."""
+        """Allocates a block for a new key. May evict another key. None if all are pinned."""
         if not self._free and not self._evict():
             return None
         block = self._blocks[key] = self._free.pop()
