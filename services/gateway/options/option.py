@@ -66,8 +66,8 @@ class Option:
     metric_specs: ClassVar[Sequence[MetricSpec]] = ()
     request_headers: ClassVar[Sequence[RequestHeader]] = ()
     """Headers that this option reads in requests that generate tokens. Only the application, and
-    not QuickRefusals, checks a request with one of these headers. Requests of a client's session
-    over gRPC cannot have them.
+    not QuickRefusals, checks a request with one of these headers. Turns of clients' sessions cannot
+    have them.
     """
     operations: ClassVar[Mapping[str, str]] = {}
     """Maps each path whose requests run the model to the operation's name in traces and metrics."""

@@ -336,8 +336,9 @@ class SchedulerLink:
 
     def _abort_again(self, latest: float) -> None:
         """Repeats aborts that were sent at `latest` or earlier and to which the scheduler has not
-        replied. Otherwise, if an abort of a client's session between two turns was lost, the
-        replica would keep the session's KV blocks for ever. Aborts of ended requests are ignored.
+        replied. Without repetition, if the abort of a client's session between two turns was lost,
+        the replica would keep the session's KV blocks for ever. The scheduler ignores aborts of
+        ended requests.
         """
         late = self._deltas.unanswered_aborts(latest) if self._deltas is not None else {}
         for handle, was_stopped in late.items():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait, which has ended. Times are on the event loop's clock, in seconds."""
+    """A wait that has ended. Times are on the event loop's clock, in seconds."""
 
     reason: str
     began: float

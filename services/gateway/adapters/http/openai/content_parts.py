@@ -19,8 +19,8 @@ THOUGHTS = frozenset({"thinking", "reasoning_text", "summary_text"})
 
 
 def _as_text(value: Any) -> Any:
-    """Converts a value to a text. Null becomes an empty text. The texts of a list of parts, as
-    which Mistral's clients send thoughts, are joined.
+    """Converts a value to a text. Null becomes an empty text. The texts of a list of parts are
+    joined, because Mistral's clients send thoughts as such a list.
     """
     if value is None:
         return ""

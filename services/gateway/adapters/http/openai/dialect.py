@@ -28,7 +28,7 @@ from services.gateway.core.request.request import ClientRequest
 
 _TEXT, _TOKEN_ID = "\0", "\1"
 """Placeholders for the text and the token ids in the chunk from which a TextFrame is made. The
-placeholder of the text is first, and the other may be absent.
+placeholder of the text is first. The placeholder of the ids may be absent.
 """
 
 
