@@ -22,9 +22,7 @@ an ended request or, in another call, whether transfers will free blocks.
 
 
 class Transfers(Protocol):
-    """The scheduler's side of a KV connector. Implemented by
-    `services.scheduler.options.transfers.core.kv_transfers`.
-    """
+    """The scheduler's side of a KV connector. The option `transfers` implements it."""
 
     @property
     def is_busy(self) -> bool:
