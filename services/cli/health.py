@@ -53,7 +53,7 @@ async def why_not_live(channel: grpc.aio.Channel, address: str) -> str:
     except grpc.aio.AioRpcError as error:
         raise NoAnswer from error
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        return "it says that it cannot go on"
+        return "its health check says that the service cannot recover by itself"
     return why_unreachable(address)
 
 

@@ -108,7 +108,10 @@ class BenchRun:
         settings = self.settings
         left_out = await fit_form(server)
         if left_out:
-            self.warn(f"the server refuses {', '.join(left_out)}: requests go without")
+            self.warn(
+                f"the server refuses {', '.join(left_out)}: the requests are sent without these "
+                "fields"
+            )
         if self.vocabulary is None and settings.dataset is None:
             self.vocabulary = await vocabulary_by_usage(server)
         budget = Budget(settings.num_requests, settings.duration_seconds, settings.num_warmups)

@@ -34,13 +34,13 @@ def gguf_config(file: Path, header: GgufHeader) -> dict[str, Any]:
     name = header.metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise GgufError(file, f"architecture {name!r} is not read; {known} are")
+        raise GgufError(file, f"architecture {name!r} is not supported; {known} are")
     reader = _Reader(file, header, name)
     tensors = {tensor.name: tensor for tensor in header.tensors}
     if "token_embd.weight" not in tensors:
         raise GgufError(file, "tensor token_embd.weight is missing")
     if reader.optional("expert_count"):
-        raise GgufError(file, "expert_count: experts are not read from GGUF files")
+        raise GgufError(file, "expert_count: models with experts are not supported as GGUF files")
     heads, width = reader.number("attention.head_count"), reader.number("embedding_length")
     head_dim = reader.optional("attention.key_length") or width // heads
     length, theta = reader.number("context_length"), reader.optional("rope.freq_base") or 10000.0
@@ -117,7 +117,9 @@ def _rope_scaling(reader: _Reader) -> dict[str, Any] | None:
     if kind in (None, "none"):
         return None
     if kind not in ("linear", "yarn"):
-        raise GgufError(reader.file, f"rope.scaling.type {kind!r} is not read; linear and yarn are")
+        raise GgufError(
+            reader.file, f"rope.scaling.type {kind!r} is not supported; linear and yarn are"
+        )
     scaling = {"rope_type": kind, "factor": _shortest(reader.number("rope.scaling.factor"))}
     original = reader.optional("rope.scaling.original_context_length")
     if original is not None:

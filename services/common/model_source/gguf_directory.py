@@ -30,7 +30,7 @@ def gguf_directory(file: Path) -> Path:
     if part is not None and part[1] != "00001":
         raise GgufError(
             file,
-            f"this is one of {int(part[1])} parts of a model: join them with llama.cpp's "
+            "the file is one of several parts of a model: join them with llama.cpp's "
             "llama-gguf-split --merge",
         )
     try:
@@ -45,7 +45,7 @@ def gguf_directory(file: Path) -> Path:
             return directory
         with suppress(PermissionError, FileNotFoundError, NotADirectoryError):
             return _make(directory, file)
-    raise GgufError(file, f"no directory can be made for it in {_cache()}")
+    raise GgufError(file, f"no directory for the file's configuration can be made in {_cache()}")
 
 
 def single_gguf(directory: Path) -> Path | None:

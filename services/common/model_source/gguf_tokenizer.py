@@ -52,7 +52,8 @@ def gguf_tokenizer(file: Path, header: GgufHeader) -> tuple[dict[str, Any], dict
     if not isinstance(tokens, list) or kind not in ("gpt2", "llama"):
         raise GgufError(
             file,
-            f"tokenizer.ggml.model {kind!r} is not read; gpt2 and llama are: give a directory with "
+            f"tokenizer.ggml.model {kind!r} is not supported; gpt2 and llama are: give a directory "
+            "with "
             "config.json and the tokenizer's files beside the GGUF file",
         )
     kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
@@ -88,7 +89,7 @@ def _bpe(file: Path, metadata: Mapping[str, Any], tokens: Mapping[str, int]) -> 
     if pre not in _SPLITS or not isinstance(merges, list):
         problem = "tokenizer.ggml.merges is missing"
         if pre not in _SPLITS:
-            problem = f"tokenizer.ggml.pre {pre!r} is not read; {', '.join(_SPLITS)} are"
+            problem = f"tokenizer.ggml.pre {pre!r} is not supported; {', '.join(_SPLITS)} are"
         raise GgufError(
             file, f"{problem}: give a directory with config.json and the tokenizer's files"
         )

@@ -80,8 +80,9 @@ def fetch_snapshot(name: HubName, *, with_weights: bool) -> Path:
     files = needed_files([each.rfilename for each in found.siblings], with_weights=with_weights)
     if with_weights and not any(file.endswith((".safetensors", ".gguf")) for file in files):
         raise ModelSourceError(
-            f"{name} has no safetensors on the hub, and pickles are not read: fetch it with "
-            f"`{name.command}`, and give the directory for the command that converts it"
+            f"{name} has no safetensors files on the hub, and pickle files are not supported: "
+            f"fetch the model with `{name.command}`, then start with the directory, whose error "
+            "names the command that converts the files"
         )
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow to import
 
@@ -125,12 +126,12 @@ def _why(name: HubName, error: Exception, with_weights: bool) -> str:
         return f"{name.repo} has no revision {name.revision} on the hub"
     if "RepositoryNotFoundError" in kinds:
         return (
-            f"the hub knows no model {name.repo}; if it is private, set HF_TOKEN to a token that "
+            f"the hub has no model {name.repo}; if it is private, set HF_TOKEN to a token that "
             "may read it"
         )
-    held = "is not in the cache of the hub's models"
+    held = "is not in the local cache of the hub"
     if (directory := _cached(name)) is not None:
-        held = f"is only in part in {directory}, {_missing(directory, with_weights)} is missing"
+        held = f"is incomplete in {directory}: {_missing(directory, with_weights)} is missing"
     answer = "the hub does not answer"
     if "OfflineModeIsEnabled" in kinds:
         answer = "HF_HUB_OFFLINE is set"

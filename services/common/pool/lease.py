@@ -23,7 +23,7 @@ class Holder:
 
     def __str__(self) -> str:
         if not self.name:
-            return "a scheduler that gave no name"
+            return "a scheduler without a name"
         started = datetime.fromtimestamp(self.started_unix_nanos / 1e9, UTC)
         return f"scheduler {self.name!r}, started at {started:%Y-%m-%d %H:%M:%S} UTC"
 
@@ -53,7 +53,7 @@ class Lease:
         """Grants the lease to `holder`. Raises Taken if the lease belongs to another holder."""
         if holder != self._holder:
             if not self._is_free() and not self._is_replaced_by(holder):
-                raise Taken(f"the {self._what} belongs to {self._holder}")
+                raise Taken(f"the {self._what} is in use by {self._holder}")
             self._former, self._holder = self._holder, holder
             self._num_uses = 0
         self._num_uses += 1

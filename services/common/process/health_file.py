@@ -68,7 +68,10 @@ class HealthFile:
         except Unavailable as error:
             failure = error.message
             if failure != self._failure:
-                logger.warning("%s: probes take this service for one that hangs", failure)
+                logger.warning(
+                    "%s: until the file can be written, probes report that this service hangs",
+                    failure,
+                )
         self._failure = failure
 
 

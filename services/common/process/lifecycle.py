@@ -109,7 +109,9 @@ def _on_unhandled_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     future = context.get("future")
     is_task = isinstance(future, asyncio.Task)
     if isinstance(context.get("exception"), socket.gaierror) and future is not None and not is_task:
-        logger.debug("a lookup that nothing waits for has failed: %s", context["exception"])
+        logger.debug(
+            "the look-up of a host name failed after its call had ended: %s", context["exception"]
+        )
     else:
         loop.default_exception_handler(context)
 

@@ -104,7 +104,7 @@ class RedisConnection:
         except RedisUnavailable as error:
             if (complaint := why_unusable(error)) is not None:
                 raise SettingError(f"--redis-url {self.name}: {complaint}") from error
-            logger.warning("%s; going on without it until it can be reached", error)
+            logger.warning("%s; the service works without Redis until Redis can be reached", error)
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -135,14 +135,16 @@ def why_unusable(error: BaseException) -> str | None:
         if isinstance(cause, _REFUSED):
             return f"Redis refuses user or password ({cause})"
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return f"its certificate is not accepted ({cause.verify_message})"
+            return f"the certificate of Redis is not accepted ({cause.verify_message})"
         if isinstance(cause, ssl.SSLError):
-            return f"no TLS with it: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
+            return (
+                f"TLS with Redis failed: {(cause.reason or str(cause)).replace('_', ' ').lower()}"
+            )
         if isinstance(cause, socket.gaierror):
             # EAI_AGAIN means that no name server replied, so the host may exist.
-            return None if cause.errno == socket.EAI_AGAIN else "there is no such host"
+            return None if cause.errno == socket.EAI_AGAIN else "the host name does not exist"
         if isinstance(cause, exceptions.InvalidResponse):
-            return "what answers there is not Redis"
+            return "the server at this address is not Redis"
     return None
 
 

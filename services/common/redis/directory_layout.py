@@ -90,7 +90,7 @@ def batch_from_bytes(value: bytes) -> KeyBatch:
     """The inverse of `batch_to_bytes`. Raises DamagedValue."""
     body = _unseal(value, _BATCH.size)
     version, flags, epoch, sequence, num_added = _BATCH.unpack_from(body)
-    _require(version == _VERSION, "a version that is not known")
+    _require(version == _VERSION, "unknown version")
     at, digest = _BATCH.size, None
     if flags & _HAS_DIGEST:
         _require(len(body) >= at + _DIGEST.size, "too short")
@@ -100,7 +100,7 @@ def batch_from_bytes(value: bytes) -> KeyBatch:
         keys = packed_keys.unpack_keys(body[at:])
     except packed_keys.DamagedKeys as error:
         raise DamagedValue(str(error)) from error
-    _require(num_added <= len(keys), "fewer keys than it counts")
+    _require(num_added <= len(keys), "fewer keys than its counts say")
     return KeyBatch(epoch, sequence, keys[:num_added], keys[num_added:], digest)
 
 
@@ -114,7 +114,7 @@ def lease_from_bytes(value: bytes) -> NodeLease:
     body = _unseal(value, _LEASE.size)
     _require(len(body) == _LEASE.size, "too long")
     version, epoch, sequence, count, xor = _LEASE.unpack(body)
-    _require(version == _VERSION, "a version that is not known")
+    _require(version == _VERSION, "unknown version")
     return NodeLease(epoch, sequence, Digest(count, xor))
 
 
@@ -130,10 +130,10 @@ def snapshot_from_bytes(value: bytes) -> tuple[NodeSnapshot, Iterator[list[int]]
     """The inverse of `snapshot_to_bytes`. Yields the keys in lists. Raises DamagedValue at once."""
     body = _unseal(value, _SNAPSHOT.size)
     version, epoch, sequence, id_length = _SNAPSHOT.unpack_from(body)
-    _require(version == _VERSION, "a version that is not known")
+    _require(version == _VERSION, "unknown version")
     begin = _SNAPSHOT.size + id_length
     log_id = body[_SNAPSHOT.size : begin]
-    _require(_LOG_ID.fullmatch(log_id) is not None, "no id of a log entry")
+    _require(_LOG_ID.fullmatch(log_id) is not None, "not the id of a log entry")
     try:
         keys = packed_keys.unpack_key_set(body[begin:])
     except packed_keys.DamagedKeys as error:
@@ -168,7 +168,7 @@ def record_from_bytes(node: str, value: bytes) -> NodeRecord:
         )
         return NodeRecord(node, int(values["epoch"]), int(values["generation"]), groups)
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedValue(f"no record of a node: {error!r}") from error
+        raise DamagedValue(f"not the record of a pool: {error!r}") from error
 
 
 def _seal(body: bytes) -> bytes:
@@ -179,7 +179,7 @@ def _unseal(value: bytes, least: int) -> bytes:
     _require(len(value) >= _CRC.size + least, "too short")
     (crc,) = _CRC.unpack_from(value)
     body = value[_CRC.size :]
-    _require(zlib.crc32(body) == crc, "its checksum differs")
+    _require(zlib.crc32(body) == crc, "wrong checksum")
     return body
 
 

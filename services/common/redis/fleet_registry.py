@@ -79,7 +79,10 @@ class FleetRegistry:
             except ValueError as error:
                 if record not in self._damaged:
                     self._damaged.add(record)
-                    logger.warning("a record of the registry is passed over: %s", error)
+                    logger.warning(
+                        "a damaged record of the schedulers' registry in Redis is ignored: %s",
+                        error,
+                    )
         return found
 
 
@@ -98,5 +101,5 @@ def record_from_bytes(value: bytes) -> RegisteredReplica:
     except (ValueError, KeyError, TypeError) as error:
         complaint = repr(error)
     if complaint is not None:
-        raise ValueError(f"{value[:80]!r} is no record of a replica: {complaint}")
+        raise ValueError(f"{value[:80]!r} is not the record of a scheduler: {complaint}")
     return replica

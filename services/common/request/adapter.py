@@ -32,7 +32,7 @@ def adapter_digest(directory: Path) -> bytes:
         path = directory / name
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # opening a named pipe would wait for another process
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         digest.update(f"{name} {status.st_size}\n".encode())
         with path.open("rb") as stream:
             while chunk := stream.read(_CHUNK_BYTES):

@@ -98,5 +98,5 @@ def _grammar(wanted: StructuredOutputs) -> str:
 def reason_in_words(error: str) -> str:
     """Joins the first lines of an llguidance error, which contain the reason, into one line."""
     if error.startswith("NoExtension"):
-        return "no output conforms to it"
+        return "no output conforms to the grammar"
     return " ".join(error.replace("<non-verbose/>", "").split())[:_MAX_REASON]

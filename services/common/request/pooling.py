@@ -75,7 +75,7 @@ class Pooler:
             return
         if not self.may_shorten:
             raise InvalidArgument(
-                f"dimensions: vectors of this model have {self.size} numbers, never fewer",
+                f"dimensions: vectors of this model always have {self.size} numbers",
                 field="dimensions",
             )
         if not 1 <= wanted <= self.size:

@@ -37,13 +37,13 @@ class DeclaredProgram:
         for field, text in (("id", self.id), ("parent_id", self.parent_id)):
             if len(text.encode()) > MAX_PROGRAM_ID_BYTES or not (text.isprintable()):
                 raise InvalidArgument(
-                    f"program.{field} may have {MAX_PROGRAM_ID_BYTES} bytes, none of them of a "
-                    "control character",
+                    f"program.{field} may have at most {MAX_PROGRAM_ID_BYTES} bytes and no control "
+                    "characters",
                     field=f"program.{field}",
                 )
         if len(self.tool.encode()) > MAX_TOOL_BYTES:
             raise InvalidArgument(
-                f"program.tool may be {MAX_TOOL_BYTES} bytes long", field="program.tool"
+                f"program.tool may have at most {MAX_TOOL_BYTES} bytes", field="program.tool"
             )
         for field, is_given in (
             ("parent_id", self.parent_id),
@@ -51,10 +51,8 @@ class DeclaredProgram:
             ("ends", self.ends),
         ):
             if is_given and not self.id:
-                raise InvalidArgument(
-                    f"program.{field} needs an id of the program", field=f"program.{field}"
-                )
+                raise InvalidArgument(f"program.{field} needs program.id", field=f"program.{field}")
         if self.id and self.parent_id == self.id:
             raise InvalidArgument(
-                "program.parent_id is the program's own id", field="program.parent_id"
+                "program.parent_id must not equal program.id", field="program.parent_id"
             )

@@ -102,14 +102,14 @@ class SamplingParams:
         for value in self.logit_bias_values:
             _require_range("logit_bias_values", value, -100, 100)
         if len(set(self.logit_bias_token_ids)) != len(self.logit_bias_token_ids):
-            raise _invalid("logit_bias_token_ids", "names a token twice")
+            raise _invalid("logit_bias_token_ids", "contains a token twice")
         _require_vocabulary("logit_bias_token_ids", self.logit_bias_token_ids, vocab_size)
         _require_vocabulary("allowed_token_ids", self.allowed_token_ids, vocab_size)
         _require_vocabulary("stop_token_ids", self.stop_token_ids, vocab_size)
         _require_vocabulary("eos_token_ids", self.eos_token_ids, vocab_size)
         for word in self.bad_words:
             if not word:
-                raise _invalid("bad_words", "holds an empty sequence")
+                raise _invalid("bad_words", "contains an empty sequence")
             _require_vocabulary("bad_words", word, vocab_size)
 
     def _validate_choice(self, vocab_size: int) -> None:
@@ -118,7 +118,10 @@ class SamplingParams:
             raise _invalid("bad_words", "leave no token to sample")
         ending = {*self.stop_token_ids, *self.eos_token_ids}
         if self.min_tokens and not self._leaves_choice(banned | ending, vocab_size):
-            raise _invalid("min_tokens", "leaves no token to sample but those that end")
+            raise _invalid(
+                "min_tokens",
+                "leaves no token to sample, since only tokens that end the output are allowed",
+            )
 
     def _leaves_choice(self, banned: set[int], vocab_size: int) -> bool:
         if self.allowed_token_ids:
@@ -144,4 +147,6 @@ def _out_of_range(field: str, value: float, low: float, high: float) -> InvalidA
 def _require_vocabulary(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
-            raise _invalid(field, f"holds token {token_id}, not in the vocabulary of {vocab_size}")
+            raise _invalid(
+                field, f"contains token {token_id}, which is not in the vocabulary of {vocab_size}"
+            )

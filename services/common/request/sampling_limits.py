@@ -33,7 +33,8 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidArgument(
-            f"{name}: {wrong} is no token; ids go from 0 to {vocab_size - 1}", field=name
+            f"{name}: {wrong} is not a token id; token ids are from 0 to {vocab_size - 1}",
+            field=name,
         )
 
 
@@ -42,7 +43,7 @@ def check_bad_words(sizes: Sequence[int]) -> None:
     for size, most in ((len(sizes), 2 * MAX_BAD_WORDS), (sum(sizes), MAX_BAD_WORDS_TOKENS)):
         if size > most:
             raise InvalidArgument(
-                f"bad_words holds {size} entries; at most {most}", field="bad_words"
+                f"bad_words has {size} entries; at most {most} are allowed", field="bad_words"
             )
 
 
@@ -54,7 +55,9 @@ def _check_sizes(sampling: SamplingParams) -> None:
         ("allowed_token_ids", len(sampling.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS),
     ):
         if size > most:
-            raise InvalidArgument(f"{name} holds {size} entries; at most {most}", field=name)
+            raise InvalidArgument(
+                f"{name} has {size} entries; at most {most} are allowed", field=name
+            )
     for name, count in (
         ("logprobs", sampling.logprobs),
         ("prompt_logprobs", sampling.prompt_logprobs),

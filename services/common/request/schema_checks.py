@@ -24,9 +24,11 @@ def held_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         checks.check_counts()
         has_instance = checks.has_instance(schema, frozenset())
     except RecursionError as error:
-        raise invalid("json: its references are nested too deep") from error
+        raise invalid("json: the references of the schema are nested too deep") from error
     if not has_instance:
-        raise invalid("json: no output conforms to it, since it requires itself without an end")
+        raise invalid(
+            "json: no output conforms to the schema, since the schema requires itself endlessly"
+        )
     return with_encoded_refs(schema)
 
 

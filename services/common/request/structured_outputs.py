@@ -57,7 +57,7 @@ class StructuredOutputs:
         if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
             raise invalid("choice must be a list of strings")
         if not 0 < len(choices) <= MAX_CHOICES:
-            raise invalid(f"choice has {len(choices)} texts; it may have 1 to {MAX_CHOICES}")
+            raise invalid(f"choice has {len(choices)} texts; 1 to {MAX_CHOICES} are allowed")
         return choices
 
 
@@ -71,13 +71,13 @@ def _validate(wanted: StructuredOutputs) -> None:
     try:
         size = len(wanted.text.encode())
     except UnicodeEncodeError as error:
-        raise invalid("holds half a surrogate pair, which is no text") from error
+        raise invalid("contains half a surrogate pair, which is not valid text") from error
     if not size:
         raise invalid(f"{wanted.kind.value} is empty")
     if size > MAX_TEXT_BYTES:
-        raise invalid(f"{wanted.kind.value} has {size} bytes; at most {MAX_TEXT_BYTES}")
+        raise invalid(f"{wanted.kind.value} has {size} bytes; at most {MAX_TEXT_BYTES} are allowed")
     if "\0" in wanted.text:
-        raise invalid(f"{wanted.kind.value} must not hold NUL")
+        raise invalid(f"{wanted.kind.value} must not contain the character NUL")
     if wanted.kind is StructuredOutputsKind.JSON:
         _check_schema(_parsed(wanted))
     elif wanted.kind is StructuredOutputsKind.CHOICE:
@@ -94,7 +94,7 @@ def _check_schema(schema: object) -> None:
     if level:
         raise invalid(f"json is nested more than {MAX_DEPTH} deep")
     if num_nodes > MAX_NODES:
-        raise invalid(f"json has {num_nodes} values; at most {MAX_NODES}")
+        raise invalid(f"json has {num_nodes} values; at most {MAX_NODES} are allowed")
 
 
 def _parsed(wanted: StructuredOutputs) -> object:

@@ -95,7 +95,7 @@ class LocalServer:
         except (BlockingIOError, ConnectionAbortedError):  # the client has disconnected
             return
         except OSError as error:
-            logger.warning("no stream is accepted for a second: %s", error)
+            logger.warning("the service accepts no stream for a second: %s", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener)
             loop.call_later(_ACCEPT_PAUSE_SECONDS, self._go_on_accepting)
@@ -219,11 +219,14 @@ class _Call:
         if self._stream.has_lost_peer:  # perhaps while a signal had stopped this process
             self._stream.close()
         elif self._handler is None:
-            self._refuse(code_pb2.UNIMPLEMENTED, f"no stream is served by the name {method}")
+            self._refuse(code_pb2.UNIMPLEMENTED, f"the service has no stream {method}")
         elif not server.takes_calls:
             self._end(_STOPPED)
         elif server.max_calls is not None and len(server.tasks) >= server.max_calls:
-            self._refuse(code_pb2.RESOURCE_EXHAUSTED, f"{server.max_calls} streams are served")
+            self._refuse(
+                code_pb2.RESOURCE_EXHAUSTED,
+                f"the service already serves {server.max_calls} streams, the most at once",
+            )
         else:
             self._stream.limit_sending(min(lookahead_bytes, LOOKAHEAD_BYTES))
             self._task = asyncio.create_task(self._serve(), name=method)

@@ -43,5 +43,5 @@ def require_same_protocol(peer: str, theirs: common_pb2.Release, service: str) -
 
 def _shown(release: common_pb2.Release) -> str:
     if not release.protocol:
-        return "a version that names no protocol"
+        return "a version without a protocol number"
     return f"version {release.version[:50]} (protocol {release.protocol})"

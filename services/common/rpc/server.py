@@ -206,7 +206,7 @@ def _bind(server: grpc.aio.Server, address: str, tls: "Tls | None") -> int:
         path = Path(unix_path(address))
         remove_abandoned(path)
         if path.is_socket():
-            raise errors.Unavailable(f"cannot listen on {address}: another process does")
+            raise errors.Unavailable(f"cannot listen on {address}: another process listens there")
     try:
         if tls is None or is_unix_address(address):
             return server.add_insecure_port(address)
@@ -348,7 +348,7 @@ async def _abort(context: Context, error: Exception, method: str) -> None:
         raise error
     if not isinstance(error, errors.StepwellError):
         logger.exception("defect while serving %s", method)
-        error = errors.InternalError(f"a defect in {method}: {type(error).__name__}")
+        error = errors.InternalError(f"a defect of the service in {method}: {type(error).__name__}")
     # `abort_with_status` would drop all trailing metadata except the details.
     trailing = (*(context.trailing_metadata() or ()), *status.trailing_metadata(error))
     await context.abort(status.status_code(error), error.message, trailing_metadata=trailing)

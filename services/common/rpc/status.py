@@ -22,21 +22,23 @@ DETAILS_KEY = "grpc-status-details-bin"
 _PUSHBACK = "grpc-retry-pushback-ms"
 
 _CONNECTION_ENDS = (
-    (r"Hostname Verification", "shows a certificate for another name than its address"),
-    (r"CERTIFICATE_VERIFY_FAILED.*expired", "shows a certificate that has expired"),
-    (r"CERTIFICATE_VERIFY_FAILED", "shows a certificate that is not trusted here"),
+    (r"Hostname Verification", "presents a certificate whose names do not include its address"),
+    (r"CERTIFICATE_VERIFY_FAILED.*expired", "presents a certificate that has expired"),
+    (r"CERTIFICATE_VERIFY_FAILED", "presents a certificate that this service does not trust"),
     (r"WRONG_VERSION_NUMBER", "does not speak TLS"),
     (
         r"failed to connect.*Secure read",
-        "ends each connection at once; it may expect another certificate, or be a proxy to nothing",
+        "ends each connection at once: the server may require another client certificate, or a "
+        "proxy in between has no server",
     ),
     (
         r"failed to connect.*Socket closed",
-        "ends each connection at once; it may expect TLS, or another certificate, or be a proxy to "
-        "nothing",
+        "ends each connection at once: the server may require TLS or another client certificate, "
+        "or "
+        "a proxy in between has no server",
     ),
-    (r"ping timeout", "answers no ping"),
-    (r"failed to connect", "is not there"),
+    (r"ping timeout", "does not answer pings"),
+    (r"failed to connect", "cannot be reached"),
     (r"Connection timed out", "does not answer"),
     (r"Connection reset", "closed the connection"),
     (r"Socket closed", "closed the connection"),
@@ -149,7 +151,7 @@ def from_peer(peer: str, rpc_error: RpcError) -> errors.StepwellError:
 
 def _connection_end(details: str) -> str:
     meanings = (meaning for words, meaning in _CONNECTION_ENDS if re.search(words, details))
-    return next(meanings, f"is gone: {details}")
+    return next(meanings, f"cannot be reached: {details}")
 
 
 JITTER = 0.25

@@ -41,7 +41,7 @@ def _shut_down(provider: "MeterProvider") -> None:
     sending.join(LAST_EXPORT_SECONDS)
     if sending.is_alive():
         logger.warning(
-            "the collector did not take the last metrics within %g s", LAST_EXPORT_SECONDS
+            "the collector did not accept the last metrics within %g s", LAST_EXPORT_SECONDS
         )
 
 

@@ -29,7 +29,7 @@ class OtlpExporter(OTLPSpanExporter):
             return SpanExportResult.SUCCESS
         error = self._error
         if not isinstance(error, grpc.Call):
-            raise NotTaken(f"{self._collector} was not asked", may_retry=True)
+            raise NotTaken(f"the spans were not sent to {self._collector}", may_retry=True)
         may_retry = error.code() in self._retryable_error_codes
         raise NotTaken(from_peer(self._collector, error).message, may_retry=may_retry) from error
 

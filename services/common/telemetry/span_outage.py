@@ -6,7 +6,7 @@ from enum import Enum
 
 logger = logging.getLogger(__name__)
 
-TOO_FAST = "they end faster than the collector takes them"
+TOO_FAST = "the service produces spans faster than the collector accepts them"
 
 
 class DropReason(Enum):
@@ -46,7 +46,7 @@ class SpanOutage:
                 self._before = before
                 logger.warning("spans are dropped: %s", failure or TOO_FAST)
         elif self._before is not None and is_caught_up:
-            logger.warning("the collector takes spans again: %s", self._counts())
+            logger.warning("the collector accepts spans again: %s", self._counts())
             self._before = None
 
     def stopped(self, num_dropped: Counter[DropReason]) -> None:
@@ -57,12 +57,15 @@ class SpanOutage:
             self._before = self._num_dropped
         self._num_dropped = num_dropped.copy()
         if self._num_dropped != self._before:
-            logger.warning("the service ends while spans are dropped: %s", self._counts())
+            logger.warning(
+                "the service stops while the collector does not accept its spans: %s",
+                self._counts(),
+            )
 
     def _counts(self) -> str:
-        """The outage's dropped spans, such as "12 were dropped (10 queue_full, 2 not_taken)"."""
+        """The outage's dropped spans, such as "2 spans were dropped (2 not_taken)"."""
         counts = self._num_dropped - (self._before or Counter())
         parts = ", ".join(
             f"{counts[reason]} {reason.value}" for reason in DropReason if reason in counts
         )
-        return f"{counts.total()} were dropped ({parts})"
+        return f"{counts.total()} spans were dropped ({parts})"

@@ -91,7 +91,7 @@ class SpanSender(SpanProcessor):
             while rest := self._take():
                 self._drop(len(rest), DropReason.SHUTDOWN)
             logger.warning(
-                "the collector did not take the last spans within %g s", LAST_EXPORT_SECONDS
+                "the collector did not accept the last spans within %g s", LAST_EXPORT_SECONDS
             )
         self._outage.stopped(self.num_dropped)
         # In a thread, since the exporter's shutdown may wait for a running call.
@@ -128,7 +128,7 @@ class SpanSender(SpanProcessor):
         except Exception as error:
             failure = str(error)
             if not isinstance(error, NotTaken):
-                logger.exception("defect while spans were exported")
+                logger.exception("a defect ended an export of spans to the collector")
             if not (isinstance(error, NotTaken) and error.may_retry):
                 self._away_since = None
             elif self._away_since is None:

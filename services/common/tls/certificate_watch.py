@@ -77,13 +77,15 @@ class CertificateWatch:
             try:
                 self.look()
             except Exception:
-                logger.exception("a defect while reading the %s certificate", self.purpose)
+                logger.exception(
+                    "a defect prevented the reading of the %s certificate", self.purpose
+                )
 
     def _failed(self, complaint: str) -> None:
         if complaint != self._complaint:
             self._complaint = complaint
             self.num_failures += 1
-            logger.warning("%s; the %s certificate before it stays in use", complaint, self.purpose)
+            logger.warning("%s; the previous %s certificate stays in use", complaint, self.purpose)
 
     def _warn_before_the_end(self) -> None:
         current = self.current
@@ -91,7 +93,9 @@ class CertificateWatch:
         if self.seconds_left < _LAST_SHARE * whole and self._warned_of is not current:
             self._warned_of = current
             logger.warning(
-                "the %s certificate should be replaced%s", self.purpose, self._validity()
+                "the %s certificate ends soon and must be replaced%s",
+                self.purpose,
+                self._validity(),
             )
 
     def _validity(self) -> str:

@@ -67,7 +67,8 @@ class Tls:
             names = {name.decode(errors="replace") for name in subject}
             if self.allowed_names.isdisjoint(names):
                 raise PermissionDenied(
-                    f"certificates for {', '.join(sorted(names)) or 'no name'} may not call here"
+                    f"certificates for {', '.join(sorted(names)) or 'no name'} may not call this "
+                    "service"
                 )
 
 

@@ -147,7 +147,10 @@ async def test_a_child_that_says_that_it_cannot_go_on_is_killed_and_started_agai
 ) -> None:
     os.kill(watched.pid, signal.SIGUSR1)
 
-    assert await watched.until_replaced() == "it says that it cannot go on"
+    assert (
+        await watched.until_replaced()
+        == "its health check says that the service cannot recover by itself"
+    )
 
 
 async def test_a_removed_directory_is_made_again_for_children_with_new_sockets(

@@ -161,7 +161,7 @@ def test_a_redis_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
     )
     assert up("--model", model, "--redis-url", "redis://no-such-host!:6379") == (
         1,
-        "stepwell up: --redis-url redis://no-such-host!:6379: there is no such host\n",
+        "stepwell up: --redis-url redis://no-such-host!:6379: the host name does not exist\n",
     )
     assert up("--model", model, "--redis-url", "127.0.0.1:6379") == (
         2,

@@ -120,8 +120,8 @@ def test_while_the_collector_hangs_only_its_spans_are_lost(
     wait_for(lambda: num_accounted(sender) == 1 + QUEUE + 60 + 5)
     tracing.shutdown()
     assert caplog.messages == [
-        "spans are dropped: they end faster than the collector takes them",
-        "the collector takes spans again: 60 were dropped (60 queue_full)",
+        "spans are dropped: the service produces spans faster than the collector accepts them",
+        "the collector accepts spans again: 60 spans were dropped (60 queue_full)",
     ]
 
 
@@ -150,7 +150,7 @@ def test_an_outage_is_logged_once_with_its_cause_and_what_was_dropped(
     else:
         with socket.create_server(("127.0.0.1", 0)) as unused:
             endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        cause = f"the collector at {endpoint} is not there"
+        cause = f"the collector at {endpoint} cannot be reached"
         # A failed export is repeated for KEPT_SECONDS.
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
         monkeypatch.setattr(span_sender, "KEPT_SECONDS", 0.4)
@@ -166,12 +166,12 @@ def test_an_outage_is_logged_once_with_its_cause_and_what_was_dropped(
         make_spans(tracing, 4)
         wait_for(lambda: len(caplog.messages) == 2)
     tracing.shutdown()
-    counts = "24 were dropped (24 not_taken)"
+    counts = "24 spans were dropped (24 not_taken)"
     assert caplog.messages == [
         f"spans are dropped: {cause}",
-        f"the collector takes spans again: {counts}"
+        f"the collector accepts spans again: {counts}"
         if kind == "full"
-        else f"the service ends while spans are dropped: {counts}",
+        else f"the service stops while the collector does not accept its spans: {counts}",
     ]
 
 

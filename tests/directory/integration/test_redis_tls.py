@@ -105,7 +105,9 @@ async def test_a_server_of_another_authority_is_not_used(
     async with tls_before(shared_server, files) as address:
         wanted = f"rediss://{address}?ssl_ca_certs={trusting_another.ca}"
         why = await refusal(wanted)
-    assert why.startswith(f"--redis-url rediss://{address}: its certificate is not accepted (")
+    assert why.startswith(
+        f"--redis-url rediss://{address}: the certificate of Redis is not accepted ("
+    )
 
 
 async def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:

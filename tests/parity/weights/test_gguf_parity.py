@@ -118,7 +118,7 @@ def test_blocks_are_what_llama_cpp_reads(name: str) -> None:
         (lambda content: content.replace(b"attn_q", b"attn_x"), r"attn_x.\w+ is not read"),
         (
             lambda content: content.replace(b"qwen2", b"mamba", 1),
-            "architecture 'mamba' is not read; llama, qwen2, qwen3 are",
+            "architecture 'mamba' is not supported; llama, qwen2, qwen3 are",
         ),
     ],
 )

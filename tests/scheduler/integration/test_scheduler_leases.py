@@ -85,12 +85,12 @@ async def test_two_schedulers_do_not_take_a_worker_from_each_other(
         await keep_busy(gateway, 1)
         async with another_scheduler(replica, tmp_path, name):
             if what == "worker":
-                await until_logged(caplog, "belongs to scheduler 'replica-0', started at")
+                await until_logged(caplog, "is in use by scheduler 'replica-0', started at")
                 tokens = len(gateway.heard[1].tokens)
                 await gateway.until_tokens(1, tokens + 3)
                 assert (await replica.stats()).num_preemptions == 0
             else:
-                await until_logged(caplog, f"the {what} 'replica-0' belongs to scheduler")
+                await until_logged(caplog, f"the {what} 'replica-0' is in use by scheduler")
                 stats = await replica.stats()
                 assert stats.state == scheduler_pb2.ENGINE_STATE_RECOVERING
                 assert not gateway.states[-1].ready
@@ -106,7 +106,7 @@ async def test_a_scheduler_that_waits_serves_when_the_first_has_gone(
         serving_replica(ServingWorker(loaded)) as replica,
         another_scheduler(replica, tmp_path, "replica-1"),
     ):
-        await until_logged(caplog, "belongs to scheduler 'replica-0'")
+        await until_logged(caplog, "is in use by scheduler 'replica-0'")
         replica.stop.set()
         await asyncio.wait({replica.serving}, timeout=SECONDS)
         await until_logged(caplog, f"serving on unix:{tmp_path}")

@@ -157,19 +157,23 @@ def test_a_directory_with_nothing_but_a_file_is_that_file(tmp_path: Path) -> Non
         (
             "x.gguf",
             lambda content: content.replace(b"qwen2", b"mamba"),
-            "tokenizer.ggml.pre 'mamba' is not read",
+            "tokenizer.ggml.pre 'mamba' is not supported",
         ),
         (
             "x.gguf",
             lambda content: content.replace(b"qwen2", b"mamba", 1),
-            "architecture 'mamba' is not read; llama, qwen2, qwen3 are",
+            "architecture 'mamba' is not supported; llama, qwen2, qwen3 are",
         ),
         (
             "x.gguf",
             lambda content: content.replace(b"gpt2", b"t5  "),
             "tokenizer.ggml.model 't5  '",
         ),
-        ("x-00002-of-00003.gguf", lambda content: content, "this is one of 3 parts of a model"),
+        (
+            "x-00002-of-00003.gguf",
+            lambda content: content,
+            "the file is one of several parts of a model",
+        ),
         (
             "x.gguf",
             lambda content: content.replace(b"block_count", b"block_xxxxx"),

@@ -58,7 +58,7 @@ def test_what_is_cached_without_weights_is_enough_where_none_are_read(cache: Pat
     with pytest.raises(ModelSourceError) as caught:
         find_model(NAME)
     assert str(caught.value) == (
-        f"{NAME} is only in part in {snapshot}, model.safetensors is missing, and the hub does not "
+        f"{NAME} is incomplete in {snapshot}: model.safetensors is missing, and the hub does not "
         f"answer: fetch it with `hf download {NAME}`"
     )
 
@@ -74,7 +74,7 @@ def test_a_name_that_is_not_in_the_cache_is_refused_with_the_command() -> None:
     with pytest.raises(ModelSourceError) as caught:
         find_model(f"{NAME}@v2")
     assert str(caught.value) == (
-        f"{NAME}@v2 is not in the cache of the hub's models, and the hub does not answer: fetch it "
+        f"{NAME}@v2 is not in the local cache of the hub, and the hub does not answer: fetch it "
         f"with `hf download {NAME} --revision v2`"
     )
 
@@ -223,7 +223,7 @@ def test_what_the_cache_lacks_is_fetched_once(
     ("status", "code", "problem"),
     [
         (403, "GatedRepo", "is gated: accept its terms at https://huggingface.co/"),
-        (401, "RepoNotFound", "the hub knows no model Owner/Tiny-0.5B; if it is private, set HF_"),
+        (401, "RepoNotFound", "the hub has no model Owner/Tiny-0.5B; if it is private, set HF_"),
         (404, "RevisionNotFound", "Owner/Tiny-0.5B has no revision v9 on the hub"),
     ],
 )

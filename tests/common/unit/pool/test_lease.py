@@ -34,7 +34,7 @@ def test_a_second_scheduler_is_refused_with_the_name_of_the_first(lease: Lease) 
         lease.take(SECOND)
     assert refused.value.error_reason == "TAKEN"
     assert refused.value.message == (
-        "the worker belongs to scheduler 'replica-0', started at 1970-01-01 00:00:01 UTC"
+        "the worker is in use by scheduler 'replica-0', started at 1970-01-01 00:00:01 UTC"
     )
     lease.take(FIRST)
 
@@ -84,5 +84,5 @@ def test_a_process_that_hung_does_not_take_back_what_another_got_after_the_clock
 def test_a_scheduler_without_a_name_is_one_like_any_other(lease: Lease) -> None:
     lease.take(Holder("", 0))
     lease.take(Holder("", 0))
-    with pytest.raises(FailedPrecondition, match="a scheduler that gave no name"):
+    with pytest.raises(FailedPrecondition, match="a scheduler without a name"):
         lease.take(FIRST)

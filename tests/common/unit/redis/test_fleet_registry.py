@@ -99,7 +99,9 @@ async def test_a_damaged_record_is_passed_over_and_logged_once(
         await redis.call(lambda client, record=damaged: client.zadd(KEY, {record: far}))
     for _ in range(2):
         assert await registry.replicas() == [A]
-    assert caplog.text.count("a record of the registry is passed over") == 5
+    assert (
+        caplog.text.count("a damaged record of the schedulers' registry in Redis is ignored") == 5
+    )
 
 
 def test_a_record_of_a_later_version_is_read() -> None:

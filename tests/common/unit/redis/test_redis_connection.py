@@ -86,7 +86,7 @@ async def test_what_is_not_redis_is_refused_and_what_is_away_is_not():
     async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as other:
         port = other.sockets[0].getsockname()[1]
         redis = RedisConnection(f"redis://127.0.0.1:{port}")
-        with pytest.raises(SettingError, match="what answers there is not Redis"):
+        with pytest.raises(SettingError, match="the server at this address is not Redis"):
             await redis.require_usable()
         await redis.close()
     redis = RedisConnection(f"redis://127.0.0.1:{port}")
@@ -121,7 +121,7 @@ def test_secrets_are_not_shown():
 
 @pytest.mark.parametrize(
     ("number", "complaint"),
-    [(socket.EAI_NONAME, "there is no such host"), (socket.EAI_AGAIN, None)],
+    [(socket.EAI_NONAME, "the host name does not exist"), (socket.EAI_AGAIN, None)],
 )
 def test_a_name_server_that_does_not_answer_says_nothing_about_the_host(
     number: int, complaint: str | None

@@ -81,7 +81,7 @@ async def test_without_descriptors_the_server_waits_and_then_accepts(
             began = time.process_time()
             await asyncio.sleep(0.4)
             assert time.process_time() - began < 0.1
-        assert len([one for one in caplog.messages if "no stream is accepted" in one]) == 1
+        assert len([one for one in caplog.messages if "the service accepts no stream" in one]) == 1
         connection.setblocking(False)
         call = call_over(connection)
         await call.write(request(1))

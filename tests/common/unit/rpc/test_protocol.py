@@ -27,7 +27,7 @@ def test_services_of_one_protocol_work_together_whatever_their_versions() -> Non
     ("theirs", "shown"),
     [
         (common_pb2.Release(protocol=99, version="9.0.0"), "version 9.0.0 (protocol 99)"),
-        (common_pb2.Release(), "a version that names no protocol"),
+        (common_pb2.Release(), "a version without a protocol number"),
     ],
 )
 def test_another_protocol_is_refused_with_both_versions(

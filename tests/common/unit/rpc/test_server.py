@@ -210,7 +210,9 @@ async def test_a_socket_that_a_process_listens_at_is_taken(tmp_path: Path) -> No
     address, paths = f"unix:{tmp_path}/s", sockets_in(tmp_path)
     first, second = (GrpcServer(has_local_streams=True) for _ in range(2))
     await first.start(address)
-    with pytest.raises(Unavailable, match=f"cannot listen on {address}: another process does"):
+    with pytest.raises(
+        Unavailable, match=f"cannot listen on {address}: another process listens there"
+    ):
         await second.start(address)
     await second.drain(0)
     assert all(path.is_socket() for path in paths)

@@ -262,12 +262,12 @@ async def test_what_is_not_served_is_a_defect() -> None:
         (
             "failed to connect to all addresses; last error: UNKNOWN: unix:/tmp/w.sock: connect: "
             "No such file or directory (2)",
-            "the worker is not there",
+            "the worker cannot be reached",
         ),
         ("Stream removed (recvmsg:Connection reset by peer)", "the worker closed the connection"),
         ("Stream removed (recvmsg:Connection timed out)", "the worker does not answer"),
-        ("Stream removed (ping timeout)", "the worker answers no ping"),
-        ("TLS handshake failed", "the worker is gone: TLS handshake failed"),
+        ("Stream removed (ping timeout)", "the worker does not answer pings"),
+        ("TLS handshake failed", "the worker cannot be reached: TLS handshake failed"),
     ],
 )
 def test_grpcs_message_about_a_connection_becomes_a_sentence(details: str, sentence: str) -> None:

@@ -32,8 +32,8 @@ from services.common.tls.credentials import Tls
 SPIFFE_ID = "spiffe://example.org/scheduler"
 SECONDS = 60.0
 AT_ONCE = (
-    "the kvpool ends each connection at once; it may expect TLS, or another certificate, or be a "
-    "proxy to nothing"
+    "the kvpool ends each connection at once: the server may require TLS or another client "
+    "certificate, or a proxy in between has no server"
 )
 
 
@@ -102,8 +102,8 @@ async def test_a_client_of_another_authority_is_refused(
     foreign = Files(tmp_path).write(Authority("another").issue(*LOOPBACK), authority)
     async with serving(own.tls()) as address:
         why = await refused(address, foreign.tls())
-    assert why.startswith("the kvpool ends each connection at once; it may expect")
-    assert why.endswith("another certificate, or be a proxy to nothing")
+    assert why.startswith("the kvpool ends each connection at once: the server may require")
+    assert why.endswith("another client certificate, or a proxy in between has no server")
 
 
 async def test_a_client_without_a_certificate_is_refused(own: Files) -> None:
@@ -139,7 +139,7 @@ async def test_a_server_of_another_authority_is_not_called(own: Files, tmp_path:
     server = Files(tmp_path).write(other.issue(*LOOPBACK), other)
     async with serving(server.tls()) as address:
         why = await refused(address, own.tls())
-    assert why == "the kvpool shows a certificate that is not trusted here"
+    assert why == "the kvpool presents a certificate that this service does not trust"
 
 
 async def test_a_server_of_another_name_is_not_called(
@@ -148,7 +148,7 @@ async def test_a_server_of_another_name_is_not_called(
     server = Files(tmp_path).write(authority.issue("pool.example"), authority)
     async with serving(server.tls()) as address:
         why = await refused(address, own.tls())
-        assert why == "the kvpool shows a certificate for another name than its address"
+        assert why == "the kvpool presents a certificate whose names do not include its address"
         async with open_channel(address, own.tls(server_name="pool.example")) as channel:
             assert await ask(channel) == "numbers"
 
@@ -159,10 +159,10 @@ async def test_a_certificate_that_expired_while_it_was_used_is_refused(
     client = Files(tmp_path).write(authority.issue(*LOOPBACK, seconds=1.0), authority).tls()
     await asyncio.sleep(max(0.0, client.watch.seconds_left + 1.0))
     async with serving(own.tls()) as address:
-        assert "it may expect" in await refused(address, client)
+        assert "the server may require" in await refused(address, client)
     async with serving(client) as address:
         why = await refused(address, own.tls())
-    assert why == "the kvpool shows a certificate that has expired"
+    assert why == "the kvpool presents a certificate that has expired"
 
 
 @pytest.mark.parametrize("allowed", ["localhost", "127.0.0.1", SPIFFE_ID])
@@ -190,7 +190,7 @@ async def test_a_caller_of_another_name_may_not_call(own: Files, method: str) ->
             await call
     assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
     assert caught.value.details() == (
-        f"certificates for 127.0.0.1, localhost, {SPIFFE_ID} may not call here"
+        f"certificates for 127.0.0.1, localhost, {SPIFFE_ID} may not call this service"
     )
 
 
@@ -277,7 +277,7 @@ async def test_certificates_and_authority_are_replaced_while_streams_run(tmp_pat
             assert await ask(before) == "numbers"
         await replaced(new, old, new)
         await replaced(new, new)
-        assert "it may expect" in await refused(address, old_client)
+        assert "the server may require" in await refused(address, old_client)
         for stream in streams:
             await stream.stop()
         assert await ask(channel) == "numbers"

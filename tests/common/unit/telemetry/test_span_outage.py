@@ -20,11 +20,15 @@ def test_a_collector_that_takes_some_spans_between_drops_is_one_outage(
     outage.exported(dropped, None, is_caught_up=False)
     dropped[DropReason.QUEUE_FULL] += 2
     outage.exported(dropped, None, is_caught_up=True)
-    assert caplog.messages == ["spans are dropped: they end faster than the collector takes them"]
+    assert caplog.messages == [
+        "spans are dropped: the service produces spans faster than the collector accepts them"
+    ]
     outage.exported(dropped, None, is_caught_up=True)
     outage.exported(dropped, None, is_caught_up=True)
     outage.stopped(dropped)
-    assert caplog.messages[1:] == ["the collector takes spans again: 9 were dropped (9 queue_full)"]
+    assert caplog.messages[1:] == [
+        "the collector accepts spans again: 9 spans were dropped (9 queue_full)"
+    ]
 
 
 def test_an_end_in_an_outage_says_what_was_dropped_by_reason(
@@ -36,7 +40,8 @@ def test_an_end_in_an_outage_says_what_was_dropped_by_reason(
     outage.stopped(dropped)
     assert caplog.messages == [
         "spans are dropped: it hangs",
-        "the service ends while spans are dropped: 8 were dropped (5 not_taken, 3 shutdown)",
+        "the service stops while the collector does not accept its spans: 8 spans were dropped (5 "
+        "not_taken, 3 shutdown)",
     ]
 
 
@@ -48,8 +53,8 @@ def test_an_end_before_the_first_answer_of_a_collector_says_what_was_dropped(
     dropped.update({DropReason.QUEUE_FULL: 1550, DropReason.SHUTDOWN: 2048})
     outage.stopped(dropped)
     assert caplog.messages == [
-        "the service ends while spans are dropped: 3598 were dropped "
-        "(1550 queue_full, 2048 shutdown)"
+        "the service stops while the collector does not accept its spans: 3598 spans "
+        "were dropped (1550 queue_full, 2048 shutdown)"
     ]
 
 
@@ -58,4 +63,6 @@ def test_an_end_at_which_all_was_taken_says_nothing(caplog: pytest.LogCaptureFix
     outage.exported(dropped, None, is_caught_up=True)
     outage.exported(dropped, None, is_caught_up=True)
     outage.stopped(dropped)
-    assert caplog.messages[1:] == ["the collector takes spans again: 3 were dropped (3 queue_full)"]
+    assert caplog.messages[1:] == [
+        "the collector accepts spans again: 3 spans were dropped (3 queue_full)"
+    ]

@@ -121,7 +121,7 @@ def test_half_a_replacement_changes_nothing_until_it_is_whole(
     assert record.levelno == logging.WARNING
     assert record.message == (
         f"--internal-tls-key-file {files.key} is not the key of the certificate in {files.cert}; "
-        "the internal certificate before it stays in use"
+        "the previous internal certificate stays in use"
     )
     files.key.write_bytes(new.key)
     watch.look()
@@ -151,7 +151,9 @@ def test_a_certificate_near_its_end_is_warned_of_once(
     watch.look()
     watch.look()
     (record,) = caplog.records
-    assert record.message.startswith("the internal certificate should be replaced: it is valid for")
+    assert record.message.startswith(
+        "the internal certificate ends soon and must be replaced: it is valid for"
+    )
     now += ONE_DAY
     assert watch.seconds_left < 0
 

@@ -356,7 +356,7 @@ async def test_a_bad_replacement_changes_nothing(
             metrics = (await http.get("/metrics")).text
     labels = '{certificate="internal",service="gateway"}'
     assert f"stepwell_tls_reload_failures_total{labels} 1.0" in metrics
-    assert "the internal certificate before it stays in use" in caplog.text
+    assert "the previous internal certificate stays in use" in caplog.text
 
 
 async def generate(channel: grpc.aio.Channel) -> int:

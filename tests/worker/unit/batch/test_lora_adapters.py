@@ -145,7 +145,7 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(model: Path, tmp_path: 
     directory = changed(model, tmp_path / "adapter")
     (directory / "adapter_model.safetensors").unlink()
     os.mkfifo(directory / "adapter_model.safetensors")
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         adapter_digest(directory)
 
 
