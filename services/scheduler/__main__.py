@@ -247,9 +247,9 @@ class SchedulerService:
 
     async def _drain(self) -> None:
         """Refuses new requests, waits up to `drain_seconds` for the present requests to end, and
-        then waits for the step in flight. If the engine can run no more steps, for example because
-        the pool and the workers stop as well, closes the gateways' sessions at once, so that the
-        gateways send the requests to other replicas.
+        then waits for the step in flight. If the engine can run no more steps, closes the gateways'
+        sessions at once, so that the gateways send the requests to other replicas. This happens,
+        for example, if the pool and the workers stop as well.
         """
         self.parts.readiness.drain()
         self.parts.submitter.drain()

@@ -178,8 +178,8 @@ class Request(ComputedTokens):
     num_committed_blocks: int = 0
     """Number of leading `block_hashes` whose blocks are published (cached for prefix hits)."""
     shared_prefix_boundary: int = 0
-    """Length, in tokens, of a prefix that another request has computed, but that only some KV-cache
-    groups have cached, so that it is no prefix hit. 0 if the last lookup found none.
+    """Length, in tokens, of a prefix that another request has computed. It is no prefix hit,
+    because only some KV-cache groups have cached it. 0 if the last lookup found no such prefix.
     """
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ from services.scheduler.adapters.gateways.outbox import Outbox
 from services.scheduler.core.request import Request
 
 _MAX_CONTEXTS = 4096
-"""Limit on the number of a gateway's ended requests whose contexts (KV blocks that they left in the
-pool for the next request of the same agent) are known by handle.
+"""Limit on the size of `GatewaySession.contexts`. A context is the KV blocks that an ended request
+left in the pool, for the next request of the same agent.
 """
 
 

@@ -164,8 +164,9 @@ class Outbox:
         self._woken.clear()
 
     def take_announced(self) -> scheduler_pb2.SessionResponse | None:
-        """Removes and returns the replica's state to send, if any, or else the queue state or the
-        load, if `report` made them due and there are no deltas to send them with. Otherwise None.
+        """Removes and returns a message to send without deltas: the replica's state, or else the
+        queue state or the load, if `report` made them due and there are no deltas. None if there is
+        none.
         """
         response = None
         if self._state is not None:

@@ -76,10 +76,10 @@ class ResumableSessions:
             self._engine.changes.add_chunk(request, None)
 
     def end_for_waiting(self, reason: WaitReason | None, now: float) -> None:
-        """Ends one session if other requests wait for blocks or rows, according to their wait
-        reason `reason`: the session that has waited for input for the longest time, if this is at
-        least KEPT_SECONDS. If no session waits for input and no request runs, sessions wait for
-        each other's blocks, and the session that was opened last is ended.
+        """Ends one session if other requests wait (with the reason `reason`) for blocks or rows.
+        Ends the session that has waited longest for input, if it has waited at least KEPT_SECONDS.
+        If no session waits for input and no request runs, sessions wait for each other's blocks,
+        and the session that was opened last is ended.
         """
         scheduler, since = self._engine.scheduler, self._waits_since
         between_turns = scheduler.queues.between_turns

@@ -112,9 +112,9 @@ class Sessions:
     def report(
         self, queue: QueueState, seconds_per_prompt_token: float, seconds_per_decode: float
     ) -> None:
-        """Sends the queue state and the load to every gateway, if they have changed: with the
-        gateway's next deltas (new tokens and ends of requests) or, if there are none until the next
-        call of `report`, in separate messages.
+        """Sends the queue state and the load to every gateway, if they have changed. They are sent
+        with the gateway's next deltas (new tokens and ends of requests). If there are no deltas
+        until the next call of `report`, they are sent in separate messages.
 
         Each call counts all uncomputed prompt tokens. Between two calls, each step's tokens are
         subtracted, but tokens that must be computed again are not added.

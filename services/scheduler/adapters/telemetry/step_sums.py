@@ -1,4 +1,4 @@
-"""Totals over all completed steps. The sums of a decode phase are differences of totals."""
+"""Totals over all completed steps, for sums over the decode phases of requests."""
 
 from bisect import bisect_left
 

@@ -151,10 +151,10 @@ class WaitReasons:
 
 
 def holder_of(plan: SchedulerOutput) -> str:
-    """Id of the request in the step that holds most of what waiting requests lack: for NO_BLOCKS
-    and HEADROOM, the request with the most computed tokens; for BUDGET, the request with the most
-    tokens in the step; for MAX_SEQS, the step's first request. For RETAINED, a text that explains
-    which KV blocks of an ended request are kept. Empty for other reasons.
+    """Id of the request in the step that holds most of what waiting requests lack. For NO_BLOCKS
+    and HEADROOM, this is the request with the most computed tokens. For BUDGET, it has the most
+    tokens in the step. For MAX_SEQS, it is the step's first request. For RETAINED, returns a text
+    that explains which KV blocks of an ended request are kept. Empty for other reasons.
     """
     if plan.wait_reason is WaitReason.RETAINED:
         return plan.retained

@@ -57,8 +57,8 @@ class AdapterLoader:
         self._turn = asyncio.Lock()
         self._locks: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         """Maps an adapter's digest to a lock, which the request that loads the adapter holds. Other
-        requests for the adapter wait for this lock and not for `_turn`, because the holder of
-        `_turn` may wait for a slot that is freed only after these requests have run.
+        requests for the adapter wait for this lock. If they waited for `_turn`, they might wait for
+        themselves, because the holder of `_turn` waits until running requests free a slot.
         """
 
     def is_loaded(self, digest: bytes) -> bool:

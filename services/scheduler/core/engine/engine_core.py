@@ -292,9 +292,9 @@ class EngineCore:
         logger.info("recovered; %d requests are computed again", len(preempted))
 
     def _may_plan(self) -> bool:
-        """Whether a step may be planned. If the fault search (for a request whose steps always
-        fail) now allows other requests to run, first preempts all requests and admits only those,
-        provided that no step is in flight.
+        """Whether a step may be planned. The fault search (for a request whose steps always fail)
+        may now allow other requests to run. Then this first preempts all requests and admits only
+        those, once no step is in flight.
         """
         if self._recovery.is_trial_due:
             if self._batch_queue:

@@ -15,8 +15,8 @@ from services.scheduler.core.ports import PoolLost, StepObserver
 
 @dataclass(eq=False)
 class Pauses:
-    """Begins and ends pauses of the engine between two iterations of its loop, because a pause that
-    began while a step is planned would affect only some of the step's requests.
+    """Begins and ends pauses of the engine between two iterations of its loop. A pause that began
+    while a step is planned would affect only some of the step's requests.
     """
 
     scheduler: Scheduler

@@ -21,10 +21,10 @@ class QueueEstimate:
     computed per second, divided by the expected number of tokens of a request.
 
     Rates are measured over *busy seconds*. While a request waits or `max_running` requests run, a
-    second counts as a busy second. Otherwise requests complete only as fast as they arrive. A
-    second is then converted to the time in which a full replica would do the work: it is multiplied
-    by the number of running requests divided by `max_running`, and by the slowdown of a step in
-    which `max_running` requests run.
+    second counts as a busy second. Otherwise requests complete only as fast as they arrive. The
+    time is then converted to the time in which a full replica would do the same work. To do so, it
+    is multiplied by the number of running requests divided by `max_running`, and by the slowdown of
+    a step in which `max_running` requests run.
     """
 
     def __init__(self, max_running: int) -> None:

@@ -105,8 +105,8 @@ class AdmissionPlanner:
         """Plans admissions of the candidates in order, until the rows of the batch or the token
         budget are used up.
 
-        The prefix hit of a candidate is the result of its last lookup in the pool, extended by the
-        blocks that earlier admissions of the step publish, if `config.foretells_hits` is true.
+        The prefix hit of a candidate is the result of its last lookup in the pool. Blocks that
+        earlier admissions of the step publish extend the hit, if `config.foretells_hits` is true.
         The plan stops at a candidate if only the pool can compute its new hit. If the first
         candidate certainly needs more blocks than are free, nothing is planned. This saves a
         transaction in every step until enough blocks are free.

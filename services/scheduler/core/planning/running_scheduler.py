@@ -225,9 +225,9 @@ class RunningScheduler:
         return min(builder.cap(num_new), longest) if num_new > 1 or longest < 1 else 1
 
     def _fast_path_end(self, request: Request) -> int:
-        """The number of computed tokens at which a decoding request must leave the fast path,
-        because it needs a block, has filled a block, or is about to reach its maximum length. 0 if
-        the request must not be on the fast path.
+        """The number of computed tokens at which a decoding request must leave the fast path. It
+        then needs a block, has filled a block, or is about to reach its maximum length. 0 if the
+        request must not be on the fast path.
         """
         if request.sampling.repetition_detection is not None:
             return 0

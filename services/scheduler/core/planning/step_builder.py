@@ -53,7 +53,7 @@ class PlannedSteps:
         return any(request in plan.dropped for plan in self.in_flight)
 
     def last_awaited(self, request: Request) -> int | None:
-        """Number of the last step in flight that samples a request's tokens to keep, or None."""
+        """Number of the last step in flight whose tokens of a request will be kept, or None."""
         awaited = (one for one in reversed(self.in_flight) if request not in one.dropped)
         return next((plan.step for plan in awaited if request in plan.requests), None)
 

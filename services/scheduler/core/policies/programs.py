@@ -198,8 +198,8 @@ class KnownPrograms:
     the tokens of one of the program's contexts.
 
     A context is found by the hash of its last full block, or of the last full block of its turn's
-    prompt. The prompt's hash is needed because many chat templates write an answer differently when
-    it is part of the next prompt: without the reasoning, or with other spaces in tool calls.
+    prompt. The prompt's hash is needed because many chat templates change an answer in the next
+    prompt: they leave out the reasoning, or write tool calls with other spaces.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:

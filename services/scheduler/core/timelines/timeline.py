@@ -95,7 +95,7 @@ class Interruption:
     """The kind of the phase that the interruption begins."""
     cause: str
     step: int | None = None
-    """Number of the step whose planning interrupted the request. None if no planning did."""
+    """Number of the step whose planning interrupted the request, if planning did."""
     preempted_for: str = ""
     """Id of the request that needed the blocks, if blocks were missing. Otherwise empty."""
     num_lost_tokens: int = 0

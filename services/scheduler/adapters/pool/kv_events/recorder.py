@@ -40,8 +40,8 @@ class KVEventRecorder:
 
     A request is looked up in the queues when an operation first names it, and is stored until its
     release. A request has one hash for each `hash_block_size` tokens. A larger block is identified
-    by the last of its hashes. As in vLLM, if the pool publishes (caches) only the first tokens of a
-    block, under an earlier hash of the block, they are reported as a block of their own.
+    by the last of its hashes. The pool may publish (cache) only the first tokens of a block, under
+    an earlier hash of the block. As in vLLM, these tokens are reported as a separate block.
     """
 
     def __init__(self, log: KVEventLog) -> None:

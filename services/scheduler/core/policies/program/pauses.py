@@ -57,16 +57,16 @@ class PauseStatistics:
 
     def index(self, tenant: bytes, tool: str, age: float) -> float:
         """The value, in 1 / second, of keeping a context (KV blocks for a program's next request)
-        that has paused for `age` seconds, from the tenant's pauses of the tool (see
-        `PausesOfTool.index`). If these are too few, uses the tool's pauses of all tenants, or else
-        all pauses, or else 1 / (age + 1).
+        that has paused for `age` seconds (see `PausesOfTool.index`). Uses the tenant's pauses of
+        the tool. If these are too few, uses the tool's pauses of all tenants, or else all pauses,
+        or else returns 1 / (age + 1).
         """
         pauses = self._of(tenant, tool)
         return 1 / (age + 1) if pauses is None else pauses.index(age)
 
     def best(self, tenant: bytes, tool: str, age: float) -> tuple[float, float]:
-        """The probability with which, and the number of seconds within which, a program returns,
-        for the time that maximizes `index`.
+        """The time t that maximizes `index`, and the probability that a program returns within t.
+        Returns the probability first.
         """
         pauses = self._of(tenant, tool)
         if pauses is None:

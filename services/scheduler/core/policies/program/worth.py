@@ -27,9 +27,9 @@ class Worth:
     """Compares the worth of contexts with the gain of running the next request beside them.
 
     A context is the blocks that an ended turn of a program (a run of an agent) leaves in the pool.
-    Its worth is the time to compute its blocks again, in seconds, times its value, in 1 / second,
-    which is large if the program's next turn will probably arrive soon. The gain is the fraction of
-    the engine's time that one more running request saves. Both are numbers without a unit.
+    Its worth is the time to compute its blocks again, in seconds, times its value, in 1 / second.
+    The value is large if the program's next turn will probably arrive soon. The gain is the
+    fraction of the engine's time that one more running request saves. Both are pure numbers.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class Worth:
         return index
 
     def tenants_factors(self) -> dict[bytes, float]:
-        """Maps each tenant to the number by which its contexts' values are divided: its number of
-        blocks in contexts, divided by the number to which its weight entitles it, and at least 1.
-        Empty if only one tenant has contexts.
+        """Maps each tenant to the number by which its contexts' values are divided. This is the
+        tenant's number of blocks in contexts, divided by the number to which its weight entitles
+        it, and at least 1. Empty if only one tenant has contexts.
         """
         blocks, weights = Counter[bytes](), dict[bytes, float]()
         for context in self._contexts.values():

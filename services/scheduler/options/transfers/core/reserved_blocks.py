@@ -36,9 +36,9 @@ class ReservedBlocks:
         """Number of blocks for the first drafts of a loaded request, in groups without states."""
 
     def count(self, appended_blocks: Mapping[Request, BlockTables], *, is_alone: bool) -> int:
-        """Number of blocks that a load must leave free: the blocks that prefills in progress still
-        need, because a load cannot be preempted, and the blocks for the first drafts of the request
-        to be loaded. `appended_blocks` are the blocks that the planned step has allocated so far.
+        """Number of blocks that a load must leave free, because a load cannot be preempted. Counts
+        the blocks that prefills in progress still need, and the blocks for the first drafts of the
+        request to be loaded. `appended_blocks` are blocks that the planned step has allocated.
 
         As in vLLM, a request for which no block could be loaded counts as a prefill, even for its
         own next load. If no request runs and no transfer is in progress (`is_alone`), drafts and
