@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from services.common.request.grammar_compiler import GrammarCompiler
 
 MAX_COMPILE_SECONDS = 2.0
-"""Limit on the processor time of one compilation, in seconds. Workers, which compile the grammar
-again, have no limit, because measured times vary, so that a worker could refuse a grammar that the
-gateway has accepted.
+"""Limit on the processor time of one compilation, in seconds. Workers compile the grammar again,
+without a limit. With a limit, a worker could refuse a grammar that the gateway has accepted, since
+measured times vary.
 """
 _MAX_WAITING = 64
 _MAX_KEPT = 256

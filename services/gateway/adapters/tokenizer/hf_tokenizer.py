@@ -130,8 +130,8 @@ class HfTokenizer:
 
     def _count(self, text: str, number: int, max_tokens: int) -> None:
         """Raises TextTooLong if a text has far too many tokens. Encodes the text in pieces, because
-        encoding it as a whole would take a few hundred bytes of memory per token. The sum of the
-        pieces' tokens is nearly the whole text's, since only tokens at the cuts may differ.
+        encoding it as a whole would take a few hundred bytes of memory per token. The pieces have
+        nearly as many tokens as the whole text, since only tokens at the cuts may differ.
         """
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARACTERS):

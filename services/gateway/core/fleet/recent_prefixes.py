@@ -34,8 +34,8 @@ class RecentPrefixes:
     def depth(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> int:
         """Returns the number of leading blocks of a prompt that are cached or were sent recently.
         The first `known_depth` blocks are known to be cached. Bisection finds the last block that
-        was sent, because all blocks before a sent block were also sent. Often the first lookup,
-        which is the block after the known blocks, shows that no further block was sent.
+        was sent, because all blocks before a sent block were also sent. Often the first lookup, of
+        the block after the known blocks, shows that no further block was sent.
         """
         if now_seconds >= self._turns_at:
             self._turn(now_seconds)

@@ -45,8 +45,8 @@ NUM_RUNNING = _specs.gauge(
 SPECS = _specs.all
 
 MAX_TENANTS = 256
-"""Limit on the number of tenants with their own time series in each metric: the tenants that were
-counted first in counters, and the tenants with the most sequences in gauges.
+"""Limit on the number of tenants with their own time series in each metric. A counter has series
+for the tenants that were counted first, and a gauge for the tenants with the most sequences.
 """
 OTHERS = "(others)"
 """The label of the tenants beyond MAX_TENANTS together."""

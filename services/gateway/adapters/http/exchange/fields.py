@@ -166,9 +166,9 @@ class BodyNotes:
 
 
 class Without:
-    """Annotation of a field that is accepted but has no effect, because without the effect the
-    answer is still correct, and only lacks a guarantee or takes longer. For a value other than null
-    and `values`, a header of the answer lists `name` among the ignored fields.
+    """Annotation of a field that is accepted but has no effect. The answer is correct without the
+    effect, and only lacks a guarantee or takes longer. For a value other than null and `values`, a
+    header of the answer lists `name` among the ignored fields.
     """
 
     def __init__(self, name: str, *values: Any) -> None:

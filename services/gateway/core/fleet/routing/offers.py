@@ -17,9 +17,9 @@ MIN_TRUST = 0.5
 tokens was really cached.
 """
 FEW_TOKENS = 2048
-"""This number is added to each replica's number of recently computed tokens when the replica's
-eviction pressure (its number divided by the mean number) is computed. So replicas that computed few
-tokens, which evict few blocks, have nearly equal pressures.
+"""This number is added to each replica's number of recently computed tokens. The sum divided by the
+replicas' mean sum is the replica's eviction pressure. So replicas that computed few tokens, which
+evict few blocks, have nearly equal pressures.
 """
 
 

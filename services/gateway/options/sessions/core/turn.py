@@ -45,8 +45,8 @@ class SessionTurn:
 
     def take_held(self, request: EngineRequest) -> HeldSequence | None:
         """Returns the sequence that a replica keeps for the session, if `request` can continue it:
-        `request` must have more tokens than the sequence, its priority, cache salt and adapter, and
-        must not skip the prefix cache. Otherwise releases the sequence and returns None.
+        `request` must have more tokens than the sequence, equal it in priority, cache salt and
+        adapter, and not skip the prefix cache. Otherwise releases the sequence and returns None.
         """
         held = self._session.take_held()
         if held is None or (

@@ -17,8 +17,8 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 UNITS = 60_000
 MAX_ELAPSED_MILLIS = 3_600_000
-"""A longer time between two changes of a bucket counts as this time, which keeps products below
-2**53, because Redis computes with doubles, in which larger integers are not exact.
+"""A longer time between two changes of a bucket counts as this time. This keeps products below
+2**53, since larger integers are not exact in the doubles with which Redis computes.
 """
 
 
@@ -57,8 +57,8 @@ class LimitSet:
         )
 
     def divided(self, num_gateways: int) -> "LimitSet":
-        """Returns one gateway's part of the limits, of which each of `num_gateways` gateways has an
-        equal part. A part is at least 1.
+        """Returns one gateway's part of the limits, which are divided equally among `num_gateways`
+        gateways. The part of each limit is at least 1.
         """
 
         def share(limit: int | None) -> int | None:

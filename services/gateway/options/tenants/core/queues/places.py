@@ -26,9 +26,9 @@ it is sent until its replica reports its first step.
 _SHARE_PER_STARTING = 8
 """A tenant may have one starting sequence for each 8 slots of its share."""
 _SHARE_PER_STARTING_AT_MOST = 2
-"""A tenant may have as many starting sequences as it has sequences that are expected to end while a
-sequence starts, but at most its share divided by this number. The largest of the three limits on
-starting sequences applies.
+"""The third limit on a tenant's starting sequences is the number of its sequences that are expected
+to end while a sequence starts, but at most its share divided by this number. The largest of the
+three limits applies.
 """
 _STEPS_TO_START = 4
 """Assumed number of engine steps from sending a sequence until its first step is reported,
