@@ -166,7 +166,7 @@ class Request(ComputedTokens):
     """Number of tokens that the KV connector loaded at the last admission."""
     num_preemptions: int = 0
     num_discarded_tokens: int = 0
-    """Number of computed tokens that the last preemption discarded. 0 once admitted again."""
+    """Number of computed tokens that the last preemption discarded. 0 after the next admission."""
     num_recomputed_tokens: int = 0
     """Total number of tokens that are computed again because of preemptions."""
     block_hashes: list[BlockHash] = field(default_factory=list)

@@ -49,7 +49,7 @@ class TierCollector(Collector):
 
 
 class OffloadedBlocks(TransferOption):
-    """Transfers between the KV cache and the workers' tier. There are none without tier blocks."""
+    """Transfers between the KV cache and the workers' tier, which may have no blocks."""
 
     messages = TierLoads
 

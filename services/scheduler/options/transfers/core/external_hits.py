@@ -76,9 +76,8 @@ class ExternalHits:
         full-attention layers have cached.
 
         If the local hit ends inside a block, the connector is queried for the tokens from the start
-        of this block on, as in vLLM. If it can load more of them than the hit contains, it loads
-        them, and the hit is cut to whole blocks, so that no block is copied. Otherwise it loads
-        nothing.
+        of this block on, as in vLLM. If they reach beyond the local hit, the connector loads them,
+        and the hit is cut to whole blocks, so that no block is copied. Otherwise nothing is loaded.
 
         If all layers are state-space layers, a prompt of one token needs no load, because the state
         before the first token is empty.
