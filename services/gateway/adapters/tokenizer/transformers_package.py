@@ -33,7 +33,7 @@ class _ListedLater(ModuleType):
 
 def _module_of_tokenizer(name: str) -> ModuleType | None:
     """Returns the module of the tokenizer class `name`, which AutoTokenizer looks up in the
-    package, or None if the model of that name has no such module.
+    package. The model's name is derived from `name`. Returns None if there is no such module.
     """
     stem = name.removesuffix("Tokenizer").lower()
     path = "tokenization_python" if stem == "pretrained" else f"models.{stem}"

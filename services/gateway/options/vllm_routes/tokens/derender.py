@@ -115,8 +115,8 @@ def _check_size(responses: Sequence[GeneratedTokensBody], inference: Inference) 
 
 
 def _within(name: str, error: StepwellError) -> StepwellError:
-    """Returns an error about the request in the body's field `name`, with the path in the whole
-    body of the invalid field.
+    """Returns an error about the request in the body's field `name`, with the invalid field's path
+    in the whole body.
     """
     field = name if error.field is None else f"{name}.{error.field}"
     return type(error)(f"{name}: {error.message}", field=field, reason=error.error_reason)

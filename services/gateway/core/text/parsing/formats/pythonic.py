@@ -20,8 +20,9 @@ PYTHONIC_MARKS = (_START, _END)
 
 
 def read_pythonic(names: Container[str], reader: Reader, sink: Sink) -> Reading[None]:
-    """Reads [f(a=1), g()]. A list at the beginning or after a start or end mark may call any name.
-    A list after other text is content if its first name is not in `names`.
+    """Reads [f(a=1), g()]. A list at the beginning, or after a start or end mark, is a list of
+    calls whatever the names. A list after other text is content if its first name is not in
+    `names`.
     """
     is_expected = True
 
