@@ -182,7 +182,6 @@ class SchedulerConfig:
 
     @cached_property
     def hash_block_size(self) -> int:
-        """Number of tokens in one block hash."""
         return hash_block_size(
             self.all_groups,
             self.prefix_match_unit,

@@ -153,7 +153,6 @@ class SchedulerOutput:
     """Requests for which the step samples tokens that will be discarded."""
 
     num_tokens: int = 0
-    """Number of tokens that the step computes for all requests."""
 
     @property
     def is_sent(self) -> bool:

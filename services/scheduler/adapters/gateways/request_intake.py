@@ -169,14 +169,12 @@ class RequestIntake:
         return program
 
     def _tenant_weight(self, message: scheduler_pb2.AddRequest) -> float:
-        """Raises InvalidArgument if the weight is not a positive number."""
         weight = message.tenant_weight or 1.0
         if not 0 < weight < math.inf:
             raise InvalidArgument("tenant_weight must be above 0", field="tenant_weight")
         return weight
 
     def _max_retained_share(self, message: scheduler_pb2.AddRequest) -> float:
-        """Raises InvalidArgument if the share is not above 0 and at most 1."""
         share = message.tenant_max_retained_share or 1.0
         if not 0 < share <= 1:
             field = "tenant_max_retained_share"

@@ -40,7 +40,6 @@ class ResumableSessions:
 
     @property
     def num_between_turns(self) -> int:
-        """Number of sessions that wait for input."""
         return len(self._engine.scheduler.queues.between_turns)
 
     @property

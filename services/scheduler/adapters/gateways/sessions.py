@@ -169,7 +169,6 @@ class Sessions:
             session.outbox.wake()
 
     def own(self, session: GatewaySession, handle: int, request: Request) -> None:
-        """Records the session and the handle of a request."""
         session.requests[handle] = request
         self._owners[request] = _Owner(session, handle, request.num_prompt_tokens)
         self._num_uncomputed += request.num_prompt_tokens
@@ -187,7 +186,6 @@ class Sessions:
             self.disown(owner.session, owner.handle)
 
     def find(self, request_ids: Iterable[str]) -> list[Request]:
-        """The unfinished requests with these ids."""
         wanted = set(request_ids)
         return [request for request in self._owners if request.request_id in wanted]
 
@@ -288,7 +286,6 @@ class Sessions:
         return owner
 
     def _shares_of(self, requests: Sequence[Request]) -> list[_Share]:
-        """The requests of a step, grouped by session."""
         if requests != self._sorted:
             shares: dict[GatewaySession, _Share] = {}
             for index, request in enumerate(requests):

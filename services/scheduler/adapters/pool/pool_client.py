@@ -185,7 +185,6 @@ class PoolClient:
         )
 
     def close(self) -> None:
-        """Ends the stream."""
         for task in (self._probe, self._watch):
             if task is not None:
                 task.cancel()

@@ -42,7 +42,6 @@ class OwnWaits:
             self._begins[request] = now
 
     def planned(self, passed_over: Mapping[Request, WaitReason], now: int) -> None:
-        """Records which waiting requests a step skips, and why."""
         if passed_over == self._last:
             return
         for request, reason in self._last.items():

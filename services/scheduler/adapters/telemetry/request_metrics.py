@@ -123,7 +123,6 @@ class RequestMetrics(Collector):
             self._end(update)
 
     def _count_one_each(self, requests: Sequence[Request], now: float) -> None:
-        """Records a step with one new token for each request."""
         if requests == self._steady:
             self._latency.observe(now - self._steady_at, len(requests))
         else:

@@ -73,11 +73,9 @@ class RequestTimelines:
 
     @property
     def requests(self) -> list[Request]:
-        """The requests whose timelines have not ended."""
         return list(self._live)
 
     def arrived(self, request: Request, now: int) -> Tracked:
-        """Begins the timeline of a request that was queued."""
         tracked = Tracked(
             request, Timeline(request.queued_unix_nanos or now), self._reasons.begin(now)
         )

@@ -84,7 +84,6 @@ class RequestTraces:
             self._sample(request, sampled_parent(request.traceparent, request.tracestate))
 
     def links(self, requests: Iterable[Request]) -> list[Link]:
-        """Returns links to the sampled requests among `requests`."""
         sampled = self._sampled
         return [sampled[request].link for request in requests if request in sampled]
 

@@ -72,7 +72,6 @@ class Statistics:
     kernels: Callable[[], str]
 
     def message(self) -> scheduler_pb2.GetStatsResponse:
-        """The response of GetStats."""
         engine, scheduler, counts = self.engine, self.engine.scheduler, self.counts
         reason = counts.wait_reasons.current if engine.num_waiting else None
         return scheduler_pb2.GetStatsResponse(

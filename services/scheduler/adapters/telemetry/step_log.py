@@ -136,7 +136,6 @@ def header(
     started_unix_nanos: int,
     version: int = log_entry.VERSION,
 ) -> log_entry.Entry:
-    """The first line of a log: the configuration that a replay needs."""
     return {
         "schema": log_entry.SCHEMA,
         "version": version,
@@ -189,7 +188,6 @@ class _CompressedFile:
         return len(content)
 
     def flush(self) -> None:
-        """Passes buffered bytes to the operating system."""
         self._file.flush()
 
     def close(self) -> None:

@@ -51,7 +51,6 @@ class ReplicaInfo:
         self._received_unix_seconds = time.time()
 
     def model(self) -> vllm_engine_pb2.GetModelInfoResponse:
-        """Describes the model, from the worker's description."""
         built = self.shape.description
         return vllm_engine_pb2.GetModelInfoResponse(
             model_path=built.model_name,
@@ -87,7 +86,6 @@ class ReplicaInfo:
         )
 
     def engine_load(self) -> common_pb2.EngineLoad:
-        """The load, for messages of SubscribeKvEvents."""
         load = self._load()
         return common_pb2.EngineLoad(
             running_requests=load.num_running_reqs,

@@ -116,7 +116,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_engine_pb2.GetServerInfoRequest, context: Context
     ) -> vllm_engine_pb2.GetServerInfoResponse:
-        """The replica's present state and configuration."""
         return self.info.server()
 
     async def GetLoads(

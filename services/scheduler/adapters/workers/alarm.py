@@ -56,7 +56,6 @@ class Alarm:
             self._begin(loop, due)
 
     def stop(self) -> None:
-        """Stops the alarm, so that it does not ring."""
         self._due = None
 
     def _begin(self, loop: asyncio.AbstractEventLoop, due: float) -> None:

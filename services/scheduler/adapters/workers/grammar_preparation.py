@@ -37,7 +37,6 @@ class PreparedGrammars:
         return False
 
     def add(self, wanted: StructuredOutputs) -> None:
-        """Records that all workers have compiled a grammar."""
         self._known[wanted] = None
         self._known.move_to_end(wanted)
         if len(self._known) > MAX_KNOWN:

@@ -91,7 +91,6 @@ class SentStep:
                 self._resolve(self._response)
 
     def late_ranks(self) -> list[str]:
-        """The ranks that have not replied, in order."""
         return [address for address in self._steps.ranks if address in self._missing]
 
     def overdue(self) -> None:
@@ -167,7 +166,6 @@ class StepsInFlight:
         return self._loop
 
     def add(self, generation: int, plan: SchedulerOutput, allowed_seconds: float) -> SentStep:
-        """Adds a step that is about to be sent."""
         expected = ExpectedAnswer(plan, self.model, self._with_logprobs)
         if plan.kv_connector_metadata is not None:
             self.transfers.begin(plan.kv_connector_metadata)

@@ -283,7 +283,6 @@ class WorkerGroup:
         return any(rank.was_ended for rank in self._ranks)
 
     def has_grammar(self, wanted: StructuredOutputs) -> bool:
-        """Whether every rank is known to have compiled a grammar."""
         return self._grammars.has(wanted)
 
     async def prepare_grammar(self, wanted: StructuredOutputs) -> None:
@@ -298,7 +297,6 @@ class WorkerGroup:
         await _gather_calls(rank.load_adapter(adapter, kept) for rank in self._ranks)
 
     def close(self) -> None:
-        """Ends every stream."""
         for rank in self._ranks:
             rank.close()
 

@@ -48,7 +48,6 @@ class Losses:
             self.num_of_pool += 1
 
     def recovered(self) -> None:
-        """Records a successful recovery."""
         self._num_in_a_row += 1
 
     def made_progress(self) -> None:

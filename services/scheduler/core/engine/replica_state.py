@@ -84,7 +84,6 @@ class ReplicaState:
         return copies
 
     def take_out(self, request: Request) -> None:
-        """Removes a request from the running requests or the queues."""
         if request.row is None:
             self.queues.remove(request)
             self.queues.put_in_order()
@@ -135,7 +134,6 @@ class BatchRows:
         request.row = self._free.pop()
 
     def free(self, request: Request) -> None:
-        """Frees the row of a request, if it has one."""
         if request.row is not None:
             self._free.append(request.row)
             self.removed.append(request.row)

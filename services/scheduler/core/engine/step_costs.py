@@ -100,7 +100,6 @@ class StepCosts:
         return (each_step + each_decode * more_requests) / seconds
 
     def _fit(self) -> tuple[float, float]:
-        """The costs of a step and of a decoding request. 0 while unknown."""
         if self._fitted is None:
             self._fitted = self._least_squares()
         return self._fitted

@@ -161,7 +161,6 @@ class KVCacheManager:
         return await self._transact(operations, traceparent)
 
     async def release_copies(self, num_copies: int, traceparent: str) -> None:
-        """Frees the blocks that the pool reserved for the oldest `num_copies` copies."""
         await self._transact([ops.ReleaseCopies(num_copies)], traceparent)
 
     async def flush(self) -> None:
@@ -207,7 +206,6 @@ class KVCacheManager:
         self.num_free_blocks = self._config.num_blocks - 1
 
     def _take_pending(self) -> list[Operation]:
-        """Removes and returns the operations with which the next transaction must begin."""
         operations = self.pending.take() if self.pending else []
         if self._retention is not None:
             operations += self._retention.operations()

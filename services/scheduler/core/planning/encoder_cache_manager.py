@@ -107,7 +107,6 @@ class EncoderCacheManager:
                 self._free_input(request, index)
 
     def free(self, request: Request) -> None:
-        """Ends a request's use of all its items."""
         for index in sorted(self.used_inputs.get(request, ())):
             self._free_input(request, index)
 

@@ -47,7 +47,6 @@ class RunningRequests:
         return reversed(self._requests)
 
     def between(self, begin: int, end: int) -> Sequence[Request]:
-        """The requests from index `begin` up to, but not including, index `end`."""
         return self._requests[begin:end]
 
     def index(self, request: Request) -> int:

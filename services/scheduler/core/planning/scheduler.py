@@ -99,7 +99,6 @@ class Scheduler(ReplicaState):
 
     @property
     def next_candidates(self) -> Iterable[Request]:
-        """The waiting requests that the next step may try to admit."""
         return islice(self.queues.ready, min(self.num_free_places, LOOKUP_BATCH))
 
     def add(self, request: Request) -> None:
@@ -157,7 +156,6 @@ class Scheduler(ReplicaState):
             request.error, request.error_reason = error, reason
 
     def abort(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Ends a running or waiting request. Does nothing if the request has ended."""
         if not request.is_finished:
             request.finish(reason)
             self.remove(request)

@@ -91,7 +91,6 @@ class WaitingPrefixes:
     _cut_hits: dict[Request, int] = field(default_factory=dict)
 
     def note_hit(self, request: Request, num_tokens: int, shared_prefix_boundary: int) -> None:
-        """Stores the result of a request's lookup."""
         self.hits[request] = num_tokens
         request.shared_prefix_boundary = shared_prefix_boundary
 
@@ -158,7 +157,6 @@ class PassingOver:
         return WaitReason.ADAPTERS if len(self._adapters) >= self._max_loras else None
 
     def admit(self, request: Request) -> None:
-        """Records that a request runs from this step on."""
         if self._max_loras is not None and request.adapter_digest:
             self._adapters.add(request.adapter_digest)
 

@@ -83,7 +83,6 @@ class StepEncoder:
         return decision
 
     def allocate(self, request: Request, decision: EncoderDecision) -> None:
-        """Reserves budget and cache space for the items of a decision."""
         if decision.inputs:
             self.budget = decision.budget
         for index in decision.inputs:

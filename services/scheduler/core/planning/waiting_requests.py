@@ -57,7 +57,6 @@ class WaitingRequests:
 
     @property
     def has_queued(self) -> bool:
-        """Whether there is a request that is not held back."""
         return bool(self.waiting or self.kv_waiting)
 
     @property
@@ -101,11 +100,9 @@ class WaitingRequests:
             self.kv_waiting.add(request)
 
     def note_lost_blocks(self, request: Request) -> None:
-        """Records that a request in `kv_waiting` no longer holds blocks."""
         self._lost_blocks[request] = None
 
     def pass_over(self, request: Request, reason: WaitReason) -> None:
-        """Records that the step skips a request, and why."""
         self.passed_over[request] = reason
         if request in self._lost_blocks:
             self._passed_without_blocks.append(request)

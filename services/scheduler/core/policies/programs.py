@@ -43,7 +43,6 @@ class Program:
     num_children: int = 0
     """Number of programs that this program started and that have not ended."""
     depth: int = 0
-    """Number of ancestors of the program."""
     num_turns: int = 0
     """Number of turns that have arrived."""
     num_running: int = 0
@@ -161,7 +160,6 @@ class NamedPrograms:
         return forgotten
 
     def parent_of(self, request: Request) -> Program | None:
-        """The program that a request names as the parent of its own program."""
         name, declared = _name_of(request), request.program
         if name is None or declared is None:
             return None
@@ -261,13 +259,11 @@ class KnownPrograms:
         return program, None
 
     def begin(self, request: Request, application: BlockHash | None, now: float) -> Program:
-        """Creates the program whose first turn is this request."""
         self._num_begun += 1
         label = f"#{self._num_begun}"
         return Program(application, now, request.tenant, request.tenant_weight, label)
 
     def add(self, request: Request, program: Program) -> Program | None:
-        """Stores a program's name, if the request has one. See `NamedPrograms.add`."""
         return self._named.add(request, program)
 
     def pause(

@@ -98,7 +98,6 @@ def config_entry(config: SchedulerConfig) -> Entry:
 
 
 def group_entry(group: KVCacheGroup) -> Entry:
-    """A KV-cache group in the log's header."""
     return {
         name: value.value if isinstance(value, Enum) else value
         for name, value in asdict(group).items()

@@ -191,7 +191,6 @@ class Timeline:
         return phase.parts[-1].end if phase.parts else phase.start
 
     def enter(self, kind: PhaseKind, now: int) -> Phase:
-        """Ends the open phase and begins a phase of this kind."""
         now = self._end_phase(now)
         if len(self.phases) >= MAX_PHASES:
             self._merge_oldest()
@@ -235,7 +234,6 @@ class Timeline:
             parts[:] = merged_chunks(parts)
 
     def finish(self, now: int) -> None:
-        """Ends the open phase, because the request has ended."""
         self._end_phase(now)
 
     def times(self) -> RequestTimes:

@@ -79,7 +79,6 @@ class Pins(NoRetention):
         self._without_pin: dict[Request, float] = {}
         """Maps waiting requests of known programs without a pin to their arrival times."""
         self._first_deadline = math.inf
-        """A lower bound on the deadlines of all pins."""
         self.version = 0
         """Increases when the order of waiting requests may have changed."""
         self.observer = ProgramObserver()
@@ -88,7 +87,6 @@ class Pins(NoRetention):
     # Attributes that determine the order of requests.
 
     def has_pin(self, request: Request) -> bool:
-        """Whether a turn of a request's program is pinned."""
         return self._programs.get(request) in self._pinned_of
 
     def program_arrival(self, request: Request) -> float:

@@ -75,7 +75,6 @@ class EndedPrograms:
         """Paused programs that count as ended until they return."""
 
     def add(self, program: Program) -> None:
-        """Counts a program that has ended."""
         self.returned(program)
         own = self._own(program)
         own.add(program)

@@ -136,7 +136,6 @@ class ProgramRetention(NoRetention):
         return ProgramTurn(program.label, num_turns, num_turns - 1, program.arrived)
 
     def _return(self, context: Context, request: Request, now: float) -> None:
-        """Ends the pause of a context, because the next turn has arrived."""
         reason, seconds = context.reason, now - context.paused_at
         context.describe(request, now)
         self.worth.pauses.ended(context.program.tenant, reason, seconds)
@@ -366,7 +365,6 @@ class ProgramRetention(NoRetention):
             self._drop(context)
 
     def _drop(self, context: Context) -> None:
-        """Stops retaining a context, if it is retained."""
         if self._contexts.pop(context.id, None) is None:
             return
         self.worth.changed()

@@ -125,7 +125,6 @@ class Worth:
         return self._seconds_per_token() * num_tokens
 
     def ranked(self, now: float) -> Ranked:
-        """The contexts that have blocks, ordered by value."""
         if self._ranked is not None and now - self._ranked_at < _RANK_SECONDS:
             return self._ranked
         self._note_ongoing(now)

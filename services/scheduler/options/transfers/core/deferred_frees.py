@@ -64,5 +64,4 @@ class DeferredFrees:
             self._kv_cache_manager.pending.give_back_in_order(self._waiting.popleft().operation)
 
     def forget(self) -> None:
-        """Forgets all blocks, because the pool was opened again."""
         self._waiting.clear()

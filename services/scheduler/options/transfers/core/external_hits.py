@@ -48,7 +48,6 @@ class ExternalHits:
     async def plan(
         self, builder: StepBuilder, request: Request, traceparent: str
     ) -> AdmissionPlan | None:
-        """Implements `Transfers.plan`."""
         plan = AdmissionPlan()
         reason = self._own_reason(builder, request)
         if reason is not None:

@@ -154,7 +154,6 @@ class Recomputations:
         ]
 
     def forget(self) -> None:
-        """Forgets everything, because the pool was opened again."""
         self._ranges.clear()
         self._left.clear()
         self._orphaned.clear()

@@ -306,7 +306,6 @@ class KVTransfers:
             self._answers.append(answer)
 
     def _loading_into(self, invalid: Collection[BlockId]) -> list[RequestKey]:
-        """Requests that wait for a load into one of these blocks."""
         return [
             key
             for key, request in self._loading.items()

@@ -54,7 +54,6 @@ class TierIndex:
         return block
 
     def unpin(self, block: TierBlockId) -> None:
-        """Unpins a block after a load has read it."""
         self._pins[block] -= 1
         if not self._pins[block]:
             del self._pins[block]
