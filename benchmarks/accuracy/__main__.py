@@ -181,9 +181,7 @@ class Benchmark:
         return [line[2:] for line in lines if line.startswith(("# decode:", "# mixed:"))]
 
     async def _fit_serving(self) -> dict[str, float]:
-        """Fits the serving costs to real runs. Returns the costs and the median errors with and
-        without them.
-        """
+        """Fits the serving costs. Returns them, and the median errors with and without them."""
         capacity, found = self._capacity(), []
         for load in FITTED_LOADS:
             log(f"{self._model.name}: fitting what the services add, {load:g} times the device's")

@@ -21,7 +21,7 @@ class Decoding:
     """The sum of the profile's times for these steps."""
     num_steps: int
     num_tokens: int
-    """The number of requests in these steps, summed over the steps."""
+    """The number of computed requests, summed over the steps of the answer."""
     num_new_requests: int
 
     def expected(self, serving: ServingCosts) -> float:

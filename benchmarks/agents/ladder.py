@@ -83,9 +83,7 @@ class NoTools(Changed):
 
 
 class NoEnds(Changed):
-    """No last turn of a program is marked. Only the missing name of a tool shows that it is
-    last.
-    """
+    """Clients mark no last turn of a program. Only the missing name of a tool shows it."""
 
     class Retention(ProgramRetention):
         def end_turn(self, context_id: ContextId, tool: str, *, ends: bool) -> None:  # noqa: ARG002

@@ -21,9 +21,7 @@ class Figures:
     p99_seconds: float
     hit_rate: float
     recomputed: float
-    """The fraction of computed tokens that had been computed before, but were lost from the
-    cache.
-    """
+    """The fraction of computed tokens that had been computed before, and lost from the cache."""
     longest_wait_seconds: float
     context_tokens: float
     """The total context of all live programs, averaged over the time in which programs arrived."""

@@ -151,9 +151,7 @@ def completion_request(
 
 
 class SessionClient:
-    """A client that has a session (stream of requests and tokens) with the scheduler, like a
-    gateway.
-    """
+    """A client that has a session (its stream) with the scheduler, as a gateway has."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)

@@ -117,8 +117,8 @@ def _lags(taken: RequestTimes, trace_id: bytes, steps: Sequence[SpanRecord]) -> 
     for each step with a token.
 
     The first steps may be prompt chunks, and the last step may have been planned before the
-    request's end was known. So the tokens are assigned to consecutive steps, the latest ones for
-    which no token arrives before its step ends.
+    request's end was known. So the tokens are assigned to consecutive steps: the latest ones that
+    all end before their tokens arrive.
     """
     ends = [step.end for step in steps if trace_id in step.links]
     arrivals = [arrived for arrived, count in taken.arrivals for _ in range(count)]

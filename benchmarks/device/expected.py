@@ -11,9 +11,7 @@ from services.worker.core.step_times import StepTimes
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request's tokens should arrive, in seconds from the start of its burst's first
-    step.
-    """
+    """When a request's tokens should arrive, in seconds from its burst's first step."""
 
     tokens: list[float] = field(default_factory=list)
 

@@ -67,9 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(name: str, platform: CudaPlatform, copy: float) -> bool:
-    """Imports and runs a part. Parts are imported only here, because they need different
-    packages.
-    """
+    """Imports and runs a part. Only here are parts imported, because each needs other packages."""
     return attempt(lambda: import_module(f"benchmarks.gpu.{name}").run(platform, copy), f"\n{name}")
 
 

@@ -1,6 +1,4 @@
-"""Compares attention on a GPU with plain attention, experts and sampling with the host's
-results.
-"""
+"""Compares attention on a GPU with plain attention, and other operations with the host's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checks on a GPU that --batch-invariant makes rows independent of batches, and measures its
-cost.
-"""
+"""Checks on a GPU that with --batch-invariant rows do not depend on the batch, and its cost."""
 
 from __future__ import annotations
 

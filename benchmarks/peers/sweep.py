@@ -204,7 +204,7 @@ async def _try_all(run: Sweep, options: Options) -> tuple[str, bool]:
 
 
 def _may_be_found(fault: Fault, observed: Observed) -> bool:
-    """Whether the nested message that contains the fault's field was observed on the link."""
+    """Whether the message that has the fault's field, possibly nested, was observed on the link."""
     above = fault.path[:-1]
     return not above or above in observed.present[fault.lane]
 

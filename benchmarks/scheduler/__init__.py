@@ -1,3 +1,1 @@
-"""`python -m benchmarks.scheduler`: compares Stepwell's and vLLM's processor time to plan a
-step.
-"""
+"""`python -m benchmarks.scheduler`: compares processor time to plan a step with vLLM's."""

@@ -73,9 +73,7 @@ class DummyRunner:
         return output
 
     def run_bare(self, num_steps: int) -> list[int]:
-        """Waits for the time of a step, `num_steps` times. Returns each wait's end in
-        nanoseconds.
-        """
+        """Waits for a step's time, `num_steps` times. Returns each wait's end in nanoseconds."""
         ended = []
         for _ in range(num_steps):
             self._wait_since(time.perf_counter())

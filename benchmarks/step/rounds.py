@@ -165,9 +165,7 @@ class _Meter:
             self._ended = deltas.step, self._read()
 
     def micros_per_step(self) -> dict[str, float]:
-        """Processor microseconds per step of each process. RuntimeError if the run was too
-        short.
-        """
+        """Each process's processor microseconds per step. RuntimeError if the run was too short."""
         if self._begun is None or self._ended is None:
             raise RuntimeError("the run was over before all of its steps were seen")
         (first, before), (last, after) = self._begun, self._ended

@@ -2,9 +2,9 @@
 
     python render_chart.py CHART < SETS > RESULTS
 
-SETS is a JSON object that maps names to values. RESULTS has for each name the messages of `helm
-lint --strict` above the level of information, and either the rendered text of each template or the
-error about the values. The rendering library is written in Go, so it runs in a process of its own.
+SETS is a JSON object that maps names to values. RESULTS has for each name the warnings and errors
+of `helm lint --strict`, and either the rendered text of each template or the error about the
+values. The rendering library is written in Go, so it runs in a process of its own.
 """
 
 import json

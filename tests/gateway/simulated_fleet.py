@@ -168,9 +168,7 @@ class SimulatedReplica:
         sequence.held.append(key)
 
     def _publish(self, keys: Sequence[int], sequence: _Sequence) -> None:
-        """Caches a sequence's full blocks by their keys. Frees blocks whose key is already
-        cached.
-        """
+        """Caches a sequence's full blocks by their keys. Frees blocks of keys cached before."""
         for key in keys:
             if key in self._ref_counts or key in self._idle:
                 self._num_free += 1

@@ -71,9 +71,7 @@ class Recorder:
         wanted: torch.Tensor | None = None,
         lora: LoraRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Runs the model. Computes the logits of all rows, even those that the step does not
-        need.
-        """
+        """Runs the model. Computes the logits of all rows, even of those that need none."""
         hidden, logits = self._model.forward(
             token_ids, positions, attention, embedded, wanted, lora
         )

@@ -218,9 +218,7 @@ class RandomServing:
         ]
 
     def _draft(self, request: Request, drafts: dict[tuple[int, ...], list[int]]) -> list[int]:
-        """Draft tokens, most of which are right. They end with the request's last token or
-        before.
-        """
+        """Draft tokens, most of which are right, up to the request's last token at most."""
         known = drafts.get(tuple(request.prompt), [])[len(request.output) :]
         count = int(self._random.integers(0, 4))
         if most := self._runner.limits.num_speculative_tokens:
@@ -276,9 +274,7 @@ class RandomServing:
             self._settle(request)
 
     def _settle(self, request: Request) -> None:
-        """Makes full blocks findable. Frees blocks that have left the window, now or in a later
-        step.
-        """
+        """Makes full blocks findable. Frees blocks that have left the window, now or later."""
         begins = self._first_seen(request.num_computed)
         sizes = self._runner.limits.block_sizes
         for group, (table, begin) in enumerate(zip(request.tables, begins, strict=True)):

@@ -56,9 +56,7 @@ class Situation:
     served: tuple[int, ...] = tuple(range(NUM_PROMPTS))
 
     def chosen(self, of_prompts: Sequence[T]) -> list[T]:
-        """Selects the items of served prompts from `of_prompts`, which has an item for each
-        prompt.
-        """
+        """Selects the items of served prompts. `of_prompts` has an item for each prompt."""
         return [of_prompts[number] for number in self.served]
 
 

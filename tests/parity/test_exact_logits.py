@@ -74,8 +74,8 @@ def test_logits_of_a_request_alone_are_the_same_bits_in_any_chunks(
 
 
 def test_logits_token_by_token_are_the_same_bits(model: ExactModel) -> None:
-    """The last 20 tokens of each sequence are computed one by one. The lengths are such that most
-    positions are among these in some sequence.
+    """The last 20 tokens of each sequence are computed one by one. Together, the sequences of
+    different lengths cover most positions.
     """
     for served, name in ((slice(8, 9), "alone"), (slice(None), "together")):
         serving, together = model.serving(seed=2), requests()[served]

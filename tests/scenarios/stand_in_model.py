@@ -30,9 +30,7 @@ class StandInModel:
         self._grammars = grammars or {}
         self._tokens: dict[Request, list[int]] = {}
         self._checked: dict[Request, list[int]] = {}
-        """Each request's drafts for the next step, after its grammar's check. Refused ones are
-        -1.
-        """
+        """Each request's drafts for the next step, as its grammar allows. Refused ones are -1."""
 
     def execute(self, plan: SchedulerOutput, void: Collection[Request] = ()) -> ModelRunnerOutput:
         """Returns the output of a step. To be called in the order of steps. The scheduler will drop
@@ -129,9 +127,7 @@ class StandInModel:
         return longer[len(tokens) :]
 
     def _proposals(self, request: Request, tokens: list[int], count: int) -> list[int]:
-        """Proposes `count` drafts after `tokens`. About seven in ten are right, others one too
-        large.
-        """
+        """Proposes `count` drafts. About seven in ten are right, the others one too large."""
         return [
             token if (len(tokens) * 7 + index * 13) % 10 < 7 else token + 1
             for index, token in enumerate(self._continuation(request, tokens, count))

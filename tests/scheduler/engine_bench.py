@@ -43,9 +43,7 @@ class Bench:
         linger_seconds: float = LINGER_SECONDS,
         **config: Any,
     ) -> None:
-        """A step takes `step_seconds` of the event loop, or ends in its next iteration if that is
-        0.
-        """
+        """A step takes `step_seconds` of the event loop, or one iteration if that is 0."""
         limits: dict[str, Any] = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,

@@ -69,9 +69,7 @@ class Gateway:
         self.loads: list[scheduler_pb2.ReplicaLoad] = []
         self.heard: dict[int, Heard] = {}
         self._admitted: set[int] = set()
-        """Handles of admitted requests. A client's session counts if its current turn is
-        admitted.
-        """
+        """Handles of admitted requests. Of a client's session, only the current turn counts."""
         self.error: Exception | None = None
         self._num_sent = self._num_received = 0
         self.taken = 0, 0
@@ -106,9 +104,7 @@ class Gateway:
     async def add_chunk(
         self, handle: int, num_tokens: int, chunk: Sequence[int], **fields: Any
     ) -> None:
-        """Sends further input to a client's session (a request with turns) of `num_tokens`
-        tokens.
-        """
+        """Sends further input to a client's session (request with turns) of `num_tokens` tokens."""
         defaults = {
             "request_id": f"request-{handle}",
             "token_ids": pack_token_ids(chunk),

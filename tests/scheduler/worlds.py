@@ -171,7 +171,7 @@ def _config(choices: Choices) -> dict[str, Any]:
 
 
 def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """KV-cache groups: in half of the worlds one of full attention, else one to three of any
+    """KV-cache groups: in half of the worlds one of full attention, else up to three of any
     kind.
     """
     if not choices.one_in(2):

@@ -26,9 +26,7 @@ def new(row: int, sampling: SamplingParams, num_groups: int = 1) -> NewRequest:
 
 
 def step(number: int, *entries: tuple[int, int, int], **changes) -> StepInput:
-    """A step. Entries are (row in the batch, number of scheduled tokens, number of computed
-    tokens).
-    """
+    """A step. Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True)
     return StepInput(1, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 

@@ -171,9 +171,7 @@ class WorldWorkers:
         self.model = self._new_model()
 
     def _give_up(self) -> list[SentStep]:
-        """Removes and returns the steps in flight. The oldest may still store blocks in the
-        tier.
-        """
+        """Removes and returns the steps in flight. The oldest may still store its blocks."""
         steps, self._sent = list(self._sent), deque()
         if steps and self._tier is not None and steps[0].plan.step % 2:
             offloaded = steps[0].plan.kv_connector_metadata

@@ -1,7 +1,7 @@
 """Hooks of schemathesis that limit the answers to generated requests.
 
-Answers are shortened, because one of thousands of tokens takes as long as a thousand short ones.
-Deadlines are extended, because a short one causes the status 504, which is no defect.
+Answers are shortened, because an answer of thousands of tokens takes as long as a thousand short
+answers. Deadlines are extended, because a short deadline causes the status 504, which is no defect.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,4 @@
-"""A replay of a step log makes the same decisions. A replay of a changed log shows the
-difference.
-"""
+"""A replay of a step log makes the same decisions. After a change of the log it reports it."""
 
 import asyncio
 import json

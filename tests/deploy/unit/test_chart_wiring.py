@@ -151,8 +151,7 @@ def test_pool_and_workers_outlive_the_scheduler_of_their_group(release: Rendered
     assert [one["name"] for one in replica.spec["containers"]] == ["scheduler"]
     for rank in (pod for pod in release.pods() if pod.component == "rank"):
         (worker,), (scheduler,) = rank.containers(), replica.containers()[-1:]
-        # A StatefulSet's ranks are deleted together with their scheduler, a LeaderWorkerSet's are
-        # not.
+        # A StatefulSet's ranks are deleted with their scheduler, a LeaderWorkerSet's are not.
         is_deleted_with_scheduler = rank.owner["kind"] == "StatefulSet"
         assert (_stop_seconds(worker) > _stop_seconds(scheduler)) == is_deleted_with_scheduler
 

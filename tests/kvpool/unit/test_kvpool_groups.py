@@ -255,8 +255,7 @@ def test_blocks_handed_out_beside_states_are_to_be_zeroed_but_hits_are_not():
     assert zeroed(pool, Grow([1], [8], [13])) == (4, 5)
     assert pool.block_tables(1) == ((1, 2, 4, 5), (0, 3, 0, 6))
     assert zeroed(pool, Grow([1], [12], [13])) == ()
-    # Two requests hit blocks 1 and 2, and the state in block 3. Each gets new blocks in both
-    # groups.
+    # Two requests hit blocks 1 and 2 and the state in block 3. Each gets new blocks in both groups.
     two = [admission(2, 9, hit=8, path="ab"), admission(3, 10, hit=8, path="ab")]
     assert zeroed(pool, Admit(two)) == (7, 9)
     assert pool.block_tables(3) == ((1, 2, 9), (0, 3, 10))

@@ -60,9 +60,7 @@ def new_request(row: int = 0, **sampling: object) -> worker_pb2.NewRequest:
 def step(
     number: int, *entries: tuple[int, int, int], generation: int = 1, **fields: object
 ) -> worker_pb2.ExecuteRequest:
-    """A step. Entries are (row in the batch, number of scheduled tokens, number of computed
-    tokens).
-    """
+    """A step. Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return worker_pb2.ExecuteRequest(
         generation=generation,

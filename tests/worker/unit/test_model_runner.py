@@ -31,9 +31,7 @@ def new(row: int = 0, sampling: SamplingParams = GREEDY, first_block: int = 1) -
 
 
 def step(number: int, *entries: tuple[int, int, int], generation: int = 1, **changes) -> StepInput:
-    """A step. Entries are (row in the batch, number of scheduled tokens, number of computed
-    tokens).
-    """
+    """A step. Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return StepInput(generation, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 

@@ -1,4 +1,6 @@
-"""The lease of a pool or worker belongs to one scheduler. It ends some time after its release."""
+"""The lease of a pool or worker belongs to one scheduler. It is free a while after the last
+release.
+"""
 
 import pytest
 

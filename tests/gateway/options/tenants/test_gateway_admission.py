@@ -155,9 +155,7 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_its_place_to_the_ne
 
 
 async def test_a_burst_is_refused_by_those_of_it_that_are_still_read(model: Path) -> None:
-    """Even without tenants, at most as many bodies are read at once as requests fit in the
-    queue.
-    """
+    """Even without tenants, only as many bodies are read at once as requests fit in the queue."""
     scheduler = FakeScheduler(permits=0)
     async with serving(model, scheduler) as served:
         scheduler.set_queue(num_waiting=0, max_num_waiting=3)

@@ -103,7 +103,7 @@ def test_no_tenant_gives_back_what_is_its_share() -> None:
 
 
 def test_a_tenant_that_lacks_service_may_take_a_little_more_than_its_share() -> None:
-    """Tenant B got 4 answers of 128 tokens less than its share. Each output token counts as two."""
+    """Tenant B got 4 answers of 128 tokens less than its share."""
     places = running({A: 16, B: 16})
     places.usage(B).lag = 4 * 2 * 128.0
     assert may_take(places, B, 1)

@@ -128,9 +128,7 @@ BYTES = st.lists(
 def test_any_tokens_in_any_cut_are_what_transformers_makes_of_them(
     tokenizer: HfTokenizer, drawn: list, cuts: list[int], skips: bool
 ):
-    """Most tokens are single bytes, not always valid UTF-8. A run of bytes is decoded as one
-    text.
-    """
+    """Most tokens are single bytes, not always valid UTF-8. Runs of them are decoded together."""
     of_byte = {tokenizer.token_bytes(t): t for t in reversed(range(300)) if tokenizer.token_name(t)}
     special = {"end": 0, "unknown": 9999}
     ids: list[int] = []

@@ -84,9 +84,7 @@ class Story:
         return load
 
     def finish_loads(self, *invalid: BlockId) -> None:
-        """Ends all loads. The next step's output reports the ends, and blocks `invalid` as
-        failed.
-        """
+        """Ends all loads. The next step's output reports them, and blocks `invalid` as failed."""
         self.ended, self.loading, self.invalid = self.loading, [], list(invalid)
 
     async def step(self) -> SchedulerOutput:

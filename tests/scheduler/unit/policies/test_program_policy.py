@@ -86,8 +86,7 @@ def test_longer_programs_have_more_work_left() -> None:
     for turns in (2, 2, 2, 10, 10, 10):
         ended.add(Program(None, 0.0, num_turns=turns, num_tokens=100 * turns))
     expected = [ended.expected_tokens(None, num_before) for num_before in (0, 2, 10)]
-    # A turn has 100 tokens. At first 6 turns are expected, after 2 turns 8 more, after 10 half a
-    # turn.
+    # A turn has 100 tokens. 6 turns are expected at first, 8 more after 2, half a turn after 10.
     assert expected == pytest.approx([600, 800, 50])
 
 

@@ -77,9 +77,7 @@ def test_adapters_of_few_rows_add_what_each_adds_alone(
 def test_adapters_of_rows_in_turn_add_what_each_adds_alone(
     native, num_rows: int, num_adapters: int, depth: int
 ) -> None:
-    """The adapters are assigned to rows in rotation. With many rows and a large depth, several
-    blocks are needed.
-    """
+    """The adapters are assigned to rows in rotation."""
     torch.manual_seed(5)
     shape = LoraShape(sum(COLUMNS), depth)
     weight = torch.randn(shape.columns, depth).to(native.dtype)

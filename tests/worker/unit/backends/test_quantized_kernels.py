@@ -81,8 +81,9 @@ def test_a_projection_of_any_shape(
     ("bits", "group"), [(8, 2816), (8, 32), (4, 128), (4, 2816), (FLOAT8, 128)]
 )
 def test_a_large_projection_is_computed_in_several_blocks(native, bits: int, group: int) -> None:
-    """The weight has more rows than a block, several chunks of depth, and panels for two threads.
-    Few rows are multiplied by pairs of panels, but the number of panels is odd.
+    """The kernel must cut the weight: it has more rows than a block, a depth of several chunks, and
+    column panels for two threads. The number of panels is odd, although the kernel for few rows
+    multiplies pairs of panels.
     """
     torch.manual_seed(1)
     weight = drawn(800, 2816 // group, group, bits, native.dtype, offsets=True)
