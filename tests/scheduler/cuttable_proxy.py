@@ -33,7 +33,7 @@ class CuttableProxy:
         self._lost_on |= self._links
 
     def cut(self) -> None:
-        """Breaks every connection. New connections work."""
+        """Breaks every connection. Later connections work."""
         self._is_deaf_backwards = False
         for link in self._links:
             link.transport.abort()

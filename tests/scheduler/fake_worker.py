@@ -85,7 +85,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.nan_rows: frozenset[int] = frozenset()
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
-        """A token that ends the stream of steps when a new request contains it, or None."""
+        """If a new request contains this token, the worker ends the stream of steps. None for no
+        token.
+        """
         self.described: Callable[[], object] = lambda: None
         """Called when an answer to Describe has been built but not sent."""
         self.spoil: Spoil = lambda _, answer: [answer]

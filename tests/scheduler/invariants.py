@@ -1,5 +1,5 @@
-"""Invariants of every planned step, computed from block tables, tokens and limits and not from the
-scheduler's own reasons. They check a Story, a scheduler with the real KV pool's core whose steps
+"""Invariants of every planned step, computed from block tables, tokens and limits, independently of
+the scheduler's reasons. They check a Story: a scheduler with the KV pool's real core, whose steps
 are recorded.
 """
 
@@ -99,8 +99,9 @@ def check_no_request_passes_the_head(before: Before, plan: SchedulerOutput) -> N
 
 def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> None:
     """The head of the queue is admitted if a batch row, budget and blocks for it are left. It may
-    wait for a recurrent state that this step stores. While other requests run, it may also wait for
-    the headroom of the policy `program`, or for blocks that the policy retains for paused programs.
+    wait for a recurrent state (of a state-space layer) that this step stores. While other requests
+    run, it may also wait for the headroom (free blocks) that the policy `program` requires, or for
+    blocks that the policy retains for paused programs.
     """
     config, running = story.config, story.scheduler.running
     head = next(iter(story.scheduler.queues.waiting), None)
@@ -127,8 +128,8 @@ def check_the_head_waits_for_a_reason(story: Story, plan: SchedulerOutput) -> No
 
 def check_running_requests_are_served(story: Story, before: Before, plan: SchedulerOutput) -> None:
     """Every step schedules tokens of the first running request, and of the others while budget
-    remains. The request that the policy would preempt last is never preempted. So always some
-    running request reaches its end, and each waiting request runs at last.
+    remains. The request that the policy would preempt last is never preempted. So one running
+    request after another reaches its end, until each waiting request has run.
     """
     if not before.running:
         return
@@ -154,7 +155,9 @@ def _num_rows(story: Story) -> int:
 
 
 def _only_waits_for_tokens(story: Story, request: Request) -> bool:
-    """Whether the request's last token may be sampled by a step in flight."""
+    """Whether a step in flight may sample the request's last token, so that it needs no further
+    step.
+    """
     return request.num_output_placeholders > 0 and (
         request.num_tokens + 1 >= request.max_num_tokens
         or request.num_computed_tokens + 1 >= story.config.max_model_len

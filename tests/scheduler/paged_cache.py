@@ -15,7 +15,7 @@ Tables = Sequence[Sequence[int]]
 """The block tables of a request, one for each KV-cache group."""
 
 Contents = dict[int | str, tuple[int, int]]
-"""A block's contents: for each position or "state", the group that wrote it and a digest."""
+"""A block's contents: a map from positions (or "state") to pairs of group and digest."""
 
 _STATE = "state"
 EMPTY = 0
@@ -46,8 +46,8 @@ class PagedCache:
             self._blocks[copy.target] = dict(self._blocks.get(copy.source, {}))
 
     def is_held(self, contents: Contents, group: int, position: int, digest: int) -> bool:
-        """Whether `contents` of a group's block contain `digest` as the value of a position. For
-        recurrent states, the position is the last computed one of the block.
+        """Whether a group's block with these contents has `digest` as the value of a position. For
+        recurrent states, this is the last computed position of the block.
         """
         spec = self._groups[group]
         is_state = spec.attention_type is AttentionType.STATE_SPACE
@@ -91,8 +91,8 @@ class PagedCache:
         )
 
     def read_states(self, tables: Tables, digests: Sequence[int], start: int) -> None:
-        """Checks the recurrent state from which a step continues, in every group of states. Called
-        for all rows of a step before a state is written.
+        """Checks the recurrent state from which a step continues, in every group of states. Must be
+        called for all rows of a step before any state is written.
         """
         for group, (spec, table) in enumerate(zip(self._groups, tables, strict=True)):
             if spec.attention_type is AttentionType.STATE_SPACE and start and self._follows_states:
@@ -138,7 +138,9 @@ class PagedCache:
 
 
 def _first_seen(spec: KVCacheGroup, query: int) -> int:
-    """The first position that a query sees. For recurrent states, a position after all others."""
+    """The first position that a query sees. Infinite for recurrent states, which see no
+    position.
+    """
     match spec.attention_type:
         case AttentionType.FULL:
             return 0

@@ -68,7 +68,7 @@ class Work:
 
 
 class StoredTokens:
-    """A sequence: its tokens, and the value that the cache stores for each position, which is a
+    """A sequence: its tokens, and the value that the cache stores for each position. The value is a
     digest of the root (salt and adapter), of all tokens up to the position, and of their multimodal
     items.
     """
@@ -231,8 +231,8 @@ class PagedModel:
         return len(self._rows)
 
     def next_position(self, row_index: int, num_computed: int) -> int:
-        """The next position that a row writes. If the step was planned while the previous step ran,
-        it counts all drafts of the previous step as computed, but the row has only those accepted.
+        """The next position that a row writes. A step that was planned while the step before ran
+        counts all drafts of that step as computed. The row has only the accepted drafts.
         """
         if not self._num_speculative_tokens:
             return num_computed

@@ -281,8 +281,8 @@ class Replica:
     @asynccontextmanager
     async def planning_together(self, num_requests: int) -> AsyncIterator[None]:
         """Pauses the scheduler until the `num_requests` requests that the `async with` block sends
-        are queued, so that one step can admit them together. No request may run before. Afterwards
-        the worker is still blocked.
+        are queued, so that one step can admit them together. Before, no request may run. The test
+        must unblock the worker (`worker.going`) afterwards.
         """
         self.worker.going.clear()
         await self.admin.Pause(

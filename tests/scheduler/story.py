@@ -43,11 +43,11 @@ class StepRecord:
     """Blocks that are zeroed before the step."""
     round_trips: int
     tokens: dict[str, list[int]]
-    """The sampled tokens of each request that sampled or ended."""
+    """The sampled tokens of each request that sampled tokens or ended."""
 
 
 class Story:
-    """A scheduler and the KV pool's real core, wrapped by `through`. Each step is recorded."""
+    """A scheduler and the real core of the KV pool. `through` may wrap it. Records each step."""
 
     def __init__(
         self,
@@ -137,7 +137,9 @@ class Story:
         )
 
     def take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, list[int]]:
-        """Processes the output of a plan. Returns the tokens of requests that sampled or ended."""
+        """Processes the output of a plan. Returns the tokens of requests that sampled any or
+        ended.
+        """
         updates = self.scheduler.update_from_output(plan, output)
         return {update.request.request_id: list(update.token_ids) for update in updates}
 

@@ -36,7 +36,7 @@ class TimedExecutor(FakeExecutor):
 
     @property
     def gaps(self) -> list[float]:
-        """The time before each step, except the first, in which no step ran."""
+        """How long the workers were idle before each step except the first."""
         return [after.began - before.ended for before, after in pairwise(self.steps)]
 
     @property

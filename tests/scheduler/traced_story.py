@@ -1,4 +1,4 @@
-"""Worked examples of scheduling that are traced, with a clock that the test advances."""
+"""Worked examples of traced scheduling, with a clock that the test advances."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -79,13 +79,13 @@ class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 class CacheView:
     """The cached blocks, as a router tracks them from events. It recomputes the hashes from tokens,
     so that a wrong token, parent or salt is detected. The event of a block's parent may arrive
-    later, as that of a block of another KV-cache group.
+    after the block's own, because the parent belongs to another KV-cache group.
     """
 
     root: bytes
     hash_block_size: int | None = None
-    """The number of tokens that a hash covers. None for the block size. If blocks have several
-    hashes, events contain only the last of each block.
+    """The number of tokens that a hash covers, by default the block size. If blocks have several
+    hashes, an event contains only the last hash of each block.
     """
     stored: dict[int, set[int]] = field(default_factory=dict)
     """Maps each KV-cache group to the hashes of its cached blocks."""

@@ -32,7 +32,7 @@ def native_kernels() -> Kernels:
 
 
 class RankThread:
-    """A rank. `broken`: why its group broke, if it did. Torch's kernels use gloo."""
+    """A rank. `broken`: why its group broke, if it did. With torch's kernels it uses gloo."""
 
     def __init__(
         self, rank: int, size: int, port: int, timeouts: Timeouts, kernels: Kernels

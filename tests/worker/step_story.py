@@ -32,8 +32,8 @@ def step(number: int, *entries: tuple[int, int, int], **changes) -> StepInput:
 
 
 def story(kinds: tuple[SamplingParams, ...], num_groups: int = 1) -> list[StepInput]:
-    """Steps in which three requests decode. The second ends, and a fourth gets its row of the
-    batch. One prompt is computed in two chunks.
+    """Steps in which three requests decode. The second ends, and a fourth request gets its row of
+    the batch. One prompt is computed in two chunks.
     """
     first, second, third, fourth = (
         new(row, kind, num_groups) for row, kind in zip((0, 1, 2, 1), kinds, strict=True)

@@ -1,6 +1,4 @@
-"""Suffix decoding with the compiled trees, and a reference that counts the occurrences of strings
-in all tokens instead.
-"""
+"""Suffix decoding with compiled trees, and a slow reference that counts occurrences of strings."""
 
 import ctypes
 from collections import Counter

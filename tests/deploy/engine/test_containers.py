@@ -1,4 +1,4 @@
-"""The images and the compose files on a real Docker engine, which takes minutes:
+"""Runs the images and the compose files on a real Docker engine. This takes minutes:
 
 make test ARGS="tests/deploy -m engine"
 """

@@ -81,7 +81,7 @@ def test_every_listed_metric_is_served(text: str) -> None:
 
 
 def total(text: str, name: str, label: str = "") -> float:
-    """The sum of the series of a metric that have this label."""
+    """The sum of a metric's series that have this label."""
     found = re.findall(rf"^{name}(?:\{{(.*)\}})? (\S+)$", text, re.M)
     return sum(float(value) for labelled, value in found if label in labelled)
 

@@ -132,8 +132,8 @@ async def test_the_events_lead_to_what_the_pool_has_cached(
 
 
 async def test_a_part_of_a_block_is_a_block_of_the_tokens_of_a_hash(tmp_path: Path) -> None:
-    """A hash covers 2 tokens, so that prefix hits may end inside a block of 4. A prompt of 11
-    tokens has two full blocks, and one more hash.
+    """A hash covers 2 tokens and a block 4, so a prefix hit may end inside a block. A prompt of 11
+    tokens has two full blocks, and one more hash for tokens 9 and 10.
     """
     worker = FakeWorker(groups=[FULL, STATE])
     async with publishing(tmp_path, worker, prefix_match_unit=2) as (replica, subscriber):

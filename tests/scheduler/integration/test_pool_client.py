@@ -80,8 +80,8 @@ async def test_a_transaction_can_be_cancelled_while_the_connection_begins(
 
 
 async def test_a_transaction_ends_in_time_whose_stream_was_just_begun(closed_address: str) -> None:
-    """The deadline passes just after the first retry has begun a stream. In some of the 30 cases,
-    the stream's headers have not been sent then.
+    """The deadline passes just after the first retry has begun a stream. In some of the 30 cases
+    this is before the stream's headers are sent.
     """
     async with asyncio.timeout(60):
         for tenth in range(30):

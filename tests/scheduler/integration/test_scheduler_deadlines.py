@@ -40,7 +40,7 @@ MANY = 150
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes deadlines short. The machine counts as not overloaded."""
+    """Makes deadlines short, and reports the machine as not overloaded, so that deadlines apply."""
     monkeypatch.setattr(pool_client, "watch_addresses", lambda _: Reading)
     monkeypatch.setattr(worker_client, "STEP_FLOOR_SECONDS", FLOOR_SECONDS)
     monkeypatch.setattr(pool_client, "TRANSACTION_FLOOR_SECONDS", FLOOR_SECONDS)
@@ -269,7 +269,7 @@ async def test_an_alarm_that_comes_late_gives_what_waits_unread_a_second() -> No
 
 
 async def test_an_alarm_waits_for_work_that_gets_no_processor() -> None:
-    """The watched thread gets only a fifth of a processor, so that 0.2 s of work take a second."""
+    """The watched thread gets a fifth of a processor, so its 0.2 s of work take a second."""
     loop = asyncio.get_running_loop()
     began, rang = loop.time(), asyncio.Event()
 

@@ -1,5 +1,5 @@
-"""An idle replica keeps its connections open, although they carry only gRPC's keepalive pings. It
-keeps its generation (the number of the pool's opening) and its prefix cache.
+"""An idle replica keeps its connections open, although they carry only gRPC's keepalive pings. The
+pool is not opened again, and the prefix cache is kept.
 """
 
 import asyncio

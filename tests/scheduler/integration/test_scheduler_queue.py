@@ -1,5 +1,5 @@
 """The limit on the time in the queue: requests are refused at arrival, or end before their first
-step. Also which reports on queue and load gateways receive.
+step. Also the reports of queue and load that gateways receive.
 """
 
 import asyncio
@@ -137,7 +137,7 @@ async def test_gateways_hear_how_long_the_queue_is_before_any_request_has_ended(
 
 
 async def test_gateways_hear_how_many_have_places_and_what_a_prompt_takes() -> None:
-    """Of 8 requests that may run, the pool has blocks for only 5, because each needs 8 blocks."""
+    """8 requests may run. The pool has blocks for only 5, because each needs 8 blocks."""
     worker = FakeWorker(num_blocks=5 * 8 + 1)
     async with serving_replica(worker) as replica, gateway_of(replica) as gateway:
         for handle in range(10):

@@ -64,7 +64,8 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
             await gateway.say(
                 keep=scheduler_pb2.KeepTrace(request_id="slow", traceparent=SLOW_TRACEPARENT)
             )
-            # Messages are read in order, so an answer to this request shows that the last was read.
+            # Messages are read in order. After the answer to this request, the message before was
+            # read.
             await gateway.add(4, prompt(9), sampling=sampling(1))
             await gateway.finish(4)
             await gateway.close()

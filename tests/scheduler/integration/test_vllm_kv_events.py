@@ -148,7 +148,7 @@ async def test_the_adapter_of_a_request_goes_with_its_blocks(tmp_path: Path) -> 
 
 
 async def test_batches_that_are_not_kept_are_out_of_range(tmp_path: Path) -> None:
-    """After this error, the client in the package smg requests a snapshot."""
+    """The package smg, whose client gets this error, then requests a snapshot."""
     async with vllm_replica(tmp_path, kv_events_buffer_steps=2) as (_, stub):
         await run(stub, prompt(9), prompt(9, 300))
         for begin in (1, 1000):
@@ -185,7 +185,7 @@ async def next_load(
         common_pb2.SubscribeKvEventsRequest, common_pb2.KvEventBatch
     ],
 ) -> common_pb2.EngineLoad:
-    """The load in the next message that has one."""
+    """Returns the load in the next message that has one."""
     async with asyncio.timeout(SECONDS):
         while True:
             batch = await subscription.read()

@@ -163,8 +163,8 @@ async def test_a_worker_that_always_answers_wrongly_is_waited_for_with_the_reaso
 
 
 class Proxied(Pool):
-    """A pool or worker behind a proxy. In a lane (one direction of a gRPC method), the proxy
-    changes every `every`-th message in the next of the ways `kinds`.
+    """A pool or worker behind a proxy. Of the messages of a lane (one direction of a gRPC method),
+    the proxy damages every `every`-th, each time in the next of the ways `kinds`.
     """
 
     every = 10
@@ -282,8 +282,8 @@ async def test_a_request_of_which_transactions_are_always_answered_wrongly_is_fo
     poisoned = [*prompt(5, 600), POISON]
 
     class Poisoned(Proxied):
-        """A pool behind a proxy. An answer is wrong if its transaction admits a request with as
-        many prompt tokens as the poisoned request has.
+        """A pool behind a proxy. Its answer is wrong whenever the transaction admits the poisoned
+        request, which is recognized by its number of prompt tokens.
         """
 
         is_wrong = False

@@ -1,4 +1,4 @@
-"""Encoding pool transactions and steps as protobuf messages and decoding them changes nothing."""
+"""Pool transactions and steps are the same after encoding as protobuf messages and decoding."""
 
 import random
 

@@ -77,7 +77,7 @@ async def test_reasons_have_an_order(
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 async def test_output_that_repeats_itself_ends(async_scheduling: bool) -> None:
-    """The pattern of one token occurs twice, which ends the request."""
+    """The output ends with one token twice, which is a pattern of length one."""
     story = Story(async_scheduling=async_scheduling)
     request = story.add("a", REPEATS, num_prompt_tokens=9, repetition=RepetitionDetection(3, 1, 2))
     other = story.add("b", REPEATS, num_prompt_tokens=9, max_tokens=9)

@@ -272,7 +272,7 @@ def test_the_longest_request_is_one_that_all_groups_hold(
 
 def test_drafts_that_may_yet_be_rejected_hold_a_window_open() -> None:
     # A step of five tokens, with the five tokens before it, covers at most four blocks. With
-    # drafts, four drafts in flight may lie between them, so that they cover up to five.
+    # drafts, four tokens in flight may lie between the two, so that up to five blocks are covered.
     small = {"num_blocks": 5, "max_num_batched_tokens": 5}
     assert max_request_tokens(config(WINDOW, **small)) == 1000
     assert max_request_tokens(config(WINDOW, **small, num_speculative_tokens=4)) == 16

@@ -167,7 +167,7 @@ async def test_a_log_tells_items_and_what_is_evicted() -> None:
             )
 
 
-# The encoder cache alone
+# The encoder cache without a scheduler
 
 
 def make_request(name: str, *items: EncoderInput) -> Request:

@@ -1,5 +1,5 @@
-"""Speculative decoding. If an admitted request has one token to compute, placeholders for drafts
-are scheduled with it, within the limits.
+"""Speculative decoding. If a newly admitted request has one token to compute, placeholders for
+drafts are scheduled with it, as far as the limits allow.
 """
 
 import pytest
@@ -62,8 +62,8 @@ async def test_requests_share_a_bounded_number_of_rows() -> None:
 
 async def test_with_stages_no_draft_stands_in_place_of_a_token_that_is_in_flight() -> None:
     """The second request is preempted while one of its steps is in flight, and then resumes. The
-    drafts of that step arrive later. They cannot follow the token of the step that resumes the
-    request, because this token is still in flight.
+    drafts of the old step arrive later. They cannot follow the token of the new step, because this
+    token is still in flight.
     """
     first, second = prompt(7), prompt(5, first=300)
     added = [("a", first), ("b", second)]

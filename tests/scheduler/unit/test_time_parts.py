@@ -1,5 +1,5 @@
-"""The parts of a request's time at a replica. The part for a wait names the request that occupied
-the missing blocks, budget or slot.
+"""The parts of a request's time at a replica. A part in which it waits names the request that
+occupied the missing blocks, budget or slot.
 """
 
 from services.common.telemetry.time_parts import TimePart

@@ -1,8 +1,8 @@
 """Compiles the Triton kernels that a worker uses, for GPUs that this machine does not have.
 
-Triton's compiler needs no GPU, but its front end queries one, which these tests simulate. Therefore
-they are collected only in a separate process, which tests/worker/unit/test_xformers_kernels.py
-starts.
+Triton's compiler needs no GPU, but its front end queries a GPU, which these tests simulate.
+Therefore they are collected only in a separate process, which
+tests/worker/unit/test_xformers_kernels.py starts.
 """
 
 import os

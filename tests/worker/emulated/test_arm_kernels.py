@@ -85,7 +85,7 @@ def packed(
 def products(
     arm: EmulatedLibrary, elements: Elements, projection: library.Projection, x: np.ndarray
 ) -> np.ndarray:
-    """The outputs of all rows, which are asserted not to depend on the number of rows in a call."""
+    """The outputs of all rows. Asserts that they do not depend on the number of rows in a call."""
     given, width = arm.copy(x), projection.columns // (2 if projection.epilogue else 1)
     output = arm.empty((len(x), width), elements.dtype)
     begin, found = 0, []

@@ -16,7 +16,6 @@ from tests.worker.runner_driver import GREEDY, build_runner, ints
 
 PROMPT = [7, 8, 9, 10, 11]
 MOST = 4
-"""The maximum number of drafts of a request in a step, as the model runner is configured."""
 
 
 class Scripted:

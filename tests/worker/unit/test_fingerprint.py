@@ -1,4 +1,6 @@
-"""A worker's fingerprint changes with exactly what changes its cached keys and values."""
+"""A worker's fingerprint changes with exactly the properties on which cached keys and values
+depend.
+"""
 
 import json
 import shutil

@@ -100,7 +100,7 @@ def prompt_of(generation: int, number: int, length: int = 4) -> StepInput:
 
 
 def opening(generation: int) -> StepInput:
-    """The empty step with which a generation begins: the batch is then empty."""
+    """The empty step with which a generation (a new, empty batch) begins."""
     return StepInput(generation, 0, ints(), ints(), ints())
 
 

@@ -144,8 +144,8 @@ def test_few_sequences_of_a_tenant_start_at_once() -> None:
     ("mean_output_tokens", "num_starting"), [(128.0, 2), (32.0, 3), (16.0, 5), (8.0, 8), (0.0, 8)]
 )
 def test_as_many_start_as_end_meanwhile(mean_output_tokens: float, num_starting: int) -> None:
-    """Of a tenant's 20 running sequences, some end within four steps. It may start this number of
-    sequences at once, at most half of its share of 16.
+    """A tenant has 20 running sequences and a share of 16 slots. It may start as many sequences at
+    once as of the 20 end within four steps, but at most 8.
     """
     places = running({A: 20, B: 3})
     usage = places.usage(A)

@@ -405,5 +405,5 @@ async def test_decoded_blocks_are_stored_once_their_tokens_are_known(
     stored: list[tuple[int, int]] = []
     while story.scheduler.has_work:
         stored += stores(await story.step())
-    # Three blocks are full, because the last of the 13 tokens is never computed.
+    # The last of the 13 tokens is never computed, so only three blocks are full.
     assert [block for block, _ in stored] == [1, 2, 3]

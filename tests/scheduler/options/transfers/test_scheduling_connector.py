@@ -162,9 +162,9 @@ async def test_with_nothing_valid_the_connector_is_asked_again():
 async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
     others: tuple[int, ...], loads: list[int]
 ):
-    """A load must leave free the blocks that prefills still need. A request whose load failed is
-    such a prefill, even for its own next load. If no request runs, it does not count, because it
-    would wait for itself.
+    """A load must leave free the blocks that prefills still need. A request whose load failed must
+    be prefilled, and counts even for its own next load. If no request runs, it does not count,
+    because it would wait for itself.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
@@ -189,8 +189,8 @@ async def test_two_failed_loads_do_not_wait_for_each_other():
 
 
 async def test_a_failed_load_does_not_wait_for_a_loaded_request_behind_it():
-    """The second request was loaded. It has blocks that the first one lacks, but cannot be admitted
-    before it. Therefore the second one is preempted.
+    """The second request was loaded. Its blocks are missing for the first request, which must be
+    admitted before it. Therefore the second request is preempted.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(
@@ -254,8 +254,8 @@ async def test_steps_in_flight_behind_a_failed_load_are_dropped_too():
 
 
 async def test_a_window_holds_what_the_last_token_of_a_prompt_that_was_loaded_whole_sees():
-    """The last token of the prompt is computed again. The window of its query includes both blocks,
-    but the window of the next token's query only the second one.
+    """The last token of the prompt is computed again. The window of its query includes both blocks.
+    The window of the next token's query includes only the second block.
     """
     whole = elsewhere(8, **{"async": True})
     steps = await story((0, request("a", 8, **whole)), kv_cache_groups=WINDOW)
@@ -335,7 +335,7 @@ async def test_a_load_leaves_no_more_blocks_free_for_a_window_than_it_holds_at_o
         kv_cache_groups=WINDOW,
     )
     # The pool has 19 blocks. Request a holds 3 blocks of full attention and 2 of the window, and
-    # lacks 7 and 1: its window needs at most ceil(12 / 4) + 1 entries, of which 3 are in its table.
+    # lacks 7 and 1. Its window needs at most ceil(12 / 4) + 1 entries, of which 3 are in its table.
     # The load of request b needs two blocks of each group.
     assert steps[1]["loads"] == [["b", 8, True, [[7, 8], [9, 10]]]]
 

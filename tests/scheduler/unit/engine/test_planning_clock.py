@@ -19,8 +19,8 @@ Seconds = st.floats(0, 0.1)
 
 
 def run_steps(clock: PlanningClock, count: int, room: float, num_tokens: int = 8) -> None:
-    """Runs `count` steps of one size in a row. `room` is for how long after the start of such a
-    step planning can be delayed without making the workers wait.
+    """Runs `count` steps of one size in a row. If planning starts later than `room` after the start
+    of such a step, the workers must wait for the next step.
     """
     for step in range(count):
         clock.begins(num_tokens, 100.0)
@@ -77,7 +77,7 @@ def test_where_there_is_hardly_any_room_nothing_is_put_off() -> None:
 
 
 def test_steps_that_are_done_before_the_next_was_planned_are_put_off_less() -> None:
-    """Steps whose room for delays was 30 ms now take 10 ms, with a room of 8 ms."""
+    """Steps had a room for delays of 30 ms. Now they take 10 ms, and have a room of 8 ms."""
     clock = PlanningClock()
     run_steps(clock, MIN_STEPS, 30 * MILLI)
     for step in range(RECENT_STEPS):
@@ -90,8 +90,8 @@ def test_steps_that_are_done_before_the_next_was_planned_are_put_off_less() -> N
 
 def test_planning_that_began_late_for_another_reason_counts_as_messages_do() -> None:
     """Planning was due at once, but began 4 ms later. The step arrived 20 ms before the workers
-    could run it. The 4 ms do not count as room for delays, as the times of planning and of messages
-    do not.
+    could run it. The 4 ms do not count as room for delays. Neither do the times of planning and of
+    messages.
     """
     clock = PlanningClock()
     for step in range(MIN_STEPS):
@@ -113,7 +113,9 @@ def test_steps_of_workers_that_do_not_measure_are_planned_at_once() -> None:
 
 
 def test_only_steps_that_were_planned_while_another_ran_tell_anything() -> None:
-    """The first step after an idle time arrives long after the step before has ended."""
+    """The first step after an idle time arrives long after the step before has ended, which says
+    nothing about the times of planning.
+    """
     clock = PlanningClock()
     run_steps(clock, MIN_STEPS, 30 * MILLI)
     clock.answered(1000, -60.0)

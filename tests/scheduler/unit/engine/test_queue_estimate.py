@@ -18,7 +18,7 @@ def sampled(estimate: QueueEstimate, seconds: int, *, rate: int, num_waiting: in
 
 
 def hold_on(estimate: QueueEstimate, now: float) -> None:
-    """Adds a sample in which, still, only 50 requests have completed."""
+    """Adds a sample in which no further requests than 50 have completed."""
     estimate.sample(
         now,
         num_running=20,
@@ -51,8 +51,8 @@ def test_without_a_queue_the_rate_is_that_of_as_many_as_could_run() -> None:
 
 
 def test_time_in_which_few_run_counts_as_if_all_did() -> None:
-    """Of at most 40 requests, 10 run, and 5 requests end per second. A step of 40 requests takes
-    three times as long as a step of 10.
+    """10 of at most 40 requests run, and 5 end per second. A step of 40 takes three times as long
+    as a step of 10.
     """
     estimate = QueueEstimate(40)
     for number in range(101):

@@ -1,4 +1,4 @@
-"""The seconds that prompt tokens and decoding requests add to steps, estimated from steps."""
+"""Estimates from the times of steps how many seconds a prompt token and a decoding request add."""
 
 import pytest
 from hypothesis import given
@@ -123,8 +123,9 @@ def test_the_fastest_load_tells_the_speed_of_loads() -> None:
     st.sampled_from([1e-4, 3e-3, 0.7]),
 )
 def test_no_cost_is_negative(steps: list[tuple[int, int]], each: float) -> None:
-    """If the times of steps are proportional to their numbers of requests, the cost of a step is 0
-    but for rounding. A negative cost would make a gain of the policy `program` negative.
+    """If the times of steps are proportional to their numbers of requests, the constant part of a
+    step's cost is 0, or slightly negative by rounding. A negative cost would make a gain of the
+    policy `program` negative.
     """
     costs = StepCosts()
     for num_requests, num_slow in steps:

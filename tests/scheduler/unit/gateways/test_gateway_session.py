@@ -11,7 +11,7 @@ from services.scheduler.core.request import Request
 
 
 class Writer:
-    """The writer of a local stream, which can or cannot write as the test decides."""
+    """The writer of a local stream. The test decides whether it can write."""
 
     def __init__(self) -> None:
         self.can_write = True

@@ -168,7 +168,7 @@ async def test_a_client_may_say_which_tool_follows_and_that_none_does() -> None:
     assert not agents.holds(last)
 
 
-# When a pin ends
+# How long a pin lasts
 
 
 async def test_a_new_pin_of_a_program_ends_the_earlier_one() -> None:
@@ -209,7 +209,7 @@ async def test_a_pin_outlives_its_deadline_while_the_next_turn_waits() -> None:
     assert not agents.holds(first)
 
 
-# The order
+# The order of admission
 
 
 async def test_pinned_programs_come_first_and_then_the_oldest() -> None:
@@ -314,7 +314,7 @@ async def test_turns_whose_tool_is_not_known_are_given_up_before_pins() -> None:
 
 
 async def test_a_victim_that_the_step_has_scheduled_leaves_it() -> None:
-    """Continuum's published code leaves the victim in the step, which has then too many
+    """Continuum's published code leaves the victim in the step, which then has too many
     requests.
     """
     agents = Agents(num_blocks=21)

@@ -13,12 +13,13 @@ from tests.scheduler.story import prompt
 
 NUM_PROGRAMS, NUM_TURNS, TOOL_SECONDS = 8, 6, 0.1
 Naming = Callable[[int, int], DeclaredProgram | None]
-"""Maps the number of a program, and of its turn, to the name that the client sends."""
+"""Maps the numbers of a program and of a turn to the name that the client sends with the turn."""
 
 
 async def mean_end(naming: Naming) -> float:
-    """The mean end time of a tenant's programs, while a second tenant runs as many programs, which
-    it names by `naming`. The pool has blocks for about half of all contexts.
+    """The mean end time of a tenant's programs, while a second tenant runs as many programs and
+    names them by `naming`. The pool has blocks for about half of all contexts (KV blocks that
+    programs would reuse).
     """
     agents = Agents(num_blocks=81, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=256)
     names, ends = count(), list[float]()

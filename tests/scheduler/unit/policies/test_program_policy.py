@@ -58,7 +58,9 @@ def test_a_tool_without_pauses_is_judged_by_all_of_them() -> None:
 
 
 def test_a_tool_after_which_nobody_returns_is_worth_little() -> None:
-    """20 programs have paused without a tool call for 1 to 20 seconds, and none has returned."""
+    """20 programs have paused without a tool call for 1 to 20 seconds. None of them has
+    returned.
+    """
     pauses = PauseStatistics()
     for _ in range(20):
         pauses.ended(b"", "sed", 0.5)
@@ -91,9 +93,7 @@ def test_longer_programs_have_more_work_left() -> None:
 
 
 def test_a_new_application_is_expected_to_be_like_other_new_ones() -> None:
-    """The new application resembles the conversations (which are short and have no common prefix)
-    more than the one agent (which has long programs).
-    """
+    """Conversations, which have no common prefix, are short. The programs of one agent are long."""
     ended = EndedPrograms()
     agent = BlockHash(b"agent")
     for number in range(40):
@@ -113,7 +113,8 @@ def test_a_program_that_is_presumed_to_have_ended_counts_until_it_returns() -> N
         ended.presume(one)
         ended.presume(one)
     assert ended.expected_tokens(agent, 0) == pytest.approx(200)
-    # Only the first five programs of an application count. They have 1, 3, 1, 3 and 1 turns.
+    # Only an application's first five programs count for others. Here they have 1, 3, 1, 3 and 1
+    # turns.
     assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(180)
     for one in programs[::2]:
         ended.returned(one)
@@ -170,7 +171,7 @@ async def test_a_prompt_that_begins_with_a_paused_context_continues_its_program(
 
 
 async def paused_and_running(**config: object) -> tuple[Agents, list[int], Request]:
-    """40 blocks, of which a paused context has 16, and a running request. Pauses take a second."""
+    """A pool of 40 blocks: a paused context has 16, and a request runs. Pauses take a second."""
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200, **config)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", TOOL_SECONDS)
@@ -228,7 +229,9 @@ async def test_a_context_with_windows_is_lost_with_its_first_block() -> None:
 
 
 async def test_the_credit_of_waiting_bounds_the_wait() -> None:
-    """The value of the context does not decrease, because the client asked to keep it."""
+    """The client asked to keep the context, so that its value does not decrease. The wait still
+    ends.
+    """
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", TOOL_SECONDS)
@@ -287,7 +290,7 @@ async def test_contexts_that_a_tier_loads_faster_are_worth_less() -> None:
 
 
 async def test_a_prompt_that_is_much_longer_than_a_step_earns_its_blocks_too() -> None:
-    """Blocks are free for the next steps, but the whole prompt needs two more, of a context."""
+    """The next steps have free blocks, but the whole prompt needs two more, which a context has."""
     agents = Agents(num_blocks=61, max_num_batched_tokens=16)
     await agents.turn("paused", prompt(61), max_tokens=4)
     running = agents.story.add("running", prompt(20, first=300), max_tokens=60)
@@ -327,7 +330,7 @@ async def test_contexts_of_a_tenant_with_more_than_its_share_are_worth_less() ->
         context.program.tenant: value
         for value, context in agents.retention.worth.ranked(agents.now)
     }
-    # By its weight, tenant "many" may have a quarter of the blocks, but it has 80 %.
+    # By its weight, the share of tenant "many" is a quarter of the blocks, but it has 80 %.
     assert values[b"few"] / values[b"many"] > 2.5
     assert agents.retention.worth.tenants_factors() == {b"many": pytest.approx(3.2), b"few": 1.0}
 
@@ -369,8 +372,8 @@ async def test_running_requests_take_blocks_of_contexts_before_any_is_preempted(
 
 @pytest.mark.parametrize("num_warm", [0, 32])
 async def test_a_request_without_its_context_leaves_headroom(num_warm: int) -> None:
-    """After 32 warm admissions (of requests with a context) in a row, the cold request is next, but
-    even then it leaves headroom.
+    """Admissions with a context are called warm, without one cold. After 32 warm ones in a row the
+    cold request is next, but still leaves headroom.
     """
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
     agents.retention.turns.num_warm = num_warm
@@ -413,7 +416,7 @@ async def test_headroom_is_left_beside_contexts(num_tokens: int, is_admitted: bo
 
 @pytest.mark.parametrize("most", [32, 4])
 async def test_requests_with_their_contexts_come_first_but_not_for_ever(most: int) -> None:
-    """Of the two programs with contexts, a turn waits or runs at any time."""
+    """Two programs have contexts, and one of their turns waits or runs at any time."""
     agents = Agents(num_blocks=2001, max_num_seqs=1, max_model_len=800, max_warm_admissions=most)
     contexts = [await agents.turn(f"{first}", prompt(64, first)) for first in (100, 400)]
     cold = agents.story.add("cold", prompt(64, first=900), max_tokens=1)
@@ -462,7 +465,7 @@ def test_the_programs_that_are_known_are_bounded(idle_seconds: float) -> None:
 
 
 async def test_after_a_loss_nothing_is_said_to_the_pool_about_contexts_that_were_lost() -> None:
-    """An operator may abort all requests while the pool is lost, which sends pool operations."""
+    """An operator may abort all requests while the pool is lost, which sends pending operations."""
     agents = Agents()
     await agents.turn("one", prompt(16))
     (context,) = agents.retention._contexts

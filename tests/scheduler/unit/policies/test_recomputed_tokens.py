@@ -45,7 +45,7 @@ async def test_a_turn_that_was_preempted() -> None:
 
 @pytest.mark.parametrize("policy", ["program", "continuum-fixed"])
 async def test_what_was_lost_with_the_pool(policy: str) -> None:
-    """The pool has a paused context (of a program's next request) of five blocks."""
+    """The pool retains five blocks for the next request of a paused program."""
     agents = Agents(num_blocks=41, policy=policy)
     told = Recomputed(agents)
     context = await agents.turn("one", prompt(19))

@@ -1,4 +1,4 @@
-"""The tracing spans of an agent's program: its turns, and the pauses between them."""
+"""The tracing spans of an agent's program: one for each turn, which also has the pause before."""
 
 from services.common.request.program import DeclaredProgram
 from services.common.telemetry import names

@@ -1,4 +1,4 @@
-"""The step log never blocks the scheduler. If it cannot be written, it ends."""
+"""The step log never blocks the scheduler. If it cannot be written, the log ends."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Why requests wait: for each reason, the first step and the number of steps."""
+"""Why requests wait: each reason is recorded with its first step and its number of steps."""
 
 import itertools
 import sys
@@ -23,7 +23,7 @@ RECOVERY = WaitReason.RECOVERY
 
 
 class Book:
-    """Records the reasons of planned steps. Its clock advances by one at each reading."""
+    """Records the wait reasons in planned steps. Its clock advances by one at each reading."""
 
     def __init__(self) -> None:
         self.reasons = WaitReasons()
@@ -136,7 +136,7 @@ def test_the_newest_changes_are_remembered_and_no_more() -> None:
     assert not book.reasons.has_forgotten(book.begin())
 
 
-# The reasons that the scheduler gives
+# The reasons for which the scheduler lets requests wait
 
 
 async def reason_of(story: Story) -> WaitReason | None:

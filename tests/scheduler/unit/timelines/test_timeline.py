@@ -1,5 +1,5 @@
-"""The timeline of a request, whose phases, and their parts, follow each other without gaps even
-when many are merged.
+"""The timeline of a request: phases, and parts of each phase, which follow each other without gaps
+even when many are merged.
 """
 
 from hypothesis import given

@@ -73,7 +73,7 @@ def sampling_of(generation: Generation) -> Any:
 
 
 def test_every_field_of_the_sampling_parameters_is_known_here() -> None:
-    """Fails if a new version of the package adds a field, which is then refused by name."""
+    """Fails if a new version of the package adds a field."""
     fields = {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     assert fields == {*VALUES, *TEXT_ONLY, *REFUSED}
 

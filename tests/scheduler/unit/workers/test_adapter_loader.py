@@ -145,8 +145,8 @@ async def test_new_workers_get_what_the_old_ones_held() -> None:
 
 @pytest.mark.parametrize(("there", "back"), [(1, 0), (1, 3), (3, 1)])
 async def test_new_workers_hold_an_adapter_that_is_loaded_meanwhile(there: int, back: int) -> None:
-    """The call that loads adapter C reaches the old or the new workers. It arrives before, during
-    or after the calls by which the new workers load the adapters of the old ones.
+    """New workers load the adapters that the old ones had. Before, during or after these calls, the
+    call that loads adapter C arrives, at the old or the new workers.
     """
 
     async def lose(replica: Replica, after: int) -> None:

@@ -91,7 +91,9 @@ def directory(tmp_path: Path) -> Path:
 
 
 def answer(run: Callable[[StepInput], StepOutput], count: int) -> list[int]:
-    """The first `count` output tokens after PROMPT. Each decode step computes the token before."""
+    """The first `count` output tokens after PROMPT. Each decode step computes the last sampled
+    token.
+    """
     tokens = [PROMPT[-1]]
     for number in range(count):
         start = (0, 1, 4 + number) if number else (0, 5, 0)

@@ -35,7 +35,7 @@ def shape(request: pytest.FixtureRequest) -> AttentionShape:
 def attention(
     request: pytest.FixtureRequest, native: Native, shape: AttentionShape
 ) -> PagedAttention:
-    """A KV cache in which each block has other numbers."""
+    """A KV cache whose blocks have different contents."""
     made: dict[str, Callable[[], PagedAttention]] = {
         "torch": lambda: TorchPagedAttention(shape),
         "native": lambda: native.kernels.paged_attention(shape),

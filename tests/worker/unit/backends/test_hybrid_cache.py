@@ -74,7 +74,7 @@ def test_the_larger_of_both_is_the_size_of_a_block() -> None:
     of = shape(LARGE)
     assert LARGE.num_bytes == 6 * 2 + 100 * 4
     assert of.bytes_per_block == LARGE.num_bytes > 2 * 4 * 8 * 4
-    # A state needs 512 bytes: a block of 8 tokens. Blocks of 4 tokens have only 256.
+    # A state needs 512 bytes, which a block of 8 tokens has. Blocks of 4 tokens have only 256.
     assert of.block_size_for_states == 8
     assert shape(SMALL).block_size_for_states == 4
 

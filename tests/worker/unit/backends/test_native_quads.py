@@ -33,8 +33,8 @@ extern "C" void sums(const KeyByte* keys, const KeyByte* query, const ValueByte*
 
 
 def assert_exact(sums: Callable[..., object], copy: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Compares the sums of random bytes with exact sums. `sums` is the function of PROGRAM. `copy`
-    copies an array into memory that `sums` can access.
+    """Compares sums of products of random bytes with exact sums. `sums` is the function of PROGRAM.
+    `copy` copies an array into memory that `sums` can access.
     """
     random = np.random.default_rng(1)
     for steps in (1, 16, 64):

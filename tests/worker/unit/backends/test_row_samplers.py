@@ -43,8 +43,8 @@ def assert_equal(
     parameters: RowParameters,
     masks: RowMasks | None = None,
 ) -> np.ndarray:
-    """Compares compiled draws with NumPy's. The rows of `logits` are drawn in another order: all at
-    once, and the last one alone. Returns the draws.
+    """Draws the rows of `logits` in another order, first all at once and then the last one alone.
+    Compares compiled draws with NumPy's. Returns the draws.
     """
     rows = np.arange(len(logits))[::-1].copy()
     expected = NumpyRowSampler(len(rows), logits.shape[1]).sample(logits, rows, parameters, masks)
@@ -124,7 +124,7 @@ def test_compiled_draws_equal_numpys(
 def test_compiled_draws_from_large_vocabularies_equal_numpys(
     native: NativeRowSampler, size: int
 ) -> None:
-    """The rows are so many that several threads draw."""
+    """There are so many rows that several threads draw."""
     generator = np.random.default_rng(size)
     kinds = [
         (temperature, *filters)

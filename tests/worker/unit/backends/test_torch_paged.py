@@ -223,7 +223,7 @@ def test_groups_share_pages_and_a_window_reads_only_its_own_keys(batch_invariant
 
 
 def poison(attention: TorchPagedAttention, block_id: int) -> None:
-    """Fills a block, in the pages of both groups, with NaN, as another request could."""
+    """Fills a block with NaN in the pages of both groups, as if another request had written it."""
     broken = Sequence([block_id])
     broken.keys = broken.values = torch.full((4, NUM_KV_HEADS, HEAD_DIM), torch.nan)
     step = attention.begin_step([layout_of([broken], [4], 4)] * 2)

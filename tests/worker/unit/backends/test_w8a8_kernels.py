@@ -53,8 +53,8 @@ def test_a_product_of_any_shape(native, rows: int, columns: int) -> None:
 
 
 def test_a_large_product_is_computed_in_several_blocks(native) -> None:
-    """The weight has more rows than a block, several chunks of depth, and panels for two threads.
-    The sums are too large to be exact in float32.
+    """The kernel must cut the weight: it has more rows than a block, a depth of several chunks, and
+    column panels for two threads. The sums are too large to be exact in float32.
     """
     torch.manual_seed(1)
     weight, bias = drawn(800, 5632, native.dtype), torch.randn(800).to(native.dtype)

@@ -30,7 +30,7 @@ NUM_STEPS = 20
 
 
 class Waiting:
-    """A thread that acquires the interpreter's lock repeatedly, and counts this as turns."""
+    """A thread that repeatedly acquires the interpreter's lock, and counts its turns."""
 
     def __init__(self) -> None:
         self.num_turns = 0

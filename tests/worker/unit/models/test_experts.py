@@ -92,7 +92,7 @@ def test_experts_may_be_stacked_in_one_tensor(tmp_path: Path, kind: str) -> None
 
 
 def stack_experts(directory: Path, in_memory: dict[str, torch.Tensor]) -> None:
-    """Writes the weights of experts and routers in the format that transformers has in memory."""
+    """Writes the weights of experts and routers, in the layout that transformers uses in memory."""
     path = directory / "model.safetensors"
     tensors = {
         name: tensor

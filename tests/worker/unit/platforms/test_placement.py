@@ -31,7 +31,7 @@ from tests.machines import Machine
 
 @dataclass(frozen=True, slots=True)
 class FormedGroup:
-    """A fake Group, with the ranks that run on this machine, and the worker's membership."""
+    """A fake Group: the ranks that run on this machine, and the worker's rank and group size."""
 
     local_ranks: list[int]
     membership: Membership

@@ -155,8 +155,9 @@ def test_a_checked_token_is_allowed_where_the_mask_has_it(
 def test_greedy_tokens_are_the_same_drawn_before_their_masks(
     form: str, confidence: float, grammars: Grammars
 ) -> None:
-    """Requests with log-probabilities always draw after their masks are known. With probability
-    `confidence`, the logits of a position prefer a token of another output that conforms.
+    """Requests with log-probabilities draw after their masks are known, other requests before. Both
+    must get the same tokens. With probability `confidence`, the logits of a position prefer a token
+    of another output that conforms.
     """
     wanted = continued(grammars, constrained(form, 3), [])
     rng, sampler = np.random.default_rng(6), Sampler(2, VOCAB_SIZE, grammars)
