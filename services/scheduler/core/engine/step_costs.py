@@ -106,8 +106,8 @@ class StepCosts:
 
     def _least_squares(self) -> tuple[float, float]:
         """Fits the costs of a step and of a request to the decode-only steps. If all these steps
-        have equally many requests, half of the time counts as the cost of the step, and half as the
-        cost of its requests.
+        have equally many requests, the costs cannot be separated. Half of the time then counts as
+        the cost of the step, and half as the cost of its requests.
         """
         if len(self._decoding) < MIN_STEPS:
             return 0.0, 0.0

@@ -273,7 +273,8 @@ class KVCacheManager:
 
     def _filled(self, requests: Sequence[Request]) -> list[_Filling]:
         """The decoding requests with full blocks that are not published yet. With asynchronous
-        scheduling, the last computed token does not count, because it is still being sampled.
+        scheduling, the last token that counts as computed is left out, because its value is not
+        known yet.
         """
         size, num_unknown = self._hash_block_size, int(self._config.async_scheduling)
         return [

@@ -66,9 +66,8 @@ class Retention(Protocol):
         """
 
     def paused(self, most: int, now: float) -> list[PausedProgram]:
-        """At most `most` programs that pause between two turns, the latest pause first. Uses the
-        time `now` and does not read the policy's clock, because a step log must contain all
-        readings.
+        """At most `most` programs that pause between two turns, the latest pause first. Must use
+        the time `now` and not read the policy's clock, whose readings the step log records.
         """
 
     def forget(self) -> None:
