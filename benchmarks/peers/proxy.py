@@ -38,7 +38,7 @@ class PeerProxy:
     def __init__(self, target: str) -> None:
         self.rule: Rule = Clean()
         self.num_messages: dict[Lane, int] = {}
-        """Maps each lane to its number of received messages."""
+        """Maps each lane (method and direction) to its number of received messages."""
         self._target = target
         self._server = grpc.aio.server(options=SERVER_OPTIONS)
         self._server.add_generic_rpc_handlers((_AllMethods(self),))

@@ -95,7 +95,9 @@ async def measure_steps(
 
 
 async def measure_hops(options: Options) -> dict[int, dict[str, float | None]]:
-    """Measures the hops of a step without asynchronous scheduling. One step in ten is traced."""
+    """Measures the hops (parts) of a step, without asynchronous scheduling. One step in ten is
+    traced.
+    """
     runs: list[HopRun] = []
     async with SpanReceiver() as receiver:
         traced = options.replica(async_scheduling=False, otlp_endpoint=receiver.endpoint)

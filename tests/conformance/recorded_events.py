@@ -1,5 +1,5 @@
-"""Runs a scenario and records its KV events: the blocks that entered and left the prefix index in
-each step.
+"""Runs a scenario (a scripted run of the scheduler) and records its KV events: the blocks that
+entered and left the prefix index in each step.
 
 A block's name identifies the tokens that its hash covers, as in the recordings of vLLM. It is the
 first 12 hex digits of the SHA-256 of the JSON text `[tokens up to the end of the block, adapter,

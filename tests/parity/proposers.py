@@ -37,7 +37,7 @@ class KnownProposer(_WithoutState):
 
 class RandomProposer(_WithoutState):
     """Proposes a random number of random tokens, and sometimes the right tokens. Equal tokens of a
-    row lead to equal drafts.
+    request lead to equal drafts.
     """
 
     def __init__(self, known: KnownProposer) -> None:

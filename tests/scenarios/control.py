@@ -1,5 +1,5 @@
-"""Pauses of the scheduler and resets of the prefix cache in a scenario, by the scheduler calls that
-vLLM's engine makes for them.
+"""Pauses and resets of a scenario (a scripted run), by the scheduler calls that vLLM's engine
+makes.
 """
 
 from services.scheduler.core.planning.scheduler import Scheduler

@@ -1,4 +1,6 @@
-"""A KV connector for scenarios, with simulated external storage."""
+"""A KV connector with simulated external storage, for scenarios (scripted runs of the
+scheduler).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

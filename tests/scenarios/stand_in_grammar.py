@@ -1,5 +1,5 @@
-"""A simulated grammar for scenarios. As in the recordings of vLLM, a token is allowed or not by a
-function of its id and its position.
+"""A simulated grammar for scenarios (scripted runs of the scheduler). As in the recordings of vLLM,
+a token is allowed or not by a function of its id and its position.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""A simulated model for scenarios. As in the recordings of vLLM, the sampled tokens and the drafts
-are functions of the previous tokens.
+"""A simulated model for scenarios (scripted runs of the scheduler). As in the recordings of vLLM,
+the sampled tokens and the drafts are functions of the previous tokens.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Replays the step log of a world."""
+"""Replays the step log of a world (a simulated replica with random requests and failures)."""
 
 import json
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
-"""The tier of host memory to which the workers of a world offload KV blocks. It follows the rules
-of `services.worker.options.tier.kv_tier.KVTier`.
+"""The tier of host memory to which the workers of a world (a simulated replica) offload KV blocks.
+It follows the rules of `services.worker.options.tier.kv_tier.KVTier`.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class WorldTier:
             block.is_damaged = True
 
     def reset(self) -> None:
-        """Drops all loads, as when the pool and workers begin a new generation."""
+        """Drops all loads, as when the workers begin with an empty batch (a new generation)."""
         self._loads.clear()
 
     def clear(self) -> None:

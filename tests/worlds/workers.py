@@ -62,8 +62,8 @@ class WorldWorkers:
     """An `Executor`. A step runs when it is answered, after all earlier steps.
 
     Asynchronous loads are not ordered with steps. Some write to the cache as soon as they are sent,
-    before the steps in flight run, and others when they end. Loads from the `tier` begin when their
-    step runs.
+    before the steps in flight run, and others when they end. Loads from the `tier` (host memory)
+    begin when their step runs.
     """
 
     def __init__(

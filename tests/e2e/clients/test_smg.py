@@ -24,7 +24,7 @@ MESSAGES = [{"role": "user", "content": "Write a class for a point."}]
 
 @contextmanager
 def running_smg(stack: Stack) -> Iterator[str]:
-    """Runs smg with the stack's schedulers, and yields its URL."""
+    """Runs smg with the schedulers of the running services, and yields its URL."""
     port, metrics = (claim_port("127.0.0.1", 0, "--port") for _ in range(2))
     url = f"http://127.0.0.1:{port}"
     workers = [f"grpc://{address}" for address in stack.vllm_grpc]

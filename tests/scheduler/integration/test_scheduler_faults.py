@@ -180,8 +180,9 @@ async def test_ranks_are_told_of_a_generation_before_there_is_work() -> None:
 
 
 async def test_a_generation_is_greater_than_what_any_rank_has_seen() -> None:
-    """If an earlier scheduler had used the same generation, a rank that still runs one of its steps
-    would never synchronize with the other ranks.
+    """Steps have the generation (number) of the batch to which they belong. If an earlier scheduler
+    had used the same number, a rank that still runs one of its steps would never synchronize with
+    the other ranks.
     """
     ranks = [FakeWorker(rank=rank, world_size=2) for rank in range(2)]
     ranks[1].description.seen_generation = 2**60

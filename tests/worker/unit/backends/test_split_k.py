@@ -1,4 +1,6 @@
-"""Keys are split if there are enough of them, but too few lanes for the multiprocessors."""
+"""Keys are split if there are enough, but too few lanes (parts of chunks) for the
+multiprocessors.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""A chunk is cut into lanes. Each query attends to the same keys as in the whole chunk."""
+"""A chunk of a prompt is cut into lanes. Each query attends to the same keys as without the
+cuts.
+"""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Each step of a stream must arrive once and in order, and belong to the stream's generation."""
+"""Each step of a stream must arrive once, in order, and with the stream's generation number."""
 
 import pytest
 
