@@ -37,13 +37,27 @@ def find(defect: Defect, finding: Finding, seeds: range) -> None:
     """Runs `seeds` with a defect until one fails, and writes the result into `finding`."""
     before = _processor_seconds()
     with TemporaryDirectory() as directory:
-        tree = Path(directory)
-        subprocess.run(["cp", "-a", "--reflink=auto", ROOT / "services", tree], check=True)
-        for name in ("gen", "models"):
-            (tree / name).symlink_to(ROOT / name)
+        tree = _copy_to(Path(directory))
         defect.plant(tree)
         finding.seed, finding.complaint = _search(tree, seeds)
     finding.processor_seconds += _processor_seconds() - before
+
+
+def check_without_defects() -> None:
+    """Ends the program if the search fails without a defect, for example because it cannot start.
+    Otherwise each defect would count as found.
+    """
+    with TemporaryDirectory() as directory:
+        seed, complaint = _search(_copy_to(Path(directory)), range(1))
+    if seed is not None:
+        sys.exit(f"seed {seed} fails without a defect: {complaint}")
+
+
+def _copy_to(tree: Path) -> Path:
+    subprocess.run(["cp", "-a", "--reflink=auto", ROOT / "services", tree], check=True)
+    for name in ("gen", "models"):
+        (tree / name).symlink_to(ROOT / name)
+    return tree
 
 
 def _search(tree: Path, seeds: range) -> tuple[int | None, str]:
@@ -86,6 +100,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1000, help="most seeds for a defect")
     arguments = parser.parse_args()
     defects = [one for one in all_defects() if one.name in arguments.names or not arguments.names]
+    check_without_defects()
     findings = {defect: Finding() for defect in defects}
     ends = sorted({min(end, arguments.seeds) for end in (*_ROUNDS, arguments.seeds)})
     for first, end in pairwise([0, *ends]):

@@ -151,6 +151,7 @@ async def test_a_load_waits_while_the_context_that_it_needs_is_worth_more() -> N
     loaded = run.add(3, prompt(38, first=600), 2)
     plan = await run.step()
     assert (plan.wait_reason, plan.loads) == (WaitReason.RETAINED, [])
+    assert plan.retained.startswith("kept ")
     assert run.contexts == {paused.context: 11}
     await run.until_ended(loaded)
     assert loaded.num_cached_tokens == 36, "it takes the blocks once nothing else runs"

@@ -131,7 +131,7 @@ class ExternalHits:
         outcome = await self._kv_cache_manager.admit([terms], traceparent)
         if outcome.stop is not None and outcome.stop.reason is StopReason.RETAINED:
             assert self._retention is not None
-            self._retention.held_up(len(self._running))
+            builder.plan.retained = self._retention.held_up(len(self._running))
             return WaitReason.RETAINED
         if not outcome.admitted:
             assert outcome.stop is not None
