@@ -1,9 +1,10 @@
 """Compares the scheduling policies over a grid of loads and pressures.
 
-The capacity is the number of programs that a replica with unlimited memory completes in a second if
-all programs arrive at once. The load is the rate of arrivals divided by the capacity. The pool's
-size is the total context of all live programs divided by the pressure, but at least 1.15 times the
-longest context. The total context is averaged over a run with unlimited memory.
+The capacity is the number of agents' programs (sequences of requests) that a replica with unlimited
+memory completes in a second if all programs arrive at once. The load is the rate of arrivals
+divided by the capacity. The pool's size is the total context of all live programs divided by the
+pressure, but at least 1.15 times the longest context. The total context is averaged over a run with
+unlimited memory.
 """
 
 import math

@@ -1,5 +1,6 @@
-"""Variants of the policy `program`. Each lacks one of its rules or some of the clients'
-information, and is a class that `--policy package.module:Class` accepts.
+"""Variants of the policy `program` for agents' programs (sequences of requests, or turns). Each
+lacks one of its rules or some of the clients' information, and is a class that `--policy
+package.module:Class` accepts.
 """
 
 from services.common.pool.ids import ContextId

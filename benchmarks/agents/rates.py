@@ -21,7 +21,7 @@ NUM_HALVINGS = 7
 
 @dataclass(frozen=True, slots=True)
 class Highest:
-    """The highest rate found for a load, a seed and a policy, in programs a second."""
+    """The highest rate found for a load, a seed and a policy, in agents' programs a second."""
 
     load: str
     seed: int

@@ -4,7 +4,7 @@ A hop is a part of a step, such as the transfer of its tokens to the gateway. Th
 unchanged. Every step is traced, but of the requests only a few, the probes. The spans of a step
 show how long planning, the pool's work and the worker's work take, measured by the caller and by
 the callee. In addition, the arrival times of tokens are recorded twice: by the clients of the
-probes, and by a client that has a session with the scheduler, as gateways have.
+probes, and by a client that has a session (a stream) with the scheduler, as gateways have.
 """
 
 import statistics

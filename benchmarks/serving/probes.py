@@ -13,7 +13,8 @@ _SAMPLED, _UNSAMPLED = 1, 0
 
 
 async def run_hops(stack: Stack, load: Load) -> HopRun:
-    """Sends a load over HTTP, then a similar one over a session with the scheduler.
+    """Sends a load over HTTP, then a similar one over a session (a gateway's stream) with the
+    scheduler.
 
     Every eighth request of the HTTP load is traced. These requests are called probes.
     """

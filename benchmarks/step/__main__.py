@@ -2,9 +2,9 @@
 
     python -m benchmarks.step [--quick] [--running 64,256,1024] [--rounds N] [--json FILE]
 
-A client has one session with the scheduler, as a gateway does. `--running` requests decode at the
-same time, and in each step one request in sixteen needs a new block. If the worker's step is empty,
-the time between steps is only overhead. If the worker's step takes 5 ms, the overhead should
+A client has one session (stream) with the scheduler, as a gateway does. `--running` requests decode
+at the same time, and in each step one request in sixteen needs a new block. If the worker's step is
+empty, the time between steps is only overhead. If the worker's step takes 5 ms, the overhead should
 overlap with it. The worker should then run as many steps per second as in a bare loop, which runs
 the same steps in the worker's process without requests. Tables go to standard output, progress to
 standard error.

@@ -151,7 +151,9 @@ class FakeFleet:
         max_num_seqs: int = 0,
         retains_contexts: bool = False,
     ) -> None:
-        """Opens sessions with replicas, which report that they are ready."""
+        """Opens sessions (streams) with the schedulers of replicas, which report that they are
+        ready.
+        """
         for name in names:
             replica = self.replicas[name]
             description = ReplicaDescription(

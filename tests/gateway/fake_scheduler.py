@@ -55,7 +55,7 @@ def same_logprob(_token_id: int) -> float:
 class FakeScheduler(
     scheduler_pb2_grpc.SchedulerServicer, scheduler_pb2_grpc.SchedulerAdminServicer
 ):
-    """Serves the sessions of gateways. Tests may change the attributes at any time."""
+    """Serves the sessions (streams) of gateways. Tests may change the attributes at any time."""
 
     model_name: str = "tiny"
     max_model_len: int = 512

@@ -164,7 +164,7 @@ def _with_transfers(random: Random, config: SchedulerConfig, arrival: Arrival) -
 
 
 def _as_session(random: Random, config: SchedulerConfig, arrival: Arrival) -> Arrival:
-    """Turns a request into a session whose turns together fit in `max_model_len`."""
+    """Turns a request into a session (with input in turns) that fits in `max_model_len`."""
     left = config.max_model_len - 1 - len(arrival.token_ids)
     first = replace(arrival.sampling, max_tokens=random.randint(1, 5), repetition_detection=None)
     left -= first.max_tokens or 0

@@ -64,7 +64,7 @@ def test_a_step_is_taken_apart() -> None:
     assert found[hops.STEP] == 1000
     assert found[hops.DELIVER] == 20
     # Tokens arrived 0, 400 and 100 us after the ends of their steps, so the median is 100 us. Of
-    # these, 20 us are the delivery to the session.
+    # these, 20 us are the delivery to the session (the scheduler's stream to a gateway).
     assert found[hops.STREAM] == pytest.approx(100 - 20)
 
 

@@ -60,7 +60,7 @@ def session(number: int, num_turns: int = 1, think_seconds: float = 0.0) -> Sess
 
 @dataclass
 class Load:
-    """Runs sessions under a command line's limits, and stores the records of their requests."""
+    """Runs sessions (requests one after another) under given limits, and stores their records."""
 
     server: FakeServer
     at_most: int | None = None

@@ -1,4 +1,4 @@
-"""The requests of `stepwell bench`: synthetic sessions, chat histories, traces and datasets."""
+"""The requests of `stepwell bench`: synthetic ones, chat histories, traces and datasets."""
 
 import json
 import random

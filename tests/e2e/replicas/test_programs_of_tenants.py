@@ -1,5 +1,5 @@
-"""A tenant that uses the program names of another tenant can neither use the cached blocks of its
-programs nor end them.
+"""A tenant that uses the names of another tenant's programs (agents' sequences of requests) can
+neither use their cached blocks nor end them.
 """
 
 from collections.abc import Iterator

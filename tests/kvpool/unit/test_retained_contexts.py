@@ -1,5 +1,5 @@
-"""The free queue that retains contexts (KV blocks of an ended request for the program's next one),
-compared with a plain model of its rules.
+"""The free queue that retains contexts (KV blocks of a request for the agent's next one), compared
+with a plain model of its rules.
 """
 
 from collections.abc import Sequence

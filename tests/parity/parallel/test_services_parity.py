@@ -62,7 +62,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def serving(
     loaded: Worker, situation: Situation, *, async_scheduling: bool, **settings: Any
 ) -> AsyncIterator[tuple[Replica, Gateway]]:
-    """Runs a replica whose worker has the limits of a situation, and opens a session with it."""
+    """Runs a replica whose worker has a situation's limits. Opens a gateway's session (stream)."""
     groups, most = len(loaded.description.groups), loaded.description.num_blocks
     description = replace(
         loaded.description,

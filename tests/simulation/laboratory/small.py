@@ -25,7 +25,7 @@ def setup(num_blocks: int = 1_001, times: StepTimes = UNIT, **config: object) ->
 
 
 def program(number: int, arrival: float, *turns: tuple[int, int, float], **of: object) -> Program:
-    """A program of an agent. A turn is its number of new tokens, its number of output tokens, and
+    """An agent's program. A turn is a request: its numbers of new tokens and of output tokens, and
     the seconds of pause before it.
     """
     return Program(number, arrival, tuple(Turn(*turn) for turn in turns), **of)  # type: ignore[arg-type]

@@ -142,7 +142,7 @@ def test_behind_a_prefix_hit_only_the_rest_is_computed(directory: Path) -> None:
 
 
 def test_a_request_that_enters_within_a_block_recomputes_the_block(directory: Path) -> None:
-    # In the next turn of a session, a request may enter with an incomplete last block.
+    # In the next turn of a client session, a request may enter with an incomplete last block.
     runner, model = watched(directory, directory)
     enter(runner, computed=3)
     assert model.take() == [[0, 1, 2, 3, 4]]

@@ -1,5 +1,5 @@
-"""The gateway's session with a scheduler: batched messages, lost connections, and by how many steps
-a busy gateway may lag.
+"""The gateway's session (stream) with a scheduler: batched messages, lost connections, and by how
+many steps a busy gateway may lag.
 """
 
 import asyncio

@@ -1,4 +1,6 @@
-"""Idempotency keys together with client sessions, traces, and limits of tenants."""
+"""Idempotency keys together with client sessions (requests in turns), traces, and tenants'
+limits.
+"""
 
 import asyncio
 from pathlib import Path

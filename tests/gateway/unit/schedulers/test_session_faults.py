@@ -33,8 +33,9 @@ STOPPED = common_pb2.FINISH_REASON_STOP
 
 
 class Session:
-    """A session with five requests, whose handles are 1 to 5: a plain request, one with
-    log-probabilities, one that a stop token ends, one that is refused, and one that was aborted.
+    """A session (a gateway's stream) with five requests, whose handles are 1 to 5: a plain request,
+    one with log-probabilities, one that a stop token ends, one that is refused, and one that was
+    aborted.
     """
 
     def __init__(self, pooler: Pooler | None = None) -> None:

@@ -1,4 +1,6 @@
-"""The outbox of a gateway's session merges the deltas (new tokens) of steps and sends them once."""
+"""A gateway's stream has an outbox, which merges the deltas (new tokens) of steps until it sends
+them.
+"""
 
 import asyncio
 

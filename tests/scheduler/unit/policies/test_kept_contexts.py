@@ -1,5 +1,5 @@
-"""The policy `program` keeps a context (KV blocks of an ended request for the program's next one)
-longer if its client asks for that (`keep_seconds`).
+"""The policy `program` keeps a context (KV blocks of an agent's request for its next one) longer if
+the client asks for that (`keep_seconds`).
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""A tenant that names its programs wrongly does not slow down other tenants' programs."""
+"""A tenant that misnames its programs (agents' sequences of requests) does not slow others down."""
 
 from collections.abc import Callable
 from itertools import count

@@ -1,4 +1,6 @@
-"""How long the policies `continuum-fixed` and `continuum-ttl` pin an ended turn's KV blocks."""
+"""How long the policies `continuum-fixed` and `continuum-ttl` pin the KV blocks of an agent's ended
+turn (request).
+"""
 
 import math
 from collections import deque

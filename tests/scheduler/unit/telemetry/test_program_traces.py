@@ -1,4 +1,6 @@
-"""The tracing spans of an agent's program: one for each turn, which also has the pause before."""
+"""The tracing spans of an agent's program: one for each turn (request), with the pause before
+it.
+"""
 
 from services.common.request.program import DeclaredProgram
 from services.common.telemetry import names

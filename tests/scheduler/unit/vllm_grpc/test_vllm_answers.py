@@ -1,4 +1,4 @@
-"""Deltas (new tokens) of a session are converted to messages of vllm.grpc.engine."""
+"""A session's deltas (new tokens of its requests) are converted to messages of vllm.grpc.engine."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Runs a worker after test_removed_option.py, which starts this program, deleted the code of the
-host-memory tier for KV blocks.
-"""
+"""Runs a worker, for test_removed_option.py, after the code of the host-memory tier was deleted."""
 
 from pathlib import Path
 
