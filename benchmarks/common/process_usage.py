@@ -64,6 +64,5 @@ def processor_wait_seconds(pid: int, proc: Path = Path("/proc")) -> float:
 
 
 def _kib_fields(text: str) -> dict[str, int]:
-    """Parses the lines `Name:  number kB`."""
     fields = (line.split() for line in text.splitlines() if line.endswith(" kB"))
     return {name.rstrip(":"): int(number) for name, number, _ in fields}

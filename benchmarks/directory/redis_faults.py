@@ -62,7 +62,6 @@ def single_faults(server: RedisServer, redis: RedisConnection) -> list[Fault]:
 
 
 def named(text: str, faults: Sequence[Fault]) -> list[Fault]:
-    """The faults whose names contain `text`."""
     return [fault for fault in faults if text in fault.name]
 
 

@@ -71,7 +71,6 @@ class StateDict:
 
     @contextmanager
     def open(self) -> Iterator[StateDict]:
-        """Yields this object as the reader."""
         yield self
 
     def read_parts(self, *parts: tuple[str, tuple[Any, ...]], dtype: torch.dtype) -> torch.Tensor:

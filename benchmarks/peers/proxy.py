@@ -69,7 +69,7 @@ class PeerProxy:
         await self._channel.close()
 
     def handler(self, method: str) -> Any:
-        """The handler of a method. It handles unary calls as streams: both are equal on the
+        """The handler of a method. Unary calls are handled as streams, which are equal on the
         wire.
         """
 

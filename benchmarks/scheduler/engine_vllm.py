@@ -47,7 +47,6 @@ hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
 
 
 def main() -> None:
-    """Measures every figure once."""
     init_none_hash(sha256)
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as directory:

@@ -95,8 +95,8 @@ async def measure_steps(
 
 
 async def measure_hops(options: Options) -> dict[int, dict[str, float | None]]:
-    """Measures the hops (parts) of a step, without asynchronous scheduling. One step in ten is
-    traced.
+    """Measures the hops (parts) of a step without asynchronous scheduling. Traces one step in
+    ten.
     """
     runs: list[HopRun] = []
     async with SpanReceiver() as receiver:

@@ -186,7 +186,6 @@ _LOG_ERRORS = llama_cpp.llama_log_callback(_log_errors)
 
 
 def main() -> None:
-    """Measures loads until standard input ends."""
     arguments = parse_arguments(tuple(FILE_TYPES))
     llama_cpp.llama_log_set(_LOG_ERRORS, ctypes.c_void_p(0))
     engine = LlamaCpp(

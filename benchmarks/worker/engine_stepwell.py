@@ -14,7 +14,6 @@ NUM_BLOCKS = 1024
 
 
 async def main() -> None:
-    """Measures loads until standard input ends."""
     arguments = parse_arguments()
     flags = ["--model", str(arguments.model), "--num-threads", str(arguments.threads)]
     flags += ["--num-blocks", str(NUM_BLOCKS)]

@@ -15,7 +15,6 @@ from benchmarks.worker.loads import Prompts, Times, parse_arguments, serve
 
 
 def main() -> None:
-    """Measures loads until standard input ends."""
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)

@@ -21,7 +21,6 @@ MAX_MODEL_LEN = 2048
 
 
 def main() -> None:
-    """Measures loads until standard input ends."""
     arguments = parse_arguments()
     processors = sorted(os.sched_getaffinity(0))[: arguments.threads]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, processors)))

@@ -19,7 +19,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def served(model: Path) -> AsyncIterator[Serving]:
-    """A gateway with one fake scheduler."""
     async with serving(model, FakeScheduler()) as running:
         yield running
 

@@ -151,7 +151,7 @@ class FakeFleet:
         max_num_seqs: int = 0,
         retains_contexts: bool = False,
     ) -> None:
-        """Opens sessions (streams) with the schedulers of replicas, which report that they are
+        """Opens sessions (streams) with schedulers of replicas, which report that they are
         ready.
         """
         for name in names:

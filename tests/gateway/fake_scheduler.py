@@ -47,7 +47,6 @@ class Sequence:
 
 
 def same_logprob(_token_id: int) -> float:
-    """The same log-probability for every token."""
     return -0.5
 
 

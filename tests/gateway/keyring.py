@@ -23,9 +23,7 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 class Keyring(Protocol):
     """A store of API keys to which tests add keys."""
 
-    async def add(self, tenant: TenantRecord, **fields: Any) -> str:
-        """Creates a key of a tenant."""
-        ...
+    async def add(self, tenant: TenantRecord, **fields: Any) -> str: ...
 
     async def revoke(self, key: str) -> None: ...
 

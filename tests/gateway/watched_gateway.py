@@ -29,7 +29,6 @@ class Watchdog:
         self.work = self.pause = 0.0
 
     async def watch(self) -> None:
-        """Measures until it is cancelled."""
         while True:
             wall, process, thread = time.perf_counter(), time.process_time(), time.thread_time()
             await asyncio.sleep(_TICK_SECONDS)

@@ -69,9 +69,7 @@ class Served:
     async def replica(
         self, situation: Situation, *, async_scheduling: bool
     ) -> AsyncIterator[tuple[Replica, Gateway]]:
-        """A replica whose workers report a situation's limits, and a gateway's stream (session) to
-        it.
-        """
+        """A replica whose workers report a situation's limits, and a gateway's stream to it."""
         workers = []
         for worker in self.workers:
             own = worker.description

@@ -1,6 +1,4 @@
-"""Pauses and resets of a scenario (a scripted run), by the scheduler calls that vLLM's engine
-makes.
-"""
+"""Pauses and resets of a scenario (a scripted run), by the same calls as vLLM's engine."""
 
 from services.scheduler.core.planning.scheduler import Scheduler
 from tests.scenarios.record import Record

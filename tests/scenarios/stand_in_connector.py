@@ -1,6 +1,4 @@
-"""A KV connector with simulated external storage, for scenarios (scripted runs of the
-scheduler).
-"""
+"""A KV connector with simulated external storage, for scenarios (scripted scheduler runs)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -29,12 +29,10 @@ class DyingWorker:
         self._supervising: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Starts the process. Returns its address."""
         self._supervising = asyncio.create_task(self._supervise())
         return self._address
 
     async def stop(self) -> None:
-        """Ends the process permanently."""
         if self._supervising is not None:
             self._supervising.cancel()
             await asyncio.wait({self._supervising})

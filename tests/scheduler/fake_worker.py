@@ -85,7 +85,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.nan_rows: frozenset[int] = frozenset()
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
-        """If a new request contains this token, the worker ends the stream of steps. None for no
+        """A new request with this token makes the worker end the stream of steps. None: no
         token.
         """
         self.described: Callable[[], object] = lambda: None

@@ -155,9 +155,7 @@ def _num_rows(story: Story) -> int:
 
 
 def _only_waits_for_tokens(story: Story, request: Request) -> bool:
-    """Whether a step in flight may sample the request's last token, so that it needs no further
-    step.
-    """
+    """Whether a step in flight may sample the request's last token, so no step must follow."""
     return request.num_output_placeholders > 0 and (
         request.num_tokens + 1 >= request.max_num_tokens
         or request.num_computed_tokens + 1 >= story.config.max_model_len

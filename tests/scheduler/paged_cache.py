@@ -37,7 +37,6 @@ class PagedCache:
         self._blocks: dict[int, Contents] = {}
 
     def zero(self, block_ids: Iterable[int]) -> None:
-        """Clears the contents of blocks."""
         for block in block_ids:
             self._blocks.pop(block, None)
 
@@ -138,9 +137,7 @@ class PagedCache:
 
 
 def _first_seen(spec: KVCacheGroup, query: int) -> int:
-    """The first position that a query sees. Infinite for recurrent states, which see no
-    position.
-    """
+    """The first position that a query sees. Infinite for recurrent states: they see none."""
     match spec.attention_type:
         case AttentionType.FULL:
             return 0

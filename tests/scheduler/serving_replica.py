@@ -269,7 +269,6 @@ class Replica:
         return self.link
 
     async def stats(self) -> scheduler_pb2.GetStatsResponse:
-        """The current statistics of the replica."""
         return await self.stub.GetStats(scheduler_pb2.GetStatsRequest())
 
     async def until(self, condition: Callable[[scheduler_pb2.GetStatsResponse], bool]) -> None:
@@ -350,7 +349,6 @@ async def serving_replica(
 
 @asynccontextmanager
 async def gateway_of(replica: Replica) -> AsyncIterator[Gateway]:
-    """A gateway with an open session."""
     gateway = Gateway(replica.stub)
     try:
         await gateway.open()

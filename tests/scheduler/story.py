@@ -137,9 +137,7 @@ class Story:
         )
 
     def take_in(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, list[int]]:
-        """Processes the output of a plan. Returns the tokens of requests that sampled any or
-        ended.
-        """
+        """Processes the output of a plan. Returns the tokens of requests that sampled or ended."""
         updates = self.scheduler.update_from_output(plan, output)
         return {update.request.request_id: list(update.token_ids) for update in updates}
 

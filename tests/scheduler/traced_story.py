@@ -113,7 +113,6 @@ def trace_id_of(name: str) -> int:
 
 
 def bar_of(span: Seen, spans: Sequence[Seen]) -> Bar:
-    """A span with its descendants."""
     parts = [bar_of(part, spans) for part in spans if part.parent == span.span_id]
     start, end = span.start_unix_nanos / SECOND, span.end_unix_nanos / SECOND
     return Bar(span.name, start, end, tuple(parts))

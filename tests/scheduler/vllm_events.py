@@ -181,7 +181,6 @@ class Subscriber:
 
 
 def decode(payload: bytes) -> Sequence[BlockStored | BlockRemoved | AllBlocksCleared]:
-    """The events of a batch."""
     batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
     assert batch.data_parallel_rank == 0
     return batch.events

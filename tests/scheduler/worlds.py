@@ -171,9 +171,7 @@ def _config(choices: Choices) -> dict[str, Any]:
 
 
 def _groups(choices: Choices, block_size: int) -> tuple[KVCacheGroup, ...]:
-    """KV-cache groups: in half of the worlds one of full attention, else up to three of any
-    kind.
-    """
+    """KV-cache groups: one of full attention in half of the worlds, else up to three of any."""
     if not choices.one_in(2):
         return (KVCacheGroup(AttentionType.FULL, block_size),)
     groups = []

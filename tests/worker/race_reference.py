@@ -32,7 +32,6 @@ def split_mix_64(state: int, index: int) -> int:
 
 
 def exponential_of(seed: int, position: int, token_id: int) -> float:
-    """The exponential variate of one token."""
     blocks, tokens = philox_states(seed, position)
     block, place = token_id // 4096 * 128 + token_id % 128, token_id % 4096 // 128
     word = split_mix_64(blocks, block)

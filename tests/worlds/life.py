@@ -110,7 +110,6 @@ class Life:
             self.scheduler.step_costs.observe(1, 129, TICK + 128 * seconds)
 
     async def live(self) -> None:
-        """Runs the world to its end."""
         running = asyncio.create_task(self.engine.run())
         tick = 0
         while not self._is_over(tick):
@@ -303,13 +302,11 @@ class Life:
     # Callbacks around a step
 
     def before_plan(self) -> None:
-        """Called before a step is planned."""
         if self.connector is not None:
             self.connector.step += 1
         self._before = Before.of(self.scheduler)
 
     def planned(self, plan: SchedulerOutput) -> None:
-        """Called after a step is planned."""
         assert self._before is not None
         check_plan(self.scheduler, self.pool.core, self._before, plan, self.in_flight)
         self.in_flight.append(plan)

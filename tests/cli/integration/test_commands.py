@@ -28,7 +28,6 @@ def server() -> Iterator[SmallServer]:
 
 
 def stepwell(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
-    """Runs `stepwell` to its end."""
     environ = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
     done = subprocess.run(
         [sys.executable, "-m", "services.cli", *arguments],

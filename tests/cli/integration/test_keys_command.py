@@ -29,7 +29,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[str]]
 
 
 def keys(*arguments: str, environ: dict[str, str] | None = None) -> Any:
-    """Runs `stepwell keys` to its end."""
     inherited = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
     return subprocess.run(
         [sys.executable, "-m", "services.cli", "keys", *arguments],

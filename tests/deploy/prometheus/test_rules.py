@@ -33,7 +33,6 @@ _SERIES = {
 
 
 def rules() -> list[dict[str, Any]]:
-    """All rules, of all files."""
     return [
         rule
         for path in sorted(RULES.glob("*.yml"))

@@ -63,7 +63,6 @@ async def publishing(
 
 
 async def run(replica: Replica, prompts: list[list[int]], **fields: Any) -> None:
-    """Runs requests concurrently until they end."""
     async with gateway_of(replica) as gateway:
         for handle, tokens in enumerate(prompts):
             await gateway.add(handle, tokens, **fields)

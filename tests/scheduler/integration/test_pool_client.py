@@ -22,7 +22,6 @@ def silent_address() -> Iterator[str]:
 
 @pytest.fixture
 def closed_address() -> str:
-    """An address that refuses connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 

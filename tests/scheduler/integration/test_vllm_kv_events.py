@@ -81,7 +81,6 @@ async def follow(stub: Stub, view: View, begin: int, wanted: dict[int, set[int]]
 
 
 async def run(stub: Stub, *prompts: list[int]) -> None:
-    """Runs requests one after another."""
     for number, tokens in enumerate(prompts):
         await complete(stub, generate_request(tokens, request_id=str(number)))
 

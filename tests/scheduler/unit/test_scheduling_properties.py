@@ -70,7 +70,6 @@ class Life:
         return self.pool
 
     async def live(self) -> None:
-        """Runs the world to its end."""
         step = 0
         while step <= self.world.last_step or self.story.has_work:
             assert step < MAX_STEPS, f"{self.story.running} and {self.story.waiting} do not end"

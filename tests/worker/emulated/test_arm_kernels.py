@@ -123,7 +123,6 @@ def test_projections(arm: EmulatedLibrary, elements: Elements, epilogue: int) ->
 
 
 def code_values(weight_format: int, codes: np.ndarray) -> np.ndarray:
-    """The numbers that codes represent."""
     if weight_format != FP8:
         return codes.astype(np.float64)
     bits = codes.view(np.uint8).astype(np.int64)

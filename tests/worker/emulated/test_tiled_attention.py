@@ -58,7 +58,6 @@ BLOCK_KEYS, TILE_DEPTH, PANEL_WIDTH = 64, 32, 32
 
 @pytest.fixture(scope="module")
 def tiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Attention with emulated tiles."""
     loaded = compiled_program(PROGRAM, tmp_path_factory.mktemp("tiles"))
     layer, layout, heads, pages = map(
         ctypes.POINTER, (library.AttentionLayer, library.Layout, library.Heads, library.Pages)

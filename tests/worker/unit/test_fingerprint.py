@@ -1,6 +1,4 @@
-"""A worker's fingerprint changes with exactly the properties on which cached keys and values
-depend.
-"""
+"""A worker's fingerprint depends on exactly the properties that determine keys and values."""
 
 import json
 import shutil

@@ -1,6 +1,4 @@
-"""The lease of a pool or worker belongs to one scheduler. It is free a while after the last
-release.
-"""
+"""The lease of a pool or worker belongs to one scheduler, until a while after the last release."""
 
 import pytest
 

@@ -31,7 +31,6 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def main() -> None:
-    """Serves until the process is killed."""
     receiver = Receiver()
 
     class Page(BaseHTTPRequestHandler):

@@ -25,7 +25,6 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 async def connected(
     served: Serving,
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to the HTTP server."""
     host, port = served.base_url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=2**24)
     try:

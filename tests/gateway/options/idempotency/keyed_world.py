@@ -79,7 +79,6 @@ class StepEngine:
                 self._advance(inflight)
 
     def fail(self, error: StepwellError) -> None:
-        """Ends all sequences with an error."""
         for inflight in self.open:
             inflight.failed(error)
         self.open.clear()

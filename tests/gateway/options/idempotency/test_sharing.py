@@ -44,7 +44,6 @@ class World:
         return sum(len(gateway.engine.started) for gateway in self.gateways)
 
     def log(self) -> list[tuple[Position, bytes]]:
-        """The entries of the only log."""
         (entries,) = self.logs.logs.values()
         return entries
 

@@ -1,6 +1,4 @@
-"""Idempotency keys together with client sessions (requests in turns), traces, and tenants'
-limits.
-"""
+"""Idempotency keys together with client sessions (input in turns), traces, and tenants' limits."""
 
 import asyncio
 from pathlib import Path

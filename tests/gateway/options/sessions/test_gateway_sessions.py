@@ -37,7 +37,6 @@ async def error_of(answer: Any) -> tuple[int, str, str | None]:
 
 
 def prompts(served: Serving) -> list[list[int]]:
-    """The prompts that the scheduler received."""
     return [unpack_token_ids(add.prompt_token_ids) for add in served.scheduler.adds]
 
 

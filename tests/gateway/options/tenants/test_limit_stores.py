@@ -53,7 +53,6 @@ class World:
             self.now_millis += millis
 
     def tenant(self) -> str:
-        """The name of a new tenant."""
         return f"tenant-{next(self.numbers)}"
 
 

@@ -41,9 +41,7 @@ class World:
         self.replica.queue_changed(QueueState(0, 1024, 60.0, 0.5, 1.0, num_running=2))
 
     def serve(self, seconds: float, num_tokens: int = 1, tenant: Tenant = A) -> None:
-        """Sends a request that ends after `seconds`. With `num_tokens` 0, the client
-        disconnects.
-        """
+        """Sends a request that ends after `seconds`. If `num_tokens` is 0, its client leaves."""
         mailbox = self.fake.start(max_tokens=1, caller=tenant)
         (inflight,) = mailbox.inflights
         handle = self.fake.handle(self.replica, inflight)

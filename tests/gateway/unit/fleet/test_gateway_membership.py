@@ -17,7 +17,6 @@ DRAINING = ReplicaState(ready=False, reason="the scheduler is draining", drainin
 
 
 def names(world: FakeFleet) -> list[str]:
-    """The addresses of the fleet's replicas."""
     return [replica.address for replica in world.fleet.membership.replicas]
 
 

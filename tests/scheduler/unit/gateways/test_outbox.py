@@ -1,6 +1,4 @@
-"""A gateway's stream has an outbox, which merges the deltas (new tokens) of steps until it sends
-them.
-"""
+"""The outbox of a gateway's stream merges deltas (new tokens) of steps until they are sent."""
 
 import asyncio
 

@@ -314,9 +314,7 @@ async def test_turns_whose_tool_is_not_known_are_given_up_before_pins() -> None:
 
 
 async def test_a_victim_that_the_step_has_scheduled_leaves_it() -> None:
-    """Continuum's published code leaves the victim in the step, which then has too many
-    requests.
-    """
+    """Continuum's published code leaves the victim in the step, which has too many requests."""
     agents = Agents(num_blocks=21)
     pinned = await agents.pinned(100, num_tokens=15)
     await running(agents, 500, pinned, 700)

@@ -58,9 +58,7 @@ def test_a_tool_without_pauses_is_judged_by_all_of_them() -> None:
 
 
 def test_a_tool_after_which_nobody_returns_is_worth_little() -> None:
-    """20 programs have paused without a tool call for 1 to 20 seconds. None of them has
-    returned.
-    """
+    """20 programs have paused without a tool call for 1 to 20 seconds, and none has returned."""
     pauses = PauseStatistics()
     for _ in range(20):
         pauses.ended(b"", "sed", 0.5)
@@ -113,8 +111,7 @@ def test_a_program_that_is_presumed_to_have_ended_counts_until_it_returns() -> N
         ended.presume(one)
         ended.presume(one)
     assert ended.expected_tokens(agent, 0) == pytest.approx(200)
-    # Only an application's first five programs count for others. Here they have 1, 3, 1, 3 and 1
-    # turns.
+    # Only an application's first five programs count for others: 1, 3, 1, 3 and 1 turns.
     assert ended.expected_tokens(BlockHash(b"new"), 0) == pytest.approx(180)
     for one in programs[::2]:
         ended.returned(one)
@@ -229,9 +226,7 @@ async def test_a_context_with_windows_is_lost_with_its_first_block() -> None:
 
 
 async def test_the_credit_of_waiting_bounds_the_wait() -> None:
-    """The client asked to keep the context, so that its value does not decrease. The wait still
-    ends.
-    """
+    """The client keeps the context, so its value does not decrease. Still the wait ends."""
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", TOOL_SECONDS)

@@ -1,6 +1,4 @@
-"""The tracing spans of an agent's program: one for each turn (request), with the pause before
-it.
-"""
+"""The tracing spans of an agent's program: one for each turn, with the pause before it."""
 
 from services.common.request.program import DeclaredProgram
 from services.common.telemetry import names

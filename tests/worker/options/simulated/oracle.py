@@ -34,7 +34,6 @@ class Oracle:
         return _mix(seen[-1] ^ _mix(self._seen(values)[-1]))
 
     def continuation(self, prompt: Sequence[int], count: int, adapter: int = 0) -> list[int]:
-        """The `count` tokens after a prompt."""
         token_ids = list(prompt)
         for _ in range(count):
             token_ids.append(self.next_token(token_ids, adapter))

@@ -38,7 +38,6 @@ class Clock:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Advances the clock by `seconds`."""
         self.now += seconds
 
 

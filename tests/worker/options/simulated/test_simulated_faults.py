@@ -124,9 +124,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_worker_whose_step_failed_answers_as_before(directory: Path) -> None:
-    """The second step of the first answer fails. Then the worker drops all requests (a new
-    generation).
-    """
+    """The second step of the first answer fails. Then the worker drops all requests."""
     worker = build(directory, device_faults="at step 2: fail", **LIMITS)
     with pytest.raises(DeviceFault, match="step 2"):
         answer(worker, request(0), 3)

@@ -91,9 +91,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def answer(run: Callable[[StepInput], StepOutput], count: int) -> list[int]:
-    """The first `count` output tokens after PROMPT. Each decode step computes the last sampled
-    token.
-    """
+    """The first `count` output tokens after PROMPT. Each decode step computes the last one."""
     tokens = [PROMPT[-1]]
     for number in range(count):
         start = (0, 1, 4 + number) if number else (0, 5, 0)

@@ -60,9 +60,7 @@ def test_results_do_not_depend_on_two_ranks_of_two_threads(directory: Path) -> N
 def test_sums_inside_the_call_are_the_bits_of_sums_between_operations(
     directory: Path, dtype: torch.dtype
 ) -> None:
-    """Ranks that share memory compute all layers in one call. With gloo, each operation is a
-    call.
-    """
+    """Ranks with shared memory compute all layers in one call. With gloo, operations are calls."""
     tokens = np.random.default_rng(1).integers(0, 600, 300).tolist()
 
     def logits(thread: RankThread) -> torch.Tensor:

@@ -1,6 +1,4 @@
-"""Keys are split if there are enough, but too few lanes (parts of chunks) for the
-multiprocessors.
-"""
+"""Keys are split if there are many, but too few lanes (parts of chunks) for a GPU."""
 
 import pytest
 

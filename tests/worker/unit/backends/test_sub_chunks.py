@@ -1,6 +1,4 @@
-"""A chunk of a prompt is cut into lanes. Each query attends to the same keys as without the
-cuts.
-"""
+"""A chunk of a prompt is cut into lanes. Each query attends to the same keys as before."""
 
 import numpy as np
 from hypothesis import given
