@@ -106,9 +106,7 @@ class Files:
         )
 
     def tls(self, *allowed: str, server_name: str | None = None, mutual: bool = True) -> Tls:
-        """A TLS configuration with these files. Changed files are read again only when the test
-        calls `watch.look()`.
-        """
+        """A TLS configuration with these files. Only `watch.look()` reads changed files again."""
         watch = CertificateWatch("internal", self.files(mutual=mutual))
         return Tls(watch, frozenset(allowed), server_name)
 

@@ -94,9 +94,7 @@ def awq(one: Codes) -> Tensors:
 
 
 def pack_quantized(one: Codes) -> Tensors:
-    """The tensors of a weight in the format of compressed-tensors, with zero points packed along
-    the output features.
-    """
+    """The tensors of compressed-tensors, with zero points packed along the output features."""
     tensors: Tensors = {
         "weight_packed": packed(one.codes, one.bits),
         "weight_scale": one.scales,

@@ -27,9 +27,7 @@ class Load:
     max_num_seqs: int = 256
     token_budget: int = 8192
     tier_tokens: int = 0
-    """The capacity of the worker's tier of host memory for offloaded KV blocks. The row fcfs does
-    not use the tier.
-    """
+    """The capacity of the host-memory tier for offloaded KV blocks, which fcfs does not use."""
 
     @property
     def text(self) -> str:

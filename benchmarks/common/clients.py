@@ -22,9 +22,7 @@ from services.common.rpc.protocol import own_release
 OK = 200
 _END, _ERROR = b"\n\n", b'data: {"error"'
 _TOKEN_IDS = re.compile(rb'"token_ids":\s*\[([^\]]+)\]')
-"""Matches the list of token ids in an event. It cannot match the model's text, in which quotation
-marks are escaped.
-"""
+"""Matches an event's list of token ids. In the model's text, quotation marks are escaped."""
 
 
 class GrpcClient:

@@ -101,9 +101,7 @@ async def _measure_hashes(url: str, chains: Sequence[Chain]) -> HashFigures:
 
 
 def _read_in_child(url: str, num_blocks: int) -> IndexFigures:
-    """Runs a reader of the index in a separate process, and returns its figures. Ends this process
-    if the reader fails.
-    """
+    """Runs an index reader in a separate process. Returns its figures, or exits if it fails."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "gen")))
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.directory.reader_child", url, str(num_blocks)],

@@ -38,8 +38,8 @@ class Case:
 
 @dataclass(slots=True)
 class AttentionCheck:
-    """Checks attention over `num_sequences` sequences with room for `max_model_len` tokens each, in
-    shuffled blocks.
+    """Checks attention over `num_sequences` sequences of up to `max_model_len` tokens, in shuffled
+    blocks.
     """
 
     case: Case

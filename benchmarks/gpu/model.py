@@ -57,9 +57,7 @@ SHAPE: dict[str, Any] = {
 
 
 class StateDict:
-    """The tensors of a model in memory, with the interface of the checkpoint reader that
-    `load_weights` requires.
-    """
+    """The tensors of a model in memory, with the checkpoint interface that `load_weights` needs."""
 
     num_bytes = 0
 

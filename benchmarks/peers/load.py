@@ -1,6 +1,4 @@
-"""Sends requests of many kinds concurrently, and compares each answer with the answer to the same
-request sent alone.
-"""
+"""Sends requests of many kinds at once. Each answer must equal the request's answer alone."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -69,9 +69,7 @@ class PeerProxy:
         await self._channel.close()
 
     def handler(self, method: str) -> Any:
-        """The handler of a method. Unary calls are handled as streams, which are equal on the
-        wire.
-        """
+        """The handler of a method, unary or streaming, because both are equal on the wire."""
 
         async def forward(messages: AsyncIterator[bytes], context: _Context) -> None:
             call = asyncio.ensure_future(self._forward(method, messages, context))

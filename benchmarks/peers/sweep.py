@@ -39,9 +39,7 @@ from services.cli.processes.supervisor import RestartPolicy
 from services.cli.settings import UpSettings
 
 MOST_SPARED = 6
-"""The maximum of the random number of messages to which the fault applies but that are forwarded
-before the fault.
-"""
+"""The maximum number of applicable messages that are forwarded before the fault, at random."""
 _LOOK_AGAIN_SECONDS = 0.02
 _ENDED = re.compile(r"\S+ (ended|hangs): ")
 _WARNING = re.compile(r"\S+: \S+ (warning|error|critical) ")

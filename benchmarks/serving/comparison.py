@@ -35,9 +35,7 @@ class Schedule:
     concurrencies: tuple[int, ...]
     num_rounds: int
     requests_each: int
-    """The number of requests in a run is this number times the concurrency: each client sends this
-    many, on average.
-    """
+    """The number of requests in a run, which the concurrent clients share equally."""
     prompt_tokens: int
     output_tokens: int
     level_seconds: float = 60.0

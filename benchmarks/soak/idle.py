@@ -108,9 +108,7 @@ async def _samples(stack: Stack, seconds: float) -> list[Sample]:
 
 
 async def _all_turns(url: str, vocab_size: int, num_programs: int, turn: int) -> list[Answer]:
-    """Sends a turn of each program. The first turn has NUM_PROGRAM_TOKENS tokens, and each further
-    turn adds as many.
-    """
+    """Sends a turn of each program. Each turn adds NUM_PROGRAM_TOKENS tokens to the prompt."""
     limit = asyncio.Semaphore(AT_ONCE)
 
     async def turn_of(number: int) -> Answer:

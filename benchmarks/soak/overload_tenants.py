@@ -168,9 +168,7 @@ class Flooding:
         ]
 
     def _sending(self, key: str, **fields: object) -> Sending:
-        """The parameters of a load generator. Each gets prompts of its own, so that no prefix is
-        found in the cache.
-        """
+        """The parameters of a load generator, whose prompts have no prefix in the cache."""
         options = self._options
         defaults: dict[str, object] = {
             "address": self._stack.http,

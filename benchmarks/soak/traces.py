@@ -45,9 +45,7 @@ HTTP_SHARE = 0.5
 PAUSE_SECONDS, POLL_SECONDS = 0.2, 0.01
 REQUEST_SECONDS = 120.0
 EXPORT_DELAY_MILLIS = "100"
-"""Milliseconds between two exports of spans by a service, which loses the spans since its last
-export if it is killed.
-"""
+"""Milliseconds between two exports of spans. A killed service loses the spans in between."""
 VICTIMS = ("kvpool", "worker", "scheduler")
 
 

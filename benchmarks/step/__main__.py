@@ -95,9 +95,7 @@ async def measure_steps(
 
 
 async def measure_hops(options: Options) -> dict[int, dict[str, float | None]]:
-    """Measures the hops (parts) of a step without asynchronous scheduling. Traces one step in
-    ten.
-    """
+    """Measures the hops (parts) of a step without asynchronous scheduling. Traces every tenth."""
     runs: list[HopRun] = []
     async with SpanReceiver() as receiver:
         traced = options.replica(async_scheduling=False, otlp_endpoint=receiver.endpoint)

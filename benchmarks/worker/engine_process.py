@@ -83,9 +83,7 @@ class EngineProcess:
 
 
 def _module(name: str, root: Path) -> str:
-    """The name of the engine's module in a checkout. Checkouts without the folder benchmarks/worker
-    have another one.
-    """
+    """The name of the engine's module, which differs in checkouts without benchmarks/worker."""
     if (root / "benchmarks" / "worker").is_dir():
         return f"benchmarks.worker.engine_{name}"
     return f"benchmarks.worker_{name}"

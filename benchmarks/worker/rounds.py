@@ -111,9 +111,7 @@ class _Moment:
 
 
 class _IdleTimes:
-    """Measures the processor time that engines use while they should be idle, because another
-    engine is measured.
-    """
+    """Measures the processor time of engines that should be idle while another is measured."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self._engines = engines

@@ -87,9 +87,7 @@ def program(name: str, code: str, ready: Path, *arguments: str) -> ChildSpec:
 
 
 def server(name: str, directory: Path, stop_seconds: float = 0.0) -> ChildSpec:
-    """A child that writes its name to the file `journal` of `directory` at SIGTERM, and ends after
-    `stop_seconds`.
-    """
+    """A child that writes its name to `journal` at SIGTERM, and ends after `stop_seconds`."""
     ready = directory / f"{name}.ready"
     return program(
         name, SERVE, ready, name, str(ready), str(directory / "journal"), str(stop_seconds)

@@ -30,9 +30,7 @@ _NAME = re.compile(rb'\{"name": ?"(\w+)"')
 
 @dataclass(frozen=True)
 class Recording:
-    """A scenario and vLLM's decisions in it. The JSON is parsed at first use, so that collecting
-    the tests is fast.
-    """
+    """A scenario and vLLM's decisions in it. The JSON is parsed only when it is first used."""
 
     name: str
     _line: bytes

@@ -1,6 +1,4 @@
-"""Pools whose prefix caches change continuously, and the contents that a gateway's index of these
-caches must have.
-"""
+"""Pools with changing prefix caches, and the contents that a gateway's index must have."""
 
 import asyncio
 import random

@@ -1,6 +1,4 @@
-"""Fixtures of Redis servers for tests of the directory, which tells gateways which KV blocks each
-pool has cached.
-"""
+"""Redis servers for tests of the directory, which tells gateways the blocks that pools cache."""
 
 from collections.abc import Iterator
 

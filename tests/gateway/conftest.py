@@ -25,9 +25,7 @@ async def served(model: Path) -> AsyncIterator[Serving]:
 
 @pytest.fixture
 async def hermes(calling: Path) -> AsyncIterator[Serving]:
-    """A gateway that parses tool calls and reasoning. It serves the model of the test module's
-    fixture `calling`.
-    """
+    """A gateway that parses tools and reasoning, with the model of the module's `calling`."""
     async with serving_with(calling, "hermes", "qwen3") as served:
         yield served
 

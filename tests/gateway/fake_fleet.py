@@ -151,9 +151,7 @@ class FakeFleet:
         max_num_seqs: int = 0,
         retains_contexts: bool = False,
     ) -> None:
-        """Opens sessions (streams) with schedulers of replicas, which report that they are
-        ready.
-        """
+        """Opens sessions (streams) with schedulers of replicas, which report to be ready."""
         for name in names:
             replica = self.replicas[name]
             description = ReplicaDescription(

@@ -119,8 +119,8 @@ class NaivePool:
         return self._depth(self.chains.get(request, []) + new, limit)
 
     def common(self) -> list[int]:
-        """For each group of full attention, the number of leading blocks that all requests share. 0
-        for other groups.
+        """The number of leading blocks shared by all requests, 0 for groups without full
+        attention.
         """
         if not self._caching or not self.tables:
             return [0 for _ in self._groups]

@@ -191,9 +191,7 @@ class ExactServing:
             assert_same_bits(actual, expected, name)
 
     def run(self, requests: Sequence[Request], chunks: Sequence[int], what: str) -> None:
-        """Computes the prompts of all requests together. Request i gets chunks of chunks[i %
-        len(chunks)] tokens.
-        """
+        """Computes all prompts together, request i in chunks of chunks[i % len(chunks)] tokens."""
         while running := [request for request in requests if not request.finished]:
             self.step(
                 [

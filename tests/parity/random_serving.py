@@ -94,9 +94,7 @@ class RandomServing:
         self.happened = Happened()
 
     def run(self, requests: list[Request], drafts: dict[tuple[int, ...], list[int]]) -> None:
-        """Serves requests until all are finished. `drafts` maps each prompt to the output from
-        which drafts are taken.
-        """
+        """Serves requests to their ends. `drafts`: for each prompt, the output used for drafts."""
         while waiting := [request for request in requests if not request.finished]:
             self._preempt([request for request in waiting if request.row is not None])
             chosen = [request for request in waiting if self._random.random() < 0.7]

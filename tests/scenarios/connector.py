@@ -22,9 +22,7 @@ HAS_TRANSFERS = find_spec("services.scheduler.options.transfers") is not None
 
 
 def connected(connector: "KVConnector | None") -> Connect | None:
-    """The argument `connect` of Scheduler, which creates the KVTransfers of a connector. None
-    without a connector.
-    """
+    """The argument `connect` of Scheduler, which creates KVTransfers. None without a connector."""
     if connector is None:
         return None
     from services.scheduler.options.transfers.core.kv_transfers import (  # noqa: PLC0415

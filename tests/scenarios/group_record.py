@@ -40,9 +40,7 @@ class ObservedFreeQueue(FreeQueue):
 
 
 class ObservedGroup:
-    """Wraps a GroupManager. For each block that a step must fill with zeros, appends the group's
-    index to `noted`.
-    """
+    """Wraps a GroupManager. Notes the group's index in `noted` for each block to zero."""
 
     def __init__(self, manager: GroupManager, group: int, noted: list[int]) -> None:
         self._manager, self._group, self._noted = manager, group, noted

@@ -211,9 +211,7 @@ class ScenarioRun:
             own.finish_step = step
 
     def _add_chunk(self, event: NextChunk, step: int, record: Record) -> None:
-        """Adds further input to a session. If the session has ended, the input is dropped, as in
-        vLLM's front end.
-        """
+        """Adds further input to a session. Input of an ended session is dropped, as in vLLM."""
         session = self._requests[event.request_id].request
         record.setdefault("added", []).append(event.request_id)
         if session.is_finished:

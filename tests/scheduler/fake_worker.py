@@ -85,9 +85,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.nan_rows: frozenset[int] = frozenset()
         self.refused_rows: frozenset[int] = frozenset()
         self.poison: int | None = None
-        """A new request with this token makes the worker end the stream of steps. None: no
-        token.
-        """
+        """A new request with this token makes the worker end the stream of steps (None: none)."""
         self.described: Callable[[], object] = lambda: None
         """Called when an answer to Describe has been built but not sent."""
         self.spoil: Spoil = lambda _, answer: [answer]

@@ -1,6 +1,4 @@
-"""A running replica: a real scheduler and pool, and workers that the test chooses, by default one
-without a model.
-"""
+"""A running replica: a real scheduler and pool, with workers that need no model by default."""
 
 import asyncio
 import tempfile

@@ -1,6 +1,4 @@
-"""The runtime of the simulator: an event loop in virtual time, the guard against real I/O, and a
-network in memory.
-"""
+"""The simulator's runtime: virtual time, a guard against real I/O, and a network in memory."""
 
 import subprocess
 import sys

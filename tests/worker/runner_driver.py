@@ -185,9 +185,7 @@ def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAd
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
-    """The new blocks of block tables. `grown` has pairs of a row of the persistent batch and the
-    row's new blocks.
-    """
+    """The new blocks of block tables. `grown` has pairs of a batch row and its new blocks."""
     return AppendedBlocks(
         rows=ints(*(row for row, _ in grown)),
         num_blocks=ints(*(len(block_ids) for _, block_ids in grown)),

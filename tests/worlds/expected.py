@@ -21,9 +21,7 @@ def next_tokens(token_ids: Sequence[int], num_tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTurn:
-    """The output tokens of one turn of a session (a request with input in turns), and the turn's
-    finish reason.
-    """
+    """The output tokens of a turn of a session (request with input in turns), and why it ended."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason

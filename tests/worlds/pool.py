@@ -115,8 +115,8 @@ class WorldPool:
         return outcome
 
     def check(self) -> None:
-        """Checks that the directory agrees with the pool's prefix index, and that the pool's block
-        map is correct.
+        """Checks that directory and prefix index agree, and that the pool's block map is
+        correct.
         """
         self._log.flush()
         found = self.core.snapshot()

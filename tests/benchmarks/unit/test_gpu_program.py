@@ -35,9 +35,7 @@ def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_part_imports_a_package_of_the_services() -> None:
-    """docs/cuda.md names the packages that the benchmark needs, among them transformers, which
-    depends on tokenizers.
-    """
+    """docs/cuda.md names the needed packages. One is transformers, which needs tokenizers."""
     script = "import sys\n"
     script += "".join(f"sys.modules[{name!r}] = None\n" for name in ABSENT)
     script += "".join(f"import benchmarks.gpu.{name}\n" for name in ("__main__", *PARTS[:-1]))

@@ -1,6 +1,4 @@
-"""A supervisor counts the consecutive deaths of a child process, and increases its time limits with
-their number.
-"""
+"""A supervisor's time limits grow with the number of consecutive deaths of a child process."""
 
 from services.cli.processes.liveness import LivenessPolicy
 from services.cli.processes.supervisor import Deaths, End, RestartPolicy

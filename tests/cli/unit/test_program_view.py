@@ -1,6 +1,4 @@
-"""The output of `stepwell trace --program`: the turns (requests) of an agent's program and the
-pauses between them.
-"""
+"""The output of `stepwell trace --program`: an agent's requests, and the pauses between them."""
 
 from typing import Any
 

@@ -1,6 +1,4 @@
-"""Prometheus' alerts and recording rules: promtool tests them, their metrics exist, and the runbook
-has every alert.
-"""
+"""Prometheus' rules: promtool tests them, their metrics exist, and the runbook has every alert."""
 
 import json
 import re
@@ -140,9 +138,7 @@ def rule_test(name: str, story: AlertStory, rule_files: list[str]) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def bare_rules(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Paths of the rule files without annotations, because the texts of annotations would contain
-    measured values.
-    """
+    """Paths of the rule files without annotations, whose texts would contain measured values."""
     directory = tmp_path_factory.mktemp("rules")
     for path in sorted(RULES.glob("*.yml")):
         written = yaml.safe_load(path.read_text())

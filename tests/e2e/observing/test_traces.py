@@ -1,6 +1,4 @@
-"""The spans of a request in all services form one trace, and the spans of a step another one. The
-two are linked.
-"""
+"""The spans of a request in all services are one trace, linked to the traces of its steps."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,4 @@
-"""All four services with the policy `continuum-fixed`, which pins the blocks of an agent's turn for
-a fixed time.
-"""
+"""All services with the policy `continuum-fixed`, which pins the blocks of an agent's turn."""
 
 import time
 from collections.abc import Iterator

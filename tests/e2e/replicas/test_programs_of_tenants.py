@@ -1,6 +1,4 @@
-"""A tenant that uses the names of another tenant's programs (agents' sequences of requests) can
-neither use their cached blocks nor end them.
-"""
+"""Names of another tenant's programs (agents' requests) give no access to their cached blocks."""
 
 from collections.abc import Iterator
 from contextlib import closing

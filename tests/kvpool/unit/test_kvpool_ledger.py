@@ -1,6 +1,4 @@
-"""Transactions are applied exactly once. The pool accepts only the next transaction or a repetition
-of the last one.
-"""
+"""Transactions are applied once. Only the next one, or the last one again, is accepted."""
 
 import pytest
 

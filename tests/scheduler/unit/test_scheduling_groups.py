@@ -207,8 +207,7 @@ async def test_where_hits_drop_a_block_the_last_state_of_use_lies_one_block_earl
     story.add("a", prompt(14))
     assert [told.granted["a"] for told in await story.steps(2)] == [8, 6]
     story.add("b", prompt(14))
-    # Full attention has twelve tokens cached, of which four are dropped, because a state is cached
-    # only after eight.
+    # Full attention has twelve tokens cached, but drops four: the cached state is after eight.
     assert (await story.step()).start["b"] == 8
 
 

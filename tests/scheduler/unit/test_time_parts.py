@@ -11,9 +11,7 @@ from tests.scheduler.traced_story import SECOND, TracedStory
 
 
 async def parts_of(story: TracedStory, request: Request) -> list[TimePart]:
-    """Runs a traced scheduler until all requests have ended. Returns the parts of a request's time,
-    which must add up.
-    """
+    """Runs all requests to their ends. Returns the parts of a request's time, which must add up."""
     await story.to_the_end()
     assert request.times is not None
     assert sum(part.nanos for part in request.times.parts) == sum(request.times[:3])

@@ -94,8 +94,8 @@ class EmulatedLibrary:
     def call(
         self, name: str, *arguments: np.ndarray | ctypes.Structure | int | None, real: float = 0
     ) -> int:
-        """Calls a function with `arguments` (arrays and structures as addresses, and integers) and
-        the float `real`.
+        """Calls a function with `arguments` (arrays and structures by address) and the float
+        `real`.
         """
         numbers = [str(self._number(argument)) for argument in arguments]
         assert self._process.stdin is not None

@@ -158,8 +158,7 @@ def test_damaged_kernels_are_compiled_again(
     assert load_compiled(tmp_path / "cache", lambda: None).panel_width() == 16
     [kept] = (tmp_path / "cache").rglob("*.so")
     whole = kept.read_bytes()
-    # The library is truncated, as after a crash. It must be a new file, because the old one is
-    # mapped into this process.
+    # The library is truncated, as after a crash. A new file is needed, as the old one is mapped.
     kept.unlink()
     kept.write_bytes(whole[: len(whole) // 2])
     with caplog.at_level(logging.INFO):

@@ -1,6 +1,4 @@
-"""Anthropic's Messages API, tested with Anthropic's client: texts, tools, thinking, and errors in
-Anthropic's format.
-"""
+"""Anthropic's Messages API with Anthropic's client: texts, tools, thinking, and errors."""
 
 import json
 from collections.abc import AsyncIterator

@@ -101,8 +101,7 @@ async def test_many_slow_readers_do_not_hurt_others(model: Path) -> None:
                 ask(clients.enter_context(slow_socket(served)))
             other = asyncio.create_task(served.http.post("/v1/completions", json={"prompt": "a"}))
             await until(lambda: scheduler.num_running == 21)
-            # The answers are larger than the kernel's buffers, so that the gateway cannot write
-            # them at once.
+            # The answers exceed the kernel's buffers, so the gateway cannot write them at once.
             scheduler.allow(8)
             assert (await other).status_code == 200
             await until(lambda: served.gateway.gate.inside == 0)

@@ -21,9 +21,7 @@ async def stop_seconds(model: Path) -> float:
 
 
 async def test_nothing_is_waited_for_if_nothing_runs(model: Path) -> None:
-    """The gateway is stopped five times. The shortest time counts, because others may include waits
-    for a processor.
-    """
+    """Takes the shortest of five stops, because the others may include waits for a processor."""
     assert min([await stop_seconds(model) for _ in range(5)]) < 0.08 * slowness()
 
 

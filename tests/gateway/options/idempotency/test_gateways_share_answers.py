@@ -98,9 +98,7 @@ class World:
         return [formula(PROMPT, seed, position) for position in range(NUM_TOKENS)]
 
     async def begun(self, key: str) -> Reader:
-        """A client of the first gateway that has received five tokens, after which the scheduler
-        computes no more.
-        """
+        """A client of the first gateway with five tokens, after which the scheduler stops."""
         self.scheduler.adds.clear()
         self.scheduler.permits = 0
         self.scheduler.allow(5)

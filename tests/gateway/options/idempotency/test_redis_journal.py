@@ -1,6 +1,4 @@
-"""The Redis implementation of the port Journal, on one server and on a cluster of three, passes its
-conformance tests.
-"""
+"""The Journal in Redis, on one server and on a cluster of three, passes its conformance tests."""
 
 import time
 from collections.abc import AsyncIterator, Iterator

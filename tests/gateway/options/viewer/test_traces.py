@@ -192,9 +192,7 @@ async def test_the_slowest_and_what_a_list_showed_are_kept_though_they_are_not_s
 
 
 async def test_calls_that_are_never_traced_take_no_place_of_those_that_are(model: Path) -> None:
-    """The page /ui requests /activity several times a second. These calls must not use up the limit
-    on sampled traces.
-    """
+    """The page /ui often requests /activity, which must not use up the limit on sampled traces."""
     async with keeping(model, trace_store_max_per_minute=2) as (served, _):
         for path in ("/activity", "/metrics", "/traces"):
             assert (await served.http.get(path)).is_success

@@ -1,6 +1,4 @@
-"""Calling /render, /inference/v1/generate and /derender one after another returns the same answer
-as a completion.
-"""
+"""/render, /inference/v1/generate and /derender together return the answer of a completion."""
 
 import json
 from pathlib import Path

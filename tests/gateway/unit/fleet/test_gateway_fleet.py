@@ -1,6 +1,4 @@
-"""The fleet chooses a replica for each sequence, and another one if the replica is lost, stalls or
-refuses the sequence.
-"""
+"""The fleet chooses replicas for sequences, and others if these are lost, stall or refuse."""
 
 from dataclasses import replace
 

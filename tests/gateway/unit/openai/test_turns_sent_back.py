@@ -1,6 +1,4 @@
-"""Conversations that clients send back, with this server's messages and with the fields that client
-packages add.
-"""
+"""Conversations that clients send back, with our messages and the fields that packages add."""
 
 import json
 from collections.abc import Iterable

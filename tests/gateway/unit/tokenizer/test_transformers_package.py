@@ -1,6 +1,4 @@
-"""A tokenizer loads without importing transformers' list of all models, and equals the one that
-transformers loads.
-"""
+"""A tokenizer loads without importing transformers' model list, and is the same as there."""
 
 import json
 import os

@@ -411,9 +411,7 @@ def test_a_connector_and_its_role_go_together():
 
 
 class Undecided(StandInConnector):
-    """A connector that returns None (not known yet) for the number of external tokens until the
-    test sets `answer`.
-    """
+    """A connector that does not know the number of external tokens until the test sets `answer`."""
 
     answer: ExternalMatch | None = None
 

@@ -1,6 +1,4 @@
-"""Tokens for gateways (deltas). A gateway's session writes them at once if it can. Its task writes
-the rest later.
-"""
+"""Tokens (deltas) for gateways: a session writes what it can at once, and its task the rest."""
 
 from stepwell.scheduler.v1 import scheduler_pb2
 

@@ -1,6 +1,4 @@
-"""The scheduler's intake of requests: each reason for a refusal, with its gRPC status and the field
-that it names.
-"""
+"""The scheduler's intake: each reason to refuse a request, its gRPC status, and the named field."""
 
 import itertools
 import math

@@ -33,9 +33,7 @@ class Agents:
     async def turn(
         self, first: int = 100, num_tokens: int = 31, after: Request | None = None, **fields: Any
     ) -> Request:
-        """Runs a request to its end: the first turn of a program, or the turn that continues the
-        request `after`.
-        """
+        """Runs a request to its end: a program's first turn, or the turn that continues `after`."""
         token_ids = prompt(num_tokens, first)
         if after is not None:
             token_ids = [*after.token_ids, *prompt(4, first)]

@@ -232,8 +232,7 @@ async def test_random_stories_give_what_a_list_of_all_times_gives() -> None:
         assert read[f"{short}_count"] == len(values) > 30, name
         assert abs(read[f"{short}_sum"] - sum(values)) < 1e-4, name
         for bound, count in story.buckets(name).items():
-            # Times are differences of rounded sums, so they may be on either side of an equal
-            # bound.
+            # Times are differences of rounded sums, and so may be on either side of an equal bound.
             low = bisect_left(sorted(values), bound - 1e-6)
             high = bisect_left(sorted(values), bound + 1e-6)
             assert low <= count <= high, (name, bound)

@@ -1,6 +1,4 @@
-"""The trace of a request: its phases, and their parts, follow each other without gaps, and each
-wait has a reason.
-"""
+"""The trace of a request: phases and their parts have no gaps, and each wait has a reason."""
 
 import pytest
 

@@ -103,8 +103,7 @@ def test_blocks_are_copied_one_after_the_other() -> None:
 
 
 def test_single_tokens_with_a_state_are_one_run_and_every_other_sequence_is_its_own() -> None:
-    # Two prompts of one token, decodes after 4, 4 and 8 tokens, a chunk after 4 tokens, and a
-    # prompt of two tokens.
+    # Two prompts of one token, decodes after 4, 4 and 8 tokens, a chunk after 4, a prompt of two.
     counts, seq_lens = np.array([1, 1, 1, 1, 1, 3, 2]), ints(1, 1, 5, 5, 9, 7, 2)
     tables = np.arange(7 * 3, dtype=np.int32).reshape(7, 3) + 1
     starts = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
