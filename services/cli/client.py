@@ -110,7 +110,7 @@ class Client:
             return CommandError(f"no TLS with {self._url}: {why_no_tls(str(error))}")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return ServerAway(
-                f"nothing answers at {self._url}; is `{self._served_by}` running there?"
+                f"no server answers at {self._url}; is `{self._served_by}` running there?"
             )
         if isinstance(error, httpx.TimeoutException):
             return ServerAway(f"{self._url} did not answer within {_ANSWER_SECONDS:.0f} s")
@@ -137,7 +137,7 @@ def _until_done(datas: Iterable[str]) -> Iterator[Any]:
         if isinstance(event, dict) and "error" in event:
             raise CommandError(_message_of(event) or data)
         yield event
-    raise CommandError("the answer broke off before its end")
+    raise CommandError("the connection ended before the answer was complete")
 
 
 def _refuse(response: httpx.Response) -> None:
@@ -161,4 +161,4 @@ def _parse(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise CommandError(f"the server sent what is not JSON: {text[:80]!r}") from error
+        raise CommandError(f"the server's answer is not JSON: {text[:80]!r}") from error

@@ -44,6 +44,6 @@ def why_it_stopped(reason: str | None, num_tokens: int | None, asked: int | None
     if reason != "length":
         return None
     if asked is not None and num_tokens is not None and num_tokens < asked:
-        return f"stopped after {num_tokens} tokens, at the longest sequence that is served"
+        return f"stopped after {num_tokens} tokens, at the server's longest sequence"
     most = num_tokens if asked is None else asked
     return f"stopped at max_tokens{'' if most is None else f' {most}'}; --max-tokens N allows more"

@@ -16,7 +16,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, help="run this seed only, and print its log")
     arguments = parser.parse_args(argv)
     if not (arguments.model / "config.json").exists():
-        raise CommandError(f"{arguments.model} is no model directory")
+        raise CommandError(f"{arguments.model} is not a model directory")
     install()
     _import_tokenizers()
     # Imported after `install` has replaced Python's clocks, which the modules may store.

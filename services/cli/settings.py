@@ -64,7 +64,7 @@ class UpSettings:
         check=between(0, 65_535),
     )
     admin_key: str | None = passed_to(
-        "gateway", doc="key that operators' calls must show", is_secret=True
+        "gateway", doc="key that operators' calls must send", is_secret=True
     )
     replicas: int = setting(
         1,
@@ -138,13 +138,13 @@ class UpSettings:
     redis_url: str | None = passed_to(
         "gateway",
         "kvpool",
-        doc="URL of the Redis that holds what the pools cache, and in which further replicas "
+        doc="URL of the Redis in which kvpools list their cached blocks and further replicas "
         "register, redis://[user:password@]host:port (default: the gateway asks the pools)",
         check=is_redis_url,
         is_secret=True,
     )
     api_keys: tuple[str, ...] | None = passed_to(
-        "gateway", doc="keys that clients must show one of", is_secret=True
+        "gateway", doc="API keys, of which clients must send one", is_secret=True
     )
     api_key_file: Path | None = passed_to(
         "gateway", doc="file with keys and limits of tenants, which `stepwell keys` writes"
@@ -154,14 +154,14 @@ class UpSettings:
     )
     ui: bool | None = passed_to(
         "gateway",
-        doc="show the page /ui, and what it draws from, at the port of HTTP too (default: yes)",
+        doc="serve the page /ui, /activity and /traces at the HTTP port too (default: yes)",
     )
     share_cache_between_tenants: bool | None = passed_to(
         "gateway", doc="let tenants find one another's prompts in the prefix cache"
     )
     tls_cert_file: Path | None = passed_to(
         "gateway",
-        doc="certificate chain (PEM) that clients are shown, over HTTP and gRPC (default: no TLS)",
+        doc="certificate chain (PEM) for clients over HTTP and gRPC (default: no TLS)",
         check=existing_file,
     )
     tls_key_file: Path | None = passed_to(
@@ -169,8 +169,7 @@ class UpSettings:
     )
     tls_client_ca_file: Path | None = passed_to(
         "gateway",
-        doc="authorities (CA, PEM) that each client must show a certificate of (default: clients "
-        "need none)",
+        doc="authorities (CA, PEM) of clients' certificates (default: clients need no certificate)",
         check=existing_file,
     )
     quantization: str | None = passed_to(

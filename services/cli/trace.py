@@ -17,7 +17,7 @@ from services.cli.views.program_view import program_lines
 from services.cli.views.waterfall import in_ascii, waterfall
 
 _PIPE_WIDTH = 120
-_NOT_KEPT = "the gateway keeps no traces: they go to its collector, or tracing is off"
+_NOT_KEPT = "the gateway keeps no traces: a collector receives them, or tracing is off"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -135,7 +135,7 @@ async def _supervise(
     console.note(f"starting {_services(settings)} for {settings.model}")
     if settings.ui is not False:
         scheme = "https" if _of_gateway("tls_cert_file", settings) else "http"
-        console.note(f"what it does can be seen at {scheme}://{addresses.http}/ui")
+        console.note(f"the page with replicas and traces is at {scheme}://{addresses.http}/ui")
     if addresses.admin is not None:
         console.note(f"operators' calls will be at http://{addresses.admin}")
     for port in addresses.vllm_grpc_ports:
@@ -269,5 +269,5 @@ def require_redis(url: str) -> None:
     try:
         asyncio.run(ask())
     except RedisUnavailable as error:
-        complaint = why_unusable(error) or "nothing answers there"
+        complaint = why_unusable(error) or "no server answers at this address"
         raise CommandError(f"--redis-url {without_secrets(url)}: {complaint}") from error

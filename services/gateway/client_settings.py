@@ -16,19 +16,19 @@ class ClientSettings(ServiceSettings):
     )
     max_num_queued_tokens: int | None = setting(
         None,
-        doc="prompt tokens of requests without output; at this number further requests get 503. A"
-        " value: the wanted time to the first token times prompt tokens computed per second "
-        "(default: no limit)",
+        doc="prompt tokens of all requests without output, at which further requests get 503. "
+        "Choose the wanted time to the first token times the prompt tokens that the replicas "
+        "compute per second (default: no limit)",
         check=at_least(1),
     )
     max_choices_per_request: int = setting(
-        256, doc="prompts times n of one request", check=at_least(1)
+        256, doc="most answers of one request: its prompts times n", check=at_least(1)
     )
     max_body_bytes: int = setting(
         4 * 2**20,
-        doc="longest HTTP body that is read; messages over gRPC may be half as long. A request may "
-        "have a value, such as a token id, for each 32 bytes of it. Bodies above 64 KiB that are "
-        "held at once may take eight times as much; further ones wait",
+        doc="most bytes of an HTTP body; a gRPC message may have half as many. A request may have "
+        "one value, such as a token id, for each 32 bytes of this limit. Bodies above 64 KiB may "
+        "take eight times this limit together; further large bodies wait",
         check=at_least(1024),
     )
     unknown_fields: str = setting(
@@ -39,13 +39,14 @@ class ClientSettings(ServiceSettings):
     )
     max_connections: int = setting(
         4096,
-        doc="open HTTP connections, and as many of gRPC; idle ones are closed for new ones",
+        doc="most open HTTP connections, and most open gRPC connections; at the limit, idle HTTP "
+        "connections are closed",
         check=at_least(1),
     )
     receive_timeout_seconds: float = setting(
         10.0,
-        doc="time for the headers of an HTTP request, a gRPC message, or the start of a gRPC "
-        "connection; three times as long for a body",
+        doc="time limit for receiving the headers of an HTTP request, a gRPC message, or the start "
+        "of a gRPC connection; an HTTP body has three times as long",
         check=at_least(0.01),
     )
     http_keep_alive_seconds: float = setting(
@@ -70,13 +71,13 @@ class ClientSettings(ServiceSettings):
     )
     sse_keep_alive_interval: float = setting(
         15.0,
-        doc="seconds without an event after which a stream sends a comment or ping, with status "
-        "200 if that was not sent; 0: never",
+        doc="seconds without an event after which a stream sends a comment or ping, and status 200 "
+        "before it if the answer has not begun; 0: never",
         check=at_least(0),
     )
     reader_timeout_seconds: float = setting(
         30.0,
-        doc="time after which a stream or connection ends whose client does not read",
+        doc="time after which a stream or a connection is ended if its client does not read",
         check=at_least(0.1),
     )
 

@@ -190,7 +190,8 @@ class GatewaySettings(ClientSettings, OptionSettings):
     access_log: bool = setting(True, doc="log a line for each call of a client, at level info")
     trace_slowest_per_minute: int = setting(
         3,
-        doc="slowest requests of each minute that are traced although not sampled; 0: none",
+        doc="number of the slowest requests of each minute that are traced although not sampled; "
+        "0: none",
         check=between(0, 100),
     )
     trace_slow_seconds: float = setting(
@@ -213,17 +214,19 @@ class GatewaySettings(ClientSettings, OptionSettings):
     )
     resubmit_timeout_seconds: float = setting(
         30.0,
-        doc="time that a request waits for a replica if none is ready or its own was lost",
+        doc="time for which a request waits if no replica is ready, or after its replica was lost",
         check=at_least(0),
     )
     migrate_after_seconds: float = setting(
         1.0,
-        doc="time without steps after which a replica's requests move to another one",
+        doc="time after which the requests of a replica that cannot run steps move to another "
+        "replica",
         check=at_least(0),
     )
     session_timeout_seconds: float = setting(
         3.0,
-        doc="time without a message after which a scheduler counts as hung and its requests move",
+        doc="time without a message after which a scheduler counts as hung, and its requests move "
+        "to another replica",
         check=at_least(0.1),
     )
 

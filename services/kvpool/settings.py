@@ -21,12 +21,14 @@ class KVPoolSettings(ServiceSettings):
     )
     max_blocks_per_pool: int = setting(
         1_048_576,
-        doc="blocks of a pool; a snapshot of their hashes must fit in one message",
+        doc="most blocks of a pool; bounded, since a snapshot of their hashes must fit in one "
+        "message",
         check=between(2, 2_000_000),
     )
     redis_url: str | None = setting(
         None,
-        doc="Redis that receives what pools cache: redis://[user:password@]host:port, or "
+        doc="Redis to which the hashes of cached blocks are written: "
+        "redis://[user:password@]host:port, or "
         "rediss://host:port?ssl_ca_certs=PATH; any node of a cluster (default: gateways ask "
         "the pools)",
         check=is_redis_url,

@@ -242,7 +242,7 @@ def _add_prompts(group: Any) -> None:
         "--anonymous",
         action="store_const",
         const=True,
-        help="do not say which program, tool and last turn a request is of",
+        help="send the requests without their program, tool and end of the program",
     )
 
 

@@ -78,7 +78,7 @@ class Check:
         seconds = time.monotonic() - broken_at
         wrong = [*self._wrong(answers), *([problem] if problem else [])]
         if not any(running.values()):
-            wrong.append("the replicas had nothing to do, so --max-tokens must be more")
+            wrong.append("the streams ended before the fault: set a larger --max-tokens")
         gap = max(answer.longest_gap_seconds for answer in answers)
         loads = ", ".join(f"{number} at {host}" for host, number in sorted(running.items()))
         self._say(

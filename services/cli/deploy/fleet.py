@@ -70,7 +70,9 @@ class GatewayStreams:
             stream.begun.wait(max(0.0, self._deadline - time.monotonic()))
 
     def answers(self) -> Sequence[Answer]:
-        late = Answer(frozenset(), f"it did not end within {self._seconds:.0f} s", self._seconds)
+        late = Answer(
+            frozenset(), f"the stream did not end within {self._seconds:.0f} s", self._seconds
+        )
         for stream in self._streams:
             stream.is_last.set()
         for stream in self._streams:

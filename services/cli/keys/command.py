@@ -50,7 +50,8 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("--models", metavar="A,B", help="models that the key allows (default: all)")
     limits = parser.add_argument_group(
-        "limits of the tenant", "They hold for all its keys; what is not given stays as it is."
+        "limits of the tenant",
+        "The limits apply to all keys of the tenant; limits that are not given stay unchanged.",
     )
     for name, text in _LIMITS.items():
         limits.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
@@ -61,7 +62,7 @@ def _parser() -> CommandParser:
         "--priority-ceiling",
         type=int,
         metavar="N",
-        help="no request gets a smaller priority, which would run earlier",
+        help="least priority value of the tenant's requests; smaller values run earlier",
     )
     limits.add_argument(
         "--max-retained-share",
@@ -84,7 +85,7 @@ def _store(arguments: argparse.Namespace) -> Store:
 
 def _create(store: Store, arguments: argparse.Namespace) -> None:
     if arguments.key is not None:
-        raise CommandError("create takes no ID: it makes a new one", exit_status=2)
+        raise CommandError("create accepts no ID: it makes a new one", exit_status=2)
     if arguments.tenant is None or not api_keys.is_tenant_id(arguments.tenant):
         raise CommandError(
             "--tenant must be given: 1 to 64 letters, digits, and ._@-", exit_status=2
@@ -157,7 +158,9 @@ def _list(store: Store, arguments: argparse.Namespace) -> None:
 
 def _revoke(store: Store, arguments: argparse.Namespace) -> None:
     if arguments.key is None:
-        raise CommandError("which key? `stepwell keys list` shows the ids", exit_status=2)
+        raise CommandError(
+            "revoke needs the id of a key; `stepwell keys list` shows the ids", exit_status=2
+        )
     key_id = api_keys.key_id_of(arguments.key) or arguments.key
     record = store.read().keys.get(key_id)
     if record is None:

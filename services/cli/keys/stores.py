@@ -120,11 +120,13 @@ class RedisStore:
         try:
             return self._runner.run(run())
         except self._redis.RedisUnavailable as error:
-            why = self._redis.why_unusable(error) or "nothing answers there"
+            why = self._redis.why_unusable(error) or "no server answers at this address"
             raise CommandError(f"--redis-url {self._connection.name}: {why}") from error
         except DamagedRecord as error:
             raise CommandError(f"--redis-url {self._connection.name}: {error}") from error
 
 
 def _changed_meanwhile(key: KeyRecord) -> CommandError:
-    return CommandError(f"the key {key.key_id} was changed meanwhile; try again")
+    return CommandError(
+        f"the key {key.key_id} was changed by another process at the same time; try again"
+    )

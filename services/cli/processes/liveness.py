@@ -101,10 +101,10 @@ class _Watch:
             self._silence = self._silence_since(reading.now)
         seconds = self._silence.look(reading)
         if is_stopped and seconds >= self._policy.stopped_share * self._child.spec.silence_seconds:
-            return f"it was stopped, and has answered no health check for {seconds:.1f} s"
+            return f"the process was stopped, and has answered no health check for {seconds:.1f} s"
         if seconds >= self._bound_seconds:
             removed = why_unreachable(self._child.spec.liveness_address or "")
-            return removed or f"it has answered no health check for {seconds:.1f} s"
+            return removed or f"the process has answered no health check for {seconds:.1f} s"
         return ""
 
     def _silence_since(self, began: float) -> Silence:

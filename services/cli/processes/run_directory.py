@@ -24,7 +24,9 @@ def ensure_directory(path: Path) -> None:
     except FileExistsError:
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise CommandError(f"{path} was replaced by something of another user") from None
+            raise CommandError(
+                f"{path} was replaced by a directory or file of another user"
+            ) from None
     except OSError as error:
         raise CommandError(f"cannot make {path} again: {error.strerror}") from error
 

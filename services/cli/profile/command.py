@@ -63,7 +63,9 @@ def main(argv: Sequence[str]) -> int:
     except (SettingError, StepwellError) as error:
         raise CommandError(str(error)) from error
     if worker.description.pooler is not None:
-        raise CommandError("the model answers with vectors, whose steps are not measured")
+        raise CommandError(
+            "only models that generate text can be measured; this model returns vectors"
+        )
 
     def progress(number: int, done: int) -> None:
         if sys.stderr.isatty():

@@ -97,7 +97,9 @@ async def _replay_log(
             if differences:
                 for difference in differences:
                     print(_shown(difference))
-                print(f"{path} line {line.number}: the replay left the log here")
+                print(
+                    f"{path} line {line.number}: from this call on, the replay differs from the log"
+                )
                 return 1
     except CommandError as error:
         if not replay.history.num_plans:
@@ -110,7 +112,7 @@ async def _replay_log(
         where = "" if log.cut_line is None else f", within line {log.cut_line}"
         print(
             f"the log ends early{where}, after {replay.history.num_plans:,} steps: the service was "
-            "killed, still writes it, or its disk was full"
+            "killed, still writes the log, or its disk was full"
         )
     if damage is None:
         print("0 differences")

@@ -35,4 +35,4 @@ def _result(replay: Coroutine[Any, Any, list[str]]) -> list[str]:
     except StopIteration as end:
         found: list[str] = end.value
         return found
-    raise AssertionError("a replay waits")
+    raise AssertionError("a replay must not wait")

@@ -38,14 +38,14 @@ def changed_config(config: SchedulerConfig, overrides: dict[str, Any]) -> Schedu
     """
     if overrides.get("num_speculative_tokens", 0) > config.num_speculative_tokens:
         raise CommandError(
-            "--set num_speculative_tokens can only take drafts away: the log does not say "
-            "which others would have been right"
+            "--set num_speculative_tokens cannot exceed the log's value: the log does not have "
+            "the further drafts"
         )
     changed = replace(config, **overrides)
     if retains_contexts(changed.policy) and not retains_contexts(config.policy):
         raise CommandError(
-            f"--set policy={changed.policy} needs the times of steps, which only logs of policies "
-            "that retain contexts have"
+            f"--set policy={changed.policy} needs the times of steps: only logs of policies "
+            "that retain contexts have these times"
         )
     groups = tuple(replace(group, block_size=changed.block_size) for group in changed.groups)
     changed = replace(changed, groups=groups)
@@ -67,7 +67,7 @@ async def what_if(
     try:
         run = WhatIf(history, config, write)
     except StepwellError as error:
-        raise CommandError(f"with these settings there is no pool: {error.message}") from None
+        raise CommandError(f"these settings allow no pool: {error.message}") from None
     return await run.run()
 
 
@@ -114,8 +114,8 @@ class WhatIf(SchedulerRun):
             return
         elif is_last and self.scheduler.has_requests:
             raise CommandError(
-                f"with these settings {len(self.scheduler.queues.waiting)} of the requests would "
-                "wait for ever: the pool cannot hold the first of them"
+                f"with these settings {len(self.scheduler.queues.waiting)} requests would wait for "
+                "ever: the first one in the queue does not fit in the pool"
             )
 
     async def apply(self, event: Event, now: int) -> None:

@@ -31,7 +31,7 @@ def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     try:
         return struct.pack(f"<{len(token_ids)}i", *token_ids)
     except struct.error as error:
-        raise OverflowError(f"a token id is no int32: {error}") from None
+        raise OverflowError(f"a token id is not an int32: {error}") from None
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
@@ -39,7 +39,7 @@ def unpack_token_ids(packed: bytes) -> list[int]:
     if not packed:
         return []
     if len(packed) % 4:
-        raise ValueError(f"{len(packed)} bytes are no whole number of int32")
+        raise ValueError(f"{len(packed)} bytes are not a whole number of int32 values")
     return list(struct.unpack(f"<{len(packed) // 4}i", packed))
 
 

@@ -115,7 +115,8 @@ def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
     """Splits concatenated hashes. Raises MalformedTransaction if the last one is incomplete."""
     if len(packed) % HASH_BYTES:
         raise ops.MalformedTransaction(
-            f"{len(packed)} bytes are no whole number of hashes of {HASH_BYTES} bytes", field=field
+            f"{len(packed)} bytes are not a whole number of hashes of {HASH_BYTES} bytes",
+            field=field,
         )
     return [
         BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)
@@ -125,7 +126,9 @@ def block_hashes_from_proto(packed: bytes, field: str) -> list[BlockHash]:
 def _operation_from_proto(message: kvpool_pb2.Operation, where: str) -> ops.Operation:
     kind = message.WhichOneof("operation")
     if kind is None:
-        raise ops.MalformedTransaction("the operation is not set, or not known here", field=where)
+        raise ops.MalformedTransaction(
+            "the operation is not set, or of an unknown kind", field=where
+        )
     own, _ = _OPERATIONS[kind]
     part, where = getattr(message, kind), f"{where}.{kind}"
     values: list[Any] = []
@@ -227,7 +230,7 @@ def _stop_to_proto(stop: ops.Stop) -> kvpool_pb2.Stop:
 def _stop_from_proto(message: kvpool_pb2.Stop) -> ops.Stop:
     reason = _STOP_REASONS.from_proto(message.reason)
     if reason is None:
-        raise ValueError(f"stop.reason: {message.reason} is not known here")
+        raise ValueError(f"stop.reason: {message.reason} is unknown")
     return ops.Stop(
         message.operation_index,
         message.item_index,

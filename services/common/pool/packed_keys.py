@@ -45,7 +45,7 @@ def pack_keys(keys: Sequence[int]) -> bytes:
 def unpack_keys(packed: bytes) -> "array[int]":
     """The inverse of `pack_keys`. Raises DamagedKeys."""
     if len(packed) % KEY_BYTES:
-        raise DamagedKeys("not whole keys")
+        raise DamagedKeys("the keys are not a whole number of bytes")
     wide = bytearray(len(packed) // KEY_BYTES * _WIDE_BYTES)
     for index in range(KEY_BYTES):
         wide[index::_WIDE_BYTES] = packed[index::KEY_BYTES]
@@ -90,10 +90,10 @@ def unpack_key_set(packed: bytes) -> Iterator[list[int]]:
         )
         counts = _COUNTS.unpack_from(whole)
     except (struct.error, zlib.error) as error:
-        raise DamagedKeys(f"no set of keys: {error}") from error
+        raise DamagedKeys(f"the set of keys cannot be unpacked: {error}") from error
     steps, lows = whole[_COUNTS.size :], packed[begin:]
     if not sum(counts) == len(steps) == num_keys or len(lows) != num_keys * _LOW_BYTES:
-        raise DamagedKeys("parts of different lengths")
+        raise DamagedKeys("the parts of the set of keys have different lengths")
     return _parts(counts, steps, lows)
 
 

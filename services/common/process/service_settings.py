@@ -19,8 +19,8 @@ class ServiceSettings:
     )
     health_address: str | None = setting(
         None,
-        doc="host:port or unix:PATH where grpc.health.v1 alone is served to probes, without TLS "
-        "and keys (default: only at the address of gRPC)",
+        doc="host:port or unix:PATH that serves only grpc.health.v1, for probes, without TLS "
+        "and keys (default: probes must use the address of gRPC)",
         check=is_listen_address,
     )
     health_file: Path | None = setting(
@@ -51,7 +51,9 @@ class ServiceSettings:
     )
     trace_sample_ratio: float = setting(
         1.0,
-        doc="share of the traces begun here that are recorded; other traces follow their own flag",
+        doc="share of the traces begun by this service that are recorded; traces begun elsewhere "
+        "are "
+        "recorded if their sampled flag is set",
         check=between(0, 1),
     )
     log_level: LogLevel = setting(LogLevel.INFO, doc="least severe level that is logged")
@@ -62,8 +64,8 @@ def allowed_names() -> Any:
     """Defines the setting `allowed_names` of a service that is called by other services."""
     return setting(
         (),
-        doc="subject alternative names, comma-separated, of which one must be in the certificate "
-        "of a service that calls this one; empty: any certificate of the authority will do",
+        doc="subject alternative names, comma-separated; the certificate of a service that calls "
+        "this service must have one of them; empty: any certificate of the authority is accepted",
     )
 
 
@@ -71,6 +73,6 @@ def server_name() -> Any:
     """Defines the setting `server_name` of a service that calls other services."""
     return setting(
         None,
-        doc="name that must be in the certificates of the services called here, where it is not "
+        doc="name that the certificates of called services must have, if the name differs from "
         "the host of their address",
     )

@@ -31,7 +31,7 @@ def structured_outputs_from_proto(message: common_pb2.StructuredOutputs) -> Stru
     """Converts a message, without validation. Raises InvalidArgument for an unknown kind."""
     kind = _KINDS.from_proto(message.kind)
     if kind is None:
-        raise invalid("kind is not set, or not known here")
+        raise invalid("kind is not set, or unknown")
     return StructuredOutputs(kind, message.text)
 
 

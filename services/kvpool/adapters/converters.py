@@ -44,7 +44,7 @@ def pool_config_from_proto(request: kvpool_pb2.OpenPoolRequest) -> PoolConfig:
         group = kv_cache_group_from_proto(message)
         if group is None:
             raise UnsupportedGroup(
-                "the attention type is not set, or not known here",
+                "attention_type is not set, or this kvpool does not know its value",
                 field=f"groups[{index}].attention_type",
             )
         groups.append(group)

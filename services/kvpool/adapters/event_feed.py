@@ -50,7 +50,7 @@ class EventFeed:
                 await watcher.wait()
         finally:
             watchers.pop(watcher, None)
-        raise Draining("the pool is draining")
+        raise Draining("the kvpool is shutting down")
 
     def close(self) -> None:
         self._closed = True

@@ -47,7 +47,9 @@ class TransactStream:
         if not self._is_taken_over:
             message = await self._read_interruptibly(messages)
         if self._is_taken_over:
-            raise TakenOver("a newer stream sends the transactions of the pool")
+            raise TakenOver(
+                "the stream of transactions ends: a newer stream of the pool has replaced it"
+            )
         return message
 
     def take_over(self) -> None:

@@ -28,7 +28,7 @@ def traced(apply: Apply, tracing: Tracing) -> Apply:
     def apply_traced(
         hosted: HostedPool[kvpool_pb2.TransactResponse], request: kvpool_pb2.TransactRequest
     ) -> kvpool_pb2.TransactResponse:
-        started, answer, error = time.time_ns(), None, "the transaction failed"
+        started, answer, error = time.time_ns(), None, "a transaction of the pool failed"
         try:
             answer = apply(hosted, request)
         except Exception as raised:

@@ -72,14 +72,16 @@ class PoolConfig:
         """Checks all fields. Raises InvalidPool or UnsupportedGroup, which name the field."""
         if self.num_blocks < 2:
             raise InvalidPool(
-                f"a pool of {self.num_blocks} blocks has only the null block", field="num_blocks"
+                f"num_blocks is {self.num_blocks}, but a pool needs the null block and at least "
+                "one more",
+                field="num_blocks",
             )
         if not self.groups:
-            raise InvalidPool("a pool needs at least one group", field="groups")
+            raise InvalidPool("a pool needs at least one KV-cache group", field="groups")
         for index, group in enumerate(self.groups):
             if group.block_size < 1:
                 field = f"groups[{index}].block_size"
-                raise InvalidPool("a block holds at least one token", field=field)
+                raise InvalidPool("block_size must be at least 1 token", field=field)
         for index, group in enumerate(self.groups):
             for name, conflict in self._group_conflicts(group):
                 if conflict is not None:
@@ -92,37 +94,48 @@ class PoolConfig:
         is_chunked = group.attention_type is AttentionType.CHUNKED_LOCAL
         is_state = group.attention_type is AttentionType.STATE_SPACE
         if is_chunked and self.drop_last_hit_block:
-            yield "attention_type", "hits of chunked local attention cannot drop their last block"
+            yield (
+                "attention_type",
+                "chunked local attention cannot be used with drop_last_hit_block",
+            )
         if is_chunked and group.block_size != hit_block_size(self.groups):
-            yield "block_size", "chunked local attention needs blocks of one size in all groups"
+            yield "block_size", "chunked local attention needs the same block_size in all groups"
         if is_state and self.enable_prefix_caching and not group.aligns_states:
-            yield "mamba_cache_mode", "a state that is overwritten cannot be cached"
+            yield (
+                "mamba_cache_mode",
+                "prefix caching needs a mamba_cache_mode that keeps states at the ends of blocks",
+            )
         if group.num_speculative_blocks and not is_state:
-            yield "num_speculative_blocks", "only states have blocks for drafts"
+            yield (
+                "num_speculative_blocks",
+                "only state-space groups may have num_speculative_blocks",
+            )
 
     def _validate_units(self) -> None:
         unit, interval = self.prefix_match_unit, self.prefix_cache_retention_interval
         sizes = [group.block_size for group in self.groups]
         if unit is not None and (unit < 1 or any(size % unit for size in sizes)):
             raise InvalidPool(
-                f"blocks of {sizes} tokens are not all whole multiples of {unit}",
+                f"prefix_match_unit is {unit}, but not all block sizes, {sizes}, are multiples of "
+                "it",
                 field="prefix_match_unit",
             )
         if unit is not None and len(sizes) == 1 and unit != sizes[0]:
             raise InvalidPool(
-                f"with one group a hash stands for a block, of {sizes[0]} tokens",
+                f"prefix_match_unit is {unit}, but with one group it must equal the block size, "
+                f"{sizes[0]}",
                 field="prefix_match_unit",
             )
         size = hit_block_size(self.groups)
         if interval is not None and (interval < 0 or interval % size):
             raise InvalidPool(
-                f"{interval} tokens are no multiple of {size}",
+                f"prefix_cache_retention_interval is {interval}, but must be a multiple of {size}",
                 field="prefix_cache_retention_interval",
             )
         kinds = {group.attention_type for group in self.groups}
         if interval and kinds.isdisjoint((AttentionType.SLIDING_WINDOW, AttentionType.STATE_SPACE)):
             raise InvalidPool(
-                "there are no sliding windows or states that it could concern",
+                "prefix_cache_retention_interval needs a group with a sliding window or states",
                 field="prefix_cache_retention_interval",
             )
 
@@ -131,11 +144,11 @@ def _window_conflict(group: KVCacheGroup) -> str | None:
     window, size = group.window, group.block_size
     match group.attention_type:
         case AttentionType.FULL if window:
-            return f"full attention has no window, here {window} tokens"
+            return f"a group of full attention must have window 0, not {window}"
         case AttentionType.STATE_SPACE if window:
-            return f"state-space layers have no window, here {window} tokens"
+            return f"a group of state-space layers must have window 0, not {window}"
         case AttentionType.SLIDING_WINDOW if window < 2:
-            return f"a sliding window of {window} tokens shows nothing of the past"
+            return f"a sliding window must have at least 2 tokens, not {window}"
         case AttentionType.CHUNKED_LOCAL if window < 1 or window % size:
-            return f"chunks of {window} tokens are no whole blocks of {size}"
+            return f"chunks of {window} tokens are not a whole number of blocks of {size} tokens"
     return None

@@ -42,14 +42,15 @@ class TransactionLedger(Generic[Answer]):
         """
         if generation != self._generation:
             raise StaleGeneration(
-                f"generation {generation} is over, this is {self._generation}", field="generation"
+                f"generation {generation} of the pool was replaced by {self._generation}",
+                field="generation",
             )
         if sequence == self._sequence + 1:
             return None
         if sequence == self._sequence and self._answer is not None:
             return self._answer
         raise OutOfSequence(
-            f"transaction {sequence} came after transaction {self._sequence}", field="sequence"
+            f"transaction {sequence} arrived after transaction {self._sequence}", field="sequence"
         )
 
     def record(self, sequence: int, answer: Answer) -> None:
@@ -104,18 +105,21 @@ class PoolHost(Generic[Answer]):
         raised, an older generation stays open.
         """
         if not pool_id:
-            raise InvalidPool("a pool has a name", field="pool_id")
+            raise InvalidPool("pool_id must not be empty", field="pool_id")
         if config.num_blocks > self.max_blocks_per_pool:
             raise InvalidPool(
-                f"{config.num_blocks} blocks are more than the {self.max_blocks_per_pool} "
-                "that a pool may have here",
+                f"num_blocks is {config.num_blocks}, but this kvpool allows "
+                f"{self.max_blocks_per_pool} "
+                "in a pool (max_blocks_per_pool)",
                 field="num_blocks",
             )
         if pool_id not in self._pools and len(self._pools) >= self.max_pools:
-            raise TooManyPools(f"{len(self._pools)} pools are open, and no more may be")
+            raise TooManyPools(
+                f"{len(self._pools)} pools are open, the most that this kvpool allows"
+            )
         if seen_generation >= MAX_GENERATION:
             raise InvalidPool(
-                f"generation {seen_generation} is none: they are below {MAX_GENERATION}",
+                f"seen_generation must be below {MAX_GENERATION}, not {seen_generation}",
                 field="seen_generation",
             )
         pool = KVPool(config)

@@ -166,7 +166,7 @@ class ChunkSearch(PrefixSearch):
 
     def find(self, chain: Sequence[BlockHash], max_tokens: int, *, drop_last: bool) -> GroupHits:
         if drop_last:
-            raise AssertionError("hits of chunked local attention cannot drop their last block")
+            raise AssertionError("chunked local attention cannot be used with drop_last_hit_block")
         size = self._block_size
         max_tokens = min(max_tokens, len(chain) * self._hash_block_size)
         begin = max_tokens // self.spec.window * self.spec.window // size

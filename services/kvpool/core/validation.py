@@ -71,25 +71,28 @@ class TransactionValidator:
             self._require_waiting(admission.request, f"{where}.request")
         if admission.num_hit_tokens > admission.max_hit_tokens:
             raise ops.MalformedTransaction(
-                f"a hit of {admission.num_hit_tokens} tokens is planned, "
-                f"of at most {admission.max_hit_tokens}",
+                f"num_hit_tokens is {admission.num_hit_tokens}, more than max_hit_tokens, "
+                f"{admission.max_hit_tokens}",
                 field=f"{where}.num_hit_tokens",
             )
         if admission.num_slots < admission.num_computed_tokens:
             raise ops.MalformedTransaction(
-                f"{admission.num_slots} slots do not hold the hit of {admission.num_hit_tokens} "
-                f"tokens and the {admission.num_external_tokens} loaded after it",
+                f"num_slots is {admission.num_slots}, too few for {admission.num_hit_tokens} "
+                "tokens "
+                f"of the hit and {admission.num_external_tokens} loaded tokens",
                 field=f"{where}.num_slots",
             )
         num_stored = admission.num_stored_tokens
         if num_stored is not None and num_stored > admission.num_computed_tokens:
             raise ops.MalformedTransaction(
-                f"{num_stored} tokens are stored, and {admission.num_computed_tokens} computed",
+                f"num_stored_tokens is {num_stored}, more than the {admission.num_computed_tokens} "
+                "computed tokens",
                 field=f"{where}.num_stored_tokens",
             )
         if admission.holds_blocks and admission.num_external_tokens:
             raise ops.MalformedTransaction(
-                "a request that holds blocks loads nothing", field=f"{where}.num_external_tokens"
+                "num_external_tokens must be 0 for a request that holds blocks",
+                field=f"{where}.num_external_tokens",
             )
         self._arrived.add(admission.request)
 
@@ -97,7 +100,7 @@ class TransactionValidator:
         for item, block in enumerate(evict.block_ids):
             if not 0 < block < self._num_blocks:
                 raise ops.MalformedTransaction(
-                    f"there is no block {block}: they are 1 to {self._num_blocks - 1}",
+                    f"block {block} does not exist: block ids are from 1 to {self._num_blocks - 1}",
                     field=f"{where}.block_ids[{item}]",
                 )
 
@@ -115,7 +118,7 @@ class TransactionValidator:
         if request in self._arrived or (
             request in self._admitted and request not in self._departed
         ):
-            raise RequestAlreadyAdmitted(f"request {request} holds blocks already", field=field)
+            raise RequestAlreadyAdmitted(f"request {request} already holds blocks", field=field)
 
 
 def _require_parallel(

@@ -288,7 +288,9 @@ def test_a_server_that_gives_no_token_ends_the_command(
     bench: Bench, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert bench("silent") == (1, None)
-    assert capfd.readouterr().err.startswith("stepwell bench: a first request failed: no output")
+    assert capfd.readouterr().err.startswith(
+        "stepwell bench: the test request before the load failed: no output"
+    )
 
 
 def test_one_failure_is_counted_and_sets_the_status(bench: Bench, tmp_path: Path) -> None:
@@ -310,7 +312,10 @@ def test_a_request_that_takes_too_long_has_failed(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--model", "status=429"), "a first request failed: http 429: as you wish"),
+        (
+            ("--model", "status=429"),
+            "the test request before the load failed: http 429: as you wish",
+        ),
         (("--trace", "/nowhere"), "cannot read /nowhere: No such file or directory"),
         (("--trace", "x", "--turns", "2"), "--trace and --turns contradict"),
         (("--time-scale", "2"), "--time-scale needs --trace"),
@@ -321,7 +326,7 @@ def test_a_request_that_takes_too_long_has_failed(bench: Bench) -> None:
         (("--json", "/nowhere/x.json"), "cannot write /nowhere/x.json: its directory"),
         (("--tokenizer", "/nowhere"), "--tokenizer /nowhere holds no tokenizer.json"),
         (("--url", "ftp://x"), "--url ftp://x is not an http:// or https:// address"),
-        (("--url", "http://127.0.0.1:9"), "nothing answers at http://127.0.0.1:9"),
+        (("--url", "http://127.0.0.1:9"), "no server answers at http://127.0.0.1:9"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(

@@ -142,7 +142,7 @@ def test_an_error_in_the_stream_is_one_sentence(server: SmallServer) -> None:
 
 def test_an_answer_that_breaks_off_is_an_error(server: SmallServer) -> None:
     done = stepwell("complete", "--url", server.url, "break")
-    assert_refused(done, "stepwell complete: the answer broke off before its end")
+    assert_refused(done, "stepwell complete: the connection ended before the answer was complete")
 
 
 def test_an_empty_prompt_is_refused(server: SmallServer) -> None:
@@ -177,7 +177,7 @@ def test_a_server_that_is_away_is_one_sentence(command: list[str]) -> None:
         port = taken.getsockname()[1]
     assert_refused(
         stepwell(*command, "--url", f"http://127.0.0.1:{port}"),
-        f"stepwell {command[0]}: nothing answers at http://127.0.0.1:{port}; "
+        f"stepwell {command[0]}: no server answers at http://127.0.0.1:{port}; "
         "is `stepwell up` running there?",
     )
 
@@ -187,7 +187,7 @@ def test_operators_calls_without_their_port_are_one_sentence() -> None:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     assert_refused(
         stepwell("admin", "pause", "--url", url),
-        f"stepwell admin: nothing answers at {url}; "
+        f"stepwell admin: no server answers at {url}; "
         "is `stepwell up --admin-port 8001` running there?",
     )
 

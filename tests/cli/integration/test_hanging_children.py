@@ -70,7 +70,7 @@ async def test_a_stopped_child_is_killed_and_started_again() -> None:
         running = await started(watched.supervisor)
         killed = watched.pid
         os.kill(killed, signal.SIGSTOP)
-        assert "it was stopped" in await watched.until_replaced()
+        assert "the process was stopped" in await watched.until_replaced()
         address = f"unix:{directory}/pool.sock"
         assert was_ended(address, killed)
         assert not was_ended(address, watched.pid)
@@ -90,7 +90,7 @@ async def test_a_child_that_is_stopped_while_it_starts_is_killed_and_started_aga
         os.kill(supervisor.pid("slow"), signal.SIGSTOP)
         await until(lambda: bool(journal.readies[1:]))
         [(name, reason)] = journal.hangs
-        assert (name, "it was stopped" in reason) == ("slow", True)
+        assert (name, "the process was stopped" in reason) == ("slow", True)
         supervisor.stop.set()
         await running
 
@@ -104,7 +104,7 @@ async def test_a_stopped_child_gets_no_more_time_because_it_hung_before() -> Non
         patient = LivenessPolicy(stopped_share=0.2, period_seconds=0.1)
         assert patient.stopped_share * patient.silence_seconds(SILENCE_SECONDS, 7) > 10
         why = await asyncio.wait_for(until_hung(child, lambda: True, 7, patient), 8)
-        assert "it was stopped" in why
+        assert "the process was stopped" in why
         child.kill()
         await child.wait()
 
@@ -114,7 +114,7 @@ async def test_a_child_whose_event_loop_stands_still_is_killed_and_started_again
 ) -> None:
     os.kill(watched.pid, signal.SIGUSR2)
 
-    assert "it has answered no health check for 2." in await watched.until_replaced()
+    assert "the process has answered no health check for 2." in await watched.until_replaced()
 
 
 async def test_a_child_that_gets_no_processor_is_left_alone_until_it_gets_one() -> None:
@@ -137,7 +137,7 @@ async def test_a_child_that_gets_no_processor_is_left_alone_until_it_gets_one() 
             await asyncio.wait_for(asyncio.shield(watching), 2.0)
         hog.kill()
         os.kill(child.pid, signal.SIGUSR2)
-        assert "it has answered no health check" in await asyncio.wait_for(watching, 20)
+        assert "the process has answered no health check" in await asyncio.wait_for(watching, 20)
         child.kill()
         await asyncio.gather(child.wait(), hog.wait())
 

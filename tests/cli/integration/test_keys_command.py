@@ -97,11 +97,11 @@ def test_the_gateways_variables_name_the_place(tmp_path: Path) -> None:
             "--tokens-per-minute must be a whole number",
         ),
         (["create", "--file", "keys", "--tenant", "a", "--models", ","], "--models must name"),
-        (["revoke", "--file", "keys"], "which key?"),
+        (["revoke", "--file", "keys"], "revoke needs the id of a key"),
         (["revoke", "--file", "keys", "abc"], "there is no key with the id 'abc'"),
         (
             ["list", "--redis-url", "redis://127.0.0.1:1"],
-            "--redis-url redis://127.0.0.1:1: nothing answ",
+            "--redis-url redis://127.0.0.1:1: no server answ",
         ),
         (["create", "--file", "/proc/nowhere/keys", "--tenant", "a"], "--file /proc/nowhere/keys"),
     ],
@@ -120,6 +120,6 @@ def test_what_cannot_be_done_is_one_sentence(
 
 def test_a_sentence_is_all_that_a_refused_command_writes() -> None:
     done = keys("revoke", "--file", "keys")
-    assert done.stderr.startswith("stepwell keys: which key?")
+    assert done.stderr.startswith("stepwell keys: revoke needs the id of a key")
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
     assert done.returncode in (1, 2)

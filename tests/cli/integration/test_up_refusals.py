@@ -157,7 +157,7 @@ def test_a_redis_that_cannot_be_used(model: Path, tmp_path: Path) -> None:
             assert "wrong" not in error
     assert up("--model", model, "--redis-url", server.url) == (
         1,
-        f"stepwell up: --redis-url {server.url}: nothing answers there\n",
+        f"stepwell up: --redis-url {server.url}: no server answers at this address\n",
     )
     assert up("--model", model, "--redis-url", "redis://no-such-host!:6379") == (
         1,

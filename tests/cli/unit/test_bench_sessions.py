@@ -209,7 +209,7 @@ def test_a_dataset_in_share_gpts_form() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "it holds no prompt"),
+        ("", "the file has no prompt"),
         ('{"prompt": "a"}\n{', "line 2 is not JSON"),
         ('{"text": "a"}', "line 1 has neither prompt, messages nor conversations"),
         ('{"prompt": "a", "output_tokens": 0}', "line 1: output_tokens must be"),

@@ -14,7 +14,7 @@ from services.cli.complete import why_it_stopped
         ("stop", 3, None, None),
         ("length", 16, None, "stopped at max_tokens 16; --max-tokens N allows more"),
         ("length", 5, 5, "stopped at max_tokens 5; --max-tokens N allows more"),
-        ("length", 7, 50, "stopped after 7 tokens, at the longest sequence that is served"),
+        ("length", 7, 50, "stopped after 7 tokens, at the server's longest sequence"),
         ("length", None, None, "stopped at max_tokens; --max-tokens N allows more"),
         (None, None, None, None),
     ],

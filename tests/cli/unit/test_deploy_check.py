@@ -120,7 +120,7 @@ def test_every_fault_hits_the_replica_where_most_streams_run() -> None:
         ),
         (
             {"load": {"scheduler-0": 0, "scheduler-1": 0}},
-            "the replicas had nothing to do, so --max-tokens must be more",
+            "the streams ended before the fault: set a larger --max-tokens",
         ),
         ({"heals": False}, "after 0 s worker-1 was not started again"),
     ],

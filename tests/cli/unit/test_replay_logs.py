@@ -190,7 +190,7 @@ def test_a_changed_decision_is_shown_with_its_step_and_field(
     assert (status, err) == (1, "")
     assert f"step 5 {field}\n  logged   {json.dumps(value)}\n" in out
     assert f"  replayed {json.dumps(before)}\n" in out
-    assert out.endswith(f"line {number + 1}: the replay left the log here\n")
+    assert out.endswith(f"line {number + 1}: from this call on, the replay differs from the log\n")
 
 
 def test_groups_of_other_attention_are_replayed_too(

@@ -121,7 +121,9 @@ async def test_what_the_pool_cannot_hold_ends_the_start_with_the_pool_s_sentence
     chunk = common_pb2.KVCacheGroup(
         attention_type=common_pb2.ATTENTION_TYPE_CHUNKED_LOCAL, block_size=BLOCK_SIZE, window=6
     )
-    with pytest.raises(InvalidArgument, match="chunks of 6 tokens are no whole blocks of 4"):
+    with pytest.raises(
+        InvalidArgument, match="chunks of 6 tokens are not a whole number of blocks of 4"
+    ):
         async with serving_replica(FakeWorker(groups=[chunk])):
             pass
 
@@ -147,7 +149,7 @@ async def test_states_that_are_overwritten_are_not_served_with_prefix_caching() 
 
 async def test_a_unit_that_does_not_divide_blocks_is_refused() -> None:
     worker = FakeWorker(groups=[FULL, STATE])
-    with pytest.raises(InvalidArgument, match="are not all whole multiples of 3"):
+    with pytest.raises(InvalidArgument, match="prefix_match_unit is 3, but not all block sizes"):
         async with serving_replica(worker, prefix_match_unit=3):
             pass
 

@@ -144,7 +144,7 @@ class Connections:
             try:
                 connection = await self._connect()
             except (OSError, TimeoutError) as error:
-                return Failure("connect", str(error) or "no connection in time")
+                return Failure("connect", str(error) or "no connection within the time limit")
         failure = await connection.exchange(request, reply)
         if connection.is_idle:
             self._idle.append(connection)

@@ -26,7 +26,10 @@ class GeneratorUsage:
         lag = self.loop_lag_ms.percentiles[99] if self.loop_lag_ms else 0.0
         if self.processor_share > MAX_PROCESSOR_SHARE:
             share = f"{100 * self.processor_share:.0f} % of a processor"
-            return f"the generator used {share}, all that one process can: it was the bottleneck"
+            return (
+                f"the load generator used {share}, the most that one process can, and limited "
+                "the load"
+            )
         if lag > MAX_LAG_MS:
             return (
                 f"the generator's event loop lagged by {lag:.0f} ms (p99): it, or what it shares "

@@ -120,7 +120,9 @@ async def fit_form(server: OpenAIServer) -> list[str]:
         if failure is None:
             return given_up
         if failure.kind not in _REFUSED or not left:
-            raise CommandError(f"a first request failed: {failure.kind}: {failure.message}")
+            raise CommandError(
+                f"the test request before the load failed: {failure.kind}: {failure.message}"
+            )
         given_up.append(left.pop(0))
         server.reform(**{given_up[-1]: False})
 

@@ -25,7 +25,7 @@ def draw(records: Sequence[RequestRecord], summary: Summary, title: str, path: P
     done = [record for record in records if record.is_ok]
     measured = [record for record in done if not record.is_warmup]
     if not measured:
-        raise CommandError("there is no answer to draw")
+        raise CommandError("no request completed, so there is nothing to draw")
     with drawing(path, title, _in_short(summary)) as figure:
         grid = figure.add_gridspec(3, 2, height_ratios=(3, 2, 2))
         itls = [gap for record in measured for gap in record.itls]

@@ -42,7 +42,7 @@ def read_dataset(text: str) -> list[Item]:
         ]
     found = [item for item in items if item.turns]
     if not found:
-        raise DatasetError("it holds no prompt")
+        raise DatasetError("the file has no prompt")
     return found
 
 

@@ -16,13 +16,16 @@ HTTP_REQUESTS = _specs.counter(
 HTTP_REQUEST_SECONDS = _specs.histogram(
     "http_request_duration_seconds",
     "seconds",
-    "From an HTTP request to the end of its answer, by route and method.",
+    "Time from an HTTP request's arrival to the end of its answer, by route and method.",
     buckets.HTTP_SECONDS,
     "handler",
     "method",
 )
 HTTP_RESPONSES = _specs.counter(
-    "stepwell_gateway_http_responses", "requests", "Answered HTTP requests.", "code"
+    "stepwell_gateway_http_responses",
+    "requests",
+    "Answered HTTP requests, over all routes.",
+    "code",
 )
 TRACES_KEPT = _specs.counter(
     "stepwell_traces_kept",
@@ -34,7 +37,7 @@ TRACES_KEPT = _specs.counter(
 TRACE_SPANS_CUT = _specs.counter(
     "stepwell_trace_spans_cut",
     "spans",
-    "Spans left out of traces, which have at most 1152 here.",
+    "Spans that were omitted because a trace of the gateway has at most 1152 spans.",
     "model_name",
 )
 ADMISSION_REJECTIONS = _specs.counter(
@@ -60,7 +63,7 @@ GATEWAY_PROMPT_TOKENS = _specs.counter(
 GATEWAY_PROMPT_TOKENS_CACHED = _specs.counter(
     "stepwell_gateway_prompt_tokens_cached",
     "tokens",
-    "Of the prompt tokens, those found in the prefix cache.",
+    "Prompt tokens of answered requests that were found in the prefix cache.",
     "model_name",
 )
 GATEWAY_GENERATION_TOKENS = _specs.counter(
@@ -69,21 +72,21 @@ GATEWAY_GENERATION_TOKENS = _specs.counter(
 GATEWAY_TIME_TO_FIRST_TOKEN = _specs.histogram(
     "stepwell_gateway_time_to_first_token_seconds",
     "seconds",
-    "From a request's arrival to its first token.",
+    "Time from a request's arrival to its first token.",
     buckets.FIRST_TOKEN_SECONDS,
     "model_name",
 )
 GATEWAY_INTER_TOKEN_LATENCY = _specs.histogram(
     "stepwell_gateway_inter_token_latency_seconds",
     "seconds",
-    "Between tokens of one answer.",
+    "Time between two tokens of one answer.",
     buckets.TOKEN_SECONDS,
     "model_name",
 )
 GATEWAY_REQUEST_SECONDS = _specs.histogram(
     "stepwell_gateway_request_seconds",
     "seconds",
-    "From a request's arrival to its end.",
+    "Time from a request's arrival to the end of its answer.",
     buckets.REQUEST_SECONDS,
     "model_name",
 )
@@ -127,21 +130,27 @@ GATEWAY_REPLICAS_SILENT = _specs.gauge(
 GATEWAY_RESUBMISSIONS = _specs.counter(
     "stepwell_gateway_resubmissions",
     "sequences",
-    "Sequences sent again with their tokens: the replica was lost, could not run "
-    "steps, or refused them, or another tenant got their slot.",
+    "Sequences that were sent again with their tokens because the replica was lost, could not run "
+    "steps or refused them, or because another tenant got their slot.",
     "model_name",
 )
 DISCOVERY_UP = _specs.gauge(
-    "stepwell_discovery_up", "", "1 if a source finds schedulers, by its last answer.", "source"
+    "stepwell_discovery_up",
+    "",
+    "1 if the last query of a source of schedulers' addresses succeeded, else 0.",
+    "source",
 )
 DISCOVERY_ADDRESSES = _specs.gauge(
     "stepwell_discovery_addresses",
     "addresses",
-    "Addresses of schedulers in a source's last answer.",
+    "Addresses of schedulers that a source returned last.",
     "source",
 )
 DISCOVERY_FAILURES = _specs.counter(
-    "stepwell_discovery_failures", "looks", "Failed queries for schedulers.", "source"
+    "stepwell_discovery_failures",
+    "looks",
+    "Failed queries of a source of schedulers' addresses.",
+    "source",
 )
 
 _index = Specs(Source.GATEWAY)
@@ -152,26 +161,36 @@ INDEX_STATE = _index.gauge(
     "state",
 )
 INDEX_NODE_STATE = _index.gauge(
-    "stepwell_prefix_index_node_state", "", "The same of each node.", "node", "state"
+    "stepwell_prefix_index_node_state",
+    "",
+    "1 for the state of the index of a pool's cached prefixes, else 0.",
+    "node",
+    "state",
 )
-INDEX_KEYS = _index.gauge("stepwell_prefix_index_keys", "blocks", "Blocks in the index.")
+INDEX_KEYS = _index.gauge(
+    "stepwell_prefix_index_keys", "blocks", "Blocks in the gateway's index of cached prefixes."
+)
 INDEX_ENTRIES = _index.counter(
-    "stepwell_prefix_index_entries", "entries", "Entries of the log that were applied."
+    "stepwell_prefix_index_entries",
+    "entries",
+    "Entries of the log in Redis that the index applied.",
 )
 INDEX_DAMAGED = _index.counter(
-    "stepwell_prefix_index_damaged_entries", "values", "Values that could not be read."
+    "stepwell_prefix_index_damaged_entries", "values", "Damaged values in Redis or from a pool."
 )
 INDEX_GAPS = _index.counter(
-    "stepwell_prefix_index_gaps", "gaps", "Times that entries were missing."
+    "stepwell_prefix_index_gaps", "gaps", "Gaps in the log: entries were missing."
 )
 INDEX_DRIFTS = _index.counter(
-    "stepwell_prefix_index_drifts", "digests", "Times that a digest differed."
+    "stepwell_prefix_index_drifts",
+    "digests",
+    "Times that the digest of a pool's index differed from the pool's own digest.",
 )
 INDEX_LOADS = _index.counter(
-    "stepwell_prefix_index_loads", "snapshots", "Snapshots that were loaded."
+    "stepwell_prefix_index_loads", "snapshots", "Snapshots of pools that the index loaded."
 )
 INDEX_FAILURES = _index.counter(
-    "stepwell_prefix_index_failures", "calls", "Calls or streams that failed."
+    "stepwell_prefix_index_failures", "calls", "Calls to Redis or streams from pools that failed."
 )
 
 INDEX_SPECS = _index.all

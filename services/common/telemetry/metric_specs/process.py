@@ -25,16 +25,19 @@ PROCESS_MAX_FDS = _specs.gauge(
 TLS_SECONDS_LEFT = _specs.gauge(
     "stepwell_tls_certificate_seconds_left",
     "seconds",
-    "Until the certificate expires.",
+    "Time until the certificate expires.",
     "certificate",
 )
 TLS_RELOADS = _specs.counter(
-    "stepwell_tls_reloads", "certificates", "Certificates that replaced another one.", "certificate"
+    "stepwell_tls_reloads",
+    "certificates",
+    "Certificates that replaced a certificate in use.",
+    "certificate",
 )
 TLS_RELOAD_FAILURES = _specs.counter(
     "stepwell_tls_reload_failures",
     "certificates",
-    "Replacements that cannot be used; the previous certificate stays in use.",
+    "New certificates that cannot be used; the previous certificate stays in use.",
     "certificate",
 )
 SPANS_SENT = _specs.counter(
@@ -43,7 +46,7 @@ SPANS_SENT = _specs.counter(
 SPANS_DROPPED = _specs.counter(
     "stepwell_trace_spans_dropped",
     "spans",
-    "Spans that the collector did not accept, by reason.",
+    "Spans that were dropped before a collector accepted them, by reason.",
     "reason",
 )
 

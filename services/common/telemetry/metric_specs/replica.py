@@ -7,25 +7,25 @@ _scheduler = Specs(Source.SCHEDULER)
 WAITING_BY_REASON = _scheduler.gauge(
     "stepwell_num_requests_waiting_by_reason",
     "requests",
-    "Requests that wait, by the reason of the queue's head.",
+    "Waiting requests, by the reason why the first request of the queue waits.",
     "reason",
 )
 WAIT_STEPS = _scheduler.counter(
     "stepwell_wait_steps",
     "steps",
-    "Steps after which requests still waited, by the reason.",
+    "Steps after which requests still waited, by the reason of the first request of the queue.",
     "reason",
 )
 WAIT_SECONDS = _scheduler.counter(
     "stepwell_wait_seconds",
     "seconds",
-    "Waiting time of requests by reason, counted when the wait ends.",
+    "Time for which requests waited, by reason, counted when the wait ends.",
     "reason",
 )
 QUEUE_ESTIMATE = _scheduler.gauge(
     "stepwell_queue_estimate_seconds",
     "seconds",
-    "Expected wait of a new request, by which requests are refused.",
+    "Expected wait of a new request; the scheduler refuses requests that may not wait so long.",
 )
 ENGINE_STATE = _scheduler.gauge(
     "stepwell_engine_state",
@@ -36,7 +36,7 @@ ENGINE_STATE = _scheduler.gauge(
 STEP_SECONDS = _scheduler.histogram(
     "stepwell_step_seconds",
     "seconds",
-    "Time of a step, without its overlap with the step before.",
+    "Time of a step, without the time in which the previous step still ran.",
     buckets.STEP_SECONDS,
 )
 STEP_PUT_OFF_SECONDS = _scheduler.summary(
@@ -108,7 +108,9 @@ TIER_BLOCKS = _scheduler.gauge(
     "Blocks of the tier of offloaded keys and values, on each rank; 0 without one.",
 )
 TIER_BLOCKS_HELD = _scheduler.gauge(
-    "stepwell_kv_tier_blocks_held", "blocks", "Of these, blocks that can be loaded."
+    "stepwell_kv_tier_blocks_held",
+    "blocks",
+    "Blocks of the tier of offloaded keys and values that can be loaded.",
 )
 TIER_TRANSFERS = _scheduler.counter(
     "stepwell_kv_tier_transfers",
@@ -117,7 +119,9 @@ TIER_TRANSFERS = _scheduler.counter(
     "damaged) at a load.",
     "kind",
 )
-SESSIONS = _scheduler.gauge("stepwell_sessions", "sessions", "Gateways that are connected.")
+SESSIONS = _scheduler.gauge(
+    "stepwell_sessions", "sessions", "Gateways that are connected to the scheduler."
+)
 CLIENT_SESSIONS = _scheduler.gauge(
     "stepwell_client_sessions",
     "sessions",
@@ -142,23 +146,29 @@ _pool = Specs(Source.KVPOOL)
 POOL_USAGE = _pool.gauge(
     "stepwell_kvpool_usage_perc",
     "ratio",
-    "Share of the blocks that are held, 1 is all of them.",
+    "Share of the pool's blocks that requests hold; 1 is all blocks.",
     "engine",
 )
 POOL_CACHED_HASHES = _pool.gauge(
-    "stepwell_kvpool_cached_hashes", "blocks", "Hashes that can be found.", "engine"
+    "stepwell_kvpool_cached_hashes",
+    "blocks",
+    "Hashes of cached blocks in the pool's prefix index.",
+    "engine",
 )
 POOL_EVICTIONS = _pool.counter(
     "stepwell_kvpool_evictions",
     "blocks",
-    "Cached blocks that were reused for something else.",
+    "Cached blocks that were evicted because a request needed the block.",
     "engine",
 )
 POOL_REUSES = _pool.counter(
-    "stepwell_kvpool_reuses", "blocks", "Free cached blocks that an admission found.", "engine"
+    "stepwell_kvpool_reuses",
+    "blocks",
+    "Free cached blocks that an admission found and reused.",
+    "engine",
 )
 POOL_RESETS = _pool.counter(
-    "stepwell_kvpool_resets", "resets", "Resets of the prefix cache.", "engine"
+    "stepwell_kvpool_resets", "resets", "Resets of the pool's prefix cache.", "engine"
 )
 POOL_TRANSACTIONS = _pool.counter(
     "stepwell_kvpool_transactions", "transactions", "Transactions applied.", "engine"
@@ -169,53 +179,67 @@ POOL_TRANSACTIONS = _pool.counter(
 POOL_BLOCK_LIFETIME = _pool.summary(
     "stepwell_kvpool_block_lifetime_transactions",
     "transactions",
-    "From a block's publication to its eviction.",
+    "Time from a block's publication in the prefix index to its eviction.",
     "engine",
 )
 POOL_BLOCK_IDLE_BEFORE_EVICT = _pool.summary(
     "stepwell_kvpool_block_idle_before_evict_transactions",
     "transactions",
-    "From a block's last release to its eviction.",
+    "Time from a block's last release to its eviction.",
     "engine",
 )
 POOL_BLOCK_REUSE_GAP = _pool.summary(
     "stepwell_kvpool_block_reuse_gap_transactions",
     "transactions",
-    "From a block's last release until an admission found it.",
+    "Time from a block's last release until an admission found the block.",
     "engine",
 )
 DIRECTORY_ENTRIES = _pool.counter(
-    "stepwell_directory_entries", "entries", "Entries written to the log in Redis."
+    "stepwell_directory_entries",
+    "entries",
+    "Entries that the kvpool wrote to the log of cached prefixes in Redis.",
 )
-DIRECTORY_KEYS = _pool.counter("stepwell_directory_keys", "blocks", "Keys in those entries.")
+DIRECTORY_KEYS = _pool.counter(
+    "stepwell_directory_keys",
+    "blocks",
+    "Keys of cached blocks in the entries written to the log in Redis.",
+)
 DIRECTORY_SNAPSHOTS = _pool.counter(
     "stepwell_directory_snapshots", "snapshots", "Snapshots written."
 )
-DIRECTORY_LIVES = _pool.counter("stepwell_directory_lives", "epochs", "Epochs of nodes begun.")
+DIRECTORY_LIVES = _pool.counter(
+    "stepwell_directory_lives", "epochs", "Epochs that the kvpool began for its pools in Redis."
+)
 DIRECTORY_FAILURES = _pool.counter(
-    "stepwell_directory_failures", "calls", "Calls of Redis that failed; each ends an epoch."
+    "stepwell_directory_failures",
+    "calls",
+    "Calls to Redis that failed; each ends the epoch of a pool.",
 )
 DIRECTORY_DROPPED = _pool.counter(
     "stepwell_directory_dropped_keys",
     "blocks",
-    "Changes dropped because too many were unwritten; a snapshot replaces them.",
+    "Changes of pools dropped because too many were unwritten; a snapshot replaces them.",
 )
 DIRECTORY_CONNECTED = _pool.gauge(
     "stepwell_cache_nodes_connected", "pools", "Pools whose epoch is in Redis."
 )
 DIRECTORY_UNWRITTEN = _pool.gauge(
-    "stepwell_directory_unwritten_keys", "blocks", "Changes not written yet."
+    "stepwell_directory_unwritten_keys",
+    "blocks",
+    "Changes of pools that are not yet written to Redis.",
 )
 
 _worker = Specs(Source.WORKER)
 WORKER_STEP_SECONDS = _worker.histogram(
     "stepwell_worker_step_seconds",
     "seconds",
-    "Time of a step's forward pass and sampling.",
+    "Time of a step's forward pass and sampling on the worker.",
     buckets.STEP_SECONDS,
 )
 WORKER_STEP_WAIT_SECONDS = _worker.summary(
-    "stepwell_worker_step_wait_seconds", "seconds", "From a step's arrival to its start."
+    "stepwell_worker_step_wait_seconds",
+    "seconds",
+    "Time from a step's arrival at the worker to its start.",
 )
 WORKER_TOKENS = _worker.counter("stepwell_worker_tokens", "tokens", "Tokens computed.")
 WORKER_KV_CACHE_BYTES = _worker.gauge(
@@ -224,7 +248,7 @@ WORKER_KV_CACHE_BYTES = _worker.gauge(
 WORKER_KERNELS = _worker.gauge(
     "stepwell_worker_kernels_info",
     "",
-    "Always 1; the labels tell what computes, and in which data types.",
+    "Always 1; the labels name the worker's device, backend and data types.",
     "kernels",
     "dtype",
     "cache_dtype",

@@ -5,15 +5,17 @@ from services.common.telemetry.metric_specs.spec import Source, Specs
 
 _scheduler = Specs(Source.SCHEDULER)
 NUM_REQUESTS_RUNNING = _scheduler.gauge(
-    "vllm:num_requests_running", "requests", "Requests that run."
+    "vllm:num_requests_running", "requests", "Requests that are running."
 )
 NUM_REQUESTS_WAITING = _scheduler.gauge(
-    "vllm:num_requests_waiting", "requests", "Requests that wait: not scheduled yet, or preempted."
+    "vllm:num_requests_waiting",
+    "requests",
+    "Requests that are waiting: not scheduled yet, or preempted.",
 )
 NUM_REQUESTS_WAITING_BY_REASON = _scheduler.gauge(
     "vllm:num_requests_waiting_by_reason",
     "requests",
-    "The same by reason. capacity: budget, rows or blocks; deferred: anything else.",
+    "Waiting requests by reason. capacity: budget, rows or blocks; deferred: anything else.",
     "reason",
 )
 KV_CACHE_USAGE = _scheduler.gauge(
@@ -44,7 +46,7 @@ EXTERNAL_PREFIX_CACHE_QUERIES = _scheduler.counter(
 EXTERNAL_PREFIX_CACHE_HITS = _scheduler.counter(
     "vllm:external_prefix_cache_hits",
     "tokens",
-    "Of these, tokens whose keys and values were loaded.",
+    "Tokens whose keys and values the connector loaded.",
 )
 NUM_PREEMPTIONS = _scheduler.counter(
     "vllm:num_preemptions",
@@ -64,7 +66,9 @@ PROMPT_TOKENS = _scheduler.counter(
     "Prompt tokens of requests that have a first token, each request once.",
 )
 PROMPT_TOKENS_CACHED = _scheduler.counter(
-    "vllm:prompt_tokens_cached", "tokens", "Of the prompt tokens, those found in the prefix cache."
+    "vllm:prompt_tokens_cached",
+    "tokens",
+    "Prompt tokens of requests with a first token that were found in the prefix cache.",
 )
 PROMPT_TOKENS_BY_SOURCE = _scheduler.counter(
     "vllm:prompt_tokens_by_source",
@@ -87,13 +91,13 @@ REQUEST_SUCCESS = _scheduler.counter(
 TIME_TO_FIRST_TOKEN = _scheduler.histogram(
     "vllm:time_to_first_token_seconds",
     "seconds",
-    "From a request's arrival at the gateway to its first token.",
+    "Time from a request's arrival at the gateway to its first token.",
     buckets.FIRST_TOKEN_SECONDS,
 )
 INTER_TOKEN_LATENCY = _scheduler.histogram(
     "vllm:inter_token_latency_seconds",
     "seconds",
-    "Between two tokens of one sequence.",
+    "Time between two tokens of one sequence.",
     buckets.TOKEN_SECONDS,
 )
 REQUEST_TIME_PER_OUTPUT_TOKEN = _scheduler.histogram(
@@ -105,31 +109,31 @@ REQUEST_TIME_PER_OUTPUT_TOKEN = _scheduler.histogram(
 E2E_REQUEST_LATENCY = _scheduler.histogram(
     "vllm:e2e_request_latency_seconds",
     "seconds",
-    "From a request's arrival at the gateway to its end.",
+    "Time from a request's arrival at the gateway to its end.",
     buckets.REQUEST_SECONDS,
 )
 REQUEST_QUEUE_TIME = _scheduler.histogram(
     "vllm:request_queue_time_seconds",
     "seconds",
-    "From a sequence's arrival at the scheduler until it was scheduled first.",
+    "Time from a sequence's arrival at the scheduler until it was scheduled first.",
     buckets.REQUEST_SECONDS,
 )
 REQUEST_PREFILL_TIME = _scheduler.histogram(
     "vllm:request_prefill_time_seconds",
     "seconds",
-    "From the first scheduling to the first token, waits after preemptions included.",
+    "Time from the first scheduling to the first token, waits after preemptions included.",
     buckets.REQUEST_SECONDS,
 )
 REQUEST_DECODE_TIME = _scheduler.histogram(
     "vllm:request_decode_time_seconds",
     "seconds",
-    "From its first token to its last, waits after preemptions included.",
+    "Time from a sequence's first token to its last, waits after preemptions included.",
     buckets.REQUEST_SECONDS,
 )
 REQUEST_INFERENCE_TIME = _scheduler.histogram(
     "vllm:request_inference_time_seconds",
     "seconds",
-    "From when it was scheduled first to its last token.",
+    "Time from a sequence's first scheduling to its last token.",
     buckets.REQUEST_SECONDS,
 )
 REQUEST_PROMPT_TOKENS = _scheduler.histogram(
@@ -147,7 +151,7 @@ REQUEST_GENERATION_TOKENS = _scheduler.histogram(
 REQUEST_MAX_NUM_GENERATION_TOKENS = _scheduler.histogram(
     "vllm:request_max_num_generation_tokens",
     "tokens",
-    "The same of each sequence; with n > 1 vLLM counts only the longest one.",
+    "Tokens that each ended sequence had generated here; vLLM counts only the longest of n.",
     buckets.REQUEST_TOKENS,
 )
 REQUEST_PREFILL_KV_COMPUTED_TOKENS = _scheduler.histogram(
@@ -180,7 +184,7 @@ SPEC_DECODE_ACCEPTED_TOKENS = _scheduler.counter(
 SPEC_DECODE_ACCEPTED_TOKENS_PER_POS = _scheduler.counter(
     "vllm:spec_decode_num_accepted_tokens_per_pos",
     "tokens",
-    "The same by position in a verification, from 0.",
+    "Drafts that equal the sampled tokens, by position in a verification, from 0.",
     "position",
 )
 

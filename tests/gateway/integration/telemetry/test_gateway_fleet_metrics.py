@@ -15,7 +15,7 @@ from tests.gateway.serving import Serving, serving, until
 
 ASK = {"prompt": "the hello", "max_tokens": 3}
 RUNNING = (
-    "# HELP vllm:num_requests_running Requests that run.\n"
+    "# HELP vllm:num_requests_running Requests that are running.\n"
     "# TYPE vllm:num_requests_running gauge\n"
     "vllm:num_requests_running{labels} 3.0\n"
 )

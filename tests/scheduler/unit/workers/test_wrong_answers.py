@@ -97,7 +97,7 @@ WRONG: dict[str, Change] = {
     "it is of step 9 in generation 4": {"generation": 4},
     "times of more than a day": {"execute_nanos": 2**63},
     "times of more than a day ": {"slack_nanos": -(2**63)},
-    "7 bytes are no whole number of int32": {"token_ids": b"1234567"},
+    "7 bytes are not a whole number of int32": {"token_ids": b"1234567"},
     "num_tokens: 3, not 4": {"num_tokens": packed(1, 0, 2)},
     "num_tokens: 0, not 4": {"num_tokens": b"", "token_ids": b""},
     "num_tokens: 0, not 1 to 1": {"num_tokens": packed(0, 0, 2, 1)},
