@@ -45,7 +45,7 @@ class HopRun:
 
 def median_hops(run: HopRun, spans: Iterable[SpanRecord]) -> dict[str, float | None]:
     """The median of each hop over the decode steps of a run, in microseconds, or None if it has no
-    values. Only steps in which every request gets exactly one token count.
+    values. Steps in which some request gets no token, or several, are left out.
     """
     of_trace: dict[bytes, dict[str, list[SpanRecord]]] = defaultdict(lambda: defaultdict(list))
     steps: list[SpanRecord] = []

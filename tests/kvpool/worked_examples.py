@@ -42,7 +42,7 @@ def admission(
     watermark: int = 0,
     resumed: bool = False,
 ) -> Admission:
-    """The admission of a request all of whose `num_tokens` tokens are computed in this step."""
+    """The admission of a request whose `num_tokens` tokens are all computed in one step."""
     return Admission(
         request=request,
         max_hit_tokens=num_tokens - 1,

@@ -129,7 +129,7 @@ def test_every_container_is_confined(variant: str, name: str) -> None:
     for port in service.get("ports", ()):
         assert port.startswith("127.0.0.1:")
     assert re.fullmatch(r"[\w./-]+:v?\d[\w.-]*", service["image"]), "no version"
-    # Process 1 of a container cannot be killed from inside the container.
+    # Process 1 cannot be killed from inside its container. With `init` it is not the service.
     if role_of(service) in (*SETTINGS, "redis"):
         assert service["init"]
 

@@ -98,7 +98,7 @@ def test_events_and_snapshots_name_the_group():
     assert [(event.group, event.hashes) for event in pool.snapshot()] == told
 
 
-# Hits for EAGLE draft heads, which do without the last cached block.
+# Hits for EAGLE draft heads, which must leave out the last cached block.
 
 
 def test_the_last_block_of_a_hit_is_dropped_for_a_draft_head():

@@ -98,7 +98,7 @@ def garbled(message: bytes) -> bytes:
 
 
 def with_unequal_arrays(message: bytes) -> bytes | None:
-    """Damages the deltas of a step, which get one more count than requests."""
+    """Damages the deltas of a step: adds a token count, so that there are more than requests."""
     response = scheduler_pb2.SessionResponse.FromString(message)
     if not response.deltas.handles:
         return None

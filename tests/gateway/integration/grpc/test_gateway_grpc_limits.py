@@ -91,7 +91,7 @@ async def test_silent_connections_are_ended(model: Path):
 
 
 async def test_there_are_no_more_connections_than_allowed(model: Path):
-    # The time limit is long, so that no connection ends because it is silent.
+    # The receive timeout is long, so that no connection ends because it is silent.
     async with serving(model, max_connections=3, receive_timeout_seconds=600.0) as served:
         streams = [await connect(served) for _ in range(10)]
         ended = [asyncio.create_task(reader.read()) for reader, _ in streams]

@@ -1,4 +1,4 @@
-"""For how long a client wants its prompt to stay cached reaches the scheduler."""
+"""The time for which a client wants its prompt to stay cached is sent to the scheduler."""
 
 from typing import Any
 

@@ -247,7 +247,7 @@ async def test_what_is_not_sampled_goes_without_a_trace(model: Path) -> None:
     async with serving(model, scheduler, tracing=tracer.tracing) as served:
         for headers in ({}, {"traceparent": UNSAMPLED}, {"traceparent": "nonsense"}):
             await served.http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-        # A request that fails by an error of its client is not traced because of the failure.
+        # Failed requests are always traced, except if their client caused the failure.
         await served.http.post("/v1/completions", json={"prompt": "a", "top_p": 7})
         assert [add.traceparent for add in scheduler.adds] == ["", "", ""]
         assert tracer.spans == ()

@@ -26,8 +26,8 @@ ROOT = Path(__file__).parents[4]
 SEED = 1
 NUM_ATTACKERS = 6
 ATTACK_SECONDS = 3.0
-# The maximum seconds that the event loop may work without interruption, and for which it may pause
-# while other threads compute, which clients notice.
+# The maximum seconds of uninterrupted work of the event loop, and of a pause that clients notice,
+# in which other threads may compute.
 MOST_WORK, MOST_PAUSE = 0.02 * slowness(), 0.1 * slowness()
 MOST_GROWTH_BYTES = 50e6
 _SERVING = re.compile(r"HTTP on (\S+), gRPC on (\S+)")

@@ -53,7 +53,7 @@ async def test_a_grpc_client_that_stops_reading_is_cut(model: Path) -> None:
         await until(lambda: served.gateway.gate.inside == 0)
         await until(lambda: scheduler.num_running == 0)
         assert num_cut(await metrics(served), "grpc") == 1
-        # The client can still read the messages that were sent before the status.
+        # The client can still read the messages sent before, and then the status.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(read_on(call), 60)
         assert caught.value.code() == grpc.StatusCode.ABORTED

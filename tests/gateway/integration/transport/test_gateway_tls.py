@@ -279,7 +279,7 @@ def test_a_handshake_that_came_before_it_was_accepted_goes_on(
 
 
 async def test_stalled_handshakes_make_room_for_others(model: Path, own: Files) -> None:
-    # The time limit is long, so that no connection ends because of a slow handshake.
+    # The receive timeout is long, so that no connection ends because of a slow handshake.
     settings = {"max_connections": 8, "receive_timeout_seconds": 600.0}
     async with serving_tls(model, own, **settings) as served:
         stalled = [await connect(served, None) for _ in range(30)]

@@ -25,7 +25,7 @@ KEY, OTHER = "Authorization: Bearer floods", "Authorization: Bearer quiet"
 FULL = {"api_keys": ("floods", "quiet"), "max_num_waiting_per_tenant": 1}
 PATH, BODY = "/v1/completions", b'{"prompt": "a"}'
 APPLICATIONS = "Connection: close"
-"""A request with this header is refused by the ASGI application instead of the connection."""
+"""The ASGI application refuses requests with this header. The connection refuses others."""
 
 
 async def filled(served: Serving) -> list[Stream]:

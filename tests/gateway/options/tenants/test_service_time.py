@@ -87,7 +87,7 @@ def test_requests_whose_clients_leave_early_say_nothing_of_the_time() -> None:
 
 
 def test_requests_that_miss_their_deadlines_say_that_it_takes_longer() -> None:
-    """Without them, only the short requests that meet their deadlines would count."""
+    """If these requests did not count, the measured durations would be too short."""
     world = World()
     for _ in range(20):
         world.serve(1.0)

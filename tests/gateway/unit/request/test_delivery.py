@@ -1,4 +1,4 @@
-"""What a sink receives when the tokens of a generation are delivered to it."""
+"""What a sink receives when the tokens of an answer are delivered to it."""
 
 import asyncio
 from collections.abc import Callable, Sequence

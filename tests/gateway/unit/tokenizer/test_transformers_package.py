@@ -1,4 +1,4 @@
-"""A tokenizer loads without importing transformers' model list, and is the same as there."""
+"""A tokenizer loads without transformers' list of all models, and equals transformers' own."""
 
 import json
 import os

@@ -163,8 +163,8 @@ async def test_a_failed_load_between_steps_waits_for_others_and_not_for_itself(
     others: tuple[int, ...], loads: list[int]
 ):
     """A load must leave free the blocks that prefills still need. A request whose load failed must
-    be prefilled, and counts even for its own next load. If no request runs, it does not count,
-    because it would wait for itself.
+    be prefilled, and counts even for its own next load. If no request runs, it does not count for
+    its own load, because it would wait for itself.
     """
     failing = {"async": True, "fail_recving": True}
     steps = await story(

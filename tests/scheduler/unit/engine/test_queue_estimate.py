@@ -51,9 +51,7 @@ def test_without_a_queue_the_rate_is_that_of_as_many_as_could_run() -> None:
 
 
 def test_time_in_which_few_run_counts_as_if_all_did() -> None:
-    """10 of at most 40 requests run, 5 end per second, and 40 requests make steps 3 times
-    longer.
-    """
+    """10 of at most 40 requests run, and 5 end per second. Steps of 40 take three times as long."""
     estimate = QueueEstimate(40)
     for number in range(101):
         estimate.sample(

@@ -64,5 +64,5 @@ def test_words_spread_evenly_over_neighbouring_seeds_and_positions(varied: str) 
         found = np.bincount((words >> np.uint64(58)).astype(int), minlength=bins)
         expected = count / bins
         chi_square = ((found - expected) ** 2 / expected).sum()
-        assert chi_square < 130  # exceeded once in a million (63 degrees)
+        assert chi_square < 130  # exceeded by chance once in a million
         assert abs(np.corrcoef(words[:-1], words[1:])[0, 1]) < 0.02
