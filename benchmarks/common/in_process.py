@@ -66,9 +66,7 @@ from services.worker.settings import WorkerSettings
 
 
 class RunnerExecutor:
-    """An `Executor` (the scheduler engine's port to the workers) that calls a runner in the
-    runner's compute thread.
-    """
+    """An `Executor` (the scheduler's port to workers) that calls a runner in its compute thread."""
 
     def __init__(self, runner: StepRunner, compute: ComputeThread) -> None:
         self._runner = runner

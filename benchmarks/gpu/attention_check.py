@@ -38,9 +38,7 @@ class Case:
 
 @dataclass(slots=True)
 class AttentionCheck:
-    """Checks attention over `num_sequences` sequences of up to `max_model_len` tokens, in shuffled
-    blocks.
-    """
+    """Checks attention over `num_sequences` sequences in shuffled blocks."""
 
     case: Case
     device: Device

@@ -73,8 +73,7 @@ class FakeScheduler(
     # The maximum number of concurrent requests. More requests are refused.
     max_requests: int | None = None
     num_cached_tokens: int = 0
-    # The maximum number of concurrently running sequences that is reported to gateways. 0 means
-    # that none is reported.
+    # The maximum number of running sequences, as reported to gateways. 0: none is reported.
     max_num_seqs: int = 0
     fingerprint: bytes = b"f" * 32
     tokenizer_fingerprint: bytes = b""

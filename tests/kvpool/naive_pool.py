@@ -119,7 +119,7 @@ class NaivePool:
         return self._depth(self.chains.get(request, []) + new, limit)
 
     def common(self) -> list[int]:
-        """The number of leading blocks shared by all requests, 0 for groups without full
+        """The number of leading blocks that all requests share. 0 for groups without full
         attention.
         """
         if not self._caching or not self.tables:

@@ -95,8 +95,8 @@ class Bench:
         await self.inbox.until(lambda: set(names) <= set(self.inbox.ended))
 
     async def until_idle(self) -> None:
-        """Waits until the engine is idle, and checks that no blocks and no rows of the persistent
-        batch are in use.
+        """Waits until the engine is idle. Checks that no blocks and no rows of the batch are
+        used.
         """
         await eventually(lambda: self.engine.state is EngineState.IDLE)
         assert self.pool.num_free_blocks == self._num_usable_blocks

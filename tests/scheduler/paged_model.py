@@ -175,9 +175,7 @@ class StepWork:
 def work_of(
     plan: SchedulerOutput, grammars: Mapping[str, StandInGrammar] | None = None
 ) -> StepWork:
-    """The message for a plan, with copies of the requests' current tokens. `grammars` maps request
-    ids to grammars.
-    """
+    """The message for a plan, with copies of current tokens. `grammars` are keyed by request id."""
     held = grammars or {}
     starts, counts = plan.num_computed_tokens, plan.num_scheduled_tokens
     return StepWork(

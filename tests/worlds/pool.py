@@ -115,9 +115,7 @@ class WorldPool:
         return outcome
 
     def check(self) -> None:
-        """Checks that directory and prefix index agree, and that the pool's block map is
-        correct.
-        """
+        """Checks that directory and prefix index agree, and that the pool's block map is right."""
         self._log.flush()
         found = self.core.snapshot()
         expected = {key for stored in found for key in block_keys(stored.hashes, stored.group)}

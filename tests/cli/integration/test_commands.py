@@ -210,9 +210,7 @@ def test_what_is_no_url_is_one_sentence(url: str) -> None:
 
 @pytest.fixture
 def sigint_as_in_a_terminal() -> Iterator[None]:
-    """Makes child processes handle SIGINT, which a shell sets to be ignored if it runs the tests in
-    the background.
-    """
+    """Makes child processes handle SIGINT even if a shell runs the tests in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

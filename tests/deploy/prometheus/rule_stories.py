@@ -11,9 +11,7 @@ OF_REPLICA = 'instance="r:9101",model_name="m",engine="e"'
 
 
 def buckets(name: str, bounds: dict[str, int]) -> dict[str, str]:
-    """The series of a histogram. `bounds` maps each upper bound to the cumulative number of
-    observations per minute.
-    """
+    """The series of a histogram. `bounds`: for each upper bound, the observations per minute."""
     return {
         f'{name}_bucket{{{OF_REPLICA},le="{bound}"}}': f"0+{count}x30"
         for bound, count in bounds.items()

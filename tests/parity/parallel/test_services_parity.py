@@ -34,9 +34,7 @@ Outputs = list[list[int]]
 
 @dataclass(frozen=True)
 class Served:
-    """A worker, the greedy answers that transformers computes, and sampled answers to prompts that
-    were sent together.
-    """
+    """A worker, transformers' greedy answers, and sampled answers to prompts sent together."""
 
     loaded: Worker
     greedy: Outputs

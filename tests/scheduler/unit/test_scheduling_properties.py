@@ -151,8 +151,8 @@ class Life:
                 self.story.scheduler.abort(request)
 
     def _check_ends(self) -> None:
-        """Asserts that all requests have ended with the right tokens and finish reasons, and that
-        no block is in use.
+        """Asserts that all requests ended with the right tokens and reasons, and freed their
+        blocks.
         """
         for arrival, request in self.requests:
             expected, reason = self._expected(arrival)

@@ -61,9 +61,7 @@ def _copy_to(tree: Path) -> Path:
 
 
 def _search(tree: Path, seeds: range) -> tuple[int | None, str]:
-    """Runs `seeds` in `tree` up to the first failure. Returns the failing seed and the first line
-    printed about it.
-    """
+    """Runs `seeds` in `tree` up to the first failure. Returns its seed and first printed line."""
     start, of_seed = _MAX_PROCESSOR_SECONDS
     limit = f"--cpu={start + of_seed * len(seeds)}"
     command = ["prlimit", limit, sys.executable, "-m", "services.cli", "explore"]

@@ -94,7 +94,7 @@ class EmulatedLibrary:
     def call(
         self, name: str, *arguments: np.ndarray | ctypes.Structure | int | None, real: float = 0
     ) -> int:
-        """Calls a function with `arguments` (arrays and structures by address) and the float
+        """Calls a function with `arguments` (arrays and structures by address) and a float
         `real`.
         """
         numbers = [str(self._number(argument)) for argument in arguments]

@@ -140,9 +140,7 @@ async def test_a_slow_but_steady_grpc_reader_is_not_cut(model: Path) -> None:
 async def test_an_answer_that_is_being_written_at_its_deadline_stays_in_one_piece(
     model: Path, stream: bool
 ) -> None:
-    """After its deadline, the gateway writes a whole answer to its end, and a stream to the end of
-    the current event.
-    """
+    """After the deadline, a whole answer is written to its end, a stream up to an event's end."""
     scheduler = FakeScheduler(**LONG | {"tokens_per_step": 4000})
     async with serving(model, scheduler) as served:
         reader, writer = await asyncio.open_connection(sock=slow_socket(served), limit=1024)

@@ -1,6 +1,4 @@
-"""Tests of a gateway without the option `sessions`. test_removed_option.py runs them after it
-deleted the option's code.
-"""
+"""Tests of a gateway after test_removed_option.py deleted the code of the option `sessions`."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Tests of a gateway without the option `tenants`. test_removed_option.py runs them after it
-deleted the option's code.
-"""
+"""Tests of a gateway after test_removed_option.py deleted the code of the option `tenants`."""
 
 from pathlib import Path
 

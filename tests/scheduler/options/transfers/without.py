@@ -1,6 +1,4 @@
-"""Tests of a scheduler without the option `transfers`. test_removed_option.py runs them after it
-deleted the option's code.
-"""
+"""Tests of a scheduler after test_removed_option.py deleted the code of the option `transfers`."""
 
 import httpx
 import pytest

@@ -22,9 +22,7 @@ T = TypeVar("T")
 
 
 def tell(story: Callable[[Bench], Awaitable[T]], *, measures: bool = True) -> T:
-    """Runs `story` with an engine. When it begins, the engine is in the middle of a step in which
-    request a decodes.
-    """
+    """Runs `story` with an engine, starting in the middle of a step in which request a decodes."""
 
     async def begin() -> T:
         bench = Bench(async_scheduling=True, step_seconds=STEP_SECONDS)

@@ -1,6 +1,4 @@
-"""The policies `continuum-fixed` and `continuum-ttl`, which pin the blocks of an agent's ended turn
-for its next turn.
-"""
+"""The policies `continuum-fixed` and `continuum-ttl` pin an agent's blocks for its next request."""
 
 from typing import Any
 

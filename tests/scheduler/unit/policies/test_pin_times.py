@@ -1,6 +1,4 @@
-"""How long the policies `continuum-fixed` and `continuum-ttl` pin the KV blocks of an agent's ended
-turn (request).
-"""
+"""How long the policies `continuum-fixed` and `continuum-ttl` pin an agent's ended request."""
 
 import math
 from collections import deque
