@@ -84,8 +84,8 @@ async def measure_requests(
 async def compare_faults(
     model: Path, url: str, faults: Sequence[Fault], times: Times, repetitions: int
 ) -> list[FaultFigures]:
-    """Starts the services with the Redis at `url`, and injects every fault `repetitions` times,
-    each round in the same order.
+    """Starts the services with the Redis at `url`, and injects the faults in rotation, each
+    `repetitions` times.
     """
     if not faults:
         return []

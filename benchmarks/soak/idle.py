@@ -1,8 +1,8 @@
-"""Sends no request for minutes, while programs of agents are paused. The prefix cache must remain,
-the memory of the services must not grow, and no service may log a warning.
+"""Sends no request for minutes, while programs of agents are paused.
 
     python -m benchmarks.soak idle --minutes 5 [--programs N] [--model DIR]
 
+The prefix cache must remain, the services' memory must not grow, and no service may log a warning.
 A prompt is sent twice, so that its prefix is found in the cache the second time. Each program has a
 turn before the idle time, and another one after it. After the given time the prompt is sent once
 more. The exit status is 1 if the last answer or its number of cached prompt tokens differs from the

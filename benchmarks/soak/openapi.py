@@ -1,5 +1,4 @@
-"""Sends requests that the OpenAPI document allows or forbids, and checks the answers against the
-document.
+"""Sends requests that the OpenAPI document allows or forbids, and checks all answers.
 
     python -m benchmarks.soak openapi --minutes 5 [--model DIR] [--seed N]
 

@@ -19,6 +19,8 @@ class Unit(StrEnum):
 
 
 class Weather(BaseModel):
+    """The weather of a city."""
+
     model_config = ConfigDict(extra="forbid")
 
     city: Annotated[str, Field(max_length=8)]
