@@ -125,7 +125,7 @@ async def _serve(
             with serving_metrics(metrics.render, settings.metrics_address):
                 await service.run(stop)
     except Aborted:
-        logger.info("stopped before pool and workers could be opened")
+        logger.info("stopped before the kvpool and the workers could be opened")
     finally:
         replica.close()
         ecosystem.close()
@@ -258,7 +258,10 @@ class SchedulerService:
         await asyncio.wait({draining, stalling}, return_when=asyncio.FIRST_COMPLETED)
         stalling.cancel()
         if not draining.done():
-            logger.warning("no step can run any more: sessions are ended before their requests")
+            logger.warning(
+                "no step can run any more: the gateways' sessions are closed before their "
+                "requests have ended"
+            )
             await self._drain_servers(0)
         await draining
         with suppress(TimeoutError):

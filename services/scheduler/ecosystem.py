@@ -49,7 +49,8 @@ class Ecosystem:
             _require("kv_events_endpoint", "zmq", "msgspec")
         elif settings.kv_events_replay_endpoint is not None:
             raise InvalidArgument(
-                "--kv-events-replay-endpoint needs --kv-events-endpoint, where subscribers begin",
+                "--kv-events-replay-endpoint needs --kv-events-endpoint, which publishes the "
+                "events",
                 field="kv_events_replay_endpoint",
             )
         self._log = KVEventLog(settings.kv_events_buffer_steps)

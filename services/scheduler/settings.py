@@ -34,7 +34,7 @@ class SchedulerSettings(ServiceSettings):
         doc="host:port of the Prometheus metrics (default: none are served)",
         check=is_host_port,
     )
-    replica: str = setting("replica-0", doc="name of this replica, and of its pool")
+    replica: str = setting("replica-0", doc="name of this replica, also in its kvpool")
     redis_url: str | None = setting(
         None,
         doc="Redis in which this scheduler registers for gateways: "
@@ -45,91 +45,99 @@ class SchedulerSettings(ServiceSettings):
     )
     advertise_address: str | None = setting(
         None,
-        doc="address of this scheduler in the registry: host:port or unix:PATH (default: where it"
-        " listens)",
+        doc="address under which gateways find this scheduler in Redis: host:port or unix:PATH "
+        "(default: address)",
         check=is_connect_address,
     )
     policy: str = setting(
         "fcfs",
-        doc="the order of admission, and which request is preempted: "
+        doc="policy that chooses the order of admission and the request to preempt: "
         + ", ".join(POLICIES)
         + " or package.module:Class",
         check=check_policy,
     )
     program_idle_seconds: float | None = setting(
         None,
-        doc="pause after which a program counts as ended, with policies that know programs"
-        " (default: 600)",
+        doc="with a policy that groups requests into programs: seconds without a request after "
+        "which a program counts as ended (default: 600)",
         check=at_least(1),
     )
     max_num_programs: int | None = setting(
         None,
-        doc="named programs that are known, and contexts that are retained, with these policies"
-        " (default: 65536)",
+        doc="with a policy that groups requests into programs: maximum number of named programs, "
+        "and of contexts of paused programs, that the scheduler stores (default: 65536)",
         check=at_least(1),
     )
     retention_headroom: float | None = setting(
         None,
-        doc="share of the pool that the policy program leaves free when a request joins without its"
-        " context (default: 0.1)",
+        doc="with policy program: share of the pool that is left free when a request whose "
+        "context is not cached is admitted (default: 0.1)",
         check=between(0, 0.5),
     )
     aging_interval: int | None = setting(
         None,
-        doc="of so many admissions of requests without their contexts, the policy program gives one"
-        " to the longest waiting (default: 8)",
+        doc="with policy program: one in this many admissions of requests without a cached "
+        "context is that of the longest waiting request (default: 8)",
         check=at_least(1),
     )
     max_warm_admissions: int | None = setting(
         None,
-        doc="admissions of requests with their contexts after which one without comes first, with"
-        " the policy program (default: 32)",
+        doc="with policy program: maximum number of admissions of requests with a cached context "
+        "while a request without one waits; then that request is admitted (default: 32)",
         check=at_least(1),
     )
     max_num_waiting: int = setting(
-        1024, doc="requests that may wait; others are refused", check=at_least(1)
+        1024,
+        doc="maximum number of waiting requests; further requests are refused",
+        check=at_least(1),
     )
     max_queue_seconds: float = setting(
         60.0,
-        doc="time that a request may wait for its first step; 0: no limit. A request that would "
-        "wait longer is refused",
+        doc="longest time that a request may wait for its first step; 0: no limit. A request that "
+        "would wait longer is refused",
         check=at_least(0),
     )
     max_num_sessions: int | None = setting(
         None,
-        doc="clients' sessions that keep blocks and a batch row between turns; others are "
-        "computed again from the cache (default: half of the requests that may run)",
+        doc="maximum number of clients' sessions that keep blocks and a batch row between turns; "
+        "further sessions are computed again, with prefix hits (default: half of the requests "
+        "that may run)",
         check=at_least(0),
     )
     async_scheduling: bool = setting(
         True,
-        doc="plan a step while the previous one runs. With pipeline stages as many steps as "
-        "stages are in flight in any case",
+        doc="plan a step while the previous step runs. With pipeline stages, one step per stage "
+        "is in flight in any case",
     )
     enable_prefix_caching: bool = setting(True, doc="find and share cached prompt prefixes")
     prefix_match_unit: int | None = setting(
         None,
-        doc="tokens of a block hash, a divisor of the block size: with recurrent layers prompts "
-        "are then found up to their last unit (default: a block)",
+        doc="with recurrent layers: number of tokens per block hash, a divisor of the block size; "
+        "cached prefixes may then end at any multiple of it (default: the block size)",
         check=at_least(1),
     )
     enable_chunked_prefill: bool = setting(
-        True, doc="cut prompts into chunks; otherwise a prompt runs whole or waits"
+        True,
+        doc="divide prompts into chunks; otherwise a prompt is computed in one step, and waits "
+        "until it fits",
     )
     long_prefill_token_threshold: int = setting(
         0,
-        doc="most prompt tokens of one request in a step that others share; 0: no limit",
+        doc="maximum number of prompt tokens of one request in a step with other requests; 0: no "
+        "limit",
         check=at_least(0),
     )
     long_prefill_token_threshold_adaptive: bool = setting(
-        False, doc="raise that threshold, if there is one, to an even share of the step"
+        False,
+        doc="raise long_prefill_token_threshold, if it is above 0, to max_num_batched_tokens "
+        "divided by the number of running and waiting requests, if that is more",
     )
     scheduler_reserve_full_isl: bool = setting(
         True, doc="admit a request only if there are free blocks for its whole sequence"
     )
     max_num_active_seqs: int | None = setting(
         None,
-        doc="requests that may run at once, if fewer than the worker's max_num_seqs",
+        doc="maximum number of requests that run at once (default: the worker's max_num_seqs)",
         check=at_least(1),
     )
     prefill_schedule_interval: int = setting(
@@ -140,14 +148,19 @@ class SchedulerSettings(ServiceSettings):
     )
     watermark: float = setting(
         0.0,
-        doc="share of the pool kept free when a request joins running ones",
+        doc="share of the pool's blocks that stays free when a request is admitted beside running "
+        "requests",
         check=between(0, 1),
     )
     step_timeout_seconds: float = setting(
-        120.0, doc="time of a step after which the worker counts as hung", check=at_least(0.1)
+        120.0,
+        doc="longest time of a step; after that, the worker counts as hung",
+        check=at_least(0.1),
     )
     pool_timeout_seconds: float = setting(
-        5.0, doc="time of a transaction after which the pool counts as lost", check=at_least(0.1)
+        5.0,
+        doc="longest time of a transaction with the kvpool; after that, the kvpool counts as lost",
+        check=at_least(0.1),
     )
     step_log: Path | None = setting(
         None,
@@ -168,17 +181,18 @@ class SchedulerSettings(ServiceSettings):
     )
     vllm_grpc_client_stops: bool = setting(
         False,
-        doc="accept stop strings over vllm.grpc.engine, which the client finds, as smg does; "
-        "otherwise such requests are refused",
+        doc="accept requests with stop strings over vllm.grpc.engine. The client must find the "
+        "stop strings itself, as smg does. Otherwise such requests are refused",
     )
     kv_events_endpoint: str | None = setting(
         None,
-        doc="ZMQ endpoint that publishes KV events in vLLM's format, such as tcp://*:5557; "
-        "without * it connects (default: none)",
+        doc="ZMQ endpoint that publishes KV events in vLLM's format: tcp://*:5557 listens, an "
+        "address without * connects (default: none)",
     )
     kv_events_replay_endpoint: str | None = setting(
         None,
-        doc="ZMQ endpoint that sends missed KV events again, such as tcp://*:5558 (default: none)",
+        doc="ZMQ endpoint from which subscribers request missed KV events, such as tcp://*:5558 "
+        "(default: none)",
     )
     kv_events_topic: str = setting("", doc="topic of the KV events, such as kv@10.0.0.7@llama")
     kv_events_encoding: str = setting(
@@ -188,12 +202,13 @@ class SchedulerSettings(ServiceSettings):
     )
     kv_events_buffer_steps: int = setting(
         10_000,
-        doc="batches of KV events that are kept for subscribers that lag or missed some",
+        doc="number of latest batches of KV events that are stored for subscribers that lag or "
+        "have missed batches",
         check=at_least(1),
     )
     trace_step_sample_ratio: float = setting(
         0.01,
-        doc="share of the engine steps of traced requests that are traced, and of "
-        "trace_sample_ratio for other steps",
+        doc="share of the engine steps with traced requests that are traced. Of other steps, this "
+        "share of trace_sample_ratio is traced",
         check=between(0, 1),
     )

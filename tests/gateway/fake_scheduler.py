@@ -283,14 +283,14 @@ class FakeScheduler(
         connector = ", reset_connector" if request.reset_connector else ""
         self.operators_calls.append(f"reset, preempt_running={request.preempt_running}{connector}")
         if self.blocks_in_use and not request.preempt_running:
-            raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
+            raise FailedPrecondition("requests still use blocks", reason="BLOCKS_IN_USE")
         return scheduler_pb2.ResetPrefixCacheResponse()
 
     async def Drain(  # noqa: N802
         self, _request: scheduler_pb2.DrainRequest, _context: object
     ) -> scheduler_pb2.DrainResponse:
         self.operators_calls.append("drain")
-        self.set_state(ready=False, reason="an operator drained it", draining=True)
+        self.set_state(ready=False, reason="an operator drained the replica", draining=True)
         return scheduler_pb2.DrainResponse(num_unfinished=self.num_running)
 
     async def Undrain(  # noqa: N802

@@ -4,7 +4,7 @@ from services.simulation.explore.lines import unexpected_line
 
 WRONG = "2.5 gateway-0 WARNING session ended: a message of the scheduler is wrong: 4 rows"
 WARNING = "2.0 gateway-0 WARNING scheduler scheduler-0:9001 is not ready: its pool is lost"
-USUAL = "1.0 scheduler-0 INFO session of gateway-0 opened"
+USUAL = "1.0 scheduler-0 INFO the session of gateway gateway-0 has begun"
 
 
 REFUSED = "2.5 gateway-0 < scheduler-0:9001 /stepwell.scheduler.v1.Scheduler/Session status 3 open"

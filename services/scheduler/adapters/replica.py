@@ -111,10 +111,12 @@ class ReplicaClient:
                     if error.message == refused:
                         raise
                     refused = error.message
-                    logger.warning("pool and workers are asked again: %s", refused)
+                    logger.warning(
+                        "the kvpool or a worker refused to be opened, trying once more: %s", refused
+                    )
                 if error.message != logged and (may_end or loop.time() >= quiet_until):
                     logged = error.message
-                    logger.info("waiting for pool and workers: %s", logged)
+                    logger.info("waiting for the kvpool and the workers: %s", logged)
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, LAST_RETRY_SECONDS)
 
@@ -181,11 +183,14 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
     for number, rank in enumerate(ranks):
         if (rank.rank, rank.world_size) != (number, len(ranks)):
             raise FailedPrecondition(
-                f"worker {number} of {len(ranks)} is rank {rank.rank} of "
-                f"{rank.world_size}: list all ranks, in order"
+                f"worker {number} of {len(ranks)} is rank {rank.rank} of {rank.world_size}: "
+                "--workers must list all ranks, in order"
             )
         if rank.fingerprint != ranks[0].fingerprint:
-            raise FailedPrecondition(f"worker {number} serves another model than worker 0")
+            raise FailedPrecondition(
+                f"worker {number} serves another model than worker 0, or the same model with other "
+                "data types or another block size"
+            )
         if (conflict := _conflict(rank, ranks[0])) is not None:
             raise FailedPrecondition(f"worker {number} {conflict}")
     return ReplicaShape(ranks[0], min(rank.num_blocks for rank in ranks))
@@ -194,14 +199,17 @@ def _shape(ranks: list[worker_pb2.DescribeResponse]) -> ReplicaShape:
 def _conflict(rank: worker_pb2.DescribeResponse, first: worker_pb2.DescribeResponse) -> str | None:
     """What is wrong with a rank's description of its KV cache. None if nothing is wrong."""
     if not rank.groups:
-        return "describes no group of layers for the KV cache"
+        return "describes no KV-cache group"
     for index, group in enumerate(rank.groups):
         if kv_cache_group_from_proto(group) is None:
-            return f"describes group {index} with an attention type that is not known here"
+            return (
+                f"describes KV-cache group {index} with an attention type that this scheduler does "
+                "not know"
+            )
         if not group.block_size:
-            return f"describes group {index} with blocks of no tokens"
+            return f"describes KV-cache group {index} with a block size of 0 tokens"
     if rank.groups != first.groups or rank.drop_last_hit_block != first.drop_last_hit_block:
-        return "divides its layers into other groups than worker 0"
+        return "divides its layers into other KV-cache groups than worker 0"
     return None
 
 
@@ -229,9 +237,9 @@ def _require_same(before: ReplicaShape, after: ReplicaShape) -> None:
         is_same = getattr(after.description, name) == getattr(before.description, name)
         if name not in _MAY_CHANGE and not is_same:
             what = _NAMES.get(name, f"another {name}")
-            raise FailedPrecondition(f"the worker came back with {what}: restart the scheduler")
+            raise FailedPrecondition(f"the worker has restarted with {what}: restart the scheduler")
     if after.num_blocks < before.num_blocks:
         raise FailedPrecondition(
-            f"the worker came back with {after.num_blocks} blocks instead of "
+            f"the worker has restarted with {after.num_blocks} blocks instead of "
             f"{before.num_blocks}: restart the scheduler"
         )

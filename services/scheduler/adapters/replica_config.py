@@ -80,7 +80,7 @@ def _policy_settings(settings: SchedulerSettings) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     if unused := unused_settings(settings.policy, given):
         raise FailedPrecondition(
-            f"{flag_name(unused[0])}: policy {settings.policy} does not use it"
+            f"{flag_name(unused[0])} has no effect with policy {settings.policy}: unset it"
         )
     return given
 
@@ -89,14 +89,16 @@ def _check(config: SchedulerConfig, settings: SchedulerSettings, shape: ReplicaS
     """Raises FailedPrecondition if a setting cannot work with this replica."""
     if config.max_model_len < SHORTEST_SEQUENCE:
         raise FailedPrecondition(
-            f"{shape.num_blocks} blocks, one of them the null block, do not hold a single token in "
-            f"each of {len(config.groups)} groups of layers: give the worker's KV cache more memory"
+            f"the worker's KV cache of {shape.num_blocks} blocks, one of them the null block, "
+            f"cannot store a single token in each of {len(config.groups)} KV-cache groups: give "
+            "the KV cache more memory"
         )
     if conflict := TRANSFERS.conflict(config):
         raise FailedPrecondition(conflict)
     if config.kv_role and holds_ended(config.policy):
         raise FailedPrecondition(
-            f"policy {config.policy} does not work with a tier of offloaded blocks"
+            f"policy {config.policy} does not work with workers that keep offloaded blocks "
+            "(kv_offloading_size)"
         )
     if settings.prefix_match_unit is not None and not config.aligns_states:
         raise FailedPrecondition(

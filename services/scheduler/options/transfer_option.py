@@ -32,7 +32,10 @@ class TransferMessages:
         """Records the ends of transfers that a rank reports. Raises ValueError if a transfer is not
         in progress, or if the rank has already reported its end.
         """
-        raise ValueError("ended_tier_loads: no load is under way")
+        raise ValueError(
+            "ended_tier_loads: must be empty, because the scheduler has started no load from host "
+            "memory"
+        )
 
     def take(self) -> KVTransferResults:
         """Returns the results of the transfers that ended since the last call."""
@@ -68,7 +71,10 @@ class TransferOption:
         """The `connect` of a scheduler that replays a step log. Its KV connector returns the
         results that the log contains. Raises FailedPrecondition if this option is not installed.
         """
-        raise FailedPrecondition("the log is of a scheduler with a connector, which is not here")
+        raise FailedPrecondition(
+            "the step log is of a scheduler with a KV connector, which this installation does not "
+            "have"
+        )
 
     def on_new_workers(self) -> None:
         """Called after each opening of the workers in which a worker is a new process."""

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 
 _NEVER = re.compile(
-    r"a message of the scheduler is wrong|the stream of steps ends:"
-    r"|an event of pool .* is wrong|WARNING the session of .* ends:"
+    r"a message of the scheduler is wrong|the stream of steps from the scheduler is closed,"
+    r"|an event of pool .* is wrong|WARNING the session of gateway .* is closed,"
     r"|< \S+ /stepwell\.(kvpool|scheduler|worker)\.\S+ "
     r"status (2|3|11|12|13|15) (?!device simulated: )"
 )

@@ -47,7 +47,7 @@ _QUIET_SECONDS = 10.0
 gateways and schedulers, and more than the time after which a client's idle session ends.
 """
 _PROBE_SECONDS = 2.0
-_GIVEN_UP = "in every step of this request"
+_GIVEN_UP = "every step with this request lost the workers"
 """A part of the error message for a request whose steps always fail."""
 _LONGEST_FAULT_SECONDS = 100.0
 _STOP_SECONDS = 30.0

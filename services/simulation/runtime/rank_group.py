@@ -166,7 +166,9 @@ class MemoryWatch:
     def ended(self, rank: int, reason: str = "") -> None:
         """Called when another rank has ended. `reason` is empty if the rank has not sent one."""
         kind = RankStopped if reason.endswith(_STOPPED) else RankLost
-        self.report(kind(f"rank {rank} is gone: {reason}" if reason else f"rank {rank} is gone"))
+        self.report(
+            kind(f"rank {rank} has ended: {reason}" if reason else f"rank {rank} has ended")
+        )
 
     def _tell(self, reason: str) -> None:
         for peer, end in self._group.peers.values():

@@ -123,7 +123,7 @@ async def reset_and_pause(replica: Replica, gateway: Gateway) -> None:
     )
     await gateway.until_tokens(0, 6)
     await replica.admin.Pause(scheduler_pb2.PauseRequest(mode=scheduler_pb2.PAUSE_MODE_KEEP))
-    with pytest.raises(grpc.aio.AioRpcError, match="requests hold blocks"):
+    with pytest.raises(grpc.aio.AioRpcError, match="requests still use blocks"):
         await replica.admin.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest())
     await gateway.abort(7, 8)
     await gateway.add(99, prompt(20), sampling=sampling(30))

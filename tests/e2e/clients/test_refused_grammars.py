@@ -79,7 +79,7 @@ async def test_what_becomes_too_complex_is_the_clients_error_and_its_neighbours_
         *(400, "structured_outputs"),
         "grammar_error",
     )
-    assert error["message"].startswith("structured_outputs: cannot be followed after ")
+    assert error["message"].startswith("structured_outputs: the grammar cannot be continued after ")
     assert error["message"].endswith("lexer error: too many states: 20000 >= 20000")
     *pieces, last = events(streamed)
     assert streamed.status_code == 200
@@ -137,7 +137,10 @@ async def test_what_only_the_worker_refuses_is_the_clients_error(
     assert finished.reason == common_pb2.FINISH_REASON_GRAMMAR_ERROR
     assert finished.message.startswith("structured_outputs: regex: ")
     assert "unclosed group" in finished.message
-    assert any("a request ends: structured_outputs" in line for line in demo.output)
+    assert any(
+        "request ended, because of an error of the client: structured_outputs" in line
+        for line in demo.output
+    )
 
 
 async def test_over_grpc_it_is_an_invalid_argument(demo: Stack) -> None:

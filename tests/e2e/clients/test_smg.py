@@ -210,7 +210,9 @@ def test_a_prompt_that_was_seen_is_cached(client: openai.OpenAI, demo_stack: Sta
 def test_what_is_not_served_is_a_bad_request_that_names_it(
     client: openai.OpenAI, demo_stack: Stack
 ) -> None:
-    with pytest.raises(openai.BadRequestError, match="json_schema is not served here"):
+    with pytest.raises(
+        openai.BadRequestError, match="json_schema is not supported by this service"
+    ):
         client.chat.completions.create(
             model=demo_stack.model, messages=MESSAGES, response_format={"type": "json_object"}
         )

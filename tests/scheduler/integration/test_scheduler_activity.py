@@ -142,7 +142,7 @@ async def test_spans_of_requests_that_run_are_asked_for_by_their_ids(
     phases = {span.name for span in spans if span.parent_span_id == roots[1].span_id}
     assert phases == {names.SPAN_REQUEST_QUEUE}
     too_many = scheduler_pb2.GetRunningSpansRequest(requests=asked[:1] * 65)
-    with pytest.raises(grpc.aio.AioRpcError, match="requests must be at most 64"):
+    with pytest.raises(grpc.aio.AioRpcError, match="requests must have at most 64 entries"):
         await replica.stub.GetRunningSpans(too_many)
     replica.worker.going.set()
     await gateway.finish(0, 1, 2)

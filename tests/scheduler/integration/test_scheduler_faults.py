@@ -213,7 +213,7 @@ async def test_a_lost_pipeline_stage_takes_the_others_along(lost: int) -> None:
 
 async def test_ranks_out_of_order_end_the_scheduler_with_a_sentence() -> None:
     ranks = [FakeWorker(rank=1 - index, world_size=2) for index in range(2)]
-    with pytest.raises(FailedPrecondition, match="list all ranks, in order"):
+    with pytest.raises(FailedPrecondition, match="--workers must list all ranks, in order"):
         async with serving_replica(*ranks):
             pass
 

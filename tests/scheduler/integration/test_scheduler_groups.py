@@ -95,8 +95,11 @@ async def test_a_draft_head_has_the_last_block_of_a_hit_computed_again() -> None
 @pytest.mark.parametrize(
     ("groups", "sentence"),
     [
-        ([], "worker 0 describes no group of layers"),
-        ([common_pb2.KVCacheGroup(block_size=4)], "with an attention type that is not known"),
+        ([], "worker 0 describes no KV-cache group"),
+        (
+            [common_pb2.KVCacheGroup(block_size=4)],
+            "with an attention type that this scheduler does not know",
+        ),
     ],
 )
 async def test_groups_that_make_no_sense_end_the_start_with_a_sentence(
@@ -112,7 +115,9 @@ async def test_ranks_must_divide_their_layers_alike() -> None:
         FakeWorker(rank=rank, world_size=2, groups=groups)
         for rank, groups in enumerate(([FULL, WINDOW], [FULL]))
     ]
-    with pytest.raises(FailedPrecondition, match="worker 1 divides its layers into other groups"):
+    with pytest.raises(
+        FailedPrecondition, match="worker 1 divides its layers into other KV-cache groups"
+    ):
         async with serving_replica(*ranks):
             pass
 
@@ -129,7 +134,7 @@ async def test_what_the_pool_cannot_hold_ends_the_start_with_the_pool_s_sentence
 
 
 async def test_a_pool_that_holds_no_request_in_all_groups_ends_the_start_with_a_sentence() -> None:
-    with pytest.raises(FailedPrecondition, match=r"3 blocks, .* in each of 3 groups of layers"):
+    with pytest.raises(FailedPrecondition, match=r"3 blocks, .* in each of 3 KV-cache groups"):
         async with serving_replica(FakeWorker(num_blocks=3, groups=[FULL, WINDOW, STATE])):
             pass
 

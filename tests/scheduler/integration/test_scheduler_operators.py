@@ -147,7 +147,7 @@ async def test_a_drained_replica_finishes_what_it_has_and_takes_nothing_new(
     assert answer.num_unfinished == 1
     await gateway.until(lambda: gateway.state is not None and gateway.state.draining)
     assert gateway.state is not None
-    assert (gateway.state.ready, gateway.state.reason) == (False, "an operator drained it")
+    assert (gateway.state.ready, gateway.state.reason) == (False, "an operator drained the replica")
     await gateway.add(2, prompt(9))
     await gateway.until(lambda: gateway.heard[2].rejected is not None)
     rejected = gateway.heard[2].rejected

@@ -102,7 +102,7 @@ async def test_it_can_be_stopped_while_it_waits_for_pool_and_workers(free_port: 
         assert scheduler.process.stderr is not None
         line = json.loads(await scheduler.process.stderr.readline())
         assert line["service"] == "scheduler"
-        assert "waiting for pool and workers" in line["message"]
+        assert "waiting for the kvpool and the workers" in line["message"]
         scheduler.process.terminate()
         assert await scheduler.wait() == 0
     finally:
@@ -124,8 +124,8 @@ async def test_it_waits_for_a_worker_of_its_own_protocol_and_says_so_once() -> N
         while "serving on" not in lines[-1]:
             lines.append(json.loads(await scheduler.process.stderr.readline())["message"])
         assert lines[0] == (
-            "waiting for pool and workers: this worker has version 9.0 (protocol 9), the scheduler "
-            f"version {own_release().version} (protocol {PROTOCOL})"
+            "waiting for the kvpool and the workers: this worker has version 9.0 (protocol 9), "
+            f"the scheduler version {own_release().version} (protocol {PROTOCOL})"
         )
         assert sum("waiting" in line for line in lines) == 1
     finally:
@@ -155,7 +155,7 @@ async def test_a_worker_that_comes_back_otherwise_ends_it_with_a_sentence(
         await worker.start()
         assert await running.scheduler.wait() == 1
         assert running.scheduler.errors[-1] == (
-            f"stepwell scheduler: the worker came back with {what}: restart the scheduler"
+            f"stepwell scheduler: the worker has restarted with {what}: restart the scheduler"
         )
         await gateway.until_ended()
 

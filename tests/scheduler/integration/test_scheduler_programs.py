@@ -113,7 +113,7 @@ async def test_wrong_programs_are_refused_by_field(gateway: Gateway) -> None:
 
 
 async def test_a_setting_that_the_policy_does_not_use_ends_the_start() -> None:
-    with pytest.raises(FailedPrecondition, match="--aging-interval: policy fcfs does not use it"):
+    with pytest.raises(FailedPrecondition, match="--aging-interval has no effect with policy fcfs"):
         async with serving_replica(FakeWorker(), aging_interval=4):
             pass
 

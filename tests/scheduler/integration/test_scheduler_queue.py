@@ -60,7 +60,7 @@ async def test_requests_that_wait_too_long_end_and_those_that_run_do_not(
     assert [reason_of(gateway, handle) for handle in range(4)] == [None, None, *[QUEUE_TIMEOUT] * 2]
     finished = gateway.heard[2].finished
     assert finished is not None
-    assert finished.message == "the request was not scheduled within the time that it may wait"
+    assert finished.message == "the request waited too long for its first step"
     replica.worker.going.set()
     await gateway.finish(0, 1)
     for handle in range(2):

@@ -273,9 +273,9 @@ async def test_broken_logits_end_a_request_with_an_error(
     finished = gateway.heard[1].finished
     assert finished is not None
     assert finished.reason == common_pb2.FINISH_REASON_NAN_IN_LOGITS
-    assert finished.message == "the model's logits held NaN: no token could be chosen"
+    assert finished.message == "the model computed NaN in the logits, so no token could be sampled"
     assert gateway.heard[1].tokens == []
-    (logged,) = [vars(one) for one in caplog.records if "held NaN" in one.getMessage()]
+    (logged,) = [vars(one) for one in caplog.records if "NaN in its logits" in one.getMessage()]
     assert (logged["request_id"], logged["trace_id"]) == ("mine", "ab" * 16)
 
 

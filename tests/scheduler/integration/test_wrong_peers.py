@@ -152,7 +152,9 @@ async def test_a_worker_that_always_answers_wrongly_is_waited_for_with_the_reaso
         await gateway.add(1, PROMPTS[1], sampling=sampling(MANY))
         await gateway.until_tokens(1, 3)
         worker.spoil = lambda _, answer: [changed(answer, step=answer.step + 1)]
-        await replica.until(lambda stats: "is wrong: it is of step" in stats.state_reason)
+        await replica.until(
+            lambda stats: "is wrong: it has the numbers of step" in stats.state_reason
+        )
         num_steps = len(worker.steps)
         await replica.until(lambda _: len(worker.steps) >= num_steps + 2)
         await gateway.until(lambda: gateway.state is not None and bool(gateway.state.reason))
@@ -252,14 +254,14 @@ async def test_blocks_that_were_not_freed_are_found_when_no_request_is_left(
         await gateway.add(1, PROMPTS[1], sampling=sampling(3))
         await gateway.finish(1)
         await gateway.until(
-            lambda: any("blocks are in use" in one.reason for one in gateway.states)
+            lambda: any("blocks are still in use" in one.reason for one in gateway.states)
         )
         pool.kinds.clear()
         await replica.until_idle()
         assert (await pool.stats()).num_requests == 0
     lines = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     assert len(lines) == 1
-    assert "blocks are in use without a request" in lines[0]
+    assert "blocks are still in use, although no request has blocks" in lines[0]
 
 
 async def test_what_cannot_be_decoded_is_a_new_generation(caplog: pytest.LogCaptureFixture) -> None:
@@ -312,7 +314,7 @@ async def test_a_request_of_which_transactions_are_always_answered_wrongly_is_fo
         finished = gateway.heard[9].finished
         assert finished is not None
         assert finished.reason == common_pb2.FINISH_REASON_STEP_FAILED
-        assert "the pool failed" in finished.message
+        assert "or the kvpool" in finished.message
         await replica.until_idle()
 
 

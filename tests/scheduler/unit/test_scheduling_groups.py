@@ -299,6 +299,6 @@ def test_what_states_cannot_be_served_with_is_said_in_a_sentence() -> None:
     assert "enable chunked prefill" in whole
     divided = config_conflict(config(STATE, disable_chunked_mm_input=True))
     assert divided is not None
-    assert "allow chunks to divide items" in divided
+    assert "set disable_chunked_mm_input to false" in divided
     small = config(STATE, max_num_batched_tokens=3)  # steps may end inside a block
     assert config_conflict(small) is None

@@ -100,7 +100,9 @@ async def test_one_name_for_two_sizes_ends_the_later_request() -> None:
     assert first.finish_reason is None
     assert second.finish_reason is FinishReason.ERROR
     assert (
-        second.error == "the item 'cat' has another size than the one cached under this identifier"
+        second.error
+        == "the multimodal item 'cat' has another size than the cached item with the same "
+        "identifier"
     )
 
 

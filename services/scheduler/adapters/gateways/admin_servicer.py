@@ -45,7 +45,9 @@ class SchedulerAdminServicer(scheduler_pb2_grpc.SchedulerAdminServicer):
     ) -> scheduler_pb2.PauseResponse:
         mode = pause_mode_from_proto(request.mode)
         if mode is None:
-            raise InvalidArgument(f"mode is {request.mode}, which is none", field="mode")
+            raise InvalidArgument(
+                f"mode is {request.mode}, which is not a value of PauseMode", field="mode"
+            )
         logger.info("an operator pauses the engine: %s", mode.value)
         await self.engine.pause(mode)
         return scheduler_pb2.PauseResponse()

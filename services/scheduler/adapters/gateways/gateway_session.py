@@ -56,7 +56,8 @@ class GatewaySession:
         """Records a received message. Raises InvalidArgument if its number is not the next."""
         if message.number != self.taken_number + 1:
             raise InvalidArgument(
-                f"message {message.number} comes in place of {self.taken_number + 1}",
+                f"received message {message.number} of the session, but expected message "
+                f"{self.taken_number + 1}",
                 field="number",
             )
         self.taken_number = message.number

@@ -16,12 +16,14 @@ from services.scheduler.adapters.workers.converters import request_times_to_prot
 from services.scheduler.core.request import Request
 
 _MESSAGES = {
-    FinishReason.ERROR: "something of this request alone went wrong",
-    FinishReason.NAN_IN_LOGITS: "the model's logits held NaN: no token could be chosen",
-    FinishReason.STEP_FAILED: "the workers were lost, or the pool failed, in every step of "
-    "this request, also in those with no other request",
-    FinishReason.KV_LOAD_FAILED: "keys and values of the request could not be loaded",
-    FinishReason.QUEUE_TIMEOUT: "the request was not scheduled within the time that it may wait",
+    FinishReason.ERROR: "an error that concerns only this request occurred",
+    FinishReason.NAN_IN_LOGITS: "the model computed NaN in the logits, so no token could be "
+    "sampled",
+    FinishReason.STEP_FAILED: "every step with this request lost the workers or the kvpool, even "
+    "steps without other requests",
+    FinishReason.KV_LOAD_FAILED: "keys and values of the request could not be loaded from another "
+    "replica or from host memory",
+    FinishReason.QUEUE_TIMEOUT: "the request waited too long for its first step",
 }
 
 

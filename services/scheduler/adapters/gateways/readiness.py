@@ -66,7 +66,7 @@ class ReplicaReadiness:
         if not reason and draining:
             reason = "the scheduler is draining"
         elif not reason and self._is_drained:
-            reason, draining = "an operator drained it", True
+            reason, draining = "an operator drained the replica", True
         return scheduler_pb2.ReplicaState(
             ready=not reason, reason=reason, draining=draining, stalled=bool(self._reason)
         )

@@ -74,7 +74,9 @@ class Registration(Collector):
         if self._registry is not None and self._replica is not None:
             with suppress(Unavailable):  # the record expires by itself
                 await self._registry.remove(self._replica, LEAVE_SECONDS)
-                logger.info("removed from the registry: gateways find this scheduler no more")
+                logger.info(
+                    "removed from the registry in Redis: gateways no longer find this scheduler"
+                )
         self._is_registered = False
 
     async def close(self) -> None:
@@ -90,14 +92,19 @@ class Registration(Collector):
 
     def _failed(self, error: Unavailable) -> None:
         if self._is_registered or not self._num_failures:
-            logger.warning("this scheduler cannot be registered: %s", error)
+            logger.warning("this scheduler cannot be registered in Redis: %s", error)
         self._is_registered = False
         self._num_failures += 1
 
     def _succeeded(self, address: str, model_name: str) -> None:
         if not self._is_registered:
             only = " on this machine" if is_on_this_machine(address) else ""
-            logger.info("registered at %s for gateways%s that serve %s", address, only, model_name)
+            logger.info(
+                "registered address %s in Redis, for gateways%s that serve model %s",
+                address,
+                only,
+                model_name,
+            )
         self._is_registered = True
 
 
@@ -105,7 +112,9 @@ def _require_usable_address(settings: SchedulerSettings) -> None:
     """Raises SettingError if gateways cannot reach the address, or if there is no Redis for it."""
     if settings.redis_url is None:
         if settings.advertise_address is not None:
-            raise SettingError("--advertise-address needs --redis-url, where it is registered")
+            raise SettingError(
+                "--advertise-address needs --redis-url: the address is registered in Redis"
+            )
         return
     address = settings.address
     if settings.advertise_address is None and (is_unix_address(address) or is_wildcard(address)):

@@ -140,9 +140,10 @@ class RequestIntake:
         """
         if message.HasField("pooling") != (self.pooler is not None):
             raise InvalidArgument(
-                "this model generates tokens, and pools no prompts"
+                "pooling is set, but this model generates tokens and does not compute vectors of "
+                "prompts"
                 if self.pooler is None
-                else "this model answers prompts with vectors, and generates no tokens",
+                else "this model computes vectors of prompts and generates no tokens",
                 field="pooling",
                 reason="OTHER_RUNNER",
             )
@@ -150,11 +151,12 @@ class RequestIntake:
             return None
         if message.output_token_ids:
             raise InvalidArgument(
-                "output_token_ids: a prompt that is pooled has no output", field="output_token_ids"
+                "output_token_ids: must be empty, because a pooling request has no output",
+                field="output_token_ids",
             )
         if message.HasField("prompt_embeds") and self.pooler.takes_whole_prompts:
             raise InvalidArgument(
-                "prompt_embeds: this model takes tokens only", field="prompt_embeds"
+                "prompt_embeds: this model accepts only prompts of tokens", field="prompt_embeds"
             )
         params = pooling_from_proto(message.pooling)
         self.pooler.check(params, num_tokens)
@@ -201,7 +203,11 @@ class RequestIntake:
             ("sampling.prompt_logprobs", message.sampling.HasField("prompt_logprobs")),
         ):
             if is_given:
-                raise InvalidArgument(f"{name}: an embedded prompt has no tokens", field=name)
+                raise InvalidArgument(
+                    f"{name}: must be empty, because the prompt is given as embeddings "
+                    "(prompt_embeds)",
+                    field=name,
+                )
         embeds = prompt_embeds_from_proto(message.prompt_embeds)
         embeds.check(self.hidden_size)
         return embeds
@@ -210,11 +216,12 @@ class RequestIntake:
         try:
             token_ids = unpack_token_ids(packed)
         except ValueError as error:
-            raise InvalidArgument(f"{field} is not int32", field=field) from error
+            raise InvalidArgument(f"{field} is not an array of int32", field=field) from error
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             wrong = next(token for token in token_ids if not 0 <= token < self.vocab_size)
             raise InvalidArgument(
-                f"{field} holds {wrong}; tokens are below {self.vocab_size}", field=field
+                f"{field} contains {wrong}, which is not a token from 0 to {self.vocab_size - 1}",
+                field=field,
             )
         return token_ids
 

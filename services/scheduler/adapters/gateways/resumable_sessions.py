@@ -53,11 +53,13 @@ class ResumableSessions:
         request = session.requests.get(message.handle)
         if request is None or request.status is not RequestStatus.WAITING_FOR_CHUNK:
             raise Unavailable(
-                f"no session with handle {message.handle} waits for input", reason="NO_SESSION"
+                f"no client's session with handle {message.handle} waits for input here",
+                reason="NO_SESSION",
             )
         if request.num_tokens != message.num_tokens:
             raise Unavailable(
-                f"the session has {request.num_tokens} tokens, not {message.num_tokens}",
+                f"the client's session has {request.num_tokens} tokens here, but the gateway "
+                f"expects {message.num_tokens}",
                 reason="OTHER_TOKENS",
             )
         return request
@@ -99,7 +101,8 @@ class ResumableSessions:
         if victim is not None:
             self.num_given_up += 1
             error = Unavailable(
-                "the session was ended here since other requests wait for what it holds",
+                "the scheduler ended the client's session to free its blocks and its batch row "
+                "for other requests",
                 reason="SESSION_GIVEN_UP",
             )
             self._sessions.refuse(victim, error)

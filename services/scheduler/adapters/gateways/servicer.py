@@ -51,14 +51,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> AsyncIterator[scheduler_pb2.SessionResponse]:
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("message") != "open":
-            raise InvalidArgument("a session begins with open", field="open")
+            raise InvalidArgument("the first message of a session must be open", field="open")
         require_same_protocol("the gateway", first.open.release, "scheduler")
         if first.number != 1:
-            raise InvalidArgument(f"a session begins with message {first.number}", field="number")
+            raise InvalidArgument(
+                f"the first message of a session must have number 1, not {first.number}",
+                field="number",
+            )
         session = self.sessions.open(first.open.gateway_id)
         session.take(first)
         reader = asyncio.create_task(self._read(session, request_iterator))
-        logger.info("session of %s opened", session.gateway_id)
+        logger.info("the session of gateway %s has begun", session.gateway_id)
         try:
             yield session.numbered(scheduler_pb2.SessionResponse(opened=self.opened))
             state = scheduler_pb2.SessionResponse(state=self.sessions.state)
@@ -69,14 +72,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             if reader.done():
                 reader.result()
         except InvalidArgument as error:
-            logger.warning("the session of %s ends: %s", session.gateway_id, error.message)
+            logger.warning(
+                "the session of gateway %s is closed, because a message is invalid: %s",
+                session.gateway_id,
+                error.message,
+            )
             raise
         finally:
             reader.cancel()
             aborted = self.sessions.close(session)
             self.engine.changes.abort(aborted)
             logger.info(
-                "session of %s ended; %d requests aborted", session.gateway_id, len(aborted)
+                "the session of gateway %s has ended; %d requests aborted",
+                session.gateway_id,
+                len(aborted),
             )
 
     async def GetStats(
@@ -100,7 +109,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.GetRunningSpansResponse:
         if len(request.requests) > MAX_RUNNING_REQUESTS:
             raise InvalidArgument(
-                f"requests must be at most {MAX_RUNNING_REQUESTS}", field="requests"
+                f"requests must have at most {MAX_RUNNING_REQUESTS} entries", field="requests"
             )
         for one in request.requests:
             self.tracer.so_far(one.request_id, one.traceparent, self._spans_so_far.tracing)
@@ -132,13 +141,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                     self.tracer.keep(keep.request_id, keep.traceparent, keep.tracestate)
                 case kind:
                     raise InvalidArgument(
-                        "an open session takes add, adds, chunk, abort, end_turn and "
-                        f"keep, not {kind or 'an empty message'}"
+                        "a message after the first of a session must be add, adds, chunk, abort, "
+                        f"end_turn or keep, not {kind or 'empty'}"
                     )
 
     def _abort(self, session: GatewaySession, message: scheduler_pb2.AbortRequests) -> None:
         if not set(message.stopped_handles) <= set(message.handles):
-            raise InvalidArgument("stopped_handles are not among handles", field="stopped_handles")
+            raise InvalidArgument("stopped_handles must all be in handles", field="stopped_handles")
         stopped = set(message.stopped_handles)
         for reason, handles in (
             (FinishReason.ABORT, [handle for handle in message.handles if handle not in stopped]),
@@ -151,14 +160,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     def _end_turn(self, session: GatewaySession, message: scheduler_pb2.EndTurn) -> None:
         """Records which tool an agent runs after a request that has ended or is about to end."""
         if len(message.tool.encode()) > MAX_TOOL_BYTES:
-            raise InvalidArgument(f"tool may be {MAX_TOOL_BYTES} bytes long", field="tool")
+            raise InvalidArgument(f"tool must have at most {MAX_TOOL_BYTES} bytes", field="tool")
         of = session.requests.get(message.handle) or session.contexts.pop(message.handle, None)
         if of is not None:
             self.engine.changes.end_turn(of, message.tool)
 
     async def _add(self, session: GatewaySession, message: scheduler_pb2.AddRequest) -> None:
         if message.handle in session.requests:
-            raise InvalidArgument(f"handle {message.handle} is in use", field="handle")
+            raise InvalidArgument(
+                f"handle {message.handle} is used by another request of this session",
+                field="handle",
+            )
         try:
             await self.submitter.submit(session, message)
         except StepwellError as error:

@@ -266,11 +266,18 @@ class Sessions:
             self.num_completed += request.num_cached_tokens is not None
             if request.finish_reason is FinishReason.NAN_IN_LOGITS:
                 self.num_corrupted += 1
-                logger.error("a request is given up: its logits held NaN", extra=request.log_fields)
+                logger.error(
+                    "request ended with an error: the model computed NaN in its logits",
+                    extra=request.log_fields,
+                )
             elif request.finish_reason is FinishReason.ERROR:
-                logger.warning("a request fails: %s", request.error, extra=request.log_fields)
+                logger.warning("request failed: %s", request.error, extra=request.log_fields)
             elif request.finish_reason in CLIENT_ERRORS:
-                logger.info("a request ends: %s", request.error, extra=request.log_fields)
+                logger.info(
+                    "request ended, because of an error of the client: %s",
+                    request.error,
+                    extra=request.log_fields,
+                )
             owner = self._pop_owner(request)
             if owner is not None:
                 owner.session.outbox.finished(owner.handle, request)

@@ -62,28 +62,40 @@ class OutcomeCheck:
         """Raises WrongAnswer if the outcome or the events contradict the operations."""
         most, stop = self._last_block, outcome.stop
         if outcome.num_free_blocks > most:
-            raise WrongAnswer(f"num_free_blocks: {outcome.num_free_blocks} of {most}")
+            raise WrongAnswer(
+                f"num_free_blocks: is {outcome.num_free_blocks}, but the kvpool has only {most}"
+            )
         count = len(operations) if stop is None else stop.operation_index + 1
         if not len(outcome.results) == count <= len(operations):
-            raise WrongAnswer(f"results: {len(outcome.results)} for {len(operations)} operations")
+            raise WrongAnswer(
+                f"results: has {len(outcome.results)} results for {len(operations)} operations"
+            )
         for index, result in enumerate(outcome.results):
             operation = operations[index]
             if type(result) is not _RESULTS.get(type(operation), NoneType):
-                raise WrongAnswer(f"results[{index}]: not of a {type(operation).__name__}")
+                raise WrongAnswer(
+                    f"results[{index}]: is not the result of the operation "
+                    f"{type(operation).__name__}"
+                )
             if result is not None:
                 is_last = stop is not None and index == stop.operation_index
                 self._check_result(operation, result, stop if is_last else None)
         if stop is not None and isinstance(operations[stop.operation_index], ops.Lookup):
-            raise WrongAnswer("stop: a Lookup always fits")
+            raise WrongAnswer("stop: a Lookup cannot be stopped, because it allocates no blocks")
         if outcome.block_ids_to_zero or outcome.copies:
             self._check_states(outcome)
         for event in events:
             self._check_event(event)
         if outcome.num_retained_blocks > outcome.num_free_blocks:
-            raise WrongAnswer(f"num_retained_blocks: {outcome.num_retained_blocks}")
+            raise WrongAnswer(
+                f"num_retained_blocks: is {outcome.num_retained_blocks}, above num_free_blocks"
+            )
         for one in outcome.contexts:
             if not one.num_own_blocks <= one.num_blocks <= most:
-                raise WrongAnswer(f"contexts: {one.num_own_blocks} of {one.num_blocks} blocks")
+                raise WrongAnswer(
+                    f"contexts: num_own_blocks is {one.num_own_blocks}, but num_blocks is "
+                    f"{one.num_blocks}, of {most} in the kvpool"
+                )
 
     def _check_result(
         self, operation: ops.Operation, result: ops.OperationResult, stop: ops.Stop | None
@@ -120,17 +132,23 @@ class OutcomeCheck:
             )
             if self._change == before:
                 raise WrongAnswer(
-                    f"stop: the hit has changed to {stop.num_hit_tokens} tokens twice"
+                    "stop: the kvpool reports twice that the prefix hit has changed to "
+                    f"{stop.num_hit_tokens} tokens"
                 )
 
     def _check_blocks(self, groups: Sequence[ops.GroupBlocks], count: int) -> None:
         if len(groups) != len(self._groups):
-            raise WrongAnswer(f"groups: {len(groups)}, not {len(self._groups)}")
+            raise WrongAnswer(f"groups: has {len(groups)} KV-cache groups, not {len(self._groups)}")
         for granted, group in zip(groups, self._groups, strict=True):
             if len(granted.num_blocks) != count:
-                raise WrongAnswer(f"num_blocks: of {len(granted.num_blocks)} requests, not {count}")
+                raise WrongAnswer(
+                    f"num_blocks: has {len(granted.num_blocks)} values for {count} requests"
+                )
             if sum(granted.num_blocks) != len(granted.block_ids):
-                raise WrongAnswer(f"block_ids: {len(granted.block_ids)} do not add up")
+                raise WrongAnswer(
+                    f"block_ids: has {len(granted.block_ids)} blocks, but the sum of num_blocks "
+                    "differs"
+                )
             least = 1 if group.attention_type is AttentionType.FULL else 0
             self._require_blocks(granted.block_ids, least)
 
@@ -145,33 +163,40 @@ class OutcomeCheck:
             for admission, count in zip(admissions, granted.num_blocks, strict=True):
                 asked = -(-admission.num_slots // group.block_size)
                 if count < asked or (count > asked and not admission.holds_blocks):
-                    raise WrongAnswer(f"num_blocks: {count}, not {asked}")
+                    raise WrongAnswer(f"num_blocks: is {count} for a request that needs {asked}")
                 begin, end = end, end + count
                 _require_distinct(granted.block_ids[begin:end])
 
     def _check_states(self, outcome: ops.Outcome) -> None:
         if not self._has_states:
-            raise WrongAnswer("block_ids_to_zero, copies: there are no states")
+            raise WrongAnswer(
+                "block_ids_to_zero, copies: must be empty, because no layer is recurrent"
+            )
         self._require_blocks(outcome.block_ids_to_zero, 1)
         for copy in outcome.copies:
             if copy.group >= len(self._groups):
-                raise WrongAnswer(f"copies.group: {copy.group}")
+                raise WrongAnswer(
+                    f"copies.group: {copy.group} is not the number of a KV-cache group"
+                )
             self._require_blocks((copy.source, copy.target), 1)
 
     def _check_event(self, event: kvpool_pb2.Event) -> None:
         match event.WhichOneof("event"):
             case None:
-                raise WrongAnswer("events: an event of no kind")
+                raise WrongAnswer("events: an event is empty")
             case "cleared":
                 return
             case kind:
                 change: kvpool_pb2.BlocksStored | kvpool_pb2.BlocksRemoved = getattr(event, kind)
         if change.group >= len(self._groups) or len(change.hashes) % HASH_BYTES:
-            raise WrongAnswer(f"events: {len(change.hashes)} bytes of group {change.group}")
+            raise WrongAnswer(
+                f"events: {len(change.hashes)} bytes of hashes in group {change.group}, which are "
+                "not whole hashes of a known group"
+            )
 
     def _require_blocks(self, block_ids: Sequence[int], least: int) -> None:
         if block_ids and not least <= min(block_ids) <= max(block_ids) <= self._last_block:
-            raise WrongAnswer(f"block_ids: not all are {least} to {self._last_block}")
+            raise WrongAnswer(f"block_ids: a block is not from {least} to {self._last_block}")
 
 
 def _stopped(stop: ops.Stop, count: int, *reasons: ops.StopReason) -> int:
@@ -188,15 +213,20 @@ def _check_change(stop: ops.Stop, admission: ops.Admission) -> None:
     that the admission does not have. The scheduler would otherwise repeat the admission forever.
     """
     if stop.reason is ops.StopReason.RETAINED and admission.num_retained_blocks is None:
-        raise WrongAnswer("stop: the admission has no limit on blocks of contexts")
+        raise WrongAnswer(
+            "stop: its reason is RETAINED, but the admission has no limit on blocks of contexts"
+        )
     if stop.reason is ops.StopReason.KEPT_FREE and not admission.num_blocks_kept_free:
-        raise WrongAnswer("stop: the admission keeps no blocks free")
+        raise WrongAnswer("stop: its reason is KEPT_FREE, but the admission leaves no blocks free")
     if stop.reason is not ops.StopReason.HIT_CHANGED:
         return
     hit, boundary = stop.num_hit_tokens, stop.shared_prefix_boundary
     is_same = hit == admission.num_hit_tokens and boundary == admission.shared_prefix_boundary
     if is_same or hit > admission.max_hit_tokens or admission.holds_blocks:
-        raise WrongAnswer(f"stop: the hit has not changed to {hit} tokens")
+        raise WrongAnswer(
+            f"stop: its reason is HIT_CHANGED, but the reported prefix hit of {hit} tokens is "
+            "impossible or not new"
+        )
 
 
 def _check_hits(lookup: ops.Lookup, result: ops.LookupResult) -> None:
@@ -216,10 +246,12 @@ def _check_hits(lookup: ops.Lookup, result: ops.LookupResult) -> None:
         raise WrongAnswer(f"num_hit_tokens: {found} values for {count} requests")
     for hits in (result.num_hit_tokens, result.num_divergent_hit_tokens):
         if not all(map(le, hits, lookup.max_hit_tokens)):
-            raise WrongAnswer("num_hit_tokens: more than can be of use")
+            raise WrongAnswer(
+                "num_hit_tokens: a prefix hit is longer than the max_hit_tokens of the Lookup"
+            )
 
 
 def _require_distinct(block_ids: Iterable[int]) -> None:
     blocks = list(block_ids)
     if len(set(blocks)) != len(blocks):
-        raise WrongAnswer("block_ids: a block is given out twice")
+        raise WrongAnswer("block_ids: a block is allocated twice")

@@ -122,7 +122,10 @@ class PoolClient:
             raise from_peer("the kvpool", error) from error
         require_same_protocol("the kvpool", response.release, "scheduler")
         if response.generation <= max(seen_generation, self._generation):
-            raise ports.PoolLost(f"the kvpool began generation {response.generation} again")
+            raise ports.PoolLost(
+                f"the kvpool began generation {response.generation}, which is not above the last "
+                "one"
+            )
         self._generation, self._sequence = response.generation, 0
         self._check = OutcomeCheck(num_blocks, groups)
         if self._recorder is not None:
@@ -169,7 +172,9 @@ class PoolClient:
         try:
             if answered != (self._generation, self._sequence):
                 generation, sequence = answered
-                raise WrongAnswer(f"it is to {sequence} of generation {generation}")
+                raise WrongAnswer(
+                    f"it is the answer to transaction {sequence} of generation {generation}"
+                )
             outcome = outcome_from_proto(response)
             self._check.check(operations, outcome, response.events)
         except ValueError as error:
@@ -254,7 +259,9 @@ class PoolClient:
                     ) from rpc_error
                 if not self._is_late and error.message != logged:
                     logged = error.message
-                    logger.warning("transaction %d is sent again: %s", request.sequence, logged)
+                    logger.warning(
+                        "transaction %d is sent again to the kvpool: %s", request.sequence, logged
+                    )
                 await self._pause_before_retry(error)
 
     async def _pause_before_retry(self, error: StepwellError) -> None:
@@ -263,7 +270,7 @@ class PoolClient:
             await asyncio.sleep(RETRY_SECONDS)
         if self._is_late:
             raise ports.PoolLost(
-                f"the kvpool did not answer within {self._allowed_seconds:.3g} s"
+                f"the kvpool did not answer a transaction within {self._allowed_seconds:.3g} s"
             ) from error
 
     async def _try(self, request: kvpool_pb2.TransactRequest) -> kvpool_pb2.TransactResponse:

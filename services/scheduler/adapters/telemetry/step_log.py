@@ -60,7 +60,9 @@ class StepLog:
                 self._lines.append(line)
                 self._num_waiting_bytes += len(line)
                 return
-        self._give_up(f"{self._max_waiting_bytes} bytes wait to be written")
+        self._give_up(
+            f"the disk is too slow, and {self._max_waiting_bytes} bytes still wait to be written"
+        )
 
     def close(self) -> None:
         """Writes the remaining lines, and a last line that marks the log as complete."""
@@ -85,7 +87,7 @@ class StepLog:
     def _give_up(self, why: str) -> None:
         if not self._has_ended:
             self._has_ended = True
-            logger.warning("the step log ends here: %s", why)
+            logger.warning("the step log is incomplete, no further step is logged: %s", why)
 
 
 class WriterThread:

@@ -202,7 +202,7 @@ class StepTracer:
     def _drop_steps(self) -> None:
         for number, step in self._steps.items():
             if step.span is not None:
-                self._end_execution(number, "the step was given up")
+                self._end_execution(number, "the step was lost")
         for step in (*self._steps.values(), *filter(None, [self._begun])):
             if step.span is not None:
                 step.span.record(self._tracing, self._unix_nanos(), lost=True)

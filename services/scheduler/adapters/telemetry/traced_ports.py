@@ -15,7 +15,7 @@ from services.common.telemetry.tracing import Tracing
 from services.scheduler.core.output import ModelRunnerOutput, SchedulerOutput
 from services.scheduler.core.ports import Executor, KVPool
 
-_CANCELLED = "the step was given up"
+_CANCELLED = "the step was lost"
 
 
 class TracedPool:

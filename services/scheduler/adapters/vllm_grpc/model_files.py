@@ -72,10 +72,14 @@ class ModelFiles:
 
     def _archive(self) -> bytes:
         if self._directory is None:
-            raise FailedPrecondition("this scheduler was not given a directory of the model")
+            raise FailedPrecondition(
+                "this scheduler has no directory of the model: start it with --model"
+            )
         paths = {path for name in _TOKENIZER_PATTERNS for path in self._directory.glob(name)}
         if not paths:
-            raise FailedPrecondition("the model's directory holds no files of a tokenizer")
+            raise FailedPrecondition(
+                "the directory of the scheduler's --model has no tokenizer files"
+            )
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in sorted(paths):

@@ -54,7 +54,9 @@ class GenerateConverter:
         if not message.request_id:
             raise _refused("request_id", "is empty")
         if message.data_parallel_rank:
-            raise _refused("data_parallel_rank", "is not 0, which is the only rank here")
+            raise _refused(
+                "data_parallel_rank", "must be 0: this service has no other data-parallel ranks"
+            )
         sampling = vllm_sampling_from_proto(
             message.sampling_params,
             vocab_size=self.opened.vocab_size,
@@ -82,7 +84,9 @@ class GenerateConverter:
         if not prompt:
             raise _refused(INPUT_FIELD, "is empty")
         if (wrong := max(prompt)) >= self.opened.vocab_size:
-            raise _refused(INPUT_FIELD, f"holds {wrong}; tokens are below {self.opened.vocab_size}")
+            raise _refused(
+                INPUT_FIELD, f"contains {wrong}, but tokens must be below {self.opened.vocab_size}"
+            )
         limit, longest = sampling.truncate_prompt_tokens, self.opened.max_request_tokens - 1
         if limit is None:
             return prompt
@@ -107,7 +111,8 @@ class GenerateConverter:
         if params.min_tokens > room:
             raise _refused(
                 f"{PREFIX}min_tokens",
-                f"is {params.min_tokens}, but at most {room} can be generated",
+                f"is {params.min_tokens}, but at most {room} tokens can be generated after this "
+                "prompt",
             )
         packed = pack_token_ids(prompt)
         return [
@@ -151,8 +156,10 @@ def _millis(seconds: float | None) -> int:
 
 def _why_not(name: str) -> str:
     if name == "text":
-        return "needs a tokenizer, which this service does not have: send tokenized"
-    return "is not served here"
+        return (
+            "needs a tokenizer, which this service does not have: send the field tokenized instead"
+        )
+    return "is not supported by this service"
 
 
 def _refused(name: str, problem: str) -> InvalidArgument:

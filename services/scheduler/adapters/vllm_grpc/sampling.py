@@ -66,21 +66,25 @@ def vllm_sampling_from_proto(
         if field.name in _HONOURED:
             given |= _HONOURED[field.name](value)
         elif field.name == "stop" and not client_stops:
-            raise _refused("stop", "needs a tokenizer, which this service does not have")
+            raise _refused(
+                "stop",
+                "needs a tokenizer, which this service does not have unless "
+                "--vllm-grpc-client-stops is set",
+            )
         elif field.name not in _ELSEWHERE | _TEXT_ONLY:
-            raise _refused(field.name, "is not served here")
+            raise _refused(field.name, "is not supported by this service")
     params = replace(
         SamplingParams(eos_token_ids=() if message.ignore_eos else eos_token_ids), **given
     )
     n = message.n or 1
     if n > MAX_N:
-        raise _refused("n", f"is {n}; at most {MAX_N} answers are made")
+        raise _refused("n", f"is {n}, but must be at most {MAX_N}")
     try:
         check_sampling(_with_valid_seed(params), vocab_size)
     except InvalidArgument as error:
         raise InvalidArgument(f"{PREFIX}{error.message}", field=f"{PREFIX}{error.field}") from error
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise _refused("min_tokens", f"is {params.min_tokens}, above max_tokens")
+        raise _refused("min_tokens", f"is {params.min_tokens}, but must not be above max_tokens")
     return VllmSampling(params, n, _truncation(message))
 
 
@@ -89,7 +93,7 @@ def _truncation(message: vllm_engine_pb2.SamplingParams) -> int | None:
         return None
     limit: int = message.truncate_prompt_tokens
     if limit < -1 or limit == 0:
-        raise _refused("truncate_prompt_tokens", f"is {limit}: neither -1 nor above 0")
+        raise _refused("truncate_prompt_tokens", f"is {limit}, but must be -1 or above 0")
     return limit
 
 

@@ -180,4 +180,4 @@ def _traceparent(context: Context) -> str:
 
 
 async def _unimplemented(context: Context, method: str) -> NoReturn:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served here")
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not supported by this service")

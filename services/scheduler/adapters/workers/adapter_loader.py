@@ -78,7 +78,10 @@ class AdapterLoader:
                 except (InvalidArgument, FailedPrecondition) as refusal:
                     return f"the adapter {adapter.name!r} cannot be loaded: {refusal.message}"
                 except StepwellError as failure:
-                    logger.info("an adapter is loaded later: %s", failure.message)
+                    logger.info(
+                        "loading an adapter is tried again, because a worker did not load it: %s",
+                        failure.message,
+                    )
                     await asyncio.sleep(_RETRY_SECONDS)
             return ""
         finally:
@@ -88,7 +91,10 @@ class AdapterLoader:
     async def load(self, adapter: Adapter) -> None:
         """Loads an adapter before any request needs it. Raises StepwellError if that fails."""
         if not self._max_cpu_loras:
-            raise InvalidArgument("the replica serves no adapters: enable_lora", field="adapter")
+            raise InvalidArgument(
+                "the replica's workers serve no adapters: start them with --enable-lora",
+                field="adapter",
+            )
         await self._load(adapter, lambda: False)
 
     async def reload(self) -> None:
@@ -102,7 +108,12 @@ class AdapterLoader:
             try:
                 await self._workers.load_adapter(adapter, kept)
             except (InvalidArgument, FailedPrecondition) as refusal:
-                logger.warning("the adapter %s is gone: %s", adapter.name, refusal.message)
+                logger.warning(
+                    "the adapter %s is no longer served, because a restarted worker cannot load "
+                    "it: %s",
+                    adapter.name,
+                    refusal.message,
+                )
                 self._loaded.pop(adapter.digest, None)
                 for request in self._unfinished():
                     if request.adapter_digest == adapter.digest and not request.awaits_adapter:

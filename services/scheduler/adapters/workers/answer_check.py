@@ -54,9 +54,13 @@ class ExpectedAnswer:
         plan = self._plan
         count = len(plan.requests)
         if len(num_tokens) != count:
-            raise WrongAnswer(f"num_tokens: {len(num_tokens)}, not {count}")
+            raise WrongAnswer(f"num_tokens: has {len(num_tokens)} values for {count} requests")
         if self._model.pooler is not None:
-            _require(not (any(num_tokens) or token_ids), "token_ids", "tokens of a pooling model")
+            _require(
+                not (any(num_tokens) or token_ids),
+                "token_ids",
+                "must be empty, because the model computes vectors",
+            )
             self._check_pooled(output, self._model.pooler)
             count = 0
         elif plan.prefill_chunks or output.num_draft_tokens or num_tokens.count(1) != count:
@@ -72,9 +76,17 @@ class ExpectedAnswer:
         last = len(self._plan.requests) - 1
         for name in ("nan_requests", "refused_tokens", "grammar_errors"):
             if indexes := getattr(output, name):
-                _require(0 <= min(indexes) <= max(indexes) <= last, name, "no request of the step")
+                _require(
+                    0 <= min(indexes) <= max(indexes) <= last,
+                    name,
+                    "an index is not that of a request of the step",
+                )
         for index, place in output.refused_tokens.items():
-            _require(0 <= place <= num_tokens[index], "refused_tokens", f"token {place}")
+            _require(
+                0 <= place <= num_tokens[index],
+                "refused_tokens",
+                f"has token {place} of a request with {num_tokens[index]} tokens",
+            )
 
     def _check_counts(self, num_tokens: Sequence[int], num_drafts: Sequence[int]) -> None:
         """Raises WrongAnswer if a request has a wrong number of tokens. With a complete prompt, it
@@ -82,25 +94,33 @@ class ExpectedAnswer:
         """
         plan = self._plan
         given = num_drafts or [0] * len(num_tokens)
-        _require(len(given) == len(num_tokens), "num_draft_tokens", f"{len(given)} requests")
+        _require(
+            len(given) == len(num_tokens),
+            "num_draft_tokens",
+            f"has values of {len(given)} requests, not {len(num_tokens)}",
+        )
         for request, count, verified in zip(plan.requests, num_tokens, given, strict=True):
             planned = len(plan.draft_token_ids.get(request, ()))
-            problem = f"{verified} of {planned} drafts"
+            problem = f"is {verified} for a request with {planned} drafts"
             _require(0 <= verified <= planned, "num_draft_tokens", problem)
             least = most = 0
             if request not in plan.prefill_chunks:
                 least, most = 1, 1 + verified
-            _require(least <= count <= most, "num_tokens", f"{count}, not {least} to {most}")
+            _require(
+                least <= count <= most,
+                "num_tokens",
+                f"is {count} for a request that must have {least} to {most}",
+            )
 
     def _check_token_ids(self, count: int, token_ids: Sequence[int]) -> None:
         if len(token_ids) != count:
-            raise WrongAnswer(f"token_ids: {len(token_ids)}, not {count}")
+            raise WrongAnswer(f"token_ids: has {len(token_ids)} tokens, not {count}")
         if not token_ids:
             return
         smallest, largest, size = min(token_ids), max(token_ids), self._model.vocab_size
         if smallest < 0 or largest >= size:
             wrong = smallest if smallest < 0 else largest
-            raise WrongAnswer(f"token_ids: {wrong} is not below {size}")
+            raise WrongAnswer(f"token_ids: {wrong} is not from 0 to {size - 1}")
 
     def _check_pooled(self, output: ModelRunnerOutput, pooler: Pooler) -> None:
         plan = self._plan
@@ -110,16 +130,26 @@ class ExpectedAnswer:
             if request not in plan.prefill_chunks
         }
         found = output.pooled.keys() | output.nan_requests
-        _require(found == ended.keys(), "pooled", f"{len(found)} of {len(ended)} prompts")
+        _require(
+            found == ended.keys(),
+            "pooled",
+            f"has vectors of other prompts ({len(found)}) than the step completes ({len(ended)})",
+        )
         for index, values in output.pooled.items():
             params = ended[index].pooling
             size = params.dimensions if params is not None and params.dimensions else pooler.size
             given = len(values)  # type: ignore[arg-type]  # bytes, opaque to the core
-            _require(given == _FLOAT_BYTES * size, "pooled.values", f"{given} bytes, not {size}")
+            _require(
+                given == _FLOAT_BYTES * size,
+                "pooled.values",
+                f"a vector has {given} bytes, not those of {size} numbers",
+            )
 
     def _check_logprobs(self, output: ModelRunnerOutput, num_tokens: Sequence[int]) -> None:
         unasked = output.logprobs.keys() - self._logprobs.keys()
-        _require(not unasked, "logprobs", "of a request that did not ask for them")
+        _require(
+            not unasked, "logprobs", "has log-probabilities of a request that did not ask for them"
+        )
         nothing = worker_pb2.RequestLogprobs()
         for index, wanted in self._logprobs.items():
             found = output.logprobs.get(index, nothing)
@@ -130,7 +160,7 @@ class ExpectedAnswer:
             if index not in output.nan_requests:
                 values = found.sampled.logprobs
                 is_number = not isnan(sum(values)) and max(values, default=0.0) < _LARGEST_LOGPROB
-                _require(is_number, "logprobs", "a value that is no log-probability")
+                _require(is_number, "logprobs", "has a value that is not a log-probability")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +209,21 @@ def _check_rows(
     if num_wanted is None:
         num_rows = 0
     given = len(rows.ranks)
-    _require(given == num_rows, "logprobs.ranks", f"{given} rows, not {num_rows}")
+    _require(
+        given == num_rows, "logprobs.ranks", f"has {given} rows for a request that needs {num_rows}"
+    )
     width = 1 + (num_wanted or 0) if num_rows else 0
     count = width * num_rows
     is_matrix = len(rows.token_ids) == len(rows.logprobs) == count
-    _require(is_matrix and (rows.width == width or not num_rows), "logprobs", "not a matrix")
+    _require(
+        is_matrix and (rows.width == width or not num_rows),
+        "logprobs",
+        "has another number of values than rows times width",
+    )
     largest = max(chain(rows.token_ids, (rank - 1 for rank in rows.ranks)), default=0)
-    _require(largest < max(model.vocab_size, 1), "logprobs.token_ids", f"{largest}")
+    _require(
+        largest < max(model.vocab_size, 1), "logprobs.token_ids", f"a token or rank is {largest}"
+    )
 
 
 def _require(holds: bool, field: str, problem: str) -> None:

@@ -111,7 +111,11 @@ class GrammarPreparation:
         except InvalidArgument as refusal:
             return refusal.message
         except StepwellError as failure:
-            logger.info("a grammar is compiled when its request runs: %s", failure.message)
+            logger.info(
+                "a grammar could not be compiled in advance, and is compiled when its request "
+                "runs: %s",
+                failure.message,
+            )
         return ""
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:

@@ -69,12 +69,12 @@ class SentStep:
         answered = response.generation, response.step
         if answered != (self._generation, self.number):
             generation, step = answered
-            raise WrongAnswer(f"it is of step {step} in generation {generation}")
+            raise WrongAnswer(f"it has the numbers of step {step} in generation {generation}")
         slack = response.slack_nanos
         if not -LONGEST_NANOS < slack < LONGEST_NANOS or (
             response.queue_nanos + response.execute_nanos > LONGEST_NANOS
         ):
-            raise WrongAnswer("times of more than a day")
+            raise WrongAnswer("queue_nanos, execute_nanos or slack_nanos is longer than a day")
         if len(self._steps.ranks) > 1:
             self._compare(rank, response)
         self._missing.discard(rank)
@@ -97,8 +97,8 @@ class SentStep:
         """Makes `output` raise WorkersLost, because the step's time limit has passed."""
         late = ", ".join(self.late_ranks())
         self.fail(
-            f"step {self.number} was not done within {self.allowed_seconds:.3g} s "
-            f"by the worker at {late}"
+            f"the worker at {late} did not complete step {self.number} within "
+            f"{self.allowed_seconds:.3g} s"
         )
 
     def fail(self, message: str, reason: str | None = None) -> None:
@@ -132,11 +132,13 @@ class SentStep:
         tokens = response.num_tokens, response.token_ids
         if ranks.index(rank) < len(ranks) - len(ranks) // self._steps.num_stages:
             if response.token_ids:
-                raise WrongAnswer("token_ids: tokens of a stage that does not sample")
+                raise WrongAnswer(
+                    "token_ids: must be empty, because this pipeline stage does not sample"
+                )
         elif self._tokens is None:
             self._tokens = tokens
         elif self._tokens != tokens:
-            raise WrongAnswer("token_ids: not what another rank sampled")
+            raise WrongAnswer("token_ids: another rank has sampled other tokens")
 
 
 class StepsInFlight:

@@ -74,7 +74,7 @@ class Rank:
         self._has_answered = False
         """Whether a response has arrived since the last probe."""
         self._unanswered: deque[SentStep] = deque()
-        self._why_lost = f"the worker at {address} went away"
+        self._why_lost = f"the stream of steps to the worker at {address} has ended"
         self._num_preparing = 0
         """Number of running calls that compile grammars or load adapters."""
         self._prepares = asyncio.Event()
@@ -146,7 +146,7 @@ class Rank:
         if self._call is not None:
             self._call.cancel()
             self._call = None
-        self._fail(f"the stream to the worker at {self.address} was closed")
+        self._fail(f"the scheduler closed the stream of steps to the worker at {self.address}")
 
     async def submit(self, request: worker_pb2.ExecuteRequest, step: SentStep) -> None:
         """Sends a step. Raises WorkersLost if the stream has ended."""
@@ -161,7 +161,7 @@ class Rank:
             raise WorkersLost(self._why_lost) from error
 
     async def _read_answers(self, call: _ExecuteCall) -> None:
-        why, reason = "it ended the stream", None
+        why, reason = "the worker ended the stream of steps", None
         try:
             await for_each(call, self._take)
         except grpc.aio.AioRpcError as error:
@@ -180,7 +180,9 @@ class Rank:
         """Records the response to the oldest step. Raises WrongAnswer if it has another number."""
         self._has_answered = True
         if not self._unanswered:
-            raise WrongAnswer(f"it answered step {response.step}, which it was not sent")
+            raise WrongAnswer(
+                f"it answered step {response.step}, but had answered all steps that were sent to it"
+            )
         self._unanswered[0].answered(self.address, response)
         self._unanswered.popleft()
 
@@ -199,7 +201,7 @@ class Rank:
                 num_silent += 1
         self._watch = None
         self.close()
-        self.on_lost(f"the worker at {self.address} was lost: it does not answer")
+        self.on_lost(f"the worker at {self.address} was lost: it does not answer while it is idle")
 
     def _was_starved_since(self, asked: float) -> bool:
         """Whether the worker had no CPU for most of the time since `asked`."""

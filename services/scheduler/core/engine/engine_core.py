@@ -164,7 +164,10 @@ class EngineCore:
                 preempted = self.scheduler.preempt_all()
                 self._observer.preempted(preempted, PreemptionCause.RESET)
             if not await self.scheduler.reset_prefix_cache():
-                raise FailedPrecondition("requests hold blocks", reason="BLOCKS_IN_USE")
+                raise FailedPrecondition(
+                    "the prefix cache was not reset, because requests still use blocks",
+                    reason="BLOCKS_IN_USE",
+                )
             if reset_connector and self.scheduler.transfers is not None:
                 self.scheduler.transfers.reset_cache()
 
@@ -289,7 +292,10 @@ class EngineCore:
         self._observer.recovered()
         self.state_reason = ""
         self._readiness.ready()
-        logger.info("recovered; %d requests are computed again", len(preempted))
+        logger.info(
+            "the kvpool and the workers are open again; %d preempted requests are computed again",
+            len(preempted),
+        )
 
     def _may_plan(self) -> bool:
         """Whether a step may be planned. The fault search (for a request whose steps always fail)

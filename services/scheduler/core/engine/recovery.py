@@ -94,7 +94,10 @@ class Recovery:
             return
         culprit = self._search.steps_failed(plans)
         if culprit is not None:
-            logger.error("a request is given up: its steps always fail", extra=culprit.log_fields)
+            logger.error(
+                "request ended with an error: every step with it lost the workers or the kvpool",
+                extra=culprit.log_fields,
+            )
             self.losses.made_progress()
             self.changes.end({culprit: FinishReason.STEP_FAILED})
 

@@ -228,7 +228,10 @@ def _end_if_refused(request: Request, output: ModelRunnerOutput, index: int, num
     after = f"after {request.num_output_tokens - num_kept + first} tokens of this answer"
     error = output.grammar_errors.get(index)
     if error is None:
-        request.fail(f"{FIELD}: no token conforms {after}", FinishReason.NO_CONFORMING_TOKEN)
+        request.fail(
+            f"{FIELD}: no token of the vocabulary conforms to the grammar {after}",
+            FinishReason.NO_CONFORMING_TOKEN,
+        )
     else:
-        why = f"cannot be followed {after}: {error}"
+        why = f"the grammar cannot be continued {after}: {error}"
         request.fail(f"{FIELD}: {why}", FinishReason.GRAMMAR_ERROR)

@@ -31,8 +31,8 @@ def config_conflict(config: SchedulerConfig) -> str | None:
     """A sentence that says why no request can be served with this configuration, or None."""
     if config.enable_prefix_caching and config.overwrites_states:
         return (
-            "prefixes cannot be found where each step overwrites the states of recurrent layers: "
-            "start the workers with mamba_cache_mode align, or disable prefix caching"
+            "prefix caching is not possible, because each step overwrites the states of recurrent "
+            "layers: start the workers with mamba_cache_mode align, or disable prefix caching"
         )
     if config.aligns_states and not config.enable_chunked_prefill:
         return (
@@ -41,12 +41,13 @@ def config_conflict(config: SchedulerConfig) -> str | None:
         )
     if config.aligns_states and config.disable_chunked_mm_input:
         return (
-            "states are cached where blocks end, which may be inside an item of a prompt: "
-            "allow chunks to divide items"
+            "states of recurrent layers are cached at ends of blocks, which may be inside a "
+            "multimodal item of a prompt: set disable_chunked_mm_input to false"
         )
     if not config.enable_chunked_prefill and config.token_budget < config.max_model_len:
         return (
-            f"without chunked prefill a step of {config.token_budget} tokens cannot hold a "
-            f"sequence of {config.max_model_len}: raise max_num_batched_tokens of the worker"
+            f"without chunked prefill a step of at most {config.token_budget} tokens cannot "
+            f"compute a sequence of {config.max_model_len}: raise max_num_batched_tokens of the "
+            "worker, or enable chunked prefill"
         )
     return None

@@ -195,7 +195,10 @@ class KVCacheManager:
         pending, which the caller has checked. Such blocks would never be freed.
         """
         if num_used := self._config.num_blocks - 1 - self.num_free_blocks:
-            error = f"the kvpool was lost: {num_used} blocks are in use without a request"
+            error = (
+                f"the kvpool was lost: {num_used} blocks are still in use, although no request has "
+                "blocks"
+            )
             raise PoolLost(error, suspects=[])
 
     def forget(self) -> None:
@@ -247,7 +250,8 @@ class KVCacheManager:
             num_slots = request.num_slots + len(blocks[0]) * size
             if only_grows and not needed <= num_slots < needed + size:
                 raise PoolLost(
-                    f"the kvpool was lost: it gave a request {num_slots} slots, not {needed}",
+                    f"the kvpool was lost: it allocated {num_slots} slots for a request that needs "
+                    f"{needed}",
                     suspects=[request.key],
                 )
             request.num_slots = num_slots

@@ -142,4 +142,7 @@ class StepEncoder:
 
 
 def mismatch_error(identifier: str) -> str:
-    return f"the item {identifier!r} has another size than the one cached under this identifier"
+    return (
+        f"the multimodal item {identifier!r} has another size than the cached item with the same "
+        "identifier"
+    )

@@ -225,7 +225,8 @@ class KnownPrograms:
         program = self._named.find(request)
         if program is not None and _descends(self._named.parent_of(request), program):
             raise InvalidArgument(
-                "program.parent_id was started by the program itself", field="program.parent_id"
+                "program.parent_id names a program that this program has started",
+                field="program.parent_id",
             )
 
     def find(self, request: Request) -> tuple[Program | None, Context | None]:

@@ -69,8 +69,8 @@ class OffloadedBlocks(TransferOption):
             return None
         if not config.enable_prefix_caching:
             return (
-                "the workers keep offloaded blocks (kv_offloading_size), which are found as cached "
-                "prefixes are: set enable_prefix_caching"
+                "the workers keep offloaded blocks (kv_offloading_size), which are found by "
+                "prefix caching: set enable_prefix_caching"
             )
         if any(group.block_size != config.hash_block_size for group in config.groups):
             return (

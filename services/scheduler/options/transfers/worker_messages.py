@@ -47,10 +47,15 @@ class TierLoads(TransferMessages):
             request, blocks = load.request, self._blocks.get(load.request)
             reported = self._reported.setdefault(request, set())
             if blocks is None or rank in reported:
-                raise ValueError(f"ended_tier_loads: no load of request {request} is under way")
+                raise ValueError(
+                    f"ended_tier_loads: the worker ends a load of request {request}, which it has "
+                    "not started or has already ended"
+                )
             found = unpack_token_ids(load.invalid_block_ids)
             if not blocks.issuperset(found):
-                raise ValueError("ended_tier_loads.invalid_block_ids: blocks of no load")
+                raise ValueError(
+                    "ended_tier_loads.invalid_block_ids: has blocks that are not in the load"
+                )
             reported.add(rank)
             self._invalid.setdefault(request, set()).update(found)
             if len(reported) == self._num_ranks:

@@ -149,7 +149,7 @@ async def test_a_drained_replica_gets_no_new_requests_and_keeps_those_it_has(mod
             assert (await served.http.post("/v1/completions", json=ask)).status_code == 200
         assert (len(one.adds), len(other.adds)) == (1, 5)
         health = (await served.http.get("/health")).json()
-        assert health["not_ready"] == {one.address: "an operator drained it"}
+        assert health["not_ready"] == {one.address: "an operator drained the replica"}
         one.run_freely()
         assert [answer.status_code for answer in await asyncio.gather(*tasks)] == [200, 200]
         await post(admin, f"/undrain?replica={one.address}")

@@ -242,11 +242,15 @@ async def test_a_refused_token_ends_the_request_and_is_delivered() -> None:
 @pytest.mark.parametrize(
     ("errors", "reason", "message"),
     [
-        ({}, FinishReason.NO_CONFORMING_TOKEN, "no token conforms after 3 tokens of this answer"),
+        (
+            {},
+            FinishReason.NO_CONFORMING_TOKEN,
+            "no token of the vocabulary conforms to the grammar after 3 tokens of this answer",
+        ),
         (
             {0: "too many states"},
             FinishReason.GRAMMAR_ERROR,
-            "cannot be followed after 3 tokens of this answer: too many states",
+            "the grammar cannot be continued after 3 tokens of this answer: too many states",
         ),
     ],
 )

@@ -61,35 +61,39 @@ def stopped(index: int, item: int, reason: StopReason = NO_BLOCKS, hit: int = 0)
 
 
 WRONG = {
-    "num_free_blocks: 20 of 19": Outcome(20, RESULTS),
-    "results: 3 for 4 operations": Outcome(5, RESULTS[:3]),
-    "results: 4 for 4 operations": Outcome(5, RESULTS, Stop(2, 0, NO_BLOCKS)),
-    "results: 4 for 4 operations ": Outcome(5, RESULTS, Stop(4, 0, NO_BLOCKS)),
-    r"results\[0\]: not of a Release": with_result(0, GROWN),
-    r"results\[1\]: not of a Grow": with_result(1, FOUND),
-    r"results\[3\]: not of a Admit": with_result(3, None),
-    "groups: 1, not 2": grown(GROWN.groups[0]),
-    "num_blocks: of 1 requests, not 2": grown(GroupBlocks([1], [1]), GROWN.groups[1]),
-    "block_ids: 3 do not add up": grown(GroupBlocks([1, 1], [1, 2, 3]), GROWN.groups[1]),
-    "block_ids: not all are 1 to 19": grown(GroupBlocks([1, 1], [1, 20]), GROWN.groups[1]),
-    "block_ids: not all are 1 to 19 ": grown(GroupBlocks([1, 1], [0, 2]), GROWN.groups[1]),
-    "block_ids: a block is given out twice": grown(GroupBlocks([1, 1], [2, 2]), GROWN.groups[1]),
-    "num_blocks: 2, not 3": admitted(GroupBlocks([2, 2], [3, 4, 5, 6]), ADMITTED.groups[1]),
-    "num_blocks: 3, not 2": admitted(ADMITTED.groups[0], GroupBlocks([3, 1], [7, 8, 9, 10])),
-    "block_ids: a block is given out twice ": admitted(
+    "num_free_blocks: is 20, but the kvpool has only 19": Outcome(20, RESULTS),
+    "results: has 3 results for 4 operations": Outcome(5, RESULTS[:3]),
+    "results: has 4 results for 4 operations": Outcome(5, RESULTS, Stop(2, 0, NO_BLOCKS)),
+    "results: has 4 results for 4 operations ": Outcome(5, RESULTS, Stop(4, 0, NO_BLOCKS)),
+    r"results\[0\]: is not the result of the operation Release": with_result(0, GROWN),
+    r"results\[1\]: is not the result of the operation Grow": with_result(1, FOUND),
+    r"results\[3\]: is not the result of the operation Admit": with_result(3, None),
+    "groups: has 1 KV-cache groups, not 2": grown(GROWN.groups[0]),
+    "num_blocks: has 1 values for 2 requests": grown(GroupBlocks([1], [1]), GROWN.groups[1]),
+    "block_ids: has 3 blocks": grown(GroupBlocks([1, 1], [1, 2, 3]), GROWN.groups[1]),
+    "block_ids: a block is not from 1 to 19": grown(GroupBlocks([1, 1], [1, 20]), GROWN.groups[1]),
+    "block_ids: a block is not from 1 to 19 ": grown(GroupBlocks([1, 1], [0, 2]), GROWN.groups[1]),
+    "block_ids: a block is allocated twice": grown(GroupBlocks([1, 1], [2, 2]), GROWN.groups[1]),
+    "num_blocks: is 2 for a request that needs 3": admitted(
+        GroupBlocks([2, 2], [3, 4, 5, 6]), ADMITTED.groups[1]
+    ),
+    "num_blocks: is 3 for a request that needs 2": admitted(
+        ADMITTED.groups[0], GroupBlocks([3, 1], [7, 8, 9, 10])
+    ),
+    "block_ids: a block is allocated twice ": admitted(
         GroupBlocks([3, 1], [3, 3, 5, 6]), ADMITTED.groups[1]
     ),
     "num_hit_tokens: .1, 2, 0. values": with_result(2, LookupResult([8], [0, 4])),
     "num_hit_tokens: .2, 1, 0. values": with_result(2, LookupResult([8, 0], [0])),
     "num_hit_tokens: .2, 2, 2. values": with_result(2, LookupResult([8, 0], [0, 4], [8, 0])),
-    "num_hit_tokens: more than can be of use": with_result(2, LookupResult([12, 0], [0, 4])),
+    "num_hit_tokens: a prefix hit is longer": with_result(2, LookupResult([12, 0], [0, 4])),
     "stop: no_blocks at item 2 of 2": stopped(3, 2),
     "stop: hit_changed at item 0 of 2": stopped(1, 0, HIT_CHANGED),
-    "stop: a Lookup always fits": stopped(2, 0),
-    "stop: the hit has not changed to 4 tokens": stopped(3, 0, HIT_CHANGED, 4),
-    "stop: the hit has not changed to 12 tokens": stopped(3, 0, HIT_CHANGED, 12),
-    "num_blocks: of 2 requests, not 1": stopped(3, 1),
-    "block_ids_to_zero, copies: there are no states": Outcome(5, RESULTS, None, (3,)),
+    "stop: a Lookup cannot be stopped": stopped(2, 0),
+    "stop: .* prefix hit of 4 tokens": stopped(3, 0, HIT_CHANGED, 4),
+    "stop: .* prefix hit of 12 tokens": stopped(3, 0, HIT_CHANGED, 12),
+    "num_blocks: has 2 values for 1 requests": stopped(3, 1),
+    "block_ids_to_zero, copies: must be empty": Outcome(5, RESULTS, None, (3,)),
 }
 
 
@@ -129,18 +133,18 @@ def test_a_hit_does_not_change_to_the_same_tokens_twice() -> None:
     check.check([admit], Outcome(5, (none,), Stop(0, 0, HIT_CHANGED, 8)))
     check.check([Lookup([6], [9], [[]])], Outcome(5, (LookupResult([4], [0]),)))
     check.check([admit], changed)
-    with pytest.raises(WrongAnswer, match="stop: the hit has changed to 0 tokens twice"):
+    with pytest.raises(WrongAnswer, match="stop: the kvpool reports twice"):
         check.check([admit], changed)
 
 
 def test_states_are_cleared_and_copied_within_the_pool() -> None:
     check = OutcomeCheck(20, MIXED)
     check.check([BeginStep()], Outcome(5, (None,), None, (3, 4), (BlockCopy(1, 3, 4),)))
-    with pytest.raises(WrongAnswer, match="block_ids: not all are 1 to 19"):
+    with pytest.raises(WrongAnswer, match="block_ids: a block is not from 1 to 19"):
         check.check([BeginStep()], Outcome(5, (None,), None, (3, 20)))
     with pytest.raises(WrongAnswer, match=r"copies\.group: 2"):
         check.check([BeginStep()], Outcome(5, (None,), None, (), (BlockCopy(2, 3, 4),)))
-    with pytest.raises(WrongAnswer, match="block_ids: not all are 1 to 19"):
+    with pytest.raises(WrongAnswer, match="block_ids: a block is not from 1 to 19"):
         check.check([BeginStep()], Outcome(5, (None,), None, (), (BlockCopy(1, 0, 4),)))
 
 

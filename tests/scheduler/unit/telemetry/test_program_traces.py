@@ -47,8 +47,9 @@ async def test_a_wait_says_which_context_is_kept_and_why() -> None:
     wait = story.span("wait.retained", "waits")
     assert names.ATTR_WAITED_FOR not in wait.attributes
     assert wait.attributes[names.ATTR_RETAINED] == (
-        "kept 16 blocks of job: grep, 1.00 s in, 1.00 back within 11.00 s, to be kept for 300 s, "
-        "6.40 s to compute again; the next request gains 0.50"
+        "kept 16 cached blocks of program job, which pauses for 1.00 s (grep) and continues within "
+        "11.00 s with probability 1.00, to be kept for 300 s; to compute them again takes 6.40 s; "
+        "one more running request saves 50% of the time per token"
     )
     request = story.span(names.SPAN_REQUEST, "waits").attributes
     assert not request.get("stepwell.time.blocks.request_id")

@@ -65,7 +65,8 @@ def test_when_the_disk_is_too_slow_the_log_is_given_up_and_stays_whole(
     assert 0 < len(told) < 50
     assert told == [{"step": step} for step in range(len(told))]
     assert [record.message for record in caplog.records] == [
-        "the step log ends here: 100 bytes wait to be written"
+        "the step log is incomplete, no further step is logged: the disk is too "
+        "slow, and 100 bytes still wait to be written"
     ]
     assert file.is_closed
 
@@ -100,7 +101,7 @@ def test_when_the_disk_is_full_serving_goes_on(caplog: pytest.LogCaptureFixture)
     log.write({"step": 0})
     log.close()
     assert [record.message for record in caplog.records] == [
-        "the step log ends here: No space left on device"
+        "the step log is incomplete, no further step is logged: No space left on device"
     ]
 
 

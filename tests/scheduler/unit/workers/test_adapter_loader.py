@@ -181,5 +181,5 @@ async def test_requests_end_whose_adapter_new_workers_cannot_load() -> None:
 
 async def test_a_replica_without_places_refuses_an_operators_load() -> None:
     loader = AdapterLoader(Workers(), 0, lambda: (), lambda *_: None)
-    with pytest.raises(InvalidArgument, match="enable_lora"):
+    with pytest.raises(InvalidArgument, match="--enable-lora"):
         await loader.load(A)

@@ -88,7 +88,8 @@ class KVEventLog:
         """The batches from number `begin` on. Raises Trimmed if batch `begin` is not stored."""
         if not self.oldest <= begin <= self._next:
             raise Trimmed(
-                f"batch {begin} is not kept: they go from {self.oldest} to {self.newest}",
+                f"batch {begin} of KV events is not stored here: stored are {self.oldest} to "
+                f"{self.newest}",
                 field="start_sequence_number",
             )
         return [self._batches[index] for index in range(begin - self.oldest, len(self._batches))]

@@ -145,7 +145,9 @@ class KVEventRecorder:
         for block_hash in _split(stored.hashes):
             source = sources.get(block_hash) or self._search(block_hash)
             if source is None:
-                logger.error("a stored block is left out of the events: its tokens are not known")
+                logger.error(
+                    "no KV event is published for a stored block, because its tokens are not known"
+                )
                 continue
             request, end = source[0], source[1] + 1
             is_whole = end % num_hashes == 0

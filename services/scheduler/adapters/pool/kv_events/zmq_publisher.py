@@ -139,7 +139,10 @@ class ZmqEventPublisher:
         while True:
             frames = await replay.recv_multipart()
             if len(frames) != _REPLAY_FRAMES or len(frames[2]) != _SEQUENCE_BYTES:
-                logger.warning("a request for replay is not an empty frame and a number")
+                logger.warning(
+                    "a replay request for KV events is ignored: it must be an empty frame and a "
+                    "number"
+                )
                 continue
             client, _, number = frames
             begin = max(int.from_bytes(number, "big"), self._log.oldest)

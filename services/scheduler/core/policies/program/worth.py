@@ -213,15 +213,19 @@ class Worth:
         kept = next((one for _, one in self.ranked(now) if one.num_own_blocks), None)
         if kept is None:
             return ""
-        blocks = f"kept {kept.num_own_blocks} blocks of {kept.program.label}"
+        blocks = f"kept {kept.num_own_blocks} cached blocks of program {kept.program.label}"
         seconds = self.seconds(kept)
         gain = self._gain(num_running)
-        costs = f"{seconds:.2f} s to compute again; the next request gains {gain:.2f}"
+        costs = (
+            f"to compute them again takes {seconds:.2f} s; "
+            f"one more running request saves {gain:.0%} of the time per token"
+        )
         if kept.returned_at is not None:
-            return f"{blocks}: its next turn waits, {costs}"
+            return f"{blocks}, whose next turn waits; {costs}"
         age = now - kept.paused_at
         chance, within = self.pauses.best(kept.program.tenant, kept.reason, age)
-        back = f"{chance:.2f} back within {within:.2f} s"
+        pause = f"which pauses for {age:.2f} s ({kept.reason or 'no tool is known'})"
+        back = f"and continues within {within:.2f} s with probability {chance:.2f}"
         if age < kept.keep_seconds:
             back += f", to be kept for {kept.keep_seconds} s"
-        return f"{blocks}: {kept.reason or 'no tool'}, {age:.2f} s in, {back}, {costs}"
+        return f"{blocks}, {pause} {back}; {costs}"
