@@ -42,7 +42,7 @@ def prepare(settings: WorkerSettings) -> None:
         *(settings.model, own.tensor_parallel_size, own.pipeline_parallel_size, settings.runner),
         needs_weights=settings.device is not DeviceSetting.SIMULATED,
     )
-    logger.info("%s can be served; importing torch", settings.model)
+    logger.info("this worker can serve the model %s; importing torch", settings.model)
     import_module("services.worker.service")
 
 

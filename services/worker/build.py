@@ -55,7 +55,9 @@ def load_worker(
     gc.collect()
     gc.freeze()
     took = time.monotonic() - began
-    logger.info("loaded and warm after %.1f s, computing with %s", took, threads)
+    logger.info(
+        "the model is loaded and warmed up after %.1f s, and computes with %s", took, threads
+    )
     return worker
 
 

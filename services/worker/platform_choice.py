@@ -38,7 +38,7 @@ def select_platform(
     kernels that the settings require.
     """
     if settings.device is DeviceSetting.SIMULATED:
-        raise UnsuitableDevice("device: this worker has no simulated device")
+        raise UnsuitableDevice("--device simulated is not available in this worker")
     may_be_cuda = torch.cuda.is_available() and settings.dtype is not DtypeSetting.FLOAT32
     tries_cuda = settings.device is DeviceSetting.AUTO and may_be_cuda
     for reason in _reasons_for_the_cpu(settings):
@@ -71,12 +71,12 @@ def select_platform(
 def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
     reasons = []
     if settings.pipeline_parallel_size > 1:
-        reasons.append(("pipeline stages compute", "--pipeline-parallel-size 1"))
+        reasons.append(("pipeline stages are supported", "--pipeline-parallel-size 1"))
     if settings.quantization is not QuantizationSetting.AUTO:
-        reasons.append(("weights are quantized at load", "--quantization auto"))
+        reasons.append(("quantization of weights at load is supported", "--quantization auto"))
     if settings.kv_cache_dtype is not KVCacheDtype.AUTO:
-        reasons.append(("keys and values are kept in 8 bits", "--kv-cache-dtype auto"))
-    return [f"{what} on the CPU alone; set --device cpu, or {flag}" for what, flag in reasons]
+        reasons.append(("a KV cache in 8 bits is supported", "--kv-cache-dtype auto"))
+    return [f"{what} only on the CPU; set --device cpu, or {flag}" for what, flag in reasons]
 
 
 def local_worker(settings: WorkerSettings, group: Group | None) -> LocalWorker:
@@ -116,8 +116,9 @@ def is_batch_invariant(settings: WorkerSettings, device: torch.device) -> bool:
 def _cuda_platform(settings: WorkerSettings, group: Group | None) -> CudaPlatform:
     if group is not None and settings.batch_invariant:
         raise UnsuitableDevice(
-            "batch_invariant is for one GPU: NCCL chooses by the size of a sum how it is added up; "
-            "unset it, or set --tensor-parallel-size 1"
+            "batch_invariant is supported only with one GPU, because NCCL's order of additions "
+            "depends on the size of the sum; unset batch_invariant, or set --tensor-parallel-size "
+            "1"
         )
     return CudaPlatform(
         settings.gpu_memory_utilization,

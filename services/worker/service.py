@@ -162,7 +162,7 @@ class WorkerService:
 
         def checkpoint_reached() -> None:
             if cancelled.is_set():
-                raise Aborted("told to stop while loading")
+                raise Aborted("the worker was stopped while it loaded the model")
 
         def load() -> Worker:
             group = self._member.join(checkpoint_reached)

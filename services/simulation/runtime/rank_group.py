@@ -76,7 +76,10 @@ class MemoryGroup(Group):
         own, values = self.membership, self._meeting.values
         values[f"{what}/{own.rank}"] = value
         names = [f"{what}/{rank}" for rank in range(own.size)]
-        self._wait_for(lambda: all(name in values for name in names), f"{what} is not known")
+        self._wait_for(
+            lambda: all(name in values for name in names),
+            f"another rank has not sent its value of {what!r}",
+        )
         return [values[name] for name in names]
 
     def close(self, *, is_stopped: bool = False) -> None:
@@ -99,7 +102,7 @@ class MemoryGroup(Group):
         seconds = self._timeouts.collective_seconds
         self.wait(lambda: self.watch.is_broken or all(self._numbers.values()), seconds)
         if self.watch.is_broken or not all(self._numbers.values()):
-            raise RuntimeError("not all ranks have answered")
+            raise RuntimeError("not all ranks have sent their numbers in time")
         found = {rank: waiting.popleft() for rank, waiting in self._numbers.items()}
         found[own] = numbers
         return [found[rank] for rank in sorted(found)]
@@ -116,10 +119,10 @@ class MemoryGroup(Group):
         self._wait_for(lambda: self._reaches(listeners.get(address)), "rank 0 does not listen")
         meeting = cast(Meeting, listeners[address])
         if own.rank in meeting.members:
-            raise GroupBroken(f"a rank {own.rank} has joined this group before")
+            raise GroupBroken(f"rank {own.rank} has already joined this group")
         meeting.members[own.rank] = self
         self._meeting = meeting
-        self._wait_for(lambda: len(meeting.members) == own.size, "a rank has not joined")
+        self._wait_for(lambda: len(meeting.members) == own.size, "another rank has not joined")
         return meeting
 
     def _reaches(self, meeting: Any) -> bool:

@@ -212,12 +212,15 @@ async def follow_liveness(
         await set_live(live)
         if overdue is not None:
             logger.error(
-                "a step has computed for %.1f s, and was to be done within %.1f s: not live",
+                "a step has computed for %.1f s, longer than the expected %.1f s: the worker "
+                "reports that it is not live",
                 time.monotonic() - overdue.began,
                 overdue.allowed_seconds,
             )
         else:
-            logger.warning("the step that took too long is done: live again")
+            logger.warning(
+                "the step that took too long has ended: the worker reports that it is live again"
+            )
 
 
 def _end_in_loop(

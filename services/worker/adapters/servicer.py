@@ -86,7 +86,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.LoadAdapterResponse:
         adapters, adapter = self._loaded().adapters, request.adapter
         if adapters is None:
-            raise InvalidArgument("this worker serves no adapters: enable_lora", field="adapter")
+            raise InvalidArgument(
+                "this worker serves no adapters: start it with --enable-lora", field="adapter"
+            )
         kept = frozenset(request.kept_digests)
         load = partial(adapters.load, adapter.digest, Path(adapter.path), kept)
         await asyncio.get_running_loop().run_in_executor(self._preparing, load)
@@ -105,7 +107,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._begin_generation(first.generation)
             await self._run_steps(worker, first, request_iterator, context)
         except InvalidArgument as refusal:
-            logger.warning("the stream of steps ends: %s", refusal.message)
+            logger.warning(
+                "the stream of steps from the scheduler is closed, because a step is invalid: %s",
+                refusal.message,
+            )
             raise
         finally:
             self._lease.release(holder)
@@ -119,14 +124,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         while this process was suspended.
         """
         if not 0 < generation < MAX_GENERATION:
-            raise InvalidStep(f"generation: {generation} is none", field="generation")
+            raise InvalidStep(
+                f"generation: {generation} is not from 1 to {MAX_GENERATION - 1}",
+                field="generation",
+            )
         if generation < self._seen_generation:
             raise Aborted(
-                f"generation {generation} is over: generation {self._seen_generation} has begun"
+                f"generation {generation} has ended, because the newer generation "
+                f"{self._seen_generation} has begun"
             )
         self._seen_generation = generation
         if self._stream is not None:
-            self._stream.end(Aborted("a newer stream took the worker over"))
+            self._stream.end(
+                Aborted(
+                    "the stream of steps was ended, because the scheduler has opened a newer stream"
+                )
+            )
 
     async def _run_steps(
         self,
@@ -156,5 +169,5 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     def _loaded(self) -> Worker:
         if self._worker is None:
-            raise Unavailable("the model is not loaded", retry_after_seconds=1.0)
+            raise Unavailable("the worker has not loaded the model yet", retry_after_seconds=1.0)
         return self._worker

@@ -39,7 +39,9 @@ class QuantizedWeight:
         """Raises ValueError if sums of products with 8-bit inputs may exceed 32 bits."""
         columns = self.codes.shape[1]
         if self.quantizes_inputs and columns > _MOST_INT8_PRODUCTS:
-            raise ValueError(f"sums over {columns} inputs of 8 bits do not fit 32 bits")
+            raise ValueError(
+                f"sums of products with {columns} inputs of 8 bits may not fit into 32 bits"
+            )
 
     @property
     def shape(self) -> torch.Size:
@@ -80,7 +82,9 @@ class QuantizedWeight:
             return replace(self, codes=self.codes[:, taken])
         first, end, _ = taken.indices(self.shape[1])
         if first % self.group or end % self.group:
-            raise ValueError(f"columns {first} to {end} are not groups of {self.group}")
+            raise ValueError(
+                f"columns {first} to {end} are not whole groups of {self.group} columns"
+            )
         groups = slice(first // self.group, end // self.group)
         return self._mapped(self.codes[:, taken], lambda scales: scales[:, groups])
 
@@ -126,11 +130,11 @@ def stacked(weights: Sequence[Weight]) -> Weight:
     if not quantized:
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
     if len({one.codes.dtype for one in quantized}) > 1:
-        raise ValueError("some are quantized to integers and some to floats")
+        raise ValueError("some of these weights are quantized to integers and some to floats")
     if len(quantized) < len(weights):
-        raise ValueError("some are quantized and some are not")
+        raise ValueError("some of these weights are quantized and some are not")
     if len({one.quantizes_inputs for one in quantized}) > 1:
-        raise ValueError("some are for quantized inputs and some are not")
+        raise ValueError("some of these weights are for quantized inputs and some are not")
     group = math.gcd(*(one.group for one in quantized))
     parts = [one.in_groups_of(group) for one in quantized]
     offsets = None

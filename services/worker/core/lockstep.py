@@ -100,11 +100,15 @@ class Lockstep:
             newest = max(generation for generation, *_ in exchanged)
             if step.generation < newest:
                 self._generation = None
-                raise Aborted(f"step {step.step} is of a generation that is over")
+                raise Aborted(
+                    f"step {step.step} belongs to generation {step.generation}, which has ended"
+                )
             if all(generation == newest for generation, *_ in exchanged):
                 break
         if len({(number, sent) for _, number, sent, _ in exchanged}) > 1:
-            raise InvalidStep(f"step {step.step}: another rank was sent another step")
+            raise InvalidStep(
+                f"step {step.step}: the scheduler sent a different step to another rank"
+            )
         if due is not None and len({digest for *_, digest in exchanged}) > 1:
             raise GroupBroken(
                 f"the ranks computed different results in step {due.step.step}: "

@@ -97,7 +97,9 @@ class PipelineStage:
             header = self._received or self._receive_header()
             if header.generation > step.generation:
                 self._received = header
-                raise Aborted(f"step {step.step} is of a generation that is over")
+                raise Aborted(
+                    f"step {step.step} belongs to generation {step.generation}, which has ended"
+                )
             self._received = None
             hidden = torch.empty((header.num_tokens, self._hidden_size), dtype=self._dtype)
             if header.num_tokens:
@@ -106,8 +108,8 @@ class PipelineStage:
                 break
         if header != _Header(step.generation, step.step, step.digest, num_tokens):
             raise InvalidStep(
-                f"step {step.step}: the stage before was sent another step: {header.num_tokens} "
-                f"tokens of step {header.step}, not {num_tokens}"
+                f"step {step.step}: the scheduler sent a different step to the previous pipeline "
+                f"stage: step {header.step} with {header.num_tokens} tokens, not {num_tokens}"
             )
         return hidden
 

@@ -104,8 +104,8 @@ class PromptPooler:
         entering = [new.row for new in step.new_requests]
         cached = step.num_computed_tokens[np.isin(step.rows, entering)]
         if cached.any():
-            entered = f"a prompt enters behind token {int(cached.max())}"
-            problem = f"{entered}, but the states of all its tokens are needed"
+            entered = f"the first {int(cached.max())} tokens of a prompt are not computed"
+            problem = f"{entered}, but pooling needs the hidden states of all its tokens"
             raise InvalidStep.in_field(step.step, "num_computed_tokens", problem)
 
     def update(self, step: StepInput) -> None:

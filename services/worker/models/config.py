@@ -126,7 +126,7 @@ def resolve_max_model_len(asked: int | None, default: int, longest: int, path: P
     """
     if asked is not None and asked > longest:
         raise ModelConfigError(
-            path, f"max_model_len is {asked}, but the model is made for {longest} tokens"
+            path, f"max_model_len is {asked}, but the model supports at most {longest} tokens"
         )
     return default if asked is None else asked
 
@@ -178,10 +178,12 @@ def _check_features(reader: JsonReader, traits: Traits) -> None:
         problem = f"{key} {activation!r} is not supported; supported is {traits.activation.value}"
         raise UnsupportedModel(reader.path, problem)
     if reader.raw("use_bidirectional_attention"):
-        problem = "use_bidirectional_attention: a decoder sees no later tokens"
+        problem = (
+            "use_bidirectional_attention is not supported: a decoder attends only to earlier tokens"
+        )
         raise UnsupportedModel(reader.path, problem)
     if traits.softcaps == (None, None) and "attn_logit_softcapping" in reader:
-        problem = "attn_logit_softcapping is no part of this architecture"
+        problem = "attn_logit_softcapping is not supported for this architecture"
         raise UnsupportedModel(reader.path, problem)
 
 
@@ -189,7 +191,8 @@ def _check(config: ModelConfig, reader: JsonReader) -> None:
     if config.num_heads % config.num_kv_heads:
         raise reader.error(
             "num_key_value_heads",
-            f"must divide num_attention_heads {config.num_heads}, not {config.num_kv_heads}",
+            f"is {config.num_kv_heads}, which does not divide num_attention_heads "
+            f"{config.num_heads}",
         )
     if config.head_dim % 2:
         raise reader.error("head_dim", f"must be even, not {config.head_dim}")

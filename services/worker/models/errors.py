@@ -47,7 +47,7 @@ def quantized(path: Path, quantization_config: object) -> UnsupportedModel:
     values = quantization_config if isinstance(quantization_config, dict) else {}
     method = values.get("quant_method")
     how = f"weights quantized by {str(method)[:40]!r}" if method else "quantized weights"
-    return UnsupportedModel(path, f"quantization_config: {how} are not read")
+    return UnsupportedModel(path, f"quantization_config: {how} are not supported")
 
 
 class ModelTensorError(ModelError):

@@ -165,7 +165,9 @@ def _pooling_type(path: Path) -> PoolingType:
     if len(chosen) != 1 or chosen[0] not in _MODES:
         asked = ", ".join(sorted(chosen)) or "no pooling mode"
         supported = ", ".join(sorted(_MODES))
-        raise UnsupportedModel(path, f"it asks for {asked}; supported is one of {supported}")
+        raise UnsupportedModel(
+            path, f"pooling has {asked}, but exactly one of these is supported: {supported}"
+        )
     return _MODES[chosen[0]]
 
 

@@ -91,10 +91,12 @@ def read_quantization(config: JsonReader) -> QuantizationConfig | None:
 def _read_gptq(reader: JsonReader) -> QuantizationConfig:
     bits = _among(reader, "bits", (4, 8))
     if not reader.boolean("sym", True):
-        raise _refused(reader, "sym false: zero points of GPTQ are not read")
+        raise _refused(reader, "sym false: zero points of GPTQ are not supported")
     for key in ("dynamic", "modules_in_block_to_quantize"):
         if reader.raw(key):
-            raise _refused(reader, f"{key}: projections are all quantized alike, or not read")
+            raise _refused(
+                reader, f"{key}: different quantization of some projections is not supported"
+            )
     group, has_head = _group_size(reader, "group_size"), reader.boolean("lm_head", False)
     return QuantizationConfig(StoredFormat.GPTQ, bits, group, False, (), has_head)
 
@@ -103,9 +105,9 @@ def _read_awq(reader: JsonReader) -> QuantizationConfig:
     _among(reader, "bits" if "bits" in reader else "w_bit", (4,))
     version = str(reader.raw("version") or "gemm").lower()
     if version != "gemm":
-        raise _refused(reader, f"version {version!r} is not read; gemm is")
+        raise _refused(reader, f"version is {version!r}, but only gemm is supported")
     if not reader.boolean("zero_point", True):
-        raise _refused(reader, "zero_point false: AWQ is read with zero points")
+        raise _refused(reader, "zero_point false: AWQ without zero points is not supported")
     group = _group_size(reader, "group_size" if "group_size" in reader else "q_group_size")
     ignored = _texts(reader, "modules_to_not_convert")
     return QuantizationConfig(StoredFormat.AWQ, 4, group, True, ignored, False)
@@ -113,13 +115,15 @@ def _read_awq(reader: JsonReader) -> QuantizationConfig:
 
 def _read_fp8(reader: JsonReader) -> QuantizationConfig:
     if (form := reader.text("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-        raise _refused(reader, f"fmt {form!r} is not read; e4m3 is")
+        raise _refused(reader, f"fmt is {form!r}, but only e4m3 is supported")
     scheme = reader.text("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
-        raise _refused(reader, f"activation_scheme {scheme!r} is not read")
+        raise _refused(reader, f"activation_scheme {scheme!r} is not supported")
     block = reader.raw("weight_block_size")
     if block not in (None, [_FP8_BLOCK] * 2):
-        raise _refused(reader, f"weight_block_size {block!r} is not read; {[_FP8_BLOCK] * 2} is")
+        raise _refused(
+            reader, f"weight_block_size is {block!r}, but only {[_FP8_BLOCK] * 2} is supported"
+        )
     ignored = (*_texts(reader, "ignored_layers"), *_texts(reader, "modules_to_not_convert"))
     group, is_static = None if block is None else _FP8_BLOCK, scheme == "static"
     return QuantizationConfig(StoredFormat.FP8, 8, group, False, ignored, False, is_static)
@@ -129,31 +133,39 @@ def _read_compressed_tensors(reader: JsonReader) -> QuantizationConfig:
     groups = reader.nested("config_groups")
     names = list(reader.raw("config_groups") or {})
     if len(names) != 1:
-        raise _refused(reader, f"config_groups: one group is read, not {len(names)}")
+        raise _refused(reader, f"config_groups: has {len(names)} groups, but only one is supported")
     group = groups.nested(names[0])
     if group.raw("targets") != ["Linear"]:
-        raise _refused(group, f"targets {group.raw('targets')!r} are not read; ['Linear'] are")
+        raise _refused(
+            group, f"targets is {group.raw('targets')!r}, but only ['Linear'] is supported"
+        )
     if reader.raw("kv_cache_scheme"):
-        raise _refused(reader, "kv_cache_scheme is not read")
+        raise _refused(reader, "kv_cache_scheme is not supported")
     if (sparsity := reader.nested("sparsity_config").text("format", "dense")) != "dense":
-        raise _refused(reader, f"sparsity_config: format {sparsity!r} is not read; dense is")
+        raise _refused(
+            reader, f"sparsity_config: format is {sparsity!r}, but only dense is supported"
+        )
     stored = str(group.raw("format") or reader.raw("format"))
     if stored not in _COMPRESSED:
-        raise _refused(reader, f"format {stored!r} is not read")
+        raise _refused(reader, f"format {stored!r} is not supported")
     weights, of_format = group.nested("weights"), StoredFormat(stored)
     packed = of_format is StoredFormat.PACK_QUANTIZED
     bits = _among(weights, "num_bits", (4, 8) if packed else (8,))
     kind = "float" if of_format is StoredFormat.FLOAT_QUANTIZED else "int"
     if weights.text("type", "int") != kind:
-        raise _refused(weights, f"type {weights.text('type', 'int')!r} is not read; {kind} is")
+        raise _refused(
+            weights, f"type is {weights.text('type', 'int')!r}, but only {kind} is supported"
+        )
     strategy = weights.text("strategy", "channel")
     if strategy not in ({"group", "channel"} if packed else {"channel"}):
-        raise _refused(weights, f"strategy {strategy!r} is not read with {stored}")
+        raise _refused(weights, f"strategy {strategy!r} is not supported with {stored}")
     if weights.raw("actorder") not in (None, False, "weight", "static"):
-        raise _refused(weights, f"actorder {weights.raw('actorder')!r}: columns are not reordered")
+        raise _refused(
+            weights, f"actorder {weights.raw('actorder')!r}: reordered columns are not supported"
+        )
     symmetric = weights.boolean("symmetric", True)
     if not (symmetric or packed):
-        raise _refused(weights, f"symmetric false is not read with {stored}")
+        raise _refused(weights, f"symmetric false is not supported with {stored}")
     activations = group.nested("input_activations")
     return QuantizationConfig(
         of_format,
@@ -185,7 +197,9 @@ def _group_size(reader: JsonReader, key: str) -> int | None:
 def _among(reader: JsonReader, key: str, known: Sequence[int]) -> int:
     value = reader.integer(key)
     if value not in known:
-        raise _refused(reader, f"{key} {value} is not read; {' and '.join(map(str, known))} are")
+        raise _refused(
+            reader, f"{key} is {value}, but only {' and '.join(map(str, known))} are supported"
+        )
     return value
 
 

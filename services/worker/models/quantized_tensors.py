@@ -34,7 +34,10 @@ def tensor_shapes(config: QuantizationConfig, shape: tuple[int, int]) -> dict[st
     packs_columns = config.format is StoredFormat.GPTQ
     packs_rows = packs_columns or config.format is StoredFormat.AWQ
     if columns % group or (packs_columns and columns % in_word) or (packs_rows and rows % in_word):
-        raise ValueError(f"shape {list(shape)} is not whole groups of {group} and words")
+        raise ValueError(
+            f"shape {list(shape)} cannot be divided into groups of {group} columns and into packed "
+            "words"
+        )
     match config.format:
         case StoredFormat.GPTQ:
             found = {"qweight": (columns // in_word, rows), "g_idx": (columns,)}
@@ -89,7 +92,7 @@ def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype)
     """Decodes FP8 weights. Raises ValueError for NaN, which kernels would decode as a number."""
     codes = tensors["weight"]
     if codes.float().isnan().any():
-        raise ValueError("it holds NaN")
+        raise ValueError("it contains NaN")
     if config.group_size is None:
         scales = tensors["weight_scale"].reshape(-1, 1).expand(len(codes), 1)
     else:
@@ -103,7 +106,7 @@ def _of_gptq(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -
     group_of = tensors["g_idx"].long()
     columns = torch.arange(len(group_of), device=group_of.device)
     if not torch.equal(group_of, columns // (config.group_size or len(columns))):
-        raise ValueError("desc_act: input features are in another order than their groups")
+        raise ValueError("desc_act: reordered input features are not supported")
     codes = _unpacked(tensors["qweight"].T, config.bits) - 2 ** (config.bits - 1)
     scales = tensors["scales"].T.float()
     return QuantizedWeight(codes.to(torch.int8), scales, None, config.bits, dtype)

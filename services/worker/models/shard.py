@@ -75,7 +75,13 @@ class Shard:
         """Logs how many of a checkpoint's bytes were read for this part."""
         if self.size > 1:
             own, all_of_it = num_bytes / 2**20, whole / 2**20
-            logger.info("rank %d of %d read %.1f of %.1f MiB", self.rank, self.size, own, all_of_it)
+            logger.info(
+                "rank %d of %d read %.1f of %.1f MiB of the weights",
+                self.rank,
+                self.size,
+                own,
+                all_of_it,
+            )
 
 
 def check_divisible(num_heads: int, num_kv_heads: int, size: int, directory: Path) -> None:

@@ -55,7 +55,7 @@ class StageLayers:
             first, last = self.start, self.stop - 1
             own, all_of_it = num_bytes / 2**20, whole / 2**20
             logger.info(
-                "layers %d to %d of %d: read %.1f of %.1f MiB",
+                "this stage has layers %d to %d of %d: read %.1f of %.1f MiB of the weights",
                 *(first, last, self.num_layers, own, all_of_it),
             )
 

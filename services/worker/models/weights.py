@@ -128,7 +128,8 @@ def _own_head(head: torch.Tensor, tied: torch.Tensor) -> torch.Tensor:
     if torch.equal(head, tied):
         return tied
     logger.warning(
-        "tie_word_embeddings is true, but %s differs from %s: it is used as it is",
+        "tie_word_embeddings is true, but the tensors %s and %s of the checkpoint differ: both "
+        "are used",
         *(HEAD, EMBEDDING),
     )
     return head

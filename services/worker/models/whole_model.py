@@ -93,7 +93,9 @@ def _read_config(directory: Path, path: Path) -> PretrainedConfig:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        raise UnsupportedModel(path, f"transformers does not read it: {one_line(error)}") from error
+        raise UnsupportedModel(
+            path, f"transformers cannot read config.json: {one_line(error)}"
+        ) from error
     read = {key: getattr(config, key, None) for key in CONFIG_KEYS}
     raw = read_json_object(path)
     check_whole(read | {"quantization_config": raw.get("quantization_config")}, path)
@@ -109,7 +111,7 @@ def _load(
     try:
         found = classes[type(config)]
     except KeyError as error:
-        problem = f"transformers does not load it: {one_line(error)}"
+        problem = f"transformers cannot load the model: {one_line(error)}"
         raise ModelFileError(checkpoint.directory, problem) from error
     cls = found[0] if isinstance(found, tuple) else found
     # The layer "pooler" pools the first hidden state. Models for embeddings do not use it.

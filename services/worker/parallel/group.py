@@ -89,7 +89,7 @@ class Group:
         hosts = self.gather("machine", f"{socket.gethostname()} {_boot_id()}")
         own = hosts[membership.rank]
         self.local_ranks = [rank for rank, host in enumerate(hosts) if host == own]
-        logger.info("rank %d of %d: all ranks are here", membership.rank, membership.size)
+        logger.info("rank %d of %d: all ranks have joined", membership.rank, membership.size)
 
     def ranks_on(self, device: torch.device, kernels: Kernels) -> Ranks:
         """Returns the collectives of this rank's pipeline stage, for tensors on the CPU or on the
@@ -104,7 +104,7 @@ class Group:
         if self._shared is not None:
             if self.watch.is_broken:
                 self._shared.end()
-            logger.info("ranks that share layers exchange through shared memory")
+            logger.info("the ranks of a stage exchange tensors through shared memory")
             return self._shared
         ranks = self._gloo_ranks()
         return ranks if on_cpu else NcclRanks(self._store, ranks, self._timeout)
@@ -179,17 +179,15 @@ class Group:
         size = f"{self.membership.size}" + (f" in {stages} stages" if stages > 1 else "")
         if self._store.add(f"joined/{rank}", 1) > 1:
             raise GroupBroken(
-                f"a rank {rank} has joined this group before: either two workers have the same "
-                "rank, or this one came back before its group had ended"
+                f"rank {rank} has already joined this group: either two workers have the same "
+                "rank, or this worker restarted before the other ranks ended"
             )
         if rank == 0:
             self._store.set("size", size)
         self._await(["size"])
         expected = self._store.get("size").decode()
         if expected != size:
-            raise GroupBroken(
-                f"rank 0 is of a group of {expected}, but rank {rank} of one of {size}"
-            )
+            raise GroupBroken(f"rank 0 has the group size {expected}, but rank {rank} has {size}")
 
     def _connect_peers(self, address: str) -> dict[int, socket.socket]:
         rank, size = self.membership.rank, self.membership.size
@@ -268,8 +266,8 @@ class Group:
                 if self._store.check(keys):
                     return
             except RuntimeError as error:
-                raise GroupBroken("rank 0, through which the ranks connect, is gone") from error
-            self._wait(f"{keys[0].partition('/')[0]} is not known")
+                raise GroupBroken("rank 0, through which the ranks connect, has ended") from error
+            self._wait(f"another rank has not sent its value of {keys[0].partition('/')[0]!r}")
 
     def _wait(self, why: str) -> None:
         """Sleeps briefly. If the join timeout is over, raises GroupBroken with the reason `why`."""
@@ -291,8 +289,8 @@ def select_cuda_device(local_ranks: list[int], rank: int) -> None:
     available = torch.cuda.device_count()
     if 0 < available < len(local_ranks):
         raise GroupBroken(
-            f"{len(local_ranks)} ranks are on this machine, which has {available} GPUs: each "
-            "takes one, or set --device cpu"
+            f"{len(local_ranks)} ranks are on this machine, which has only {available} GPUs, but "
+            "each rank needs its own GPU: start fewer ranks, or set --device cpu"
         )
     if available:  # without a GPU, the platform raises an error
         torch.cuda.set_device(local_ranks.index(rank))

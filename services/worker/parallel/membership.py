@@ -61,7 +61,7 @@ def find_membership(settings: WorkerSettings, environ: Mapping[str, str]) -> Mem
         return Membership()
     rank, source = _rank(settings, environ)
     if rank >= size:
-        raise SettingError(f"{source} is {rank}, which is no rank of a group of {size}")
+        raise SettingError(f"{source} is {rank}, but the ranks of this group are 0 to {size - 1}")
     port = settings.master_port or _number(environ, "MASTER_PORT") or DEFAULT_MASTER_PORT
     address = settings.master_addr or environ.get("MASTER_ADDR") or DEFAULT_MASTER_ADDR
     return Membership(rank, size, address, port, stages)
@@ -74,7 +74,7 @@ def _size(settings: WorkerSettings, environ: Mapping[str, str]) -> int:
     size = _number(environ, "WORLD_SIZE") or stages
     if size % stages:
         raise SettingError(
-            f"WORLD_SIZE is {size}, which is no multiple of --pipeline-parallel-size {stages}"
+            f"WORLD_SIZE is {size}, which is not a multiple of --pipeline-parallel-size {stages}"
         )
     return size
 
@@ -88,8 +88,8 @@ def _rank(settings: WorkerSettings, environ: Mapping[str, str]) -> tuple[int, st
     ordinal = _ORDINAL.search(environ.get("HOSTNAME", ""))
     if ordinal is None:
         raise SettingError(
-            "--rank (or RANK, or a number at the end of HOSTNAME) must be given: which rank of "
-            "the group this is, from 0"
+            "the rank of this worker in its group, from 0, must be given: set --rank, RANK, or a "
+            "HOSTNAME that ends with the number"
         )
     return int(ordinal[1]), "the number at the end of HOSTNAME"
 

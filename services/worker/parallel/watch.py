@@ -100,7 +100,9 @@ class Watch:
             reason = self._peers[rank].recv(_LONGEST_REASON).decode(errors="replace")
         # The other rank received a stop signal, or ended because a rank before it did.
         kind = RankStopped if reason.endswith(_STOPPED) else RankLost
-        self.report(kind(f"rank {rank} is gone: {reason}" if reason else f"rank {rank} is gone"))
+        self.report(
+            kind(f"rank {rank} has ended: {reason}" if reason else f"rank {rank} has ended")
+        )
 
 
 def _keep_alive(connection: socket.socket) -> None:

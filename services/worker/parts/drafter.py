@@ -55,7 +55,8 @@ def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
         )
     except compiled.NotCompiled as error:
         raise NoSpeculation(
-            f"speculative_config: suffix trees are compiled code, which there is none of: {error}"
+            "speculative_config: method suffix needs the compiled kernels, which are not "
+            f"available: {error}"
         ) from error
     return SuffixSource(NativeSuffixDecoding(library, rules))
 
@@ -75,7 +76,7 @@ def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> 
         min(longest, parts.loaded.max_model_len), setup.platform.dtype(setup.settings.dtype)
     )
     weights = f"the weights of the draft model ({checkpoint.num_bytes / 2**20:.0f} MiB)"
-    with memory_for(weights, "use a machine with more, or a smaller draft model"):
+    with memory_for(weights, "use a machine with more memory, or a smaller draft model"):
         layer_read = setup.progress("loading layers of the draft model")
         loaded = setup.platform.load(
             checkpoint, options, layer_read, setup.ranks, setup.wait_for_ranks

@@ -26,7 +26,7 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
     if reader is None:
         raise UnsupportedModel(
             settings.model / "config.json",
-            f"enable_lora: architecture {loaded.architecture} takes no adapters here",
+            f"enable_lora: adapters are not supported for architecture {loaded.architecture}",
         )
 
     def read(directory: Path) -> PackedLora:
@@ -61,7 +61,7 @@ def size_rank_kv_cache(
     max_model_len = setup.least_of_ranks("max_model_len", own.max_model_len)
     if (num_blocks, max_model_len) == (own.num_blocks, own.max_model_len):
         return own
-    why = f"{own.explanation}; lowered to {num_blocks} blocks, the least of all ranks"
+    why = f"{own.explanation}; lowered to {num_blocks} blocks, the minimum of all ranks"
     return kv_cache.KVCacheSizing(num_blocks, max_model_len, why)
 
 
@@ -86,6 +86,6 @@ def _memory(setup: RankSetup, parts: RunnerParts) -> kv_cache.KVCacheMemory:
     settings, free = setup.settings, setup.platform.free_memory(parts)
     if parts.adapters is not None:
         adapters = adapter_bytes(setup, parts.loaded)
-        logger.info("adapters: %.1f MiB are left for them", adapters / 2**20)
+        logger.info("LoRA adapters: %.1f MiB of memory are reserved for them", adapters / 2**20)
         free = replace(free, activation_bytes=free.activation_bytes + adapters)
     return kv_cache.KVCacheMemory(settings.num_blocks, settings.kv_cache_memory_bytes, free)

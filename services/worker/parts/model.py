@@ -31,7 +31,7 @@ def load_parts(
         settings.quantization,
     )
     weights = f"the weights ({checkpoint.num_bytes / 2**20:.0f} MiB in their files)"
-    with memory_for(weights, "use a machine with more, a smaller dtype, or more ranks"):
+    with memory_for(weights, "use a machine with more memory, a smaller dtype, or more ranks"):
         layer_read = setup.progress("loading layers")
         loaded = setup.platform.load(
             checkpoint, options, layer_read, setup.ranks, setup.wait_for_ranks

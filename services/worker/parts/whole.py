@@ -29,7 +29,7 @@ def build_whole(
     A prompt is computed within one step, so a step's token budget is at least the model's maximum
     length.
     """
-    with memory_for("the weights", "use a machine with more, or a smaller dtype"):
+    with memory_for("the weights", "use a machine with more memory, or a smaller dtype"):
         return _build(setup, checkpoint, pooling, incarnation)
 
 

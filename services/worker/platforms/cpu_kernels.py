@@ -36,7 +36,7 @@ def select_kernels(
     """
     torch_kernels = TorchKernels(batch_invariant=batch_invariant)
     if setting is KernelsSetting.TORCH:
-        logger.info("kernels: %s, as asked for", torch_kernels.description)
+        logger.info("kernels: %s, as set by --kernels", torch_kernels.description)
         return torch_kernels
     try:
         library = load_compiled(cache, checkpoint_reached)
@@ -44,7 +44,11 @@ def select_kernels(
     except NotCompiled as error:
         if setting is KernelsSetting.NATIVE:
             raise KernelsUnavailable(f"native kernels cannot be used: {error}") from error
-        logger.warning("kernels: %s, which is slower: %s", torch_kernels.description, error)
+        logger.warning(
+            "kernels: %s, which are slower than native kernels: %s",
+            torch_kernels.description,
+            error,
+        )
         return torch_kernels
     logger.info("kernels: %s", kernels.description)
     return kernels

@@ -64,8 +64,8 @@ def check_setup(setup: CudaSetup) -> None:
     """Raises UnsuitableDevice for the first missing requirement."""
     if setup.device_name is None:
         raise UnsuitableDevice(
-            "device is cuda, but torch finds no CUDA device; check the driver and that torch is a "
-            "CUDA build, or set --device cpu"
+            "device is cuda, but torch finds no CUDA device; check the driver, and that torch was "
+            "built for CUDA, or set --device cpu"
         )
     if setup.capability < _LEAST_CAPABILITY:
         raise UnsuitableDevice(
@@ -105,18 +105,18 @@ def check_model(layers: tuple[AttentionLayer, ...], block_size: int, dtype: torc
     """
     if dtype not in _DTYPES:
         raise UnsuitableDevice(
-            f"dtype {dtype_name(dtype)} is not computed on CUDA; set --dtype bfloat16, or "
+            f"dtype {dtype_name(dtype)} is not supported on CUDA; set --dtype bfloat16, or "
             "--device cpu"
         )
     if block_size not in BLOCK_SIZES:
         raise UnsuitableDevice(
-            f"block_size is {block_size}; on CUDA it is one of {_listed(BLOCK_SIZES)}"
+            f"block_size is {block_size}, but on CUDA it must be {_listed(BLOCK_SIZES)}"
         )
     for layer in layers if suits_xformers(layers) else ():
         if layer.head_dim not in HEAD_DIMS:
             raise UnsuitableDevice(
-                f"the model's heads have size {layer.head_dim}, and on CUDA they can have "
-                f"{_listed(HEAD_DIMS)}; set --device cpu"
+                f"the model's attention heads have size {layer.head_dim}, but on CUDA only "
+                f"{_listed(HEAD_DIMS)} are supported; set --device cpu"
             )
 
 
@@ -124,8 +124,7 @@ def check_states(states: tuple[StateLayer, ...]) -> None:
     """Raises UnsuitableDevice for a model with recurrent layers."""
     if states:
         raise UnsuitableDevice(
-            "the model has recurrent layers, whose states are kept on the CPU only; "
-            "set --device cpu"
+            "the model has recurrent layers, which are supported only on the CPU; set --device cpu"
         )
 
 
@@ -135,10 +134,11 @@ def check_batch_invariant(layers: tuple[AttentionLayer, ...], *, is_native: bool
     if not is_native:
         what = "models that transformers runs, because cuBLAS computes their products"
     elif not suits_xformers(layers):
-        what = "models that cap their scores, because xFormers' kernel does not compute them"
+        what = "models that cap attention scores, because xFormers' kernel does not support caps"
     if what is not None:
         raise UnsuitableDevice(
-            f"batch_invariant is not offered on CUDA for {what}; unset it, or set --device cpu"
+            f"batch_invariant is not supported on CUDA for {what}; unset batch_invariant, or set "
+            "--device cpu"
         )
 
 
@@ -154,7 +154,9 @@ def load_xformers() -> None:
     try:
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     except OSError:
-        logger.warning("%s cannot be loaded", library)
+        logger.warning(
+            "the CUDA runtime library %s cannot be loaded, and xFormers may fail", library
+        )
     try:
         from services.worker.backends.cuda.xformers_ops import built_with_cuda  # noqa: PLC0415
     except ImportError as error:

@@ -132,10 +132,11 @@ def _listed(processors: Processors, worker: LocalWorker, bind: str) -> tuple[lis
     lists = bind.split("|")
     if worker.index >= len(lists):
         raise SettingError(
-            f"{FLAG} has {len(lists)} lists, and worker {worker.index} of {worker.count} needs one"
+            f"{FLAG} has only {len(lists)} lists, but worker {worker.index} of the {worker.count} "
+            "local workers needs its own"
         )
     wanted = cpu_list(lists[worker.index])
     usable = {processor.number: processor for processor in processors.allowed}
     if wrong := sorted(wanted - usable.keys()):
         raise SettingError(f"{FLAG}: this process may not use processors {list_text(wrong)}")
-    return [usable[number] for number in sorted(wanted)], "as asked for"
+    return [usable[number] for number in sorted(wanted)], "as set by --cpu-omp-threads-bind"

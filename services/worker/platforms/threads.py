@@ -52,7 +52,9 @@ def choose_threads(
     chosen = ThreadChoice(max(cores, 1), ", ".join(reasons))
     if asked is None:
         return chosen
-    return ThreadChoice(asked, f"as asked for; by default {chosen.num_threads}: {chosen.reason}")
+    return ThreadChoice(
+        asked, f"as set by --num-threads; the default is {chosen.num_threads}: {chosen.reason}"
+    )
 
 
 def _cores(processors: Processors) -> tuple[int, list[str]]:

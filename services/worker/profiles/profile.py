@@ -147,14 +147,14 @@ def profile_names() -> list[str]:
 def read_profile(name: str | None) -> Profile:
     """Reads the profile of this name, or a TOML file. Raises SettingError if missing or invalid."""
     if name is None:
-        raise SettingError(f"--device simulated needs --profile: a file, or {_listed()}")
+        raise SettingError(f"--device simulated needs --profile with a TOML file or {_listed()}")
     if name in profile_names():
         text = (_PROFILES / f"{name}.toml").read_text(encoding="utf-8")
     else:
         try:
             text = Path(name).expanduser().read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise SettingError(f"--profile {name}: no such file, and not {_listed()}") from None
+            raise SettingError(f"--profile {name} is neither a file nor {_listed()}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise SettingError(f"--profile {name}: the file cannot be read: {error}") from error
     try:
@@ -171,7 +171,7 @@ def _parse(table: dict[str, Any]) -> Profile:
     table.pop("about", None)
     answers = _numbers({key: table.pop(key) for key in _ANSWERS if key in table}, "")
     if answers.get("draft_acceptance_rate", 0) > 1:
-        raise ValueError("must have draft_acceptance_rate as a number of 1 or less")
+        raise ValueError("must have a draft_acceptance_rate of at most 1")
     if "hardware" in table:
         hardware = _pop_table(table, "hardware")
         _refuse_others(table)
@@ -203,7 +203,10 @@ def _step_costs(table: dict[str, Any], key: str) -> StepCosts:
     places = [0, *(place for place, _ in curve)]
     is_rising = all(one < other for one, other in pairwise(places))
     if not is_rising or not all(0 <= seconds < _TOO_MUCH for _, seconds in curve):
-        raise ValueError(f"must have {key}.{_CURVE} as pairs of rising tokens and times")
+        raise ValueError(
+            f"must have {key}.{_CURVE} as pairs of a number of tokens and a time in seconds, with "
+            "ascending numbers"
+        )
     return replace(costs, seconds_by_tokens=curve)
 
 
@@ -216,13 +219,15 @@ def _pop_table(table: dict[str, Any], key: str) -> dict[str, Any]:
 
 def _refuse_others(table: dict[str, Any]) -> None:
     if table:
-        raise ValueError(f"has {min(table)!r}, which no profile of its kind has")
+        raise ValueError(f"has the unknown key {min(table)!r}")
 
 
 def _read(cls: type[T], table: dict[str, Any], where: str) -> T:
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(table.keys() - known):
-        raise ValueError(f"has {where}.{unknown[0]}, which is none of {', '.join(sorted(known))}")
+        raise ValueError(
+            f"has the unknown key {where}.{unknown[0]}; known are {', '.join(sorted(known))}"
+        )
     try:
         return cls(**_numbers(table, f"{where}."))
     except TypeError as error:
@@ -233,5 +238,5 @@ def _numbers(table: dict[str, Any], prefix: str) -> dict[str, Any]:
     for key, value in table.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 <= value < _TOO_MUCH:
-            raise ValueError(f"must have {prefix}{key} as a number of 0 or more, not {value!r}")
+            raise ValueError(f"must have {prefix}{key} as a number of at least 0, not {value!r}")
     return table

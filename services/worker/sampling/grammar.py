@@ -200,7 +200,9 @@ class GrammarMask:
                     reason_in_words,
                 )
 
-                logger.info("no mask of a grammar can be made, and its request fails: %s", error)
+                logger.info(
+                    "the mask of a grammar cannot be computed, so its request fails: %s", error
+                )
                 self._matcher, self.error = None, reason_in_words(error)
         if self._matcher is None:
             self._words.fill(0)
@@ -216,7 +218,10 @@ class GrammarMask:
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:
-            logger.warning("an output cannot be constrained: %s", error.message)
+            logger.warning(
+                "the grammar of a request cannot be compiled, so the request fails: %s",
+                error.message,
+            )
             self.error = error.message.removeprefix(f"{FIELD}: ")
             return None
         if matcher is None:

@@ -147,5 +147,5 @@ def _range_of(key: str) -> str:
 def _model(given: Mapping[str, object]) -> Path:
     model = given.get("model")
     if not isinstance(model, str):
-        raise ValueError(f"must have as model the directory of a draft model, not {model!r}")
+        raise ValueError(f"must have the directory of a draft model as model, not {model!r}")
     return find_model(model)

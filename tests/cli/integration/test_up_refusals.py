@@ -75,8 +75,8 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
     (directory / "config.json").write_text(json.dumps(mamba))
     assert up("--model", directory) == (
         1,
-        f"stepwell up: {directory}/config.json: MambaForCausalLM has no layer that attends, and "
-        "has no native code here\n",
+        f"stepwell up: {directory}/config.json: MambaForCausalLM has no attention layer, and "
+        "has no native code in Stepwell\n",
     )
     shutil.copy(model / "config.json", directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):

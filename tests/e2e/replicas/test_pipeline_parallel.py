@@ -161,7 +161,7 @@ async def test_a_stage_that_dies_or_stops_comes_back_as_a_new_generation(
     hit = "died: killed by SIGKILL" if signum is signal.SIGKILL else "is killed: it was stopped"
     assert f"worker-{stage} {hit}" in lines
     assert f"worker-{1 - stage} died: exit status 1" in lines
-    assert f"stepwell worker: rank {stage} is gone" in lines
+    assert f"stepwell worker: rank {stage} has ended" in lines
     assert "requests are computed again" in lines
 
 

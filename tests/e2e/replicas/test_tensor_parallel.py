@@ -64,7 +64,7 @@ async def test_a_killed_rank_takes_its_group_down_and_streams_go_on(
     lines = "\n".join(ranks.output[num_lines:])
     assert "worker-0 died: killed by SIGKILL" in lines
     assert "worker-1 died: exit status 1" in lines
-    assert "stepwell worker: rank 0 is gone" in lines
+    assert "stepwell worker: rank 0 has ended" in lines
 
 
 async def test_a_stopped_rank_is_killed_and_streams_go_on(
@@ -78,7 +78,7 @@ async def test_a_stopped_rank_is_killed_and_streams_go_on(
     assert not set(pids_of_ranks(ranks).values()) & set(before.values())
     lines = "\n".join(ranks.output[num_lines:])
     assert "worker-1 is killed: it was stopped" in lines
-    assert "stepwell worker: rank 1 is gone" in lines
+    assert "stepwell worker: rank 1 has ended" in lines
 
 
 @pytest.mark.parametrize("service", ["scheduler", "kvpool"])

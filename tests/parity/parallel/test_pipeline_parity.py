@@ -149,7 +149,7 @@ def test_what_stages_cannot_divide_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "llama", "llama")
     with pytest.raises(UnsupportedModel, match="2 layers cannot be divided into 3 stages"):
         check_configuration(tmp_path / "llama", num_stages=3)
-    with pytest.raises(UnsupportedModel, match="a model that pools is not divided into pipeline"):
+    with pytest.raises(UnsupportedModel, match="a pooling model cannot be divided into pipeline"):
         check_configuration(tmp_path / "llama", num_stages=2, runner=RunnerSetting.POOLING)
     save_tiny_model(tmp_path / "opt", "opt")
     with pytest.raises(UnsupportedModel, match="OPTForCausalLM has no native code"):

@@ -73,17 +73,17 @@ def serve(driver: Driver, hidden_size: int) -> dict[str, list[Request]]:
     }
 
 
-_RECURRENT = "has recurrent layers, whose states are not divided among ranks"
+_RECURRENT = "has recurrent layers, whose states cannot be divided among ranks"
 UNDIVIDED = {
-    "afmoe": "in a way, packed_colwise, that is not known here",
-    "gemma4": "has 32 columns in model.layers.1.self_attn.k_proj for 2 heads",
-    "gemma4_moe": "in a way, packed_colwise, that is not known here",
-    "gemma3n": "compares gates with all others of their layer",
+    "afmoe": "has a tensor-parallel plan whose style 'packed_colwise'",
+    "gemma4": "has 32 columns in model.layers.1.self_attn.k_proj, which 2 heads cannot divide",
+    "gemma4_moe": "has a tensor-parallel plan whose style 'packed_colwise'",
+    "gemma3n": "cannot be divided among ranks: its MLPs compare all activations",
     "bamba": _RECURRENT,
     "falcon_h1": _RECURRENT,
     "granite_hybrid": _RECURRENT,
     "qwen3_next": _RECURRENT,
-    "jetmoe": "has no plan by which ranks could divide it",
+    "jetmoe": "has no tensor-parallel plan in transformers, so it cannot be divided among ranks",
 }
 
 

@@ -115,7 +115,10 @@ def test_logits_in_bfloat16_do_not_depend_on_what_is_computed_with_them(
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
-        (torch.full((96, 48), torch.nan).to(torch.float8_e4m3fn), "up_proj.weight: it holds NaN"),
+        (
+            torch.full((96, 48), torch.nan).to(torch.float8_e4m3fn),
+            "up_proj.weight: it contains NaN",
+        ),
         (torch.zeros(96, 48), "weight is torch.float32, not torch.float8_e4m3fn"),
     ],
 )

@@ -112,10 +112,10 @@ def test_blocks_are_what_llama_cpp_reads(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda content: content[:-5], "the file is cut short: it ends within tensor"),
+        (lambda content: content[:-5], "the file is incomplete: it ends within tensor"),
         (lambda content: content[:40], "the header is not that of a GGUF file"),
         (lambda content: b"GGML" + content[4:], "not that of a GGUF file of version 2 or 3"),
-        (lambda content: content.replace(b"attn_q", b"attn_x"), r"attn_x.\w+ is not read"),
+        (lambda content: content.replace(b"attn_q", b"attn_x"), r"attn_x.\w+ is not supported"),
         (
             lambda content: content.replace(b"qwen2", b"mamba", 1),
             "architecture 'mamba' is not supported; llama, qwen2, qwen3 are",

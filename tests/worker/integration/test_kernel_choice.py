@@ -52,7 +52,9 @@ def test_without_a_compiler_torch_serves_and_the_log_says_why(
     with caplog.at_level(logging.INFO):
         assert type(select(KernelsSetting.AUTO, tmp_path)) is TorchKernels
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("kernels: torch, batch-invariant, which is slower: ")
+    assert line.startswith(
+        "kernels: torch, batch-invariant, which are slower than native kernels: "
+    )
 
 
 @pytest.mark.usefixtures("without_compiler")
@@ -74,7 +76,7 @@ def test_the_setting_batch_invariant_applies_to_torchs_kernels(
         kernels = select(KernelsSetting.TORCH, tmp_path, batch_invariant=batch_invariant)
     assert kernels.padded_rows(1) == (4 if batch_invariant else 1)
     mode = "batch-invariant" if batch_invariant else "not batch-invariant"
-    assert caplog.messages == [f"kernels: torch, {mode}, as asked for"]
+    assert caplog.messages == [f"kernels: torch, {mode}, as set by --kernels"]
 
 
 def test_a_compiler_that_fails_is_quoted(
@@ -91,7 +93,9 @@ def test_a_compiler_that_fails_is_quoted(
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(NotCompiled, match=r"^compiling failed: fatal error: out of patience$"):
+    with pytest.raises(
+        NotCompiled, match=r"^the C\+\+ compiler failed: fatal error: out of patience$"
+    ):
         load_compiled(tmp_path / "cache", lambda: None)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
@@ -105,7 +109,7 @@ def test_stopping_the_start_does_not_wait_for_the_compiler(
     monkeypatch.setenv("CXX", str(compiler))
 
     def end() -> None:
-        raise Aborted("told to stop while loading")
+        raise Aborted("the worker was stopped while it loaded the model")
 
     began = time.monotonic()
     with pytest.raises(Aborted):
@@ -147,7 +151,10 @@ def test_kernels_that_cannot_be_cached_are_used_by_this_process(
         library = load_compiled(tmp_path / "file" / "cache", lambda: None)
     assert library.panel_width() == 16
     [warning] = [record for record in caplog.records if record.levelno == logging.WARNING]
-    expected = f"compiled kernels cannot be cached in {tmp_path}/file/cache: Not a directory"
+    expected = (
+        f"the compiled kernels cannot be stored in {tmp_path}/file/cache, and are compiled again "
+        "at the next start: Not a directory"
+    )
     assert warning.getMessage() == expected
 
 
@@ -163,7 +170,7 @@ def test_damaged_kernels_are_compiled_again(
     kept.write_bytes(whole[: len(whole) // 2])
     with caplog.at_level(logging.INFO):
         assert load_compiled(tmp_path / "cache", lambda: None).panel_width() == 16
-    assert "the cached kernels are damaged or incomplete" in caplog.messages
+    assert "the cached kernels are damaged or incomplete, and are compiled again" in caplog.messages
     assert len(kept.read_bytes()) >= len(whole)
     caplog.clear()
     with caplog.at_level(logging.INFO):

@@ -63,8 +63,8 @@ async def test_ranks_agree_on_their_cache_and_a_killed_one_takes_the_other_down(
     second.send_signal(signal.SIGKILL)
     status, lines = await outcome(first)
     assert time.monotonic() - began < 60
-    assert (status, lines[-1]) == (1, "stepwell worker: rank 1 is gone")
-    assert any("exchange through shared memory" in line for line in lines)
+    assert (status, lines[-1]) == (1, "stepwell worker: rank 1 has ended")
+    assert any("exchange tensors through shared memory" in line for line in lines)
     await second.communicate()
 
 

@@ -45,11 +45,13 @@ async def test_serves_until_told_to_stop_and_exits_with_0(directory: Path, tmp_p
     status, lines = await outcome(process)
     assert status == 0
     shown = "\n".join(lines)
-    for progress in ("loading LlamaForCausalLM", "KV cache: 50 blocks", "loaded and warm"):
+    for progress in ("loading LlamaForCausalLM", "KV cache: 50 blocks", "loaded and warmed up"):
         assert progress in shown
     assert "%" not in shown, "what takes a moment needs no progress"
-    assert "kernels: torch, not batch-invariant, which is slower: there is no C++" in shown
-    assert "computing with 1 thread (as asked for" in shown
+    assert (
+        "kernels: torch, not batch-invariant, which are slower than native kernels: no C++" in shown
+    )
+    assert "computes with 1 thread (as set by --num-threads" in shown
     assert "Traceback" not in shown
 
 
@@ -109,8 +111,8 @@ async def test_cuda_without_a_gpu_ends_the_start_with_one_sentence(directory: Pa
     status, lines = await outcome(await start(*arguments))
     assert status == 1
     assert lines == [
-        "stepwell worker: device is cuda, but torch finds no CUDA device; check the driver and "
-        "that torch is a CUDA build, or set --device cpu"
+        "stepwell worker: device is cuda, but torch finds no CUDA device; check the driver, "
+        "and that torch was built for CUDA, or set --device cpu"
     ]
 
 
@@ -124,7 +126,7 @@ async def test_too_little_memory_ends_the_start_with_one_sentence(directory: Pat
     assert status == 1
     [sentence] = lines
     assert sentence.startswith(
-        "stepwell worker: the KV cache cannot hold one sequence of 512 tokens: it needs 0.2 MiB"
+        "stepwell worker: the KV cache cannot store one sequence of 512 tokens: that needs 0.2 MiB"
     )
 
 

@@ -293,7 +293,9 @@ async def test_a_newer_stream_takes_over_with_an_empty_batch(
     assert tokens[:1] == unpacked(first.token_ids)
     error = await old.error()
     assert error.code() is grpc.StatusCode.ABORTED
-    assert error.details() == "a newer stream took the worker over"
+    assert error.details() == (
+        "the stream of steps was ended, because the scheduler has opened a newer stream"
+    )
 
 
 async def test_a_late_stream_of_an_older_generation_leaves_the_newer_one_alone(
@@ -306,7 +308,7 @@ async def test_a_late_stream_of_an_older_generation_leaves_the_newer_one_alone(
     await late.send(step(0, generation=7))
     error = await late.error()
     assert error.code() is grpc.StatusCode.ABORTED
-    assert error.details() == "generation 7 is over: generation 8 has begun"
+    assert error.details() == "generation 7 has ended, because the newer generation 8 has begun"
     await newer.send(step(2, (0, 1, len(PROMPT)), generation=8))
     assert (await newer.answer()).step == 2
     await newer.finish()
@@ -326,7 +328,7 @@ async def test_a_stream_that_ends_leaves_nothing_in_the_batch(
 
 BAD_STEPS = {
     "removed_rows: row 3 is not in use": step(2, removed_rows=packed(3)),
-    "new_requests.row: row 0 is in use": step(2, new_requests=[new_request(0)]),
+    "new_requests.row: row 0 is used by another request": step(2, new_requests=[new_request(0)]),
     "rows: row [5] is not in use": step(2, (5, 1, 0)),
     "new_requests.block_tables: block [99] is not from 1 to 39": step(
         2,
@@ -339,7 +341,7 @@ BAD_STEPS = {
             )
         ],
     ),
-    "rows: row 1 needs 20 tokens, has room for 16": step(
+    "rows: row 1 would have 20 tokens, but its blocks have slots for 16": step(
         2,
         (1, 20, 0),
         new_requests=[
@@ -352,14 +354,15 @@ BAD_STEPS = {
         ],
     ),
     "temperature": step(2, new_requests=[new_request(1, temperature=-1)]),
-    "new_requests.adapter_digest: no adapter 0000000000000000 is loaded here": step(
-        2, new_requests=[worker_pb2.NewRequest(row=1, adapter_digest=bytes(32))]
-    ),
+    "new_requests.adapter_digest: the adapter with digest 0000000000000000 is not loaded in "
+    "this worker": step(2, new_requests=[worker_pb2.NewRequest(row=1, adapter_digest=bytes(32))]),
     "removed_rows: 3 bytes are no int32 array": worker_pb2.ExecuteRequest(
         generation=1, step=2, removed_rows=b"abc"
     ),
-    "step 1: step: it comes after step 1": step(1, (0, 1, 20)),
-    "step 2: generation: 2 in a stream of 1": step(2, (0, 1, 20), generation=2),
+    "step 1: step: must be above 1, the number of the last step": step(1, (0, 1, 20)),
+    "step 2: generation: is 2, but the stream belongs to generation 1": step(
+        2, (0, 1, 20), generation=2
+    ),
     "drafts of row 0 do not follow its 21 tokens": step(
         2, (0, 2, 19), num_draft_tokens=packed(1), draft_token_ids=packed(5)
     ),

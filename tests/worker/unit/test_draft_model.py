@@ -178,9 +178,9 @@ def test_blocks_are_those_of_both_models(
 @pytest.mark.parametrize(
     ("model", "draft", "changes", "problem"),
     [
-        ("llama", "llama", {"vocab_size": 300}, "vocab_size is 300, and .* to draft for 320"),
-        ("mistral_window", "llama", {}, "every layer of this model has a window"),
-        ("falcon_h1", "llama", {}, "recurrent layers verify no drafts"),
+        ("llama", "llama", {"vocab_size": 300}, "vocab_size is 300, but the served model has 320"),
+        ("mistral_window", "llama", {}, "every layer of this model has a sliding window"),
+        ("falcon_h1", "llama", {}, "a model with recurrent layers cannot verify drafts"),
         ("llama", "gpt_neox", {}, "GPTNeoXForCausalLM has no native code"),
     ],
 )
@@ -197,7 +197,7 @@ def test_on_cuda_there_are_no_draft_models(directory: Path) -> None:
     setup = set_up_rank(WorkerSettings(model=directory), lambda: None, None)
     parts, _ = load_parts(setup, open_checkpoint(directory), None)
     refuse_draft_model(setup, parts, directory)
-    with pytest.raises(NoSpeculation, match="only workers on the CPU run a draft model"):
+    with pytest.raises(NoSpeculation, match="a draft model is supported only with --device cpu"):
         refuse_draft_model(replace(setup, platform=CudaPlatform), parts, directory)
 
 

@@ -107,7 +107,7 @@ def test_a_step_continues_after_the_accepted_drafts(
 
 def test_at_most_one_steps_drafts_are_subtracted_from_computed_tokens(runner: ModelRunner) -> None:
     enter(runner)
-    with pytest.raises(InvalidStep, match="row 0 has 6 tokens, not 11"):
+    with pytest.raises(InvalidStep, match="row 0 has 6 tokens, but its step begins after 11"):
         runner.execute(step(2, 1, 6 + MOST, 0))
     runner.execute(step(2, 1, 5 + MOST, 0))
 

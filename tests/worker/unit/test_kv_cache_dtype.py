@@ -57,13 +57,15 @@ def test_the_same_memory_has_more_blocks_of_8_bits(
 def test_8_bit_caches_are_refused_on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UnsuitableDevice, match="kept in 8 bits on the CPU alone"):
+    with pytest.raises(UnsuitableDevice, match="a KV cache in 8 bits is supported only on the CPU"):
         select_platform(settings(tmp_path, device=DeviceSetting.CUDA), lambda: None, None)
 
 
 def test_a_model_that_caches_nothing_is_refused(tmp_path: Path) -> None:
     save_embedder(tmp_path, "bert", "cls")
-    with pytest.raises(UnsupportedModel, match="kv_cache_dtype int8_per_token_head: an encoder"):
+    with pytest.raises(
+        UnsupportedModel, match="kv_cache_dtype int8_per_token_head is not supported for an encoder"
+    ):
         description(tmp_path)
 
 

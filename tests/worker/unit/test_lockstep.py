@@ -67,7 +67,9 @@ def test_all_ranks_refuse_a_step_if_one_rank_was_sent_another(field: str) -> Non
     def work(thread: RankThread) -> bool:
         own, sent = lockstep(thread), step(1, 0)
         setattr(sent, field, thread.ranks.rank)
-        with pytest.raises(InvalidStep, match="another rank was sent another step"):
+        with pytest.raises(
+            InvalidStep, match="the scheduler sent a different step to another rank"
+        ):
             own.run(sent, answering(5))
         own.run(step(2, 0), answering(5))
         return thread.broken.done()
@@ -125,7 +127,7 @@ def test_a_rank_that_fails_says_why_to_all() -> None:
 
     first, second = on_ranks(2, work)
     assert second == "step 0 failed on rank 1: out of memory"
-    assert first == f"rank 1 is gone: {second}"
+    assert first == f"rank 1 has ended: {second}"
 
 
 @pytest.mark.parametrize(("is_stopped", "noticed"), [(False, RankLost), (True, RankStopped)])
@@ -157,7 +159,7 @@ def test_the_wait_for_a_rank_at_a_step_has_a_timeout() -> None:
 
     first, second = on_ranks(2, work, Timeouts(join_seconds=20, collective_seconds=1))
     assert first.startswith("step 0 failed on rank 0")
-    assert second == f"rank 0 is gone: {first}"
+    assert second == f"rank 0 has ended: {first}"
 
 
 def test_a_digest_depends_on_input_and_output() -> None:

@@ -126,7 +126,8 @@ def test_each_stage_reads_its_own_layers_only(
             )
         held.append((len(weights.embedding), len(weights.layers), weights.head is not None))
         own, whole = num_bytes / 2**20, checkpoint.num_bytes / 2**20
-        line = f"layers {index} to {index} of 3: read {own:.1f} of {whole:.1f} MiB"
+        layers = f"this stage has layers {index} to {index} of 3"
+        line = f"{layers}: read {own:.1f} of {whole:.1f} MiB of the weights"
         caplog_lines.append(line in caplog.messages)
     assert held == [(320, 1, False), (0, 1, False), (0, 1, True)]
     assert all(caplog_lines), caplog.messages
@@ -147,7 +148,7 @@ def test_a_step_that_the_previous_stage_was_not_sent_is_refused(stages: StagedRu
     assert not wait(waiting, 0.2).done
     stages.submit_each(opening(2))
     for step in waiting:
-        with pytest.raises(Aborted, match="step 1 is of a generation that is over"):
+        with pytest.raises(Aborted, match="step 1 belongs to generation 1, which has ended"):
             step.result(10)
     assert stages.execute(prompt_of(2, 1)).token_ids.tolist() == expected
 
@@ -155,16 +156,14 @@ def test_a_step_that_the_previous_stage_was_not_sent_is_refused(stages: StagedRu
 def test_stages_that_were_sent_different_steps_refuse_them(stages: StagedRunner) -> None:
     expected = stages.execute(prompt_of(1, 0)).token_ids.tolist()
     stages.submit_to(0, prompt_of(1, 1)).result(10)
-    with pytest.raises(
-        InvalidStep, match="step 2: the stage before was sent another step: 4 token"
-    ):
+    with pytest.raises(InvalidStep, match="to the previous pipeline stage: step 1 with 4 token"):
         stages.submit_to(1, prompt_of(1, 2)).result(10)
     stages.execute(opening(2))
     sent = [prompt_of(2, 1), prompt_of(2, 1)]
     for digest, step in enumerate(sent):
         step.digest = digest
     stages.submit_to(0, sent[0]).result(10)
-    with pytest.raises(InvalidStep, match="the stage before was sent another step"):
+    with pytest.raises(InvalidStep, match="a different step to the previous pipeline stage"):
         stages.submit_to(1, sent[1]).result(10)
     stages.execute(opening(3))
     assert stages.execute(prompt_of(3, 1)).token_ids.tolist() == expected
@@ -187,8 +186,8 @@ def test_a_stage_that_ends_ends_the_others(directory: Path) -> None:
         waiting = stages.submit_to(2, prompt_of(1, 0))
         stages.groups[0].close()
         for rank in (1, 2):
-            # The message of rank 2 may be "rank 1 is gone: rank 0 is gone".
-            assert "rank 0 is gone" in str(stages.broken[rank].result(1.5))
+            # The message of rank 2 may be "rank 1 has ended: rank 0 has ended".
+            assert "rank 0 has ended" in str(stages.broken[rank].result(1.5))
         with pytest.raises(GroupBroken):
             waiting.result(30)
 

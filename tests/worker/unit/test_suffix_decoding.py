@@ -218,5 +218,7 @@ def test_a_worker_without_compiled_code_refuses_suffix_trees(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     config = '{"method": "suffix"}'
     wanted = WorkerSettings(model=tmp_path, num_blocks=8, speculative_config=config)
-    with pytest.raises(NoSpeculation, match=r"^speculative_config: suffix trees are compiled code"):
+    with pytest.raises(
+        NoSpeculation, match=r"^speculative_config: method suffix needs the compiled kernels"
+    ):
         build_worker(wanted, "worker", lambda: None)

@@ -83,4 +83,4 @@ def _reason(output: str) -> str:
         found = [line for line in lines if sign in line]
         if found:
             return found[0]
-    return (lines[-1:] or ["no reason given"])[0]
+    return (lines[-1:] or ["the compiler printed no reason"])[0]

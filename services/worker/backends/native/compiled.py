@@ -56,7 +56,7 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
             library = _load(features, cache, checkpoint_reached)
             if library.tile_palettes() > 0:
                 return library
-            reason = "the processor has no palette"
+            reason = "the processor reports no tile palette"
         _warn_without_tiles(reason)
     return _load(features - tiles.FEATURES, cache, checkpoint_reached)
 
@@ -64,7 +64,9 @@ def load_compiled(cache: Path, checkpoint_reached: Callable[[], None]) -> ctypes
 @functools.cache
 def _warn_without_tiles(reason: str) -> None:
     """Logs the reason only once, because a worker may load the library several times."""
-    logger.warning("kernels: without the processor's tiles (AMX): %s", reason)
+    logger.warning(
+        "the compiled kernels do not use the processor's tile registers (AMX): %s", reason
+    )
 
 
 def _load(
@@ -82,7 +84,7 @@ def _load(
         library = cached.load()
         if library is None:
             if compiler is None:
-                raise NotCompiled("there is no C++ compiler")
+                raise NotCompiled("no C++ compiler was found: install one, or name it in CXX")
             library = _compile_once(compiler, flags, cached, checkpoint_reached)
     except OSError as error:
         raise NotCompiled(f"the kernels cannot be compiled or loaded: {error}") from error
@@ -129,7 +131,9 @@ def _compile_once(
         library = cached.load()
         if library is None:
             if cached.exists:
-                logger.warning("the cached kernels are damaged or incomplete")
+                logger.warning(
+                    "the cached kernels are damaged or incomplete, and are compiled again"
+                )
             library = _compile(compiler, flags, cached, checkpoint_reached)
         return library
 
@@ -183,7 +187,7 @@ def _compile(
             logger.info("compiled kernels in %.1f s", progress.seconds)
             return (cached and _store(cached, library)) or ctypes.CDLL(str(library))
     except BuildFailed as error:
-        raise NotCompiled(f"compiling failed: {error}") from error
+        raise NotCompiled(f"the C++ compiler failed: {error}") from error
 
 
 def _store(cached: CachedLibrary, compiled: Path) -> ctypes.CDLL | None:
@@ -196,4 +200,8 @@ def _store(cached: CachedLibrary, compiled: Path) -> ctypes.CDLL | None:
 
 
 def _warn_not_cached(directory: Path, error: OSError) -> None:
-    logger.warning("compiled kernels cannot be cached in %s: %s", directory, error.strerror)
+    logger.warning(
+        "the compiled kernels cannot be stored in %s, and are compiled again at the next start: %s",
+        directory,
+        error.strerror,
+    )

@@ -44,7 +44,7 @@ def _map(size: int) -> torch.Tensor:
     except OSError as error:
         if error.errno != errno.ENOMEM:
             raise
-        raise MemoryError(f"there are no {size} bytes") from error
+        raise MemoryError(f"the system cannot provide {size} bytes of memory") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)

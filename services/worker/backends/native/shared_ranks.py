@@ -47,8 +47,8 @@ class NativeRanks(GatheringRanks):
         if missing >= 0:
             within = f" within {self._timeout_seconds:g} s"
             raise RuntimeError(
-                f"rank {missing} of the {self.size} that share these layers did not arrive at a "
-                f"collective{'' if self.structure.is_ended else within}"
+                f"rank {missing} of the {self.size} ranks of this stage did not reach a collective "
+                f"operation{'' if self.structure.is_ended else within}"
             )
 
     def _gathered(self, part: torch.Tensor) -> torch.Tensor:

@@ -96,8 +96,9 @@ class PackedLinear:
             _agreeing[shape] = rows_agree(self._multiply, self.in_features, dtype)
             if not _agreeing[shape]:
                 logger.warning(
-                    "rows of products by [%d, %d] depend on how many there are; they are computed "
-                    "in tiles of %d rows",
+                    "torch computes products with a weight of shape [%d, %d] differently for "
+                    "different numbers of rows; so that results do not depend on the batch, they "
+                    "are computed in tiles of %d rows, which is slower",
                     *(self.out_features, self.in_features, _TILE_ROWS),
                 )
         return _agreeing[shape]

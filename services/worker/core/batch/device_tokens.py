@@ -79,7 +79,9 @@ class DeviceTokens:
             return
         behind = held[(tokens.num_computed_tokens != num_tokens - 1)[held]]
         if len(behind):
-            problem = f"row {tokens.rows[behind[0]]} computes tokens again that it has sampled"
+            problem = (
+                f"row {tokens.rows[behind[0]]} computes tokens again whose ids only the device has"
+            )
             raise InvalidStep.in_field(step.step, "num_computed_tokens", problem)
         rows = self._device.upload(tokens.rows[held].astype(np.int64))
         indexes = self._device.upload(tokens.first_tokens[held].astype(np.int64))

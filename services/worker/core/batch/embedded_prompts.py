@@ -50,7 +50,10 @@ class EmbeddedPrompts:
             if not 0 <= begin <= computed.get(request.row, begin) or (
                 end > request.num_prompt_tokens
             ):
-                problem = f"tokens {begin} to {end} are not what row {request.row} lacks"
+                problem = (
+                    f"the embeddings are for tokens {begin} to {end}, which are not all tokens of "
+                    f"the embedded prompt in row {request.row} that are still to be computed"
+                )
                 raise InvalidStep.in_field(step.step, "new_requests.prompt_embeds", problem)
             if embeds is not None:
                 matrix = _to_tensor(embeds, self._model, device)

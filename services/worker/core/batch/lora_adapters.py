@@ -37,7 +37,9 @@ class LoraAdapters:
         if digest in self._loaded:
             return
         if len(self._loaded) >= self._max_cpu_loras:
-            raise ResourceExhausted(f"{len(self._loaded)} adapters are loaded, max_cpu_loras")
+            raise ResourceExhausted(
+                f"{len(self._loaded)} adapters are loaded already, and max_cpu_loras allows no more"
+            )
         adapter = self._read(directory)
         try:
             found = adapter_digest(directory)
@@ -45,7 +47,8 @@ class LoraAdapters:
             raise InvalidArgument(f"{directory}: {error.strerror}", field="path") from error
         if found != digest:
             raise FailedPrecondition(
-                f"{directory}: the adapter's files changed since their digest was taken",
+                f"{directory}: the adapter's files have changed since the gateway computed their "
+                "digest",
                 reason="ADAPTER_CHANGED",
             )
         self._loaded[digest] = adapter
@@ -67,7 +70,10 @@ def find_adapters(step: StepInput, loaded: dict[bytes, PackedLora]) -> dict[int,
         if request.adapter_digest:
             adapter = loaded.get(request.adapter_digest)
             if adapter is None:
-                problem = f"no adapter {request.adapter_digest.hex()[:16]} is loaded here"
+                problem = (
+                    f"the adapter with digest {request.adapter_digest.hex()[:16]} is not loaded in "
+                    "this worker"
+                )
                 raise InvalidStep.in_field(step.step, "new_requests.adapter_digest", problem)
             found[request.row] = adapter
     return found

@@ -53,7 +53,11 @@ class _StepCheck:
             self._check_rows()
         if step.appended_blocks:
             groups, expected = len(step.appended_blocks), len(self._limits.windows)
-            self._require(groups == expected, "appended_blocks", f"{groups} groups, not {expected}")
+            self._require(
+                groups == expected,
+                "appended_blocks",
+                f"has {groups} KV-cache groups, not {expected}",
+            )
             for group, appended in enumerate(step.appended_blocks):
                 self._check_appended(group, appended)
         self._check_block_ids(step.block_ids_to_zero, "block_ids_to_zero")
@@ -87,7 +91,7 @@ class _StepCheck:
             self._check_block_ids(blocks.block_ids, f"{name}.block_ids")
             count, theirs = len(blocks.block_ids), blocks.tier_block_ids
             parallel = len(theirs) == len(blocks.keys) == count
-            self._require(parallel, name, "lists of different length")
+            self._require(parallel, name, "has lists of different lengths")
             wrong = theirs[(theirs < 0) | (theirs > last)]
             problem = f"block {wrong[:1].tolist()} is not from 0 to {last}"
             self._require(not len(wrong), f"{name}.tier_block_ids", problem)
@@ -96,31 +100,31 @@ class _StepCheck:
         num_rows, longest = self._limits.max_num_seqs, self._limits.max_model_len
         row, count, num_prompt = request.row, len(request.token_ids), request.num_prompt_tokens
         name = "new_requests.row"
-        self._require(0 <= row < num_rows, name, f"row {row} is not below {num_rows}")
-        self._require(row not in in_use, name, f"row {row} is in use")
+        self._require(0 <= row < num_rows, name, f"row {row} is not from 0 to {num_rows - 1}")
+        self._require(row not in in_use, name, f"row {row} is used by another request")
         name = "new_requests.token_ids"
-        self._require(1 <= count <= longest, name, f"{count} tokens, not 1 to {longest}")
+        self._require(1 <= count <= longest, name, f"has {count} tokens, not 1 to {longest}")
         self._check_token_ids(request.token_ids, name)
         name = "new_requests.num_prompt_tokens"
-        self._require(1 <= num_prompt <= count, name, f"{num_prompt}, not 1 to {count}")
+        self._require(1 <= num_prompt <= count, name, f"is {num_prompt}, not 1 to {count}")
         self._check_tables(request.block_tables)
         request.sampling.validate(self._limits.vocab_size)
 
     def _check_tables(self, tables: tuple[Int32Array, ...]) -> None:
         name, windows = "new_requests.block_tables", self._limits.windows
         groups, expected = len(tables), len(windows)
-        self._require(groups == expected, name, f"{groups} groups, not {expected}")
+        self._require(groups == expected, name, f"has {groups} KV-cache groups, not {expected}")
         most = self._limits.max_blocks_per_seq
         for group, (table, window) in enumerate(zip(tables, windows, strict=True)):
             num_null = 0 if window is None or not len(table) else int(np.argmax(table != 0))
             self._check_entries(group, table[num_null:], name)
-            self._require(len(table) <= most, name, f"{len(table)} blocks, over {most}")
+            self._require(len(table) <= most, name, f"has {len(table)} blocks, more than {most}")
 
     def _check_appended(self, group: int, appended: AppendedBlocks) -> None:
         name, rows, counts = "appended_blocks", appended.rows, appended.num_blocks
-        self._require(len(rows) == len(counts), name, "lists of different length")
+        self._require(len(rows) == len(counts), name, "has lists of different lengths")
         adds_up = not (counts < 0).any() and int(counts.sum()) == len(appended.block_ids)
-        self._require(adds_up, name, "block ids do not add up to num_blocks")
+        self._require(adds_up, name, "the number of block ids is not the sum of num_blocks")
         self._check_entries(group, appended.block_ids, name)
         grown = self._appended[group]
         for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
@@ -129,24 +133,26 @@ class _StepCheck:
         most = self._limits.max_blocks_per_seq
         for row in grown:
             width = self._table_size(group, row)
-            self._require(width <= most, name, f"row {row} has {width} blocks, over {most}")
+            self._require(
+                width <= most, name, f"row {row} would have {width} blocks, more than {most}"
+            )
 
     def _check_scheduled(self) -> Int32Array:
         step, most = self._step, self._limits.max_num_batched_tokens
         count = len(step.rows)
         for name in ("num_scheduled_tokens", "num_computed_tokens"):
             given = len(getattr(step, name))
-            self._require(given == count, name, f"{given} entries for {count} rows")
+            self._require(given == count, name, f"has {given} entries for {count} rows")
         name, total = "num_scheduled_tokens", sum(step.num_scheduled_tokens.tolist())
-        self._require(total <= most, name, f"{total} tokens in a step of at most {most}")
+        self._require(total <= most, name, f"has {total} tokens, but a step has at most {most}")
         rows = set(step.rows.tolist())
-        self._require(len(rows) == count, "rows", "a row is named twice")
+        self._require(len(rows) == count, "rows", "has a row twice")
         if not rows <= self._in_use:
             missing = sorted(rows - self._in_use)
             self._require(not missing, "rows", f"row {missing[:1]} is not in use")
         if len(step.last_token_ids):
             name, given = "last_token_ids", len(step.last_token_ids)
-            self._require(given == count, name, f"{given} entries for {count} rows")
+            self._require(given == count, name, f"has {given} entries for {count} rows")
             self._check_token_ids(step.last_token_ids, name)
         if len(step.num_draft_tokens) or len(step.draft_token_ids):
             self._check_drafts()
@@ -155,10 +161,12 @@ class _StepCheck:
     def _check_drafts(self) -> None:
         counts, rows = self._step.num_draft_tokens.tolist(), len(self._step.rows)
         entries = len(counts)
-        self._require(entries in (0, rows), "num_draft_tokens", f"{entries} entries, {rows} rows")
+        self._require(
+            entries in (0, rows), "num_draft_tokens", f"has {entries} entries for {rows} rows"
+        )
         name, token_ids = "draft_token_ids", self._step.draft_token_ids
         adds_up = min(counts, default=0) >= 0 and sum(counts) == len(token_ids)
-        self._require(adds_up, name, "drafts do not add up to num_draft_tokens")
+        self._require(adds_up, name, "the number of drafts is not the sum of num_draft_tokens")
         if self._limits.num_speculative_tokens:
             if token_ids.tolist().count(PROPOSED_HERE) == len(token_ids):
                 return
@@ -193,9 +201,13 @@ class _StepCheck:
     def _check_copies(self) -> None:
         sources, targets = self._step.copy_sources, self._step.copy_targets
         holds = len(sources) == len(targets)
-        self._require(holds, "copy_targets", f"{len(targets)} of {len(sources)} blocks")
+        self._require(
+            holds, "copy_targets", f"has {len(targets)} blocks for {len(sources)} copy_sources"
+        )
         allowed = not len(sources) or bool(self._limits.state_block_sizes)
-        self._require(allowed, "copy_sources", "no layer is recurrent, so no block is copied")
+        self._require(
+            allowed, "copy_sources", "must be empty, because the model has no recurrent layers"
+        )
         self._check_block_ids(sources, "copy_sources")
         self._check_block_ids(targets, "copy_targets")
 
@@ -206,7 +218,9 @@ class _StepCheck:
         """
         step, size = self._step, self._limits.block_sizes[group]
         self._require(
-            not len(step.draft_token_ids), "num_draft_tokens", "recurrent layers verify no drafts"
+            not len(step.draft_token_ids),
+            "num_draft_tokens",
+            "must be empty, because recurrent layers cannot verify drafts",
         )
         ends = step.num_computed_tokens + step.num_scheduled_tokens
         for row, computed, end in zip(
@@ -215,7 +229,7 @@ class _StepCheck:
             for num_tokens in (computed, end) if computed else (end,):
                 index = (num_tokens - 1) // size
                 holds = self._entry(group, row, index) != 0
-                problem = f"row {row} has no state after {num_tokens} tokens"
+                problem = f"row {row} has no block for the state after {num_tokens} tokens"
                 self._require(holds, "block_tables", problem)
 
     def _entry(self, group: int, row: int, index: int) -> int:
@@ -256,13 +270,21 @@ class _StepCheck:
         name, longest = "num_scheduled_tokens", self._limits.max_model_len
         end = computed + scheduled
         follows = end - drafts
-        self._require(scheduled > drafts, name, f"row {row} computes no known token")
-        problem = f"row {row} has {known} tokens, not {follows}"
+        self._require(scheduled > drafts, name, f"row {row} has only drafts to compute")
+        problem = f"row {row} has {known} tokens, but its step begins after {follows}"
         self._require(computed >= 0 and follows <= known, "num_computed_tokens", problem)
         problem = f"drafts of row {row} do not follow its {known} tokens"
         self._require(not drafts or follows == known, "num_draft_tokens", problem)
-        self._require(end <= longest, name, f"row {row} would reach {end} tokens, over {longest}")
-        self._require(end <= room, "rows", f"row {row} needs {end} tokens, has room for {room}")
+        self._require(
+            end <= longest,
+            name,
+            f"row {row} would have {end} tokens, more than max_model_len {longest}",
+        )
+        self._require(
+            end <= room,
+            "rows",
+            f"row {row} would have {end} tokens, but its blocks have slots for {room}",
+        )
 
     def _table_size(self, group: int, row: int) -> int:
         if row in self._new:
@@ -274,7 +296,9 @@ class _StepCheck:
     def _check_token_ids(self, token_ids: Int32Array, field: str) -> None:
         size = self._limits.vocab_size
         wrong = token_ids[(token_ids < 0) | (token_ids >= size)]
-        self._require(not len(wrong), field, f"token {wrong[:1].tolist()} is not below {size}")
+        self._require(
+            not len(wrong), field, f"token {wrong[:1].tolist()} is not from 0 to {size - 1}"
+        )
 
     def _check_entries(self, group: int, block_ids: Int32Array, field: str) -> None:
         """Checks entries of a block table. Groups of recurrent layers may have the null block."""

@@ -22,8 +22,10 @@ class StepOrder:
             self._last = -1 if is_empty and step == 0 else step
             return
         if generation != self._generation:
-            problem = f"{generation} in a stream of {self._generation}"
+            problem = f"is {generation}, but the stream belongs to generation {self._generation}"
             raise InvalidStep.in_field(step, "generation", problem)
         if step <= self._last:
-            raise InvalidStep.in_field(step, "step", f"it comes after step {self._last}")
+            raise InvalidStep.in_field(
+                step, "step", f"must be above {self._last}, the number of the last step"
+            )
         self._last = step

@@ -126,8 +126,9 @@ def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing
         if demand.max_model_len_asked or capacity < max(demand.block_size, _SHORTEST_SEQUENCE):
             needed = (demand.blocks_of(length) + _NULL_BLOCKS) * demand.bytes_per_block
             raise KVCacheTooSmall(
-                f"the KV cache cannot hold one sequence of {length} tokens: it needs "
-                f"{_mib(needed)}, and there is {reason}; lower max_model_len or give more memory"
+                f"the KV cache cannot store one sequence of {length} tokens: that needs "
+                f"{_mib(needed)}, but the cache has {reason}; lower max_model_len or give the "
+                "cache more memory"
             )
         length = capacity
         reason += f"; max_model_len lowered from {demand.max_model_len} to {length} to fit"
@@ -157,8 +158,8 @@ def _check_there_is(size: int, reason: str, free: FreeMemory) -> None:
     there = max(free.of_bytes - free.used_bytes, 0)
     if size > there:
         raise NotEnoughMemory(
-            f"the KV cache needs {_mib(size)} ({reason}), and there is {_mib(there)}; lower "
-            "num_blocks, kv_cache_memory_bytes, max_num_seqs or max_model_len"
+            f"the KV cache needs {_mib(size)} ({reason}), but only {_mib(there)} are available; "
+            "lower num_blocks, kv_cache_memory_bytes, max_num_seqs or max_model_len"
         )
 
 

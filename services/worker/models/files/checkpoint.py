@@ -116,7 +116,8 @@ def check_dtype(tensor: TensorInfo, others: Collection[str] = ()) -> None:
     """Raises ModelTensorError unless the type is in `others` or a type of unquantized weights."""
     if tensor.dtype not in _READABLE and tensor.dtype not in others:
         raise ModelTensorError(
-            tensor.file, f"tensor {tensor.name} has data type {tensor.dtype}, which is not read"
+            tensor.file,
+            f"tensor {tensor.name} has data type {tensor.dtype}, which is not supported",
         )
 
 

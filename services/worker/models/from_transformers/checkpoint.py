@@ -120,15 +120,15 @@ def construct(
         if is_out_of_memory(error):
             raise
         if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
-            raise Refused("does not attend through transformers' attention interface") from error
+            raise Refused("does not use transformers' attention interface") from error
         raise ModelFileError(
-            directory, f"transformers does not load it: {one_line(error)}"
+            directory, f"transformers cannot load the model: {one_line(error)}"
         ) from error
     missing = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     missing = [name for name in missing if not name.startswith(unused)]
     if missing:
         raise ModelTensorError(
-            directory, f"tensor {missing[0]} is missing or of another shape than config.json says"
+            directory, f"tensor {missing[0]} is missing, or its shape differs from config.json"
         )
     loaded: PreTrainedModel = model.eval()
     return loaded

@@ -141,7 +141,10 @@ class TransformersDecoder:
         own = model(input_ids=token_ids[None], use_cache=False).logits[0].float()
         model.set_attn_implementation(ATTENTION_NAME)
         if (logits - own).norm() > tolerance * own.norm():
-            raise Refused("does more to its scores or its logits than it tells attention")
+            raise Refused(
+                "computes other logits with its own attention than with transformers' attention "
+                "interface"
+            )
         self._probe_embedded(positions, self.embed(token_ids) / 2, tolerance)
         return ProbedLayers(attending, states.states(len(self._recurrent)))
 
@@ -155,7 +158,9 @@ class TransformersDecoder:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise Refused("cannot compute a prompt that is given as embeddings") from error
+            raise Refused(
+                "needs token ids, so it cannot compute prompts that are given as embeddings"
+            ) from error
 
     def _forward(
         self,

@@ -58,7 +58,9 @@ class Division:
                 self._divide_norm(parent, name, layer)
                 continue
             if type(layer) is not nn.Linear:
-                raise Refused(f"divides {name}, which is no plain linear layer")
+                raise Refused(
+                    f"has a tensor-parallel plan that divides {name}, which is not an nn.Linear"
+                )
             if layer is head:
                 divided = self._divide_head(layer, is_tied=model.config.tie_word_embeddings)
             else:
@@ -131,7 +133,7 @@ class Division:
             heads = self.shard.heads(self._num_heads, self._num_kv_heads)
             count = self._num_heads
         if width % (count * getattr(parent, "head_dim", 1)):  # layers may differ in their heads
-            raise Refused(f"has {width} columns in {name} for {count} heads")
+            raise Refused(f"has {width} columns in {name}, which {count} heads cannot divide")
         return of_width(heads, width // count)
 
     def _correct_counts(self, attention: nn.Module) -> None:

@@ -110,8 +110,9 @@ def multiply_alike(model: nn.Module) -> None:
             module.forward = partial(_multiply_in_tiles, module.forward)  # type: ignore[method-assign]
     if failed := len(agreeing) - sum(agreeing.values()):
         logger.warning(
-            "rows of the products by weights of %d shapes, of %d, depend on how many there are; "
-            "they are computed in tiles",
+            "torch computes products with weights of %d of %d shapes differently for different "
+            "numbers of rows; so that results do not depend on the batch, they are computed in "
+            "tiles, which is slower",
             *(failed, len(agreeing)),
         )
 

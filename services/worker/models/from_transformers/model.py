@@ -44,7 +44,10 @@ def read_transformers_config(directory: Path) -> PretrainedConfig:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        problem = f"it has no native code, and transformers does not read it: {one_line(error)}"
+        problem = (
+            "the model has no native code in Stepwell, and transformers cannot read config.json: "
+            f"{one_line(error)}"
+        )
         raise UnsupportedModel(path, problem) from error
     read = {key: getattr(config, key, None) for key in CONFIG_KEYS}
     check_decoder(read | {"quantization_config": raw.get("quantization_config")}, path)
@@ -69,7 +72,7 @@ def load_transformers_model(
     log_loading(f"{(config.architectures or [''])[0]}, run by transformers,", directory, dtype)
     try:
         if ranks.size > 1 and _is_stateful(model_class(config)):
-            raise Refused("has recurrent layers, whose states are not divided among ranks")
+            raise Refused("has recurrent layers, whose states cannot be divided among ranks")
         division = Division(directory, ranks) if ranks.size > 1 else None
         model = transformers_checkpoint.load_checkpoint(checkpoint, config, dtype, division)
         model.to(checkpoint.device)
@@ -81,15 +84,20 @@ def load_transformers_model(
         decoder = TransformersDecoder(model, kernels.padded_torch_rows)
         layers = _probe(decoder, model)
         if _is_stateful(model) and not layers.states:
-            raise Refused("carries a state from token to token")
+            raise Refused("keeps a state from token to token outside of supported recurrent layers")
         _check_windows(config, layers.attention)
         if division is not None and division.heads is not None:
             heads = {(x.num_heads, x.num_kv_heads) for x in layers.attention.values()}
             if heads != {division.heads}:
-                raise Refused("does not attend with the heads that its plan leaves to a rank")
+                raise Refused(
+                    "computes attention with another number of heads than its tensor-parallel "
+                    "plan leaves to a rank"
+                )
     except Refused as refusal:
         name = (config.architectures or ["the model"])[0]
-        raise UnsupportedModel(path, f"{name} {refusal}, and has no native code here") from refusal
+        raise UnsupportedModel(
+            path, f"{name} {refusal}, and has no native code in Stepwell"
+        ) from refusal
     return LoadedModel(
         model=decoder,
         architecture=type(model).__name__,
@@ -137,7 +145,7 @@ def _check_model(model: PreTrainedModel) -> None:
     if any("alibi" in name for name in dir(model.base_model)):
         raise Refused("biases its attention by distance (ALiBi), which is not supported")
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        raise Refused("takes no position_ids, without which requests cannot share a batch")
+        raise Refused("has no argument position_ids, without which requests cannot share a batch")
 
 
 @torch.inference_mode()
@@ -149,7 +157,7 @@ def _probe(decoder: TransformersDecoder, model: PreTrainedModel) -> ProbedLayers
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise Refused(f"fails on a batch of single tokens ({one_line(error)})") from error
+        raise Refused(f"fails on a test batch of a few tokens ({one_line(error)})") from error
 
 
 def _check_windows(config: PretrainedConfig, layers: Mapping[int, AttentionLayer]) -> None:
@@ -157,6 +165,6 @@ def _check_windows(config: PretrainedConfig, layers: Mapping[int, AttentionLayer
     if types and any(
         (types[index] == SLIDING) != (layer.window is not None) for index, layer in layers.items()
     ):
-        raise Refused("does not pass the windows of its layers to attention")
+        raise Refused("does not pass the sliding windows of its layers to attention")
     if getattr(config, "attention_chunk_size", None) is not None:
-        raise Refused("attends within chunks")
+        raise Refused("uses chunked attention (attention_chunk_size), which is not supported")

@@ -61,7 +61,10 @@ rank would have all heads, and therefore the whole KV cache, because norms span 
 def read_plan(model: PreTrainedModel) -> dict[str, Style]:
     """Maps names of layers to styles. Raises Refused if there is no plan, or an unknown style."""
     if any(getattr(model.config, "activation_sparsity_pattern", None) or ()):
-        raise Refused("compares gates with all others of their layer (activation_sparsity_pattern)")
+        raise Refused(
+            "cannot be divided among ranks: its MLPs compare all activations of a layer "
+            "(activation_sparsity_pattern)"
+        )
     styles = _OWN.get(model.config.model_type) or model.tp_plan or {}
     modules = [module for module, _ in model.named_modules()]
     known = {style.value: style for style in Style}
@@ -73,9 +76,14 @@ def read_plan(model: PreTrainedModel) -> dict[str, Style]:
         elif name not in _WHOLE:
             tensors = [tensor for tensor, _ in model.named_parameters()]
             if named := _matching(pattern, modules + tensors):
-                raise Refused(f"divides {named[0]} in a way, {name}, that is not known here")
+                raise Refused(
+                    f"has a tensor-parallel plan whose style {name!r} of {named[0]} is not "
+                    "supported"
+                )
     if not _SUMMED & set(plan.values()):  # the plan divides nothing, or only the head
-        raise Refused("has no plan by which ranks could divide it")
+        raise Refused(
+            "has no tensor-parallel plan in transformers, so it cannot be divided among ranks"
+        )
     return plan
 
 

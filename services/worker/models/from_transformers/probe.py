@@ -32,11 +32,11 @@ class Probe:
         `num_layers` layers, except those in `recurrent`, has called attention exactly once.
         """
         if not self._layers:
-            raise Refused("does not attend through transformers' attention interface")
+            raise Refused("does not use transformers' attention interface")
         if sorted({*self._layers, *recurrent}) != list(range(num_layers)):
             raise Refused(
-                f"attends through transformers' attention interface in {len(self._layers)} of "
-                f"its {num_layers} layers only"
+                f"uses transformers' attention interface in only {len(self._layers)} of its "
+                f"{num_layers} layers"
             )
         return dict(sorted(self._layers.items()))
 
@@ -56,16 +56,16 @@ class Probe:
         """Computes attention. Raises Refused for features that a paged cache does not implement."""
         index = getattr(module, "layer_idx", None)
         if not isinstance(index, int) or index in self._layers:
-            raise Refused("has attention that does not belong to one layer")
+            raise Refused("calls attention outside of its layers, or twice in a layer")
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-            raise Refused("sees later tokens")
+            raise Refused("attends to later tokens")
         if attention_mask is not None or dropout:
-            raise Refused("wants a mask or dropout of its own")
+            raise Refused("passes a mask or dropout of its own to attention")
         for name, option in options.items():
             if name not in _HARMLESS and option is not None and option is not False:
-                raise Refused(f"wants {name} in its attention, which is not supported")
+                raise Refused(f"passes {name} to attention, which is not supported")
         if query.shape[2] != key.shape[2]:
-            raise Refused("attends to something else than its own tokens")
+            raise Refused("attends to something other than the tokens of the sequence")
         if query.shape[-1] != value.shape[-1] or key.shape[1] != value.shape[1]:
             raise Refused("has values of another shape than its keys")
         scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)

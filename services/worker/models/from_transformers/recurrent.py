@@ -151,7 +151,7 @@ class RecurrentProbe:
         cut = torch.cat(pieces, 1)
         expected = whole[:, : cut.shape[1]]
         if (cut - expected).norm() > self._tolerance * expected.norm():
-            raise Refused("has recurrent layers that do not go on from their states")
+            raise Refused("has recurrent layers that cannot continue from their stored states")
         self._states[layer.index] = StateLayer(
             tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in cache.tensors)
         )

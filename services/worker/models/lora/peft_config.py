@@ -14,9 +14,9 @@ _REFUSED = {
     "use_dora": "DoRA",
     "alora_invocation_tokens": "activated LoRA",
     "layer_replication": "replicated layers",
-    "modules_to_save": "modules that replace those of the model",
+    "modules_to_save": "modules that replace modules of the model",
     "trainable_token_indices": "trained tokens",
-    "target_parameters": "parameters that are no projections",
+    "target_parameters": "parameters that are not projections",
     "use_qalora": "QALoRA",
     "use_bdlora": "block-diagonal LoRA",
     "lora_bias": "biases",
@@ -57,7 +57,7 @@ class PeftConfig:
                 if re.match(rf"(?:.*\.)?(?:{pattern})$", module):
                     return float(value)
             except re.error as error:
-                problem = f"the pattern {pattern!r} is no regular expression: {error}"
+                problem = f"the pattern {pattern!r} is not a regular expression: {error}"
                 raise ModelConfigError(self.path, problem) from error
         return default
 
@@ -68,16 +68,21 @@ def read_peft_config(directory: Path) -> PeftConfig:
     values = read_json_object(path)
     reader = JsonReader(path, values)
     if values.get("peft_type") != "LORA":
-        raise UnsupportedModel(path, f"peft_type is {values.get('peft_type')!r}; served is LORA")
+        raise UnsupportedModel(
+            path, f"peft_type is {values.get('peft_type')!r}, but only LORA is supported"
+        )
     for name, what in _REFUSED.items():
         if values.get(name):
-            raise UnsupportedModel(path, f"{name}: {what} are not served in an adapter")
+            raise UnsupportedModel(path, f"{name}: {what} in an adapter are not supported")
     if values.get("bias", "none") != "none":
-        problem = f"bias is {values['bias']!r}: an adapter's biases are not served"
+        problem = f"bias is {values['bias']!r}: biases in an adapter are not supported"
         raise UnsupportedModel(path, problem)
     how = str(values.get("init_lora_weights", "")).lower()
     if how.startswith(_CHANGED_BASES):
-        problem = f"init_lora_weights is {how!r}: the adapter belongs to weights that it changed"
+        problem = (
+            f"init_lora_weights is {how!r}: the adapter was trained with changed base weights, so "
+            "it does not fit this model"
+        )
         raise UnsupportedModel(path, problem)
     return PeftConfig(
         path,

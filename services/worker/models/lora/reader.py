@@ -128,7 +128,10 @@ class LoraReader:
             index = int(found[2]) if found else 0
             known = found is not None and index < self.config.num_layers
             if found is None or not known or found[3] not in self._targets(index):
-                problem = f"tensor {name}: adapters add to no such projection here"
+                problem = (
+                    f"tensor {name}: the model has no such projection to which adapters can be "
+                    "applied"
+                )
                 raise UnsupportedModel(file, problem)
             modules.setdefault(index, {})[found[3]] = found[1]
         if not modules:
@@ -137,7 +140,7 @@ class LoraReader:
             for within, module in names.items():
                 rank = config.rank(module)
                 if rank > max_rank:
-                    problem = f"the rank of {module} is {rank}; max_lora_rank is {max_rank}"
+                    problem = f"the rank of {module} is {rank}, above max_lora_rank {max_rank}"
                     raise ModelConfigError(config.path, problem)
                 rows, columns = self._targets(index)[within].shape
                 _check_tensor(checkpoint, file, f"{_PREFIX}{module}.lora_A.weight", (rank, columns))

@@ -43,7 +43,7 @@ def check_configuration(
     name, pooling = read_architecture(directory), read_pooling(directory, runner)
     path = directory / "config.json"
     if num_stages > 1 and pooling is not None:
-        problem = "a model that pools is not divided into pipeline stages"
+        problem = "a pooling model cannot be divided into pipeline stages"
         raise UnsupportedModel(path, f"{problem}: pipeline_parallel_size must be 1")
     if pooling is not None and takes_whole_prompts(directory):
         check_whole(read_json_object(path), path)
@@ -56,8 +56,8 @@ def check_configuration(
         if num_stages > 1:
             raise UnsupportedModel(
                 path,
-                f"architecture {name} has no native code, and transformers' is not divided into "
-                "pipeline stages: pipeline_parallel_size must be 1",
+                f"architecture {name} has no native code in Stepwell, and models that transformers "
+                "computes cannot be divided into pipeline stages: pipeline_parallel_size must be 1",
             )
 
 
@@ -83,6 +83,8 @@ def takes_whole_prompts(directory: Path) -> bool:
         return True
     if native_architecture(name) is not None:
         if config.get("is_causal") is False:
-            raise UnsupportedModel(path, f"is_causal false: {name} sees no later tokens here")
+            raise UnsupportedModel(
+                path, f"is_causal false: attention to later tokens is not supported for {name}"
+            )
         return False
     return not generates(name)

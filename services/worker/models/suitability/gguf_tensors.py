@@ -49,13 +49,15 @@ def read_gguf_tensors(file: Path) -> tuple[GgufHeader, list[TensorInfo]]:
     architecture = header.metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise UnsupportedModel(
-            file, f"architecture {architecture!r} is not read; {', '.join(ARCHITECTURES)} are"
+            file,
+            f"architecture {architecture!r} is not supported in GGUF files, only "
+            f"{', '.join(ARCHITECTURES)}",
         )
     tensors = [_info(file, tensor) for tensor in header.tensors]
     for tensor in tensors:
         if tensor.end > size:
             raise ModelFileError(
-                file, f"the file is cut short: it ends within tensor {tensor.name}"
+                file, f"the file is incomplete: it ends within tensor {tensor.name}"
             )
     return header, tensors
 
@@ -72,7 +74,8 @@ def _info(file: Path, tensor: GgufTensor) -> TensorInfo:
         size, block_bytes = BLOCK_SIZES[kind]
         if len(shape) != 2 or shape[1] % size:
             raise ModelFileError(
-                file, f"tensor {name} of shape {list(shape)} is not blocks of {kind}"
+                file,
+                f"tensor {name} of shape {list(shape)} cannot be divided into blocks of {kind}",
             )
         num_bytes = count // size * block_bytes
     return TensorInfo(name, file, kind, shape, tensor.begin, tensor.begin + num_bytes)
@@ -85,5 +88,5 @@ def _name_of(file: Path, name: str) -> str:
     prefix, _, rest = module.partition(".")
     index, _, part = rest.partition(".")
     if prefix != "blk" or not index.isdigit() or part not in _LAYER_NAMES:
-        raise UnsupportedModel(file, f"tensor {name} is not read")
+        raise UnsupportedModel(file, f"tensor {name} is not supported")
     return f"model.layers.{index}.{_LAYER_NAMES[part]}.{kind}"

@@ -10,8 +10,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHER_FORMATS = (".h5", ".msgpack", ".onnx", ".ot", ".npz", ".mlmodel", ".pdparams")
 _ADAPTER = "adapter_config.json"
 _OTHER_DIRECTORIES = {
-    "model_index.json": "a pipeline of diffusers, which makes images",
-    "params.json": "a checkpoint in its authors' own format; the hub has most in Hugging Face's",
+    "model_index.json": "a pipeline of diffusers, which generates images",
+    "params.json": "a checkpoint in its authors' own format; use the checkpoint in Hugging Face's "
+    "format, which the hub has for most models",
     "refs": "a folder of the hub's cache; name the model as OWNER/NAME",
     "snapshots": "a folder of the hub's cache; name the model as OWNER/NAME",
 }
@@ -43,7 +44,8 @@ def no_weights(directory: Path, single: Path, index_file: str) -> ModelFileError
         return UnsupportedModel(directory / pickles[0], _about_pickles(directory, pickles))
     if others:
         return UnsupportedModel(
-            directory / others[0], "weights in this format are not read, only safetensors and GGUF"
+            directory / others[0],
+            "weights in this format are not supported, only safetensors and GGUF",
         )
     return ModelFileError(single, f"the file is missing, and so is {index_file}")
 
@@ -60,8 +62,8 @@ def no_configuration(directory: Path) -> ModelFileError | UnsupportedModel:
 
 def _about_adapters(directory: Path) -> str:
     return (
-        "this is an adapter: serve the model that it was made for with --enable-lora "
-        f"--lora-modules NAME={directory}"
+        "this is an adapter: serve its base model with --enable-lora --lora-modules "
+        f"NAME={directory}"
     )
 
 
@@ -74,8 +76,8 @@ def _about_pickles(directory: Path, pickles: list[str]) -> str:
             f"Model.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}')\""
         )
     return (
-        "the weights are pickles, which can run any code when they are loaded, and are not read; "
-        f"{how}"
+        "the weights are pickles, which can run any code when they are loaded, and are therefore "
+        f"not supported; {how}"
     )
 
 

@@ -54,7 +54,7 @@ def read_header(file: Path) -> list[TensorInfo]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             if size < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
-                raise ModelFileError(file, f"the file is cut short: it ends after {size} bytes")
+                raise ModelFileError(file, f"the file is incomplete: it ends after {size} bytes")
             header = json.loads(stream.read(length))
     except FileNotFoundError:
         raise ModelFileError(file, "the file is missing") from None
@@ -66,7 +66,8 @@ def read_header(file: Path) -> list[TensorInfo]:
     needed = max((tensor.end for tensor in tensors), default=0)
     if needed > size:
         raise ModelFileError(
-            file, f"the file is cut short: its header describes {needed} bytes, it has {size}"
+            file,
+            f"the file is incomplete: its header describes {needed} bytes, but the file has {size}",
         )
     return tensors
 
@@ -92,7 +93,9 @@ def _parse_header(file: Path, header: object, base: int) -> list[TensorInfo]:
                 TensorInfo(name, file, str(entry["dtype"]), shape, base + begin, base + end)
             )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ModelFileError(file, "the header is not that of a safetensors file") from error
+        raise ModelFileError(
+            file, "the header is not a valid header of a safetensors file"
+        ) from error
     return sorted(tensors, key=lambda tensor: (tensor.begin, tensor.name))
 
 
@@ -108,10 +111,13 @@ def _read_shards(directory: Path, index: Path) -> TensorFiles:
             raise ModelTensorError(directory / file_name, f"tensor {name} is missing")
         tensors[name] = shards[file_name][name]
     unlisted = sorted({name for shard in shards.values() for name in shard} - tensors.keys())
-    unread = [f"{named('tensor', unlisted)} in no line of it"] if unlisted else []
+    unread = [f"{named('tensor', unlisted)} not listed in the index"] if unlisted else []
     if (directory / SINGLE_FILE).exists():
-        unread.append(f"it names other files than {SINGLE_FILE}")
-    return TensorFiles(tensors, f"{index} decides: {'; '.join(unread)}" if unread else None)
+        unread.append(f"the index does not list {SINGLE_FILE}")
+    return TensorFiles(
+        tensors,
+        f"only the tensors in the index {index} are read: {'; '.join(unread)}" if unread else None,
+    )
 
 
 def _read_shard(directory: Path, file_name: str) -> list[TensorInfo]:
@@ -119,7 +125,7 @@ def _read_shard(directory: Path, file_name: str) -> list[TensorInfo]:
     if not (directory / file_name).exists() and single.exists():
         raise ModelFileError(
             directory / file_name,
-            f"the file is missing; remove {INDEX_FILE} if {SINGLE_FILE} is to be read instead",
+            f"the file is missing; to read {SINGLE_FILE} instead, remove {INDEX_FILE}",
         )
     return read_header(directory / file_name)
 
@@ -130,5 +136,5 @@ def _read_weight_map(index: Path) -> Mapping[str, str]:
         raise ModelFileError(index, "weight_map must map tensor names to files")
     for file_name in weight_map.values():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
-            raise ModelFileError(index, f"weight_map names {file_name!r}, which is no file name")
+            raise ModelFileError(index, f"weight_map has {file_name!r}, which is not a file name")
     return weight_map

@@ -44,9 +44,9 @@ def check_decoder(values: Mapping[str, Any], path: Path) -> None:
     KV cache. `values` has the keys of config.json, whose path is `path`.
     """
     name = _check_known(values, path)
-    _check_inputs(values, path, name, "; its decoder may be, as a checkpoint of its own")
+    _check_inputs(values, path, name, "; a checkpoint with only its decoder may be supported")
     if name not in _names(_tables().get(_DECODERS, {}).get(values["model_type"])):
-        raise UnsupportedModel(path, f"architecture {name} is no decoder that can be served")
+        raise UnsupportedModel(path, f"architecture {name} is not a decoder that can be served")
     if values.get("is_encoder_decoder"):
         raise UnsupportedModel(path, f"architecture {name} has an encoder")
     if values.get("quantization_config") is not None:
@@ -54,17 +54,22 @@ def check_decoder(values: Mapping[str, Any], path: Path) -> None:
     _check_layers(values, path, name)
     reason = _why_not(values, _source_of(values["model_type"], name))
     if reason is not None:
-        raise UnsupportedModel(path, f"{name} {reason}, and has no native code here")
+        raise UnsupportedModel(path, f"{name} {reason}, and has no native code in Stepwell")
 
 
 def check_whole(values: Mapping[str, Any], path: Path) -> None:
     """Raises UnsupportedModel if the hidden states of an architecture cannot be pooled."""
     name = _check_known(values, path)
     if values.get("is_encoder_decoder"):
-        raise UnsupportedModel(path, f"architecture {name} has a decoder beside its encoder")
+        raise UnsupportedModel(
+            path,
+            f"architecture {name} has a decoder in addition to its encoder, which is not supported",
+        )
     _check_inputs(values, path, name, "")
     if values.get("vocab_size") is None:
-        raise UnsupportedModel(path, f"architecture {name} takes no text: vocab_size is missing")
+        raise UnsupportedModel(
+            path, f"architecture {name} does not process text: vocab_size is missing"
+        )
     if values.get("quantization_config") is not None:
         raise quantized(path, values["quantization_config"])
 
@@ -74,16 +79,22 @@ def _check_known(values: Mapping[str, Any], path: Path) -> str:
     name = str((values.get("architectures") or ["of no name"])[0])
     if find_spec("transformers") is None:
         raise UnsupportedModel(
-            path, f"architecture {name} has no native code, and transformers is not installed"
+            path,
+            f"architecture {name} has no native code in Stepwell, and transformers is not "
+            "installed",
         )
     if values.get("model_type") is None:
-        raise UnsupportedModel(path, f"architecture {name} has no native code, and no model_type")
+        raise UnsupportedModel(
+            path, f"architecture {name} has no native code in Stepwell, and model_type is missing"
+        )
     known = {each for table in _tables().values() for names in table.values() for each in names}
     if name not in known:
-        remote = "; the code that auto_map names is never run" if values.get("auto_map") else ""
+        remote = (
+            "; Stepwell never runs the code that auto_map names" if values.get("auto_map") else ""
+        )
         raise UnsupportedModel(
             path,
-            f"architecture {name} is known neither here nor to transformers "
+            f"architecture {name} is unknown to Stepwell and to transformers "
             f"{version('transformers')}{remote}",
         )
     return name
@@ -93,22 +104,27 @@ def _check_inputs(values: Mapping[str, Any], path: Path, name: str, hint: str) -
     for other in OTHER_INPUTS:
         if values.get(other) is not None:
             raise UnsupportedModel(
-                path, f"architecture {name} takes more than text ({other}), and is not served{hint}"
+                path,
+                f"architecture {name} processes more than text ({other}), and is not "
+                f"supported{hint}",
             )
 
 
 def _check_layers(values: Mapping[str, Any], path: Path, name: str) -> None:
     types = values.get("layer_types") or []
     if types and set(types) == {RECURRENT}:
-        raise UnsupportedModel(path, f"architecture {name} has no layer that attends")
+        raise UnsupportedModel(path, f"architecture {name} has no attention layer")
     for index, kind in enumerate(types):
         if kind not in (FULL, SLIDING, RECURRENT, BOTH):
-            raise UnsupportedModel(path, f"layer {index} is of type {kind!r}, which has no cache")
+            raise UnsupportedModel(path, f"layer {index} has type {kind!r}, which is not supported")
     ropes = values.get("rope_parameters") or values.get("rope_scaling") or {}
     for entry in (ropes, *(entry for entry in ropes.values() if isinstance(entry, dict))):
         kind = str(entry.get("rope_type", entry.get("type")))
         if kind in _SHIFTING_ROPES:
-            problem = f"rope_type {kind!r} turns cached keys stale when a sequence grows"
+            problem = (
+                f"rope_type {kind!r} is not supported: when a sequence grows, its cached keys "
+                "would become wrong"
+            )
             raise UnsupportedModel(path, problem)
 
 
@@ -123,10 +139,10 @@ def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
         return "biases its attention by distance (ALiBi), which is not supported"
     if "ALL_ATTENTION_FUNCTIONS" in source:
         has_sinks = "s_aux=" in source and _SINKS.search(source) is not None
-        return "wants s_aux in its attention, which is not supported" if has_sinks else None
+        return "passes s_aux to attention, which is not supported" if has_sinks else None
     if _ATTENTION_CLASS.search(source) is None:
-        return "has no layer that attends"
-    return "does not attend through transformers' attention interface"
+        return "has no attention layer"
+    return "does not use transformers' attention interface"
 
 
 def _source_of(model_type: str, name: str) -> str | None:

@@ -53,7 +53,7 @@ def select_simulated(
             ("device-faults", settings.device_faults),
         ):
             if value is not None:
-                raise SettingError(f"--{name} belongs to --device simulated")
+                raise SettingError(f"--{name} needs --device simulated")
         return select_platform(settings, checkpoint_reached, group)
     profile = read_profile(settings.profile)
     kernels = select_kernels(settings.kernels, default_cache_directory(), checkpoint_reached)
@@ -101,7 +101,9 @@ class SimulatedPlatform:
         """
         name = read_architecture(directory)
         if not is_native(name, pools=True) or takes_whole_prompts(directory):
-            problem = f"device simulated: architecture {name} has no native decoder"
+            problem = (
+                f"device simulated needs a native decoder, which architecture {name} does not have"
+            )
             raise UnsupportedModel(directory / "config.json", problem)
         return Checkpoint(directory, {})
 

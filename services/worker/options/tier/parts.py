@@ -29,20 +29,22 @@ def with_tier(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
     num_blocks = num_bytes // block
     if not num_blocks:
         raise NoTier(
-            f"kv_offloading_size: {size:g} GiB do not hold a block of {block} bytes on each of "
+            f"kv_offloading_size: {size:g} GiB are less than one block of {block} bytes on each of "
             f"{num_ranks} ranks"
         )
     available = setup.platform.free_memory(parts).of_bytes
     if num_blocks * block > available:
         raise NotEnoughMemory(
-            f"kv_offloading_size: {num_blocks * block / 2**20:.1f} MiB are asked for, and "
-            f"there are {available / 2**20:.1f} MiB"
+            f"kv_offloading_size: {num_blocks * block / 2**20:.1f} MiB are needed, but the "
+            f"available memory is only {available / 2**20:.1f} MiB"
         )
     num_blocks = setup.least_of_ranks("num_tier_blocks", num_blocks)
     with memory_for("offloaded blocks", "lower kv_offloading_size"):
         memory = tier_memory(num_blocks, setup.platform.stored_block_bytes(parts))
     logger.info(
-        "KV tier: %d blocks, %.1f MiB: kv_offloading_size", num_blocks, memory.nbytes / 2**20
+        "host memory for offloaded blocks: %d blocks, %.1f MiB (kv_offloading_size)",
+        num_blocks,
+        memory.nbytes / 2**20,
     )
     limits = replace(parts.limits, num_tier_blocks=num_blocks)
     return replace(parts, limits=limits, make_tier=partial(KVTier, memory))
@@ -54,6 +56,6 @@ def _check(setup: RankSetup, parts: RunnerParts) -> None:
     overwrites = setup.settings.mamba_cache_mode is MambaCacheMode.NONE
     if parts.limits.state_block_sizes and overwrites:
         raise NoTier(
-            "kv_offloading_size: states that each step overwrites are not offloaded: set "
-            "mamba_cache_mode align"
+            "kv_offloading_size: states of recurrent layers that each step overwrites cannot be "
+            "offloaded: set mamba_cache_mode to align"
         )

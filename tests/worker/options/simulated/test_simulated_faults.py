@@ -140,7 +140,7 @@ def test_faults_belong_to_the_simulated_device(directory: Path) -> None:
     wanted = WorkerSettings(
         model=directory, device=DeviceSetting.CPU, device_faults="at step 1: fail"
     )
-    with pytest.raises(SettingError, match="--device-faults belongs to --device simulated"):
+    with pytest.raises(SettingError, match="--device-faults needs --device simulated"):
         build_worker(wanted, "w", lambda: None)
     with pytest.raises(SettingError, match="'explode' is not a fault"):
         build(directory, device_faults="at step 1: explode")

@@ -43,8 +43,8 @@ def test_recurrent_layers_are_refused() -> None:
     [
         (
             {"device_name": None},
-            "device is cuda, but torch finds no CUDA device; check the driver and that torch is a "
-            "CUDA build, or set --device cpu",
+            "device is cuda, but torch finds no CUDA device; check the driver, and that torch "
+            "was built for CUDA, or set --device cpu",
         ),
         (
             {"device_name": "Tesla T4", "capability": (7, 5)},
@@ -94,9 +94,14 @@ def test_scores_with_a_cap_are_computed_without_the_kernel_in_heads_of_any_size(
 @pytest.mark.parametrize(
     ("layer", "block_size", "dtype", "sentence"),
     [
-        (LAYER, 64, torch.float32, "dtype float32 is not computed on CUDA"),
-        (LAYER, 48, torch.bfloat16, "block_size is 48; on CUDA it is one of 16, 32, 64, 128 or"),
-        (replace(LAYER, head_dim=96), 64, torch.bfloat16, "the model's heads have size 96, and"),
+        (LAYER, 64, torch.float32, "dtype float32 is not supported on CUDA"),
+        (LAYER, 48, torch.bfloat16, "block_size is 48, but on CUDA it must be 16, 32, 64, 128 or"),
+        (
+            replace(LAYER, head_dim=96),
+            64,
+            torch.bfloat16,
+            "the model's attention heads have size 96",
+        ),
     ],
 )
 def test_models_that_the_kernel_cannot_compute_are_refused(
@@ -110,7 +115,7 @@ def test_models_that_the_kernel_cannot_compute_are_refused(
     ("layer", "is_native", "what"),
     [
         (LAYER, False, "models that transformers runs"),
-        (replace(LAYER, softcap=50.0), True, "models that cap their scores"),
+        (replace(LAYER, softcap=50.0), True, "models that cap attention scores"),
     ],
 )
 def test_models_that_are_not_computed_the_same_in_every_batch(
@@ -118,7 +123,7 @@ def test_models_that_are_not_computed_the_same_in_every_batch(
 ) -> None:
     check_batch_invariant((LAYER, replace(LAYER, window=64)), is_native=True)
     with pytest.raises(
-        UnsuitableDevice, match=f"batch_invariant is not offered on CUDA for {what}"
+        UnsuitableDevice, match=f"batch_invariant is not supported on CUDA for {what}"
     ):
         check_batch_invariant((LAYER, layer), is_native=is_native)
 

@@ -161,5 +161,7 @@ def test_without_usable_tiles_the_next_kernels_are_loaded(
     monkeypatch.setattr(tiles, "refusal", lambda: refusal)
     for _ in range(2):
         assert compiled.load_compiled(tmp_path / "cache", lambda: None).kind() == 3
-    reason = refusal or "the processor has no palette"
-    assert caplog.messages == [f"kernels: without the processor's tiles (AMX): {reason}"]
+    reason = refusal or "the processor reports no tile palette"
+    assert caplog.messages == [
+        f"the compiled kernels do not use the processor's tile registers (AMX): {reason}"
+    ]

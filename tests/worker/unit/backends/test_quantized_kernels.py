@@ -143,9 +143,11 @@ def test_weights_that_are_quantized_differently_keep_their_values_when_stacked()
     assert stacked(parts[2:] * 2).bits == 4
     floats = drawn(3, 2, 4, FLOAT8, torch.float32, offsets=False)
     assert torch.equal(stacked([floats] * 2).dequantized()[3:], floats.dequantized())
-    with pytest.raises(ValueError, match="some are quantized to integers and some to floats"):
+    with pytest.raises(
+        ValueError, match=("some of these weights are quantized to integers and some to floats")
+    ):
         stacked([floats, drawn(3, 2, 4, 8, torch.float32, offsets=False)])
-    with pytest.raises(ValueError, match="some are quantized and some are not"):
+    with pytest.raises(ValueError, match="some of these weights are quantized and some are not"):
         stacked([parts[0], parts[1].dequantized()])
 
 
@@ -153,5 +155,5 @@ def test_columns_of_several_groups_are_whole_groups() -> None:
     weight = drawn(3, 4, 8, 4, torch.float32, offsets=True)
     part = weight.columns(slice(8, 24))
     assert torch.equal(part.dequantized(), weight.dequantized()[:, 8:24])
-    with pytest.raises(ValueError, match="columns 4 to 24 are not groups of 8"):
+    with pytest.raises(ValueError, match="columns 4 to 24 are not whole groups of 8 columns"):
         weight.columns(slice(4, 24))

@@ -110,7 +110,7 @@ def test_the_end_of_a_rank_ends_the_waits_of_others() -> None:
             return 0
         left.set()
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match="rank 1 of the 2 that share these layers"):
+        with pytest.raises(RuntimeError, match="rank 1 of the 2 ranks of this stage"):
             thread.ranks.sum(torch.ones(1, 1))
         with pytest.raises(RuntimeError):  # later collectives fail too
             thread.ranks.exchange([1])

@@ -93,7 +93,7 @@ def test_parameters_of_suffix_trees_are_parsed(
         ('{"num_speculative_tokens": 3, "method": []}', "must have method ngram or draft_model"),
         (
             '{"num_speculative_tokens": 3, "method": "draft_model"}',
-            "must have as model the directory of a draft model, not None",
+            "must have the directory of a draft model as model, not None",
         ),
         ('{"num_speculative_tokens": 3, "model": "/nowhere"}', "there is no directory /nowhere"),
         (

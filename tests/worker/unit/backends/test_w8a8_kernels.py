@@ -109,7 +109,9 @@ def test_stacked_weights_must_all_quantize_their_inputs_or_none() -> None:
     both = stacked([drawn(3, 8, torch.float32), drawn(5, 8, torch.float32)])
     assert both.quantizes_inputs
     assert both.columns(slice(2, 6)).rows(slice(1, 7)).quantizes_inputs
-    with pytest.raises(ValueError, match="some are for quantized inputs and some are not"):
+    with pytest.raises(
+        ValueError, match=("some of these weights are for quantized inputs and some are not")
+    ):
         stacked([both, quantize_int8(torch.randn(2, 8))])
 
 
@@ -120,5 +122,5 @@ def test_sums_that_do_not_fit_are_refused(native) -> None:
     x = torch.ones(1, deepest, dtype=native.dtype)
     for kernels in (native.kernels, TorchKernels()):
         assert kernels.linear(weight, None).full(x).item() == -128.0 * deepest
-    with pytest.raises(ValueError, match=f"sums over {deepest + 1} inputs of 8 bits do not fit"):
+    with pytest.raises(ValueError, match=f"products with {deepest + 1} inputs of 8 bits"):
         quantize_int8(torch.ones(1, deepest + 1), quantizes_inputs=True)

@@ -95,7 +95,10 @@ def test_embeddings_in_half_precision_are_accepted(tmp_path: Path, dtype: Embeds
     ("embeds", "problem"),
     [
         (PromptEmbeds(7, EmbedsDtype.FLOAT32, bytes(7 * 47 * 4)), "prompt_embeds has 1316 bytes"),
-        (PromptEmbeds(8, EmbedsDtype.FLOAT32, bytes(8 * 48 * 4)), "tokens 0 to 8 are not what"),
+        (
+            PromptEmbeds(8, EmbedsDtype.FLOAT32, bytes(8 * 48 * 4)),
+            "the embeddings are for tokens 0 to 8",
+        ),
     ],
 )
 def test_a_matrix_of_another_width_is_refused_and_the_batch_unchanged(
@@ -125,7 +128,13 @@ def test_embeddings_of_computed_tokens_may_be_omitted(tmp_path: Path) -> None:
         == (expected[1:2])
     )
     runner.execute(leave(34))
-    with pytest.raises(InvalidArgument, match="tokens 4 to 7 are not what row 0 lacks"):
+    with pytest.raises(
+        InvalidArgument,
+        match=(
+            "the embeddings are for tokens 4 to 7, which are not all tokens of the embedded prompt "
+            "in row 0 that are still to be computed"
+        ),
+    ):
         runner.execute(step(35, 4, 3, late))
 
 

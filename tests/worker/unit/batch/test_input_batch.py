@@ -80,55 +80,61 @@ ENTER = (new(1, [1, 2], [5]),)
 CONTRADICTIONS = {
     "removed_rows: row 3 is not in use": step(removed_rows=ints(3)),
     "removed_rows: row 2 is not in use": step(removed_rows=ints(2, 2)),
-    "new_requests.row: row 2 is in use": step(enter=(new(2, [1], [5]),)),
-    "new_requests.row: row 4 is not below 4": step(enter=(new(4, [1], [5]),)),
-    "new_requests.token_ids: 0 tokens": step(enter=(new(1, [], [5]),)),
-    "new_requests.token_ids: 17 tokens": step(enter=(new(1, [1] * 17, [5, 6, 7, 8, 9]),)),
-    "new_requests.token_ids: token .100. is not below 100": step(enter=(new(1, [100], [5]),)),
-    "new_requests.token_ids: token .-1. is not below 100": step(enter=(new(1, [-1], [5]),)),
-    "new_requests.num_prompt_tokens: 3, not 1 to 2": step(
+    "new_requests.row: row 2 is used by another request": step(enter=(new(2, [1], [5]),)),
+    "new_requests.row: row 4 is not from 0 to 3": step(enter=(new(4, [1], [5]),)),
+    "new_requests.token_ids: has 0 tokens": step(enter=(new(1, [], [5]),)),
+    "new_requests.token_ids: has 17 tokens": step(enter=(new(1, [1] * 17, [5, 6, 7, 8, 9]),)),
+    "new_requests.token_ids: token .100. is not from 0 to 99": step(enter=(new(1, [100], [5]),)),
+    "new_requests.token_ids: token .-1. is not from 0 to 99": step(enter=(new(1, [-1], [5]),)),
+    "new_requests.num_prompt_tokens: is 3, not 1 to 2": step(
         enter=(replace(ENTER[0], num_prompt_tokens=3),)
     ),
-    "new_requests.block_tables: 2 groups, not 1": step(
+    "new_requests.block_tables: has 2 KV-cache groups, not 1": step(
         enter=(replace(ENTER[0], block_tables=(ints(1), ints(2))),)
     ),
     "new_requests.block_tables: block .20. is not from 1 to 19": step(enter=(new(1, [1], [20]),)),
     "new_requests.block_tables: block .0. is not from 1 to 19": step(enter=(new(1, [1], [0]),)),
-    "new_requests.block_tables: 5 blocks, over 4": step(enter=(new(1, [1], [5, 6, 7, 8, 9]),)),
+    "new_requests.block_tables: has 5 blocks, more than 4": step(
+        enter=(new(1, [1], [5, 6, 7, 8, 9]),)
+    ),
     "appended_blocks: row 1 is not in use": step(appended_blocks=(appended((1, [5])),)),
     "appended_blocks: block .-3. is not": step(appended_blocks=(appended((2, [-3])),)),
-    "appended_blocks: row 2 has 5 blocks, over 4": step(
+    "appended_blocks: row 2 would have 5 blocks, more than 4": step(
         appended_blocks=(appended((2, [5, 6, 7])),)
     ),
-    "appended_blocks: 2 groups": step(appended_blocks=(appended((2, [5])), appended((2, [6])))),
-    "appended_blocks: block ids do not add up": step(
+    "appended_blocks: has 2 KV-cache groups": step(
+        appended_blocks=(appended((2, [5])), appended((2, [6])))
+    ),
+    "appended_blocks: the number of block ids is not the sum": step(
         appended_blocks=(replace(appended((2, [5])), num_blocks=ints(2)),)
     ),
-    "num_computed_tokens: 0 entries for 1 rows": step((2, 1, 5), num_computed_tokens=ints()),
+    "num_computed_tokens: has 0 entries for 1 rows": step((2, 1, 5), num_computed_tokens=ints()),
     "rows: row .1. is not in use": step((1, 1, 0)),
     "rows: row .9. is not in use": step((9, 1, 0)),
-    "rows: a row is named twice": step((2, 1, 0), (2, 1, 0)),
-    "rows: row 2 needs 5 tokens, has room for 4": step(
+    "rows: has a row twice": step((2, 1, 0), (2, 1, 0)),
+    "rows: row 2 would have 5 tokens, but its blocks have slots for 4": step(
         (2, 5, 0), removed_rows=ints(2), enter=(new(2, [1] * 5, [3]),)
     ),
-    "num_scheduled_tokens: 13 tokens in a step of at most 12": step((2, 13, 0)),
-    "num_scheduled_tokens: row 2 computes no known token": step((2, 0, 0)),
-    "num_computed_tokens: row 2 has 5 tokens, not 6": step((2, 1, 5)),
-    "num_computed_tokens: row 2 has 5 tokens, not 4": step((2, 5, -1)),
-    "num_computed_tokens: row 2 has 5 tokens, not 2147483648": step((2, 1, 2**31 - 1)),
-    "num_draft_tokens: 1 entries, 2 rows": step(
+    "num_scheduled_tokens: has 13 tokens, but a step has at most 12": step((2, 13, 0)),
+    "num_scheduled_tokens: row 2 has only drafts to compute": step((2, 0, 0)),
+    "num_computed_tokens: row 2 has 5 tokens, but its step begins after 6": step((2, 1, 5)),
+    "num_computed_tokens: row 2 has 5 tokens, but its step begins after 4": step((2, 5, -1)),
+    "num_computed_tokens: row 2 has 5 tokens, but its step begins after 2147483648": step(
+        (2, 1, 2**31 - 1)
+    ),
+    "num_draft_tokens: has 1 entries for 2 rows": step(
         (2, 2, 3), (1, 1, 0), enter=ENTER, num_draft_tokens=ints(1)
     ),
     "num_draft_tokens: drafts of row 2 do not follow its 5 tokens": step(
         (2, 2, 3), num_draft_tokens=ints(1), draft_token_ids=ints(9)
     ),
-    "draft_token_ids: drafts do not add up": step(
+    "draft_token_ids: the number of drafts is not the sum": step(
         (2, 2, 4), num_draft_tokens=ints(1), draft_token_ids=ints(9, 9)
     ),
     "draft_token_ids: token .-1.": step(
         (2, 2, 4), num_draft_tokens=ints(1), draft_token_ids=ints(-1)
     ),
-    "rows: row 2 needs 9 tokens, has room for 8": step(
+    "rows: row 2 would have 9 tokens, but its blocks have slots for 8": step(
         (2, 5, 4), num_draft_tokens=ints(4), draft_token_ids=ints(1, 2, 3, 4)
     ),
 }
@@ -149,7 +155,7 @@ def test_a_sequence_at_its_greatest_length_cannot_go_on() -> None:
     batch = InputBatch(replace(LIMITS, max_num_batched_tokens=20))
     apply_step(batch, step((0, 16, 0), enter=(new(0, [1] * 16, [1, 2, 3, 4]),)))
     batch.append_one(ints(0), ints(2))
-    with pytest.raises(InvalidStep, match="row 0 would reach 17 tokens, over 16"):
+    with pytest.raises(InvalidStep, match="row 0 would have 17 tokens, more than max_model_len 16"):
         apply_step(batch, step((0, 1, 16)))
 
 
@@ -185,11 +191,11 @@ def test_each_group_has_a_table(hybrid: InputBatch) -> None:
 @pytest.mark.parametrize(
     ("tables", "problem"),
     [
-        ((ints(3),), "new_requests.block_tables: 1 groups, not 2"),
+        ((ints(3),), "new_requests.block_tables: has 1 KV-cache groups, not 2"),
         ((ints(0, 3), ints(0, 4)), "new_requests.block_tables: block .0. is not from 1"),
         ((ints(2, 3), ints(4, 0)), "new_requests.block_tables: block .0. is not from 1"),
         ((ints(2, 3), ints(0, 0)), "new_requests.block_tables: block .0. is not from 1"),
-        ((ints(2, 3), ints(4)), "rows: row 0 needs 5 tokens, has room for 4"),
+        ((ints(2, 3), ints(4)), "rows: row 0 would have 5 tokens, but its blocks have slots for 4"),
     ],
 )
 def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
@@ -229,17 +235,21 @@ def test_a_state_that_is_overwritten_has_one_block_for_all_tokens() -> None:
 
 STATELESS = NewRequest(1, ints(1, 2, 3, 4, 5), 5, GREEDY, (ints(5, 6), ints(0, 0)))
 STATE_CONTRADICTIONS = {
-    "block_tables: row 1 has no state after 5 tokens": step((1, 5, 0), enter=(STATELESS,)),
-    "block_tables: row 1 has no state after 4 tokens": step(
+    "block_tables: row 1 has no block for the state after 5 tokens": step(
+        (1, 5, 0), enter=(STATELESS,)
+    ),
+    "block_tables: row 1 has no block for the state after 4 tokens": step(
         (1, 1, 4), enter=(replace(STATELESS, block_tables=(ints(5, 6), ints(0, 7))),)
     ),
-    "block_tables: row 2 has no state after 9 tokens": step(
+    "block_tables: row 2 has no block for the state after 9 tokens": step(
         (2, 3, 6), appended_blocks=(appended((2, [5])), appended((2, [0])))
     ),
-    "num_draft_tokens: recurrent layers verify no drafts": step(
+    "num_draft_tokens: must be empty, because recurrent layers cannot verify drafts": step(
         (2, 2, 6), num_draft_tokens=ints(1), draft_token_ids=ints(9)
     ),
-    "copy_targets: 1 of 2 blocks": step(copy_sources=ints(1, 2), copy_targets=ints(3)),
+    "copy_targets: has 1 blocks for 2 copy_sources": step(
+        copy_sources=ints(1, 2), copy_targets=ints(3)
+    ),
     "copy_sources: block .20. is not": step(copy_sources=ints(20), copy_targets=ints(3)),
     "copy_targets: block .0. is not": step(copy_sources=ints(2), copy_targets=ints(0)),
 }
@@ -259,5 +269,5 @@ def test_contradictions_of_states_are_refused_with_the_batch_unchanged(problem: 
 
 
 def test_blocks_are_copied_only_where_layers_are_recurrent(batch: InputBatch) -> None:
-    with pytest.raises(InvalidStep, match="copy_sources: no layer is recurrent"):
+    with pytest.raises(InvalidStep, match="copy_sources: must be empty"):
         apply_step(batch, step(copy_sources=ints(1), copy_targets=ints(3)))

@@ -83,9 +83,9 @@ def changed(model: Path, to: Path, **values: Any) -> Path:
         ),
         ({"rank_pattern": {"q_proj": 10**400}}, "rank_pattern.q_proj must be a positive number"),
         ({"alpha_pattern": [1]}, "alpha_pattern must be an object"),
-        ({"rank_pattern": {"q_proj": 32}}, "is 32; max_lora_rank is 20"),
+        ({"rank_pattern": {"q_proj": 32}}, "is 32, above max_lora_rank 20"),
         ({"rank_pattern": {"q_proj": 5}}, "lora_A.weight has shape [4, 48], not [5, 48]"),
-        ({"rank_pattern": {"(": 5}}, "the pattern '(' is no regular expression"),
+        ({"rank_pattern": {"(": 5}}, "the pattern '(' is not a regular expression"),
     ],
 )
 def test_unsupported_adapter_features_are_refused_by_name(
@@ -99,9 +99,15 @@ def test_unsupported_adapter_features_are_refused_by_name(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("base_model.model.lm_head.lora_A.weight", "adapters add to no such projection"),
-        ("base_model.model.model.embed_tokens.lora_embedding_A", "add to no such projection"),
-        ("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", "to no such projection"),
+        ("base_model.model.lm_head.lora_A.weight", "the model has no such projection"),
+        (
+            "base_model.model.model.embed_tokens.lora_embedding_A",
+            "the model has no such projection",
+        ),
+        (
+            "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight",
+            "the model has no such projection",
+        ),
     ],
 )
 def test_modules_that_take_no_adapter_are_refused(
@@ -128,7 +134,7 @@ def test_tensors_that_are_no_weights_are_refused(model: Path, tmp_path: Path, re
     directory = changed(model, tmp_path / "adapter")
     file = directory / "adapter_model.safetensors"
     save_file({name: tensor.to(torch.bool) for name, tensor in load_file(file).items()}, file)
-    with pytest.raises(ModelError, match="has data type BOOL, which is not read"):
+    with pytest.raises(ModelError, match="has data type BOOL, which is not supported"):
         read(directory)
 
 

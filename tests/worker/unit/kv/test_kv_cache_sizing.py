@@ -68,8 +68,8 @@ def test_the_null_block_holds_nothing() -> None:
     with pytest.raises(KVCacheTooSmall) as caught:
         size_kv_cache(DEMAND, replace(MEMORY, num_blocks=10))
     assert caught.value.message == (
-        "the KV cache cannot hold one sequence of 160 tokens: it needs 11.0 MiB, and there is "
-        "num_blocks 10; lower max_model_len or give more memory"
+        "the KV cache cannot store one sequence of 160 tokens: that needs 11.0 MiB, but the "
+        "cache has num_blocks 10; lower max_model_len or give the cache more memory"
     )
 
 
@@ -93,8 +93,8 @@ def test_a_cache_that_is_larger_than_the_memory_is_refused(asked: dict[str, int]
         size_kv_cache(DEMAND, memory)
     assert caught.value.message.startswith("the KV cache needs 30.0 MiB (")
     assert caught.value.message.endswith(
-        "), and there is 29.0 MiB; lower num_blocks, kv_cache_memory_bytes, max_num_seqs or "
-        "max_model_len"
+        "), but only 29.0 MiB are available; lower num_blocks, kv_cache_memory_bytes, max_num_seqs "
+        "or max_model_len"
     )
 
 

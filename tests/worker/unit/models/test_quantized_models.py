@@ -61,28 +61,37 @@ def weights(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({**GPTQ, "bits": 3}, "quantization_config: bits 3 is not read; 4 and 8 are"),
-        ({**GPTQ, "sym": False}, "sym false: zero points of GPTQ are not read"),
-        ({**GPTQ, "dynamic": {"-:.*": {}}}, "dynamic: projections are all quantized alike"),
+        ({**GPTQ, "bits": 3}, "quantization_config: bits is 3, but only 4 and 8 are supported"),
+        ({**GPTQ, "sym": False}, "sym false: zero points of GPTQ are not supported"),
+        ({**GPTQ, "dynamic": {"-:.*": {}}}, "dynamic: different quantization of some projections"),
         ({**GPTQ, "group_size": 0}, "quantization_config.group_size must be a whole number"),
-        ({**AWQ, "version": "gemv"}, "version 'gemv' is not read; gemm is"),
-        ({**AWQ, "zero_point": False}, "zero_point false: AWQ is read with zero points"),
-        ({**PACKED, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized' is not read"),
-        ({**PACKED, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not read"),
+        ({**AWQ, "version": "gemv"}, "version is 'gemv', but only gemm is supported"),
+        (
+            {**AWQ, "zero_point": False},
+            "zero_point false: AWQ without zero points is not supported",
+        ),
+        (
+            {**PACKED, "format": "nvfp4-pack-quantized"},
+            ("format 'nvfp4-pack-quantized' is not supported"),
+        ),
+        ({**PACKED, "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported"),
         (
             {**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}},
-            "sparsity_config: format 'sparse-24-bitmask' is not read; dense is",
+            "sparsity_config: format is 'sparse-24-bitmask', but only dense is supported",
         ),
         ({**PACKED, "ignore": "lm_head"}, "quantization_config.ignore must be a list of names"),
-        ({**PACKED, "config_groups": {}}, "config_groups: one group is read, not 0"),
-        (weights(num_bits=2), "num_bits 2 is not read; 4 and 8 are"),
-        (weights(strategy="block"), "strategy 'block' is not read with pack-quantized"),
-        (weights(actorder="group"), "actorder 'group': columns are not reordered"),
-        (weights(type="float"), "type 'float' is not read; int is"),
-        ({**FP8, "fmt": "e5m2"}, "fmt 'e5m2' is not read; e4m3 is"),
-        ({**FP8, "weight_block_size": [64, 128]}, "weight_block_size [64, 128] is not read"),
-        ({**FP8, "activation_scheme": "odd"}, "activation_scheme 'odd' is not read"),
-        ({"quant_method": "torchao"}, "weights quantized by 'torchao' are not read"),
+        ({**PACKED, "config_groups": {}}, "config_groups: has 0 groups, but only one is supported"),
+        (weights(num_bits=2), "num_bits is 2, but only 4 and 8 are supported"),
+        (weights(strategy="block"), "strategy 'block' is not supported with pack-quantized"),
+        (weights(actorder="group"), "actorder 'group': reordered columns are not supported"),
+        (weights(type="float"), "type is 'float', but only int is supported"),
+        ({**FP8, "fmt": "e5m2"}, "fmt is 'e5m2', but only e4m3 is supported"),
+        (
+            {**FP8, "weight_block_size": [64, 128]},
+            "weight_block_size is [64, 128], but only [128, 128] is supported",
+        ),
+        ({**FP8, "activation_scheme": "odd"}, "activation_scheme 'odd' is not supported"),
+        ({"quant_method": "torchao"}, "weights quantized by 'torchao' are not supported"),
     ],
 )
 def test_unsupported_quantizations_are_refused_by_name(
@@ -138,14 +147,18 @@ def test_parts_of_one_projection_are_quantized_alike(tmp_path: Path) -> None:
     config = {**PACKED, "ignore": ["lm_head", keys]}
     mixed = replace(FORMATS["pack_int4"], config=config, ignored=("lm_head", keys))
     save_quantized(tmp_path / "plain", tmp_path / "model", mixed)
-    with pytest.raises(UnsupportedModel, match=r"q_proj.*: some are quantized and some are not"):
+    with pytest.raises(
+        UnsupportedModel, match=(r"q_proj.*: some of these weights are quantized and some are not")
+    ):
         load(tmp_path / "model")
 
 
 def test_groups_that_do_not_divide_a_weight_are_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     edit_config(tmp_path, quantization_config={**GPTQ, "group_size": 20})
-    with pytest.raises(UnsupportedModel, match=r"shape \[48, 48\] is not whole groups of 20"):
+    with pytest.raises(
+        UnsupportedModel, match=r"shape \[48, 48\] cannot be divided into groups of 20"
+    ):
         load(tmp_path)
 
 
@@ -178,5 +191,7 @@ def test_the_rest_of_a_quantized_model_may_be_quantized_at_load(tmp_path: Path) 
 def test_quantizing_at_load_is_for_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked = settings(tmp_path, QuantizationSetting.INT8, device=DeviceSetting.CUDA)
-    with pytest.raises(UnsuitableDevice, match="quantized at load on the CPU alone"):
+    with pytest.raises(
+        UnsuitableDevice, match="quantization of weights at load is supported only on the CPU"
+    ):
         select_platform(asked, lambda: None, None)

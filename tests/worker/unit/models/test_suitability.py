@@ -37,34 +37,34 @@ def test_supported_models_pass_the_check(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "values", "problem"),
     [
-        ("Mamba2ForCausalLM", {"model_type": "mamba2"}, "has no layer that attends"),
-        ("xLSTMForCausalLM", {"model_type": "xlstm"}, "has no layer that attends"),
-        ("RwkvForCausalLM", {"model_type": "rwkv"}, "does not attend through transformers'"),
-        ("GPTJForCausalLM", {"model_type": "gptj"}, "does not attend through transformers'"),
+        ("Mamba2ForCausalLM", {"model_type": "mamba2"}, "has no attention layer"),
+        ("xLSTMForCausalLM", {"model_type": "xlstm"}, "has no attention layer"),
+        ("RwkvForCausalLM", {"model_type": "rwkv"}, "does not use transformers'"),
+        ("GPTJForCausalLM", {"model_type": "gptj"}, "does not use transformers'"),
         ("FalconForCausalLM", {"model_type": "falcon", "alibi": True}, "(ALiBi)"),
         (
             "LlavaForConditionalGeneration",
             {"model_type": "llava", "vision_config": {}, **TEXT},
-            "takes more than text (vision_config)",
+            "processes more than text (vision_config)",
         ),
         (
             "Gemma3ForConditionalGeneration",
             {"model_type": "gemma3", "vision_config": {}, **TEXT},
-            "takes more than text (vision_config)",
+            "processes more than text (vision_config)",
         ),
-        ("ViTModel", {"model_type": "vit"}, "takes no text: vocab_size is missing"),
+        ("ViTModel", {"model_type": "vit"}, "does not process text: vocab_size is missing"),
         (
             "WhisperForConditionalGeneration",
             {"model_type": "whisper", "is_encoder_decoder": True, **TEXT},
-            "has a decoder beside its encoder",
+            "has a decoder in addition to its encoder",
         ),
-        ("NewForCausalLM", {"model_type": "new"}, "is known neither here nor to transformers"),
+        ("NewForCausalLM", {"model_type": "new"}, "is unknown to Stepwell and to transformers"),
         (
             "NewForCausalLM",
             {"model_type": "new", "auto_map": {"AutoModel": "modeling.New"}},
-            "; the code that auto_map names is never run",
+            "; Stepwell never runs the code that auto_map names",
         ),
-        ("OPTForCausalLM", {}, "no model_type"),
+        ("OPTForCausalLM", {}, "model_type is missing"),
         ("BertModel", {"model_type": "bert", **TEXT}, ""),
     ],
 )
@@ -83,7 +83,7 @@ def test_the_check_finds_the_reason_in_the_configuration_alone(
 
 def test_an_encoder_does_not_generate(tmp_path: Path) -> None:
     write_config(tmp_path, "BertModel", model_type="bert", vocab_size=40)
-    with pytest.raises(ModelError, match="BertModel is no decoder that can be served"):
+    with pytest.raises(ModelError, match="BertModel is not a decoder that can be served"):
         check_configuration(tmp_path, runner=RunnerSetting.GENERATE)
 
 
@@ -91,7 +91,7 @@ def test_an_encoder_does_not_generate(tmp_path: Path) -> None:
     ("files", "problem"),
     [
         ((), "config.json: the file is missing"),
-        (("adapter_config.json",), "this is an adapter: serve the model that it was made for"),
+        (("adapter_config.json",), "this is an adapter: serve its base model"),
         (("model_index.json",), "a pipeline of diffusers"),
         (("snapshots",), "name the model as OWNER/NAME"),
     ],

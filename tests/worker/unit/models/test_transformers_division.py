@@ -83,13 +83,23 @@ REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], int, str]] = {
         "Olmo2ForCausalLM needs equal parts of model.layers.0.self_attn.q_norm on all ranks, and 4 "
         "ranks cannot divide 6 equally",
     ),
-    "experts": (OlmoeConfig, {"num_experts": 2}, 2, "OlmoeForCausalLM divides model.layers.0.mlp."),
-    "no plan": (GPT2Config, {}, 2, "has no plan by which ranks could divide it"),
+    "experts": (
+        OlmoeConfig,
+        {"num_experts": 2},
+        2,
+        "style 'packed_colwise' of model.layers.0.mlp.",
+    ),
+    "no plan": (
+        GPT2Config,
+        {},
+        2,
+        "has no tensor-parallel plan in transformers, so it cannot be divided among ranks",
+    ),
     "a plan for its head alone": (
         HunYuanDenseV1Config,
         {"head_dim": 8},
         2,
-        "has no plan by which ranks could divide it",
+        "has no tensor-parallel plan in transformers, so it cannot be divided among ranks",
     ),
 }
 

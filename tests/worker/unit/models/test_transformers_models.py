@@ -63,7 +63,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0]
 
 REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
     "an encoder": (T5Config, {}, "architecture T5ForConditionalGeneration "),
-    "nothing but states": (MambaConfig, {}, "MambaForCausalLM has no layer that attends"),
+    "nothing but states": (MambaConfig, {}, "MambaForCausalLM has no attention layer"),
     "no positions": (
         BloomConfig,
         {"n_layer": 2},
@@ -77,14 +77,14 @@ REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
     "attention of its own": (
         FalconConfig,
         {},
-        "FalconForCausalLM does not attend through transformers' attention interface",
+        "FalconForCausalLM does not use transformers' attention interface",
     ),
-    "sinks": (GptOssConfig, {"head_dim": 8, "num_local_experts": 2}, "wants s_aux in its"),
+    "sinks": (GptOssConfig, {"head_dim": 8, "num_local_experts": 2}, "passes s_aux to attention"),
     "latent attention": (DeepseekV3Config, LATENT, "has values of another shape than its keys"),
     "long rope": (
         Phi3Config,
         {"rope_parameters": LONG, "original_max_position_embeddings": 32},
-        "rope_type 'longrope' turns cached keys stale",
+        "rope_type 'longrope' is not supported",
     ),
     "long rope of some layers": (
         Olmo3Config,
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[type[PretrainedConfig], dict[str, Any], str]] = {
             },
             "original_max_position_embeddings": 32,
         },
-        "rope_type 'longrope' turns cached keys stale",
+        "rope_type 'longrope' is not supported",
     ),
 }
 
@@ -156,7 +156,9 @@ class Forgetful(nn.Module):
 
 def test_a_recurrent_layer_that_does_not_go_on_from_its_states_is_refused() -> None:
     layer = RecurrentLayer(Forgetful(), 0)
-    with pytest.raises(Refused, match="has recurrent layers that do not go on from their states"):
+    with pytest.raises(
+        Refused, match=("has recurrent layers that cannot continue from their stored states")
+    ):
         RecurrentProbe(1e-3)(layer, torch.ones(1, 33, 4))
 
 
@@ -171,7 +173,7 @@ def test_models_of_more_than_text_are_refused_as_such(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedModel) as caught:
         load(tmp_path)
-    assert "Gemma3ForConditionalGeneration takes more than text (vision_config)" in str(
+    assert "Gemma3ForConditionalGeneration processes more than text (vision_config)" in str(
         caught.value
     )
 
@@ -179,7 +181,7 @@ def test_models_of_more_than_text_are_refused_as_such(tmp_path: Path) -> None:
 def test_quantized_weights_are_refused_by_the_name_of_their_method(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "olmo2")
     edit_config(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(UnsupportedModel, match="weights quantized by 'gptq' are not read"):
+    with pytest.raises(UnsupportedModel, match="weights quantized by 'gptq' are not supported"):
         load(tmp_path)
 
 
@@ -192,7 +194,9 @@ def test_windows_equal_the_arguments_of_attention(tmp_path: Path) -> None:
 
 def test_length_beyond_the_model_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "opt")
-    with pytest.raises(ModelError, match="max_model_len is 513, but the model is made for 512"):
+    with pytest.raises(
+        ModelError, match="max_model_len is 513, but the model supports at most 512"
+    ):
         load(tmp_path, max_model_len=513)
 
 
@@ -206,14 +210,14 @@ def test_a_missing_tensor_is_refused_and_not_initialized(tmp_path: Path) -> None
 def test_a_model_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "llama")
     edit_config(tmp_path, architectures=["NewForCausalLM"], model_type="new")
-    with pytest.raises(UnsupportedModel, match="is known neither here nor to transformers"):
+    with pytest.raises(UnsupportedModel, match="is unknown to Stepwell and to transformers"):
         load(tmp_path)
 
 
 def test_a_model_that_needs_the_tokens_of_embedded_prompts_is_refused(tmp_path: Path) -> None:
     by_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
     save_tiny_model(tmp_path, "gemma4", **by_layer)
-    with pytest.raises(UnsupportedModel, match="cannot compute a prompt that is given as embed"):
+    with pytest.raises(UnsupportedModel, match="cannot compute prompts that are given as embed"):
         load(tmp_path)
 
 

@@ -65,18 +65,30 @@ def test_a_group_of_stages_alone() -> None:
 @pytest.mark.parametrize(
     ("environ", "flags", "complaint"),
     [
-        ({"RANK": "2"}, {"tensor_parallel_size": 2}, "RANK is 2, which is no rank of a group of 2"),
+        (
+            {"RANK": "2"},
+            {"tensor_parallel_size": 2},
+            "RANK is 2, but the ranks of this group are 0 to 1",
+        ),
         ({"RANK": "-1"}, {"tensor_parallel_size": 2}, "RANK must be a whole number, not '-1'"),
         ({"WORLD_SIZE": "two"}, {}, "WORLD_SIZE must be a whole number, not 'two'"),
-        ({"HOSTNAME": "worker"}, {"tensor_parallel_size": 2}, "--rank (or RANK, or a number"),
+        (
+            {"HOSTNAME": "worker"},
+            {"tensor_parallel_size": 2},
+            "the rank of this worker in its group, from 0, must be given: set --rank",
+        ),
         ({"HOSTNAME": "worker-5", "WORLD_SIZE": "2"}, {}, "the number at the end of HOSTNAME is 5"),
         ({}, {"rank": 1}, "--rank is 1, but --tensor-parallel-size and --pipeline-parallel-size"),
         (
             {"WORLD_SIZE": "4", "RANK": "0"},
             {"pipeline_parallel_size": 3},
-            "WORLD_SIZE is 4, which is no multiple of --pipeline-parallel-size 3",
+            "WORLD_SIZE is 4, which is not a multiple of --pipeline-parallel-size 3",
         ),
-        ({"RANK": "4"}, {"pipeline_parallel_size": 4}, "RANK is 4, which is no rank of a group of"),
+        (
+            {"RANK": "4"},
+            {"pipeline_parallel_size": 4},
+            "RANK is 4, but the ranks of this group are 0 to",
+        ),
     ],
 )
 def test_contradictory_settings_are_refused_with_one_sentence(

@@ -107,7 +107,7 @@ def test_the_log_has_the_node_and_the_processors(tmp_path: Path) -> None:
 
 def test_lists_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     processors = usable_processors(Machine(4).record(tmp_path))
-    with pytest.raises(SettingError, match="has 1 lists, and worker 1 of 2 needs one"):
+    with pytest.raises(SettingError, match="has only 1 lists, but worker 1 of the 2 local workers"):
         place_threads(processors, LocalWorker(1, 2), bind="0-1")
     with pytest.raises(SettingError, match="may not use processors 4-5"):
         place_threads(processors, bind="3-5")

@@ -39,6 +39,6 @@ def test_workers_on_one_machine_share_its_cores() -> None:
 
 def test_a_requested_number_is_used_and_the_default_is_logged() -> None:
     asked = choose_threads(processors(2, 2), asked=5)
-    assert asked == ThreadChoice(5, "as asked for; by default 2: 2 cores")
-    assert str(asked) == "5 threads (as asked for; by default 2: 2 cores)"
+    assert asked == ThreadChoice(5, "as set by --num-threads; the default is 2: 2 cores")
+    assert str(asked) == "5 threads (as set by --num-threads; the default is 2: 2 cores)"
     assert str(choose_threads(processors(1, 1))) == "1 thread (1 core)"
