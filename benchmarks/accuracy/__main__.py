@@ -264,9 +264,11 @@ async def num_equal_plans(step_log: Path) -> int:
     replay = LogReplay(file.header)
     for line in file:
         if differences := await replay.replay_entry(line.entry):
-            raise RuntimeError(f"the replay differs in line {line.number}: {differences[0]}")
+            raise RuntimeError(
+                f"the replay differs from the step log in line {line.number}: {differences[0]}"
+            )
     if not replay.is_complete:
-        raise RuntimeError("the step log has no end")
+        raise RuntimeError("the step log is incomplete: its last line is missing")
     return replay.history.num_plans
 
 
@@ -322,15 +324,22 @@ def main(argv: Sequence[str]) -> None:
     parser = make_parser("accuracy", (__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", type=models, default="demo,135m", help="directories or sizes of random models")
-    add("--loads", type=loads, default="0.5,1,2", help="in capacities (default: 0.5,1,2)")
+    add(
+        "--loads",
+        type=loads,
+        default="0.5,1,2",
+        help="multiples of the capacity (default: 0.5,1,2)",
+    )
     add("--policies", type=lambda text: text.split(","), default=POLICIES, help="three by default")
-    add("--seconds", type=positive, default=40.0, help="time in which conversations arrive")
-    add("--steps", type=count, default=600, help="that are measured for a profile (default: 600)")
+    add("--seconds", type=positive, default=40.0, help="conversations arrive for this time")
+    add("--steps", type=count, default=600, help="steps to measure for a profile (default: 600)")
     add("--profiles", type=Path, help="directory with MODEL.toml (default: measure them)")
-    add("--simulated", action="store_true", help="serve a simulated device with the profile")
-    add("--workload", choices=NAMES, default="chat", help="of stepwell simulate (default: chat)")
-    add("--token-scale", type=positive, default=0.25, help="factor on lengths (default: 0.25)")
-    add("--pause-scale", type=positive, default=0.05, help="factor on pauses (default: 0.05)")
+    add("--simulated", action="store_true", help="replace the model by a simulated device")
+    add("--workload", choices=NAMES, default="chat", help="workload of stepwell simulate")
+    add(
+        "--token-scale", type=positive, default=0.25, help="multiplies token counts (default: 0.25)"
+    )
+    add("--pause-scale", type=positive, default=0.05, help="multiplies pauses (default: 0.05)")
     add("--max-model-len", type=count, default=1024)
     add("--max-num-seqs", type=count, default=16)
     add("--max-num-batched-tokens", type=count, default=512)

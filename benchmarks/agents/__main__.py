@@ -84,18 +84,18 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("agents", (__doc__ or "").partition("\n")[0])
     names = sorted({load.name for load in LOADS})
     add = parser.add_argument
-    add("--simulated", action="store_true", required=True, help="on simulated time")
-    add("--quick", action="store_true", help="8 programs of each load, and one seed")
+    add("--simulated", action="store_true", required=True, help="run in simulated time")
+    add("--quick", action="store_true", help="only 8 programs of each load, and one seed")
     either = parser.add_mutually_exclusive_group().add_argument
     either(
-        "--ladder", action="store_true", help="leave out each rule of the policy program in turn"
+        "--ladder", action="store_true", help="measure the policy program without each of its rules"
     )
     either("--grid", action="store_true", help="all pairs of five loads, two rates, five pressures")
     either("--rates", action="store_true", help="find the rate at which jobs take twice as long")
-    add("--turns", type=count, help="of each program of the grid (default: those of the load)")
+    add("--turns", type=count, help="turns of each program of the grid (default: the load's)")
     add("--seeds", type=count, default=4, help="number of seeds (default: 4)")
-    add("--load", action="append", choices=names, help="default: all; may be given several times")
-    add("--json", type=Path, help="write the figures")
+    add("--load", action="append", choices=names, help="may be given several times (default: all)")
+    add("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args(argv)
     arguments.load = arguments.load or names
     return arguments

@@ -25,7 +25,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_sized_model(parser: argparse.ArgumentParser, default: str = "135m") -> None:
     """Adds the option --model, a model directory or the size of a random model."""
     parser.add_argument(
-        "--model", default=default, help="a directory, or the size of a random model"
+        "--model", default=default, help="model directory, or size of a random model"
     )
 
 
@@ -38,14 +38,16 @@ def model_directory(text: str) -> Path:
 def checkout(text: str) -> Path:
     """Parses the directory of a checkout of Stepwell. Returns the absolute path."""
     if not (Path(text) / "gen" / "stepwell").is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is not a checkout with gen/ built (make proto)")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a checkout of Stepwell with generated code in gen/ (run make proto)"
+        )
     return Path(text).resolve()
 
 
 def program(path: str) -> str:
     """Parses the path of a program, such as another interpreter."""
     if shutil.which(path) is None:
-        raise argparse.ArgumentTypeError(f"{path} is no program")
+        raise argparse.ArgumentTypeError(f"{path} is not an executable program")
     return path
 
 

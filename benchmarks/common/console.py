@@ -17,4 +17,4 @@ def messages(error: BaseException) -> list[str]:
     """The message of an error, or the messages of the errors in a group."""
     if isinstance(error, BaseExceptionGroup):
         return [message for inner in error.exceptions for message in messages(inner)]
-    return [str(error) or "a run did not end in time"]
+    return [str(error) or "a measurement did not end in time"]

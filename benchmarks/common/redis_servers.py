@@ -144,7 +144,7 @@ def eventually(holds: Callable[[], bool], seconds: float = _SECONDS) -> None:
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:
-            raise TimeoutError("it did not come to hold in time")
+            raise TimeoutError("the expected condition did not become true in time")
         time.sleep(0.02)
 
 

@@ -225,8 +225,12 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--concurrency", type=counts, default=(1, 32), help="default: 1,32")
     parser.add_argument("--input-len", type=count, default=2000, help="tokens (default: 2000)")
     parser.add_argument("--output-len", type=count, default=100, help="tokens (default: 100)")
-    parser.add_argument("--rounds", type=count, default=3, help="bursts (default: 3)")
-    parser.add_argument("--clients", type=program, help="a Python with openai")
+    parser.add_argument("--rounds", type=count, default=3, help="number of bursts (default: 3)")
+    parser.add_argument(
+        "--clients",
+        type=program,
+        help="Python interpreter with the package openai, which sends the requests",
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(argv)
     run_measurement("device", argv, lambda command: measure(options, command), options.json)

@@ -81,13 +81,21 @@ class FaultRow:
 def main(argv: Sequence[str]) -> None:
     parser = make_parser("directory.faults", (__doc__ or "").partition("\n")[0])
     add_model(parser)
-    parser.add_argument("--quick", action="store_true", help="hold each fault for 1.5 s")
-    parser.add_argument("--requests", action="store_true", help="measure what requests show of it")
+    parser.add_argument("--quick", action="store_true", help="let each fault last only 1.5 s")
     parser.add_argument(
-        "--repetitions", type=count, default=3, help="of each fault, with --requests (default: 3)"
+        "--requests", action="store_true", help="measure the effect of the faults on requests"
     )
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help="faults with this in their names (default: all)"
+        "--repetitions",
+        type=count,
+        default=3,
+        help="number of rounds of each fault, with --requests (default: 3)",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT",
+        help="inject only faults whose name contains this text (default: all faults)",
     )
     arguments = parser.parse_args(argv)
     hold_seconds = _QUICK_SECONDS if arguments.quick else _HOLD_SECONDS

@@ -16,7 +16,7 @@ from services.common.rpc.local_stream import streams_path
 from services.common.rpc.server import SERVER_OPTIONS
 
 _Context = Any
-BROKEN = "the proxy ended the call"
+BROKEN = "the fault-injecting proxy ended the call"
 """The status message of calls that the proxy ends."""
 
 

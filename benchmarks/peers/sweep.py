@@ -192,7 +192,9 @@ async def _try_all(run: Sweep, options: Options) -> tuple[str, bool]:
         try:
             effect = await run.inject(fault, draw.randrange(MOST_SPARED))
         except TimeoutError as error:
-            raise TimeoutError(f"{fault}: its answers or its blocks never came back") from error
+            raise TimeoutError(
+                f"{fault}: requests did not end, or blocks were not freed"
+            ) from error
         if effect is not None:
             effects.append(effect)
             mark = "BAD " if effect.is_bad else ""
@@ -211,13 +213,13 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser = make_parser("peers", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument
-    add("--link", choices=sorted(LINKS), required=True, help="where the proxy stands")
-    add("--faults", type=count, default=10_000, help="most faults (default: all)")
-    add("--seconds", type=positive, default=3600.0, help="most time (default: an hour)")
-    add("--seed", type=int, default=0, help="order of the faults, and when they happen")
-    add("--only", default="", metavar="TEXT", help="faults whose name has this text")
-    add("--grpc", action="store_true", help="over gRPC's transport in place of local streams")
-    add("--log", type=Path, metavar="FILE", help="keep there what the services log")
+    add("--link", choices=sorted(LINKS), required=True, help="link of the fault-injecting proxy")
+    add("--faults", type=count, default=10_000, help="limit on faults (default: all)")
+    add("--seconds", type=positive, default=3600.0, help="time limit (default: 3600)")
+    add("--seed", type=int, default=0, help="seed of the order and times of the faults")
+    add("--only", default="", metavar="TEXT", help="only faults whose name contains this text")
+    add("--grpc", action="store_true", help="use gRPC's transport, not local streams")
+    add("--log", type=Path, metavar="FILE", help="file for the services' logs")
     parsed = parser.parse_args(argv)
     return Options(
         parsed.model,

@@ -190,14 +190,27 @@ def parse_options(argv: Sequence[str]) -> Options:
     add_model(parser)
     add = parser.add_argument
     parts = (POLICIES_PART, DECISIONS_PART)
-    add("--only", choices=parts, help="measure only these (default: both)")
-    policies = f"of {', '.join(POLICIES)} (default: all)"
+    add("--only", choices=parts, help="measure only this part (default: both parts)")
+    policies = f"routing policies, of {', '.join(POLICIES)} (default: all)"
     add("--policies", type=_policies, default=tuple(POLICIES), metavar="NAME,NAME", help=policies)
-    add("--loads", type=counts, help="requests at once (default: 4,24)")
-    add("--pool-shares", type=_shares, help="a pool to the working set (default: 0.25,0.5)")
-    add("--rounds", type=count, default=1, help="of each policy and load (default: 1)")
-    add("--quick", action="store_true", help="a small workload and index: shows that it works")
-    add("--json", type=Path, metavar="FILE", help="write all figures there too")
+    add("--loads", type=counts, help="numbers of concurrent requests (default: 4,24)")
+    add(
+        "--pool-shares",
+        type=_shares,
+        help="sizes of a pool as fractions of the working set (default: 0.25,0.5)",
+    )
+    add(
+        "--rounds",
+        type=count,
+        default=1,
+        help="number of rounds of each policy and load (default: 1)",
+    )
+    add(
+        "--quick",
+        action="store_true",
+        help="use a small workload and index, only to check that the benchmark works",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write all figures to this file")
     parsed = parser.parse_args(argv)
     return Options(
         parsed.model,

@@ -59,20 +59,27 @@ def main(argv: Sequence[str]) -> None:
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("scheduler", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--vllm-python", help="an interpreter that has vLLM, for its column")
     parser.add_argument(
-        "--baseline", type=checkout, metavar="DIR", help="another checkout of Stepwell, its column"
+        "--vllm-python", help="Python interpreter with vLLM, to measure vLLM's scheduler too"
     )
     parser.add_argument(
-        "--programs", type=count, metavar="N", help="steps with N paused programs instead"
+        "--baseline",
+        type=checkout,
+        metavar="DIR",
+        help="another checkout of Stepwell, to measure its scheduler too",
     )
-    parser.add_argument("--rounds", type=count, default=5, help="turns of each (default: 5)")
+    parser.add_argument(
+        "--programs", type=count, metavar="N", help="measure steps with N paused programs instead"
+    )
+    parser.add_argument(
+        "--rounds", type=count, default=5, help="number of rounds of each measurement (default: 5)"
+    )
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parsed = parser.parse_args(argv)
     if parsed.baseline is not None and parsed.vllm_python:
-        parser.error("argument --baseline: it excludes --vllm-python")
+        parser.error("argument --baseline: not allowed with --vllm-python")
     if parsed.programs and (parsed.baseline or parsed.vllm_python):
-        parser.error("argument --programs: it excludes --baseline and --vllm-python")
+        parser.error("argument --programs: not allowed with --baseline or --vllm-python")
     return parsed
 
 

@@ -39,7 +39,7 @@ QUICK = Schedule((1, 4), num_rounds=1, requests_each=1, prompt_tokens=32, output
 
 def parse_options(argv: Sequence[str]) -> Options:
     parser = make_parser(
-        "serving", "Measure serving through the services against everything in one process."
+        "serving", "Compares serving by separate services with serving in one process."
     )
     parser.add_argument(
         "--model",
@@ -52,39 +52,44 @@ def parse_options(argv: Sequence[str]) -> Options:
         "--concurrency",
         type=counts,
         metavar="N,N",
-        help="requests at once (default: 1,8,32)",
+        help="numbers of concurrent requests (default: 1,8,32)",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="one short round: shows that it works, no more"
+        "--quick",
+        action="store_true",
+        help="run one short round, only to check that the benchmark works",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all figures to this file"
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument(
         "--tracing",
         action="store_const",
         const=Part.TRACING,
         dest="only",
-        help="measure only what tracing costs, more precisely",
+        help="measure only the cost of tracing, in more rounds",
     )
     only.add_argument(
         "--baseline",
         type=checkout,
         metavar="DIR",
-        help="compare with the services of another checkout, its gen/ built",
+        help="compare with the services of another checkout of Stepwell that has generated code "
+        "in gen/",
     )
     only.add_argument(
         "--stages",
         action="store_const",
         const=Part.STAGES,
         dest="only",
-        help="compare one worker with two pipeline stages, of one thread each",
+        help="compare one worker with two pipeline stages, with one thread each",
     )
     only.add_argument(
         "--structured",
         action="store_const",
         const=Part.STRUCTURED,
         dest="only",
-        help="measure only what requests held to a schema cost the others",
+        help="measure only how much requests with a JSON schema slow other requests",
     )
     parsed = parser.parse_args(argv)
     schedule = QUICK if parsed.quick else TRACING if parsed.only is Part.TRACING else SCHEDULE

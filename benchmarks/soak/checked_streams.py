@@ -67,8 +67,8 @@ class Counts:
 
     def __str__(self) -> str:
         return (
-            f"{self.good} answers are right, {self.failed.total()} failed, "
-            f"{self.changed.total()} changed, {self.with_gateway} ended with the gateway"
+            f"{self.good} answers are right, {self.failed.total()} failed, {self.changed.total()} "
+            f"changed, {self.with_gateway} ended because their gateway ended"
         )
 
 

@@ -216,14 +216,16 @@ def report(outcome: Outcome) -> str:
 
 def parse_options(argv: Sequence[str]) -> Options:
     parser = make_parser("soak endurance", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=positive, default=20.0, help="how long (default: 20)")
+    parser.add_argument(
+        "--minutes", type=positive, default=20.0, help="minutes of load (default: 20)"
+    )
     add_model(parser)
     parser.add_argument(
         "--growth-mb-per-hour",
         type=float,
         default=24.0,
         metavar="MB",
-        help="how fast a process's memory may grow (default: 24)",
+        help="limit on the growth of a process's memory, in MB per hour (default: 24)",
     )
     parsed = parser.parse_args(argv)
     return Options(parsed.model, parsed.minutes, parsed.growth_mb_per_hour)

@@ -235,17 +235,27 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser = make_parser("soak faults", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument
-    add("--faults", type=count, default=50, help="how many, one after another (default: 50)")
-    add("--every", type=positive, help="seconds from one to the next, without waiting")
-    add("--seconds", type=positive, default=60.0, help="of faults with --every (default: 60)")
-    add("--replicas", type=count, default=1, help="schedulers with pool and worker (default: 1)")
-    add("--gateways", type=count, default=1, help="side by side (default: 1)")
+    add("--faults", type=count, default=50, help="number of successive faults (default: 50)")
+    add("--every", type=positive, help="seconds between faults, without waiting for recovery")
+    add("--seconds", type=positive, default=60.0, help="duration with --every (default: 60)")
+    add("--replicas", type=count, default=1, help="schedulers, with pool and worker (default: 1)")
+    add("--gateways", type=count, default=1, help="number of gateways (default: 1)")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
-    add("--seed", type=int, default=0, help="which faults, and when (default: 0)")
-    add("--gateway", action="store_true", help="hit the gateways as well")
-    add("--streams", type=count, default=NUM_STREAMS, help=f"at once (default: {NUM_STREAMS})")
-    add("--tokens", type=count, default=NUM_TOKENS, help=f"of an answer (default: {NUM_TOKENS})")
-    add("--log", type=Path, metavar="FILE", help="keep there what the services log")
+    add("--seed", type=int, default=0, help="seed of the faults (default: 0)")
+    add("--gateway", action="store_true", help="inject faults into the gateways too")
+    add(
+        "--streams",
+        type=count,
+        default=NUM_STREAMS,
+        help=f"requests at once (default: {NUM_STREAMS})",
+    )
+    add(
+        "--tokens",
+        type=count,
+        default=NUM_TOKENS,
+        help=f"tokens per answer (default: {NUM_TOKENS})",
+    )
+    add("--log", type=Path, metavar="FILE", help="file for the services' logs")
     parsed = parser.parse_args(argv)
     return Options(
         parsed.model,

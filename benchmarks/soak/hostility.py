@@ -148,9 +148,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("soak hostility", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     add = parser.add_argument
-    add("--minutes", type=positive, default=1.0, help="length of the attacks (default: 1)")
-    add("--seed", type=int, default=1, help="which attacks (default: 1)")
-    add("--attackers", type=count, default=4, help="attacks at once (default: 4)")
+    add("--minutes", type=positive, default=1.0, help="minutes of attacks (default: 1)")
+    add("--seed", type=int, default=1, help="seed of the attacks (default: 1)")
+    add("--attackers", type=count, default=4, help="number of concurrent attacks (default: 4)")
     add("--key", default="", help="API key of all clients (default: none is needed)")
     add("--attack", nargs=2, metavar=("HTTP", "GRPC"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)

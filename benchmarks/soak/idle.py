@@ -149,9 +149,9 @@ def report(outcome: Outcome) -> str:
 
 def parse_options(argv: Sequence[str]) -> tuple[Path, float, int]:
     parser = make_parser("soak idle", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=positive, default=5.0, help="how long (default: 5)")
     add = parser.add_argument
-    add("--programs", type=count, default=100, help="how many are paused (default: 100)")
+    add("--minutes", type=positive, default=5.0, help="minutes without requests (default: 5)")
+    add("--programs", type=count, default=100, help="number of paused programs (default: 100)")
     add_model(parser)
     parsed = parser.parse_args(argv)
     return parsed.model, parsed.minutes, parsed.programs

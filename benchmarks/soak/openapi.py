@@ -78,7 +78,9 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("soak openapi", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=positive, default=5.0, help="for how long (default: 5)")
+    parser.add_argument(
+        "--minutes", type=positive, default=5.0, help="minutes that the test takes (default: 5)"
+    )
     add_model(parser)
     parser.add_argument("--seed", type=int, default=1, help="seed of the requests (default: 1)")
     return parser.parse_args(argv)

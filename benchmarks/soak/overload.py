@@ -97,23 +97,32 @@ def parse_options(argv: Sequence[str]) -> Options:
     parser = make_parser("soak overload", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     parser.add_argument(
-        "--tenants", type=int, choices=(1, 2), default=1, help="with 2, one of them floods"
+        "--tenants",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="number of tenants; with 2, one of them sends too many requests",
     )
     flags: tuple[tuple[str, Callable[[str], float], float, str], ...] = (
         ("--seconds", positive, 20.0, "length of each part"),
         ("--factor", positive, 10.0, "load, as a multiple of capacity"),
-        ("--deadline-seconds", positive, 5.0, "after which clients cancel"),
+        ("--deadline-seconds", positive, 5.0, "seconds after which clients cancel their requests"),
         ("--concurrency", count, 32, "requests that run at once"),
         ("--prompt-tokens", count, 32, "length of each prompt"),
         ("--output-tokens", count, 128, "length of each answer"),
-        ("--quiet-share", positive, 0.5, "what the quiet tenant asks for, of its fair share"),
+        (
+            "--quiet-share",
+            positive,
+            0.5,
+            "fraction of its fair share that the quiet tenant requests",
+        ),
         (
             "--recovery-seconds",
             positive,
             5.0,
-            "after a flood, before what is normal is measured",
+            "seconds to wait after a flood, before normal load is measured again",
         ),
-        ("--rounds", count, 1, "of all parts, with two tenants"),
+        ("--rounds", count, 1, "number of rounds of all parts, with two tenants"),
     )
     for name, kind, default, text in flags:
         parser.add_argument(name, type=kind, default=default, help=f"{text} (default: {default})")

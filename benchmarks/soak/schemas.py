@@ -255,11 +255,17 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser("soak schemas", (__doc__ or "").partition("\n")[0])
     add_model(parser)
     parser.add_argument("--schemas", type=Path, required=True, help="directory of .json files")
-    parser.add_argument("--count", type=count, default=400, help="how many (default: 400)")
-    parser.add_argument("--kills", type=int, default=6, help="of services (default: 6)")
-    parser.add_argument("--at-once", type=count, default=16, help="requests (default: 16)")
+    parser.add_argument("--count", type=count, default=400, help="number of schemas (default: 400)")
+    parser.add_argument(
+        "--kills", type=int, default=6, help="number of times that a service is killed (default: 6)"
+    )
+    parser.add_argument(
+        "--at-once", type=count, default=16, help="number of concurrent requests (default: 16)"
+    )
     parser.add_argument("--max-tokens", type=count, default=500, help="(default: 500)")
-    parser.add_argument("--seed", type=int, default=0, help="which schemas (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the choice of schemas (default: 0)"
+    )
     parsed = parser.parse_args(argv)
     schemas = _draw(parsed.schemas, parsed.count, parsed.seed)
     if not schemas:

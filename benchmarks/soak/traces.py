@@ -213,10 +213,19 @@ def main(argv: Sequence[str]) -> int:
     """Runs the test and prints the report. Returns 1 if it failed."""
     parser = make_parser("soak traces", (__doc__ or "").partition("\n")[0])
     add_model(parser)
-    parser.add_argument("--requests", type=count, default=200, help="how many (default: 200)")
-    parser.add_argument("--kills", type=int, default=6, help="of services (default: 6)")
-    parser.add_argument("--pauses", type=int, default=6, help="of the engine (default: 6)")
-    parser.add_argument("--seed", type=int, default=0, help="which requests (default: 0)")
+    parser.add_argument(
+        "--requests", type=count, default=200, help="number of requests (default: 200)"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=6, help="number of times that a service is killed (default: 6)"
+    )
+    parser.add_argument(
+        "--pauses",
+        type=int,
+        default=6,
+        help="number of times that the engine is paused (default: 6)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default: 0)")
     parsed = parser.parse_args(argv)
     options = Options(parsed.model, parsed.requests, parsed.kills, parsed.pauses, parsed.seed)
     with tempfile.TemporaryDirectory(prefix="stepwell-traces-") as directory:

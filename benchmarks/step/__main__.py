@@ -120,7 +120,7 @@ async def run_hops(replica: DummyReplica, running: int, num_steps: int) -> HopRu
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    parser = make_parser("step", "Measure what a step costs around a worker that computes nothing.")
+    parser = make_parser("step", "Measures the cost of a step with a worker that computes nothing.")
     parser.add_argument(
         "--running",
         type=counts,
@@ -129,9 +129,13 @@ def parse_options(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--rounds", type=count, help="rounds of each (default: 5)")
     parser.add_argument(
-        "--quick", action="store_true", help="one short round: shows that it works, no more"
+        "--quick",
+        action="store_true",
+        help="run one short round, only to check that the benchmark works",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there too")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all figures to this file"
+    )
     parsed = parser.parse_args(argv)
     return Options(
         running=parsed.running or ((8,) if parsed.quick else (64, 256, 1024)),

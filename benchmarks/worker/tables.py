@@ -44,11 +44,13 @@ def caption(compared: Comparison, left_out: Mapping[str, Sequence[str]]) -> str:
         if cores > IDLE_CORES
     ]
     text = f"Medians of {most} rounds in turns"
-    text += f"; fewer of slow engines: {', '.join(fewer)}." if fewer else "."
+    text += f"; fewer rounds of slow engines: {', '.join(fewer)}." if fewer else "."
     if skipped:
-        text += f" Left out, for they take minutes: {', '.join(skipped)}."
+        text += f" Not measured, because these loads take minutes: {', '.join(skipped)}."
     if spinning:
-        text += f" **Computed while others were measured: {', '.join(spinning)}.**"
+        text += (
+            f" **These engines used processors while others were measured: {', '.join(spinning)}.**"
+        )
     return text
 
 

@@ -17,7 +17,7 @@ from benchmarks.worker.__main__ import parse_options as worker
 
 NO_MODEL = "no/such is neither a model directory nor one of"
 NO_DIRECTORY = "argument --model: no/such is not a model directory"
-NO_CHECKOUT = "argument --baseline: no/such is not a checkout with gen/ built"
+NO_CHECKOUT = "argument --baseline: no/such is not a checkout of Stepwell"
 
 
 @pytest.mark.parametrize(
@@ -31,9 +31,17 @@ NO_CHECKOUT = "argument --baseline: no/such is not a checkout with gen/ built"
         (step, ["--rounds", "none"], "argument --rounds"),
         (worker, ["--model", "no/such"], NO_MODEL),
         (worker, ["--baseline", "no/such"], NO_CHECKOUT),
-        (worker, ["--baseline", ".", "--vllm-python", sys.executable], "excludes other engines"),
+        (
+            worker,
+            ["--baseline", ".", "--vllm-python", sys.executable],
+            "not allowed with --vllm-python or --llamacpp-python",
+        ),
         (scheduler, ["--rounds", "0"], "argument --rounds: must be at least 1"),
-        (scheduler, ["--baseline", ".", "--vllm-python", "python"], "excludes --vllm-python"),
+        (
+            scheduler,
+            ["--baseline", ".", "--vllm-python", "python"],
+            "not allowed with --vllm-python",
+        ),
         (idle, ["--minutes", "0"], "argument --minutes: must be above 0"),
         (overload, ["--factor", "0"], "argument --factor: must be above 0"),
         (overload, ["--model", "no/such"], NO_DIRECTORY),
