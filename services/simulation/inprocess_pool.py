@@ -36,7 +36,7 @@ class InProcessPool:
     ) -> Outcome:
         if self.num_answers_left is not None:
             if self.num_answers_left == 0:
-                raise ports.PoolLost("the pool was lost here")
+                raise ports.PoolLost("the test made the kvpool unavailable at this transaction")
             self.num_answers_left -= 1
         self.num_transactions += 1
         return self.core.transact(operations)

@@ -128,7 +128,9 @@ class Explorer:
                     raise Failed(f"{request} alone: {answer.error}")
                 scheduler: Any = fleet.services["scheduler-0"].process.inside
                 if request == LONG and scheduler.parts.engine.scheduler.num_preemptions:
-                    raise Failed("a request that fills all blocks alone is preempted")
+                    raise Failed(
+                        "a request that needs all blocks is preempted although it runs alone"
+                    )
             await fleet.stop_all(_STOP_SECONDS)
 
         run_on(network, 0, main)

@@ -100,8 +100,9 @@ class Clients:
         num_tokens = context.num_tokens + turn.num_output_tokens
         if num_tokens > self._config.max_model_len:
             raise InvalidArgument(
-                f"program {program.number} has a request of {num_tokens} tokens, and a pool of "
-                f"{self._config.num_blocks - 1} blocks holds {self._config.max_model_len}"
+                f"program {program.number} has a request of {num_tokens} tokens, but a KV cache of "
+                f"{self._config.num_blocks - 1} blocks stores only {self._config.max_model_len}: "
+                "give it more blocks"
             )
         prompt = context.prompt() if turn.runs is None else tokens_of(turn.runs)
         if self._config.enable_prefix_caching:

@@ -46,7 +46,10 @@ def check_policy(name: str, num_worlds: int, seed: int) -> None:
             _check_queue(policy, random.Random(f"queue {world}"))
             _check_victim(policy, random.Random(f"victim {world}"))
             if _live(name, policy, world) != _live(name, policy, world):
-                raise PolicyProblem("the same world ends differently when it is run again")
+                raise PolicyProblem(
+                    "two runs of the same simulation have different outcomes: the policy must be "
+                    "deterministic"
+                )
         except PolicyProblem as problem:
             raise PolicyProblem(f"world {number} of seed {seed}: {problem}") from None
         except (AssertionError, LookupError, TypeError, ValueError) as error:
@@ -92,7 +95,10 @@ def _check_queue(policy: SchedulingPolicy, rng: random.Random) -> None:
 def _require_each_once(queue: RequestQueue, queued: set[Request]) -> None:
     order = list(queue)
     if len(order) != len(queue) or len(order) != len(queued) or set(order) != queued:
-        raise PolicyProblem(f"a queue of {len(queued)} requests iterates over {len(order)}")
+        raise PolicyProblem(
+            f"iterating over a queue of {len(queued)} requests yields {len(order)}, or other "
+            "requests"
+        )
     if list(queue) != order:
         raise PolicyProblem("iterating over the queue changes its order")
 
@@ -103,9 +109,9 @@ def _check_victim(policy: SchedulingPolicy, rng: random.Random) -> None:
         running.append(request)
     victim = policy.victim(running)
     if victim not in list(running):
-        raise PolicyProblem("the victim does not run")
+        raise PolicyProblem("victim returned a request that does not run")
     if policy.victim(running) is not victim:
-        raise PolicyProblem("the victim differs when it is asked for again")
+        raise PolicyProblem("victim returned different requests for the same running requests")
 
 
 def _live(name: str, policy: SchedulingPolicy, world: str) -> list[object]:
@@ -128,13 +134,15 @@ def _live(name: str, policy: SchedulingPolicy, world: str) -> list[object]:
     def watch(replica: SimulatedReplica, plan: SchedulerOutput) -> None:
         _require_within_limits(replica, plan)
         if replica.num_planned_steps > limit:
-            raise PolicyProblem(f"{num_tokens} tokens take more than {limit} steps")
+            raise PolicyProblem(f"the policy needs more than {limit} steps for {num_tokens} tokens")
 
     setup = Setup(config, _TIMES, watch=watch)
     run = simulate(replace(setup, may_skip=False), programs)
     skipped = simulate(setup, programs)
     if _outcome(run) != _outcome(skipped):
-        raise PolicyProblem("skipped steps change the run")
+        raise PolicyProblem(
+            "the outcome changes if the simulation skips steps in which nothing is decided"
+        )
     return _outcome(run)
 
 
@@ -153,7 +161,7 @@ def _programs(rng: random.Random, *, uses_priority: bool) -> Iterator[Program]:
 def _require_within_limits(replica: SimulatedReplica, plan: SchedulerOutput) -> None:
     config = replica.scheduler.config
     if sum(plan.num_scheduled_tokens) > config.token_budget:
-        raise PolicyProblem(f"step {plan.step} exceeds its token budget")
+        raise PolicyProblem(f"step {plan.step} has more tokens than its token budget")
     if len(set(plan.requests)) != len(plan.requests):
         raise PolicyProblem(f"step {plan.step} has a request twice")
     if len(replica.scheduler.running) > config.max_running:

@@ -197,7 +197,7 @@ class SimulatedReplica:
         """Plans again after an empty step, whose update may have made a request schedulable."""
         self._run(self._plan())
         if self._running is None and not self.scheduler.has_transfers:
-            raise AssertionError("requests wait, none runs, and none can be admitted")
+            raise AssertionError("requests wait, but none runs and the policy admits none")
 
     def _load_ended(self) -> None:
         """Plans an empty step, which reports the end of a load from the tier, and a second step,
@@ -285,4 +285,4 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
     except StopIteration as stop:
         result: T = stop.value
         return result
-    raise AssertionError("the scheduler waited for something outside this process")
+    raise AssertionError("the scheduler waited for an event that the simulation does not have")

@@ -125,7 +125,8 @@ class _Line:
             raise self.wrong("hash_ids", "must be a list of whole numbers")
         if len(hash_ids) != -(-num_input // BLOCK_TOKENS):
             raise self.wrong(
-                "hash_ids", f"must have an id for each {BLOCK_TOKENS} of {num_input} tokens"
+                "hash_ids",
+                f"must have one id for each {BLOCK_TOKENS} of the {num_input} input tokens",
             )
         return Turn(num_input, num_output, pause_seconds, runs=tuple(_runs(hash_ids, num_input)))
 

@@ -136,14 +136,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 process.hold(handle)
         if self._num_callbacks > _CALLBACKS_WITHOUT_TIME:
             self._num_callbacks = 0
-            raise Livelock(f"the clock stands still at {self._now:.6f} s")
+            raise Livelock(
+                f"the virtual clock does not advance beyond {self._now:.6f} s, although callbacks "
+                "still run"
+            )
 
     def _jump(self, ready: Any) -> None:
         timers = self._timers
         while timers and timers[0][2]._cancelled:
             heapq.heappop(timers)
         if not timers:
-            raise NothingHappens(f"nothing is due after {self._now:.6f} s")
+            raise NothingHappens(f"all tasks wait and no timer is set after {self._now:.6f} s")
         if timers[0][0] > self._now:
             self._now = timers[0][0]
             self._num_callbacks = 0

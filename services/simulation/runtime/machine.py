@@ -33,8 +33,8 @@ from services.simulation.runtime.process import PROCESS, Exited
 T = TypeVar("T")
 
 _FORBIDDEN = {
-    "socket.__new__": "opens a socket",
-    "socket.getaddrinfo": "looks up a name",
+    "socket.__new__": "opens a socket of the real machine",
+    "socket.getaddrinfo": "resolves a host name on the real machine",
     "subprocess.Popen": "starts a process",
     "os.fork": "starts a process",
     "os.posix_spawn": "starts a process",
@@ -59,7 +59,7 @@ class _Machine:
 def run_on(network: Network, seed: int, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Runs the coroutine that `main` returns, in virtual time. Then closes the network's loop."""
     if not getattr(time.time, "is_virtual", False):
-        raise RuntimeError("install() has not been called")
+        raise RuntimeError("install() of the virtual machine must be called first")
     state = random.getstate()
     random.seed(seed)
     handler = _LogHandler(network)
@@ -135,7 +135,10 @@ def install() -> None:
     logging.getLogger().setLevel(logging.INFO)
     early = sorted(_keepers(kept))
     if early:
-        raise RuntimeError(f"imported before the virtual machine: {', '.join(early)}")
+        raise RuntimeError(
+            "these modules must not be imported before install() of the virtual machine: "
+            f"{', '.join(early)}"
+        )
 
 
 def _replace(module: Any, name: str, virtual: Callable[..., Any]) -> None:
@@ -172,7 +175,7 @@ def _unix_seconds() -> float:
 
 def _sleep(seconds: float) -> None:
     if not _loop().is_in_lane:
-        raise PastThePorts("sleeps in the event loop")
+        raise PastThePorts("time.sleep was called in the event loop")
     _loop().slept += seconds
 
 

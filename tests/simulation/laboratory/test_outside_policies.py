@@ -103,9 +103,9 @@ def test_good_policies_pass_the_kit(name: str, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("LosesRequests", "world 0 of seed 0: a queue of"),
-        ("PreemptsNobodyThatRuns", "world 0 of seed 0: the victim does not run"),
-        ("Random", "world [0-9] of seed 0: the victim differs"),
+        ("LosesRequests", "world 0 of seed 0: iterating over a queue of"),
+        ("PreemptsNobodyThatRuns", "world 0 of seed 0: victim returned a request that"),
+        ("Random", "world [0-9] of seed 0: victim returned different requests"),
     ],
 )
 def test_bad_policies_fail_the_kit(name: str, problem: str) -> None:
