@@ -52,16 +52,16 @@ def uptime() -> int:
 
 async def test_the_file_says_what_grpc_health_says(tmp_path: Path) -> None:
     file, server = tmp_path / "health", GrpcServer()
-    assert probe(file) == (1, f"the service has not written {file}")
+    assert probe(file) == (1, f"the service has not yet written its health file {file}")
     await server.start(f"unix:{tmp_path}/pool", health_file=file)
-    assert probe(file) == (1, "the service is live, and not ready")
+    assert probe(file) == (1, "the service is not ready, its state is live")
     await server.set_ready(True)
     assert probe(file) == (0, "")
     await server.set_live(False)
-    assert probe(file) == (1, "the service is not-live, and not ready")
+    assert probe(file) == (1, "the service is not ready, its state is not-live")
     await server.set_live(True)
     await server.drain(0)
-    assert probe(file) == (1, "the service is live, and not ready")
+    assert probe(file) == (1, "the service is not ready, its state is live")
 
 
 @pytest.mark.parametrize("age_seconds", [0, 100])
@@ -94,15 +94,15 @@ async def test_the_file_of_a_stopped_service_becomes_stale(tmp_path: Path) -> No
     await until(lambda: file.read_text() != beat and probe(file, 1)[0] == 0)
     process.send_signal(signal.SIGSTOP)
     await until(lambda: probe(file, 1)[0] == 1)
-    assert probe(file, 1) == (1, "the service is stopped")
+    assert probe(file, 1) == (1, "the process of the service is stopped (SIGSTOP)")
     process.kill()
     await process.wait()
-    assert probe(file, 1) == (1, "the service has ended")
+    assert probe(file, 1) == (1, "the process of the service has ended")
 
 
 @pytest.mark.parametrize(
     ("starved_seconds", "answer"),
-    [(95, (0, "")), (50, (1, "the service has stood still for 100 s"))],
+    [(95, (0, "")), (50, (1, "the service hangs: it has not updated its health file for 100 s"))],
 )
 async def test_time_in_which_the_service_waited_for_a_processor_does_not_count(
     starved_seconds: int, answer: tuple[int, str], tmp_path: Path
