@@ -1,4 +1,4 @@
-"""Small real programs that the supervisor of `stepwell serve` runs as child processes in tests."""
+"""Small real programs that the supervisor of `stepwell up` runs as child processes in tests."""
 
 import asyncio
 import os

@@ -128,8 +128,8 @@ class ScenarioRun:
 
     @property
     def _has_transfers(self) -> bool:
-        """Whether further steps must run so that the scheduler reports the ends of transfers. In a
-        pause with mode KEEP, loads of waiting requests do not end and need no steps.
+        """Whether further steps must run so that the scheduler reports the ends of transfers. Loads
+        of waiting requests need no further steps in a pause with mode KEEP.
         """
         transfers = self.scheduler.transfers
         if transfers is not None and self.scheduler.pause_mode is PauseMode.KEEP:

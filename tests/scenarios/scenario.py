@@ -74,7 +74,7 @@ _GROUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Aborts a request: before a step, or (`mid-step`) between a step's plan and its output."""
+    """Aborts a request before a step or, if mid-step, between the step's plan and its output."""
 
     request_id: str
     is_mid_step: bool

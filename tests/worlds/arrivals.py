@@ -137,7 +137,7 @@ def _with_items(random: Random, arrival: Arrival) -> Arrival:
 
 def _with_transfers(random: Random, config: SchedulerConfig, arrival: Arrival) -> Arrival:
     if random.random() < 0.6:
-        # With the role PRODUCER, a connector does not load tokens.
+        # With the role PRODUCER, asynchronous loads do not wait for steps in flight.
         is_async = config.kv_role is not KVRole.PRODUCER and random.random() < 0.6
         fails = random.random() < 0.3
         names_blocks = config.only_grows and len(config.all_groups) == 1

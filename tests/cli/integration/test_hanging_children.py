@@ -63,7 +63,7 @@ async def watched() -> AsyncIterator[Watched]:
 
 
 async def test_a_stopped_child_is_killed_and_started_again() -> None:
-    """Other children may be silent for 200 s. A stopped child is killed long before."""
+    """Children may be silent for 200 s. A child that a signal has stopped is killed long before."""
     liveness = LivenessPolicy(stopped_share=0.005, period_seconds=0.1)
     with run_directory() as directory:
         watched = Watched(directory, 100 * SILENCE_SECONDS, liveness)

@@ -1,4 +1,4 @@
-"""A replay of a step log makes the same decisions. After a change of the log it reports it."""
+"""A replay of a step log makes the same decisions, or reports where a changed log differs."""
 
 import asyncio
 import json

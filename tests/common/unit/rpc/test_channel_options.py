@@ -1,4 +1,4 @@
-"""gRPC ignores unknown channel arguments, so every argument of the code is looked up in gRPC."""
+"""gRPC ignores unknown channel arguments. So each argument in the code is looked up in gRPC."""
 
 import ast
 from collections.abc import Iterator
