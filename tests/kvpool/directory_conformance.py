@@ -1,8 +1,8 @@
 """The tests that every implementation of the port Directory must pass.
 
 A Directory finds the pools that have cached the beginning of a prompt. The tests of an
-implementation subclass `DirectoryConformance` and create the directory in a fixture. It may lag
-behind the published events, so the tests wait for the expected answer until a deadline.
+implementation subclass `DirectoryConformance` and create the directory in a fixture. A directory
+may lag behind the published events, so the tests wait for the expected answer until a deadline.
 """
 
 import asyncio
