@@ -7,8 +7,8 @@ from pathlib import Path
 
 _KIB = 1024
 _CPUCLOCK_SCHED = 2
-"""The kind of clock that measures a process's processor time. Linux composes the clock's id of the
-inverted process id and, in the lowest three bits, this kind.
+"""The kind of clock that measures a process's processor time. In Linux, a clock's id has this kind
+in its lowest three bits, and the inverted process id in the others.
 """
 CLIENT = "client"
 """The name of the benchmark's own process in tables of processor time."""

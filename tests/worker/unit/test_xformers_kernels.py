@@ -29,7 +29,7 @@ Done = subprocess.CompletedProcess[str]
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Done]]]:
-    """Starts the directories whose tests were selected. Maps each of them to its result."""
+    """Runs the tests of the selected directories. Maps each directory to its result."""
     pytest.importorskip("xformers", reason="xFormers has wheels for Linux on x86-64 alone")
     here = [item for item in request.session.items if item.path == request.path]
     selected = [

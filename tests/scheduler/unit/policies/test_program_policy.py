@@ -367,8 +367,8 @@ async def test_running_requests_take_blocks_of_contexts_before_any_is_preempted(
 
 @pytest.mark.parametrize("num_warm", [0, 32])
 async def test_a_request_without_its_context_leaves_headroom(num_warm: int) -> None:
-    """Admissions with a context are called warm, without one cold. After 32 warm ones in a row the
-    cold request is next, but still leaves headroom.
+    """A request with a context is called warm, and a request without one is called cold. After 32
+    warm admissions in a row the cold request is next, but it must still leave headroom.
     """
     agents = Agents(num_blocks=41, max_model_len=160, max_num_batched_tokens=200)
     agents.retention.turns.num_warm = num_warm
