@@ -43,7 +43,9 @@ def _parser() -> CommandParser:
         help=f"the gateway's --admin-address, as a URL or unix:PATH (default: {DEFAULT_URL})",
     )
     parser.add_argument(
-        "--admin-key", default=os.environ.get("STEPWELL_ADMIN_KEY"), help="key of that address"
+        "--admin-key",
+        default=os.environ.get("STEPWELL_ADMIN_KEY"),
+        help="key of the gateway's --admin-address",
     )
     TlsFiles.add_flags(parser)
     parser.add_argument(
@@ -54,12 +56,12 @@ def _parser() -> CommandParser:
         "except of drain and undrain)",
     )
     parser.add_argument(
-        "--mode", choices=_MODES, help="what becomes of requests in a pause (default: abort)"
+        "--mode", choices=_MODES, help="how a pause treats requests (default: abort)"
     )
     parser.add_argument(
         "--reset-running-requests",
         action="store_true",
-        help="preempt requests that keep the cache from being reset",
+        help="preempt running requests, whose blocks would otherwise prevent the reset",
     )
     return parser
 

@@ -14,13 +14,25 @@ _HIGH_TEMPERATURE = 2.0
 """The highest temperature that OpenAI's API accepts."""
 _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("max_tokens", int, "most tokens to generate"),
-    ("temperature", float, "0 is greedy, 1 the model's own distribution"),
+    ("temperature", float, "temperature of sampling: 0 is greedy, 1 the model's own distribution"),
     ("top_p", float, "keep the smallest set of tokens with this probability"),
     ("top_k", int, "keep the k most probable tokens"),
-    ("min_p", float, "drop tokens below this share of the most probable one"),
-    ("presence_penalty", float, "discourage tokens that were used"),
-    ("frequency_penalty", float, "discourage tokens by how often they were used"),
-    ("repetition_penalty", float, "discourage tokens of prompt and answer"),
+    (
+        "min_p",
+        float,
+        "drop tokens whose probability is below this share of the highest probability",
+    ),
+    ("presence_penalty", float, "penalty for tokens that the answer already has"),
+    (
+        "frequency_penalty",
+        float,
+        "penalty for tokens, times the number of their occurrences in the answer",
+    ),
+    (
+        "repetition_penalty",
+        float,
+        "penalty for tokens that the prompt or the answer already has; 1: none",
+    ),
     ("seed", int, "the same seed gives the same answer"),
 )
 
@@ -51,7 +63,11 @@ def client_of(arguments: argparse.Namespace) -> Client:
 
 def add_interval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--interval-seconds", type=float, default=1.0, metavar="X", help="how often (default: 1)"
+        "--interval-seconds",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="seconds between two updates (default: 1)",
     )
 
 
@@ -65,13 +81,17 @@ def interval_of(arguments: argparse.Namespace) -> float:
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Adds flags for the model and sampling. They have no defaults: the server's defaults apply."""
-    parser.add_argument("--model", help="which model (default: the first that is served)")
+    parser.add_argument(
+        "--model", help="name of the model (default: the first model of the server)"
+    )
     for name, kind, text in _SAMPLING:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=kind, help=text, metavar="N" if kind is int else "X"
         )
     parser.add_argument(
-        "--stop", action="append", help="end before this text; may be given several times"
+        "--stop",
+        action="append",
+        help="end the answer before this text; may be given several times",
     )
 
 

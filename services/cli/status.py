@@ -19,7 +19,9 @@ _PATH = "/status"
 
 def main(argv: Sequence[str]) -> int:
     parser = ClientParser("status", "Shows the queues and the pool of each replica.")
-    parser.add_argument("--watch", action="store_true", help="show it again and again")
+    parser.add_argument(
+        "--watch", action="store_true", help="show the replicas repeatedly, until interrupted"
+    )
     add_interval(parser)
     arguments = parser.parse_args(argv)
     interval_seconds = interval_of(arguments)

@@ -86,7 +86,7 @@ def _parser() -> ClientParser:
 
 
 def _add_server(group: Any) -> None:
-    group.add_argument("--model", help="which model (default: the first that is served)")
+    group.add_argument("--model", help="name of the model (default: the first model of the server)")
     group.add_argument(
         "--api", choices=APIS, default=COMPLETIONS, help=f"which API (default: {COMPLETIONS})"
     )
@@ -123,7 +123,8 @@ def _add_server(group: Any) -> None:
         type=above_zero,
         default=600.0,
         metavar="S",
-        help="seconds after which a request has failed (default: 600)",
+        help="seconds after which a request without a complete answer counts as failed (default: "
+        "600)",
     )
 
 
@@ -152,8 +153,9 @@ def _add_load(group: Any) -> None:
         "--num-requests",
         type=count,
         metavar="N",
-        help=f"how many are measured (default: {DEFAULT_REQUESTS} without --duration, of a trace "
-        "all)",
+        help=f"number of measured requests (default: {DEFAULT_REQUESTS} without --duration; all "
+        "requests "
+        "of a trace)",
     )
     group.add_argument(
         "--duration", type=above_zero, metavar="S", help="send requests for S seconds"
@@ -209,7 +211,8 @@ def _add_prompts(group: Any) -> None:
         "--dataset",
         type=Path,
         metavar="FILE",
-        help="prompts instead: JSON lines with prompt or messages, or JSON in ShareGPT's form",
+        help="prompts in place of generated ones: JSON lines with prompt or messages, or JSON in "
+        "ShareGPT's form",
     )
     group.add_argument(
         "--trace",
@@ -236,7 +239,7 @@ def _add_prompts(group: Any) -> None:
         "--num-programs",
         type=count,
         metavar="N",
-        help=f"how many programs (default: {DEFAULT_PROGRAMS})",
+        help=f"number of programs (default: {DEFAULT_PROGRAMS})",
     )
     group.add_argument(
         "--anonymous",

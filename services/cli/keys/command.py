@@ -40,11 +40,11 @@ def _parser() -> CommandParser:
         "and --redis-url.",
     )
     parser.add_argument("action", choices=("create", "list", "revoke"))
-    parser.add_argument("key", nargs="?", metavar="ID", help="which key to revoke: its id")
+    parser.add_argument("key", nargs="?", metavar="ID", help="id of the key to revoke")
     parser.add_argument("--file", type=Path, help="file of keys, as --api-key-file of the gateway")
     parser.add_argument("--redis-url", metavar="URL", help="Redis that holds the keys")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--tenant", help="whose key to create")
+    parser.add_argument("--tenant", help="tenant for which to create a key")
     parser.add_argument(
         "--expires-in-days", type=float, metavar="X", help="(default: the key does not expire)"
     )
@@ -56,7 +56,10 @@ def _parser() -> CommandParser:
     for name, text in _LIMITS.items():
         limits.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
     limits.add_argument(
-        "--weight", type=float, metavar="X", help="share where tenants compete (default: 1)"
+        "--weight",
+        type=float,
+        metavar="X",
+        help="weight of the tenant's share if tenants compete (default: 1)",
     )
     limits.add_argument(
         "--priority-ceiling",

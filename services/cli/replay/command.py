@@ -46,16 +46,20 @@ def main(argv: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="what would have happened with this setting; may be given several times",
+        help="schedule the log's requests with this setting; may be given several times",
     )
     parser.add_argument(
-        "--plot", type=Path, metavar="PNG", help="draw the run, with --set the one that was not"
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="draw the run; with --set, the run with these settings",
     )
     parser.add_argument(
         "--jsonl",
         type=Path,
         metavar="FILE",
-        help="write records of steps, admissions and decisions, with --set of the run that was not",
+        help="write records of steps, admissions and decisions; with --set, of the run with these "
+        "settings",
     )
     arguments = parser.parse_args(argv)
     try:

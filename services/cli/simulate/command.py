@@ -98,7 +98,7 @@ def _parser() -> CommandParser:
     add("--programs", type=_count, default=100, metavar="N", help="default: 100")
     add("--rate", type=_positive, default=0.1, metavar="X", help="programs a second (default: 0.1)")
     add("--scale", type=_positive, default=1.0, metavar="X", help="factor on numbers of tokens")
-    add("--seed", type=int, default=0, metavar="N", help="fixes everything (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of all random numbers (default: 0)")
     add("--replicas", type=_count, default=1, metavar="N", help="default: 1")
     add(
         "--policy",
@@ -110,7 +110,7 @@ def _parser() -> CommandParser:
         "--routing",
         action="append",
         metavar="NAME",
-        help="of the gateway; may be given several times",
+        help="routing policy of the gateway; may be given several times",
     )
     add(
         "--profile",

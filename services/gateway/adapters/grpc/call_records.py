@@ -51,7 +51,9 @@ class CallRecords:
             raise
         except (asyncio.CancelledError, GeneratorExit):
             code = grpc.StatusCode.CANCELLED
-            record.failed(CANCELLED, "the client went away", is_failure=False)
+            record.failed(
+                CANCELLED, "the client disconnected or cancelled the request", is_failure=False
+            )
             raise
         except Exception as error:
             code = grpc.StatusCode.INTERNAL

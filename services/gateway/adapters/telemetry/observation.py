@@ -204,7 +204,9 @@ class Observer:
             observation.failed(error.metric_reason, error.message, is_failure=is_failure(error))
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            observation.failed(CANCELLED, "the client went away", is_failure=False)
+            observation.failed(
+                CANCELLED, "the client disconnected or cancelled the request", is_failure=False
+            )
             raise
         except Exception as error:
             observation.failed(type(error).__name__, "a defect", is_failure=True)

@@ -66,7 +66,9 @@ class RequestRecords:
         finally:
             if not record.status:
                 record.status = CLIENT_CLOSED_REQUEST
-                record.failed(CANCELLED, "the client went away", is_failure=False)
+                record.failed(
+                    CANCELLED, "the client disconnected or cancelled the request", is_failure=False
+                )
             self._recorder.end(record)
 
 

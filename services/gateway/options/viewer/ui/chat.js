@@ -132,7 +132,7 @@ async function* events(body) {
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) throw new Error("the answer broke off before its end");
+    if (done) throw new Error("the connection ended before the answer was complete");
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
     for (const part of parts) {

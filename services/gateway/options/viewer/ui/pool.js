@@ -4,11 +4,11 @@ import { byId, colour, context, count, percent, themed } from "./text.js";
 
 const [BLANK, CACHED, HELD, SHARED, RETAINED] = ["1", "2", "3", "4", "5"];
 const STATES = {
-  [BLANK]: "blank: free, nothing to find in it",
-  [CACHED]: "cached: free until it is reused, a prompt can find it",
+  [BLANK]: "blank: free, without cached tokens",
+  [CACHED]: "cached: free, but its tokens are cached for prompts until the block is reused",
   [HELD]: "held",
   [SHARED]: "shared by several requests",
-  [RETAINED]: "of a paused program: free, reused after cached blocks",
+  [RETAINED]: "cached for a paused program: free, reused after other cached blocks",
 };
 
 export class Pool {
