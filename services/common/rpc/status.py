@@ -32,10 +32,9 @@ _CONNECTION_ENDS = (
         "proxy in between has no server",
     ),
     (
-        r"failed to connect.*Socket closed",
+        r"failed to connect.*(Socket closed|Connection reset|Broken pipe)",
         "ends each connection at once: the server may require TLS or another client certificate, "
-        "or "
-        "a proxy in between has no server",
+        "or a proxy in between has no server",
     ),
     (r"ping timeout", "does not answer pings"),
     (r"failed to connect", "cannot be reached"),

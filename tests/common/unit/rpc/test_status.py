@@ -264,6 +264,12 @@ async def test_what_is_not_served_is_a_defect() -> None:
             "No such file or directory (2)",
             "the worker cannot be reached",
         ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:9000: "
+            "recvmsg:Connection reset by peer (104)",
+            "the worker ends each connection at once: the server may require TLS or another client "
+            "certificate, or a proxy in between has no server",
+        ),
         ("Stream removed (recvmsg:Connection reset by peer)", "the worker closed the connection"),
         ("Stream removed (recvmsg:Connection timed out)", "the worker does not answer"),
         ("Stream removed (ping timeout)", "the worker does not answer pings"),
