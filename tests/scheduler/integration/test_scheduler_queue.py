@@ -111,7 +111,7 @@ async def test_under_load_what_would_wait_too_long_is_refused_at_once(
             )
     assert (refused.code, refused.reason) == (RESOURCE_EXHAUSTED, "QUEUE_TOO_LONG")
     assert refused.retry_after_millis >= 1000
-    assert refused.message.endswith("and may for 0.5 s")
+    assert refused.message.endswith("but may wait only 0.5 s")
     await gateway.finish(*added)
     complete = [heard for heard in gateway.heard.values() if len(heard.tokens) == 40]
     assert complete, "and others are served"

@@ -228,19 +228,20 @@ class RequestIntake:
     def _check_length(self, num_prompt: int, num_output: int) -> None:
         total = num_prompt + num_output
         num_free = 0 if self.config.pooling else 1
-        room = ", at least one of them to generate" if num_free else ""
+        room = ", of which at least one must be generated" if num_free else ""
         field = "output_token_ids" if num_output else "prompt_token_ids"
         if total > self.max_model_len - num_free:
             raise OutOfRange(
                 f"This model's maximum context length is {self.max_model_len} tokens{room}: the "
-                f"request has {total}",
+                f"request has {total} tokens",
                 field=field,
                 reason="LONGER_THAN_MODEL",
             )
         if total > self.config.max_prompt_len:
             raise OutOfRange(
-                f"This model's maximum context length is {self.config.max_model_len} tokens, which "
-                f"is what the KV cache holds of one request{room}: the request has {total}",
+                f"This model's maximum context length is {self.config.max_model_len} tokens{room}, "
+                "because the KV cache cannot store a longer request: the request has "
+                f"{total} tokens",
                 field=field,
                 reason="LARGER_THAN_POOL",
             )

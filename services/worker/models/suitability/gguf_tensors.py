@@ -50,8 +50,7 @@ def read_gguf_tensors(file: Path) -> tuple[GgufHeader, list[TensorInfo]]:
     if architecture not in ARCHITECTURES:
         raise UnsupportedModel(
             file,
-            f"architecture {architecture!r} is not supported in GGUF files, only "
-            f"{', '.join(ARCHITECTURES)}",
+            f"architecture {architecture!r} is not supported; {', '.join(ARCHITECTURES)} are",
         )
     tensors = [_info(file, tensor) for tensor in header.tensors]
     for tensor in tensors:
