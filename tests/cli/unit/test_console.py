@@ -20,7 +20,7 @@ def shown(*, colour: bool = False, quiet: bool = False, raw: bool = False) -> li
     console.ready("worker", 1.25, 0)
     console.died("worker", "killed by SIGKILL", ["first", "last"], 0.1, 1)
     console.ready("worker", 2.0, 1)
-    console.hung("worker", "it was stopped 1.1 s ago")
+    console.hung("worker", "the process was stopped 1.1 s ago")
     console.died("worker", "killed by SIGKILL", [], 0.2, 2)
     return stream.getvalue().splitlines()
 
@@ -33,7 +33,7 @@ def test_every_line_begins_with_its_service() -> None:
         "up        |   last lines of worker: first",
         "up        |   last lines of worker: last",
         "up        | worker is ready again (restart 1) after 2.0 s",
-        "up        | worker is killed: it was stopped 1.1 s ago",
+        "up        | worker is killed: the process was stopped 1.1 s ago",
         "up        | worker died: killed by SIGKILL, 2 times in a row; starting it again in 0.2 s",
     ]
 

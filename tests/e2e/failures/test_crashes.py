@@ -60,7 +60,7 @@ async def test_streams_go_on_when_a_service_is(
         assert disturbed[i].token_ids == greedy(tiny_model.model, PROMPTS[i], NUM_TOKENS)
     stack.wait_until_back(service, pid)
     lines = "\n".join(stack.output[num_lines:])
-    assert (f"{service} is killed: it was stopped" in lines) is (signum == signal.SIGSTOP)
+    assert (f"{service} is killed: the process was stopped" in lines) is (signum == signal.SIGSTOP)
     assert f"{service} died: killed by SIGKILL" in lines
     stack.wait_until_nothing_is_held()
 

@@ -158,7 +158,11 @@ async def test_a_stage_that_dies_or_stops_comes_back_as_a_new_generation(
     assert after.keys() == {0, 1}
     assert not set(after.values()) & set(before.values())
     lines = "\n".join(staged.output[num_lines:])
-    hit = "died: killed by SIGKILL" if signum is signal.SIGKILL else "is killed: it was stopped"
+    hit = (
+        "died: killed by SIGKILL"
+        if signum is signal.SIGKILL
+        else "is killed: the process was stopped"
+    )
     assert f"worker-{stage} {hit}" in lines
     assert f"worker-{1 - stage} died: exit status 1" in lines
     assert f"stepwell worker: rank {stage} has ended" in lines

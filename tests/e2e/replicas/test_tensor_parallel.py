@@ -77,7 +77,7 @@ async def test_a_stopped_rank_is_killed_and_streams_go_on(
     assert [a.token_ids for a in disturbed] == [a.token_ids for a in undisturbed]
     assert not set(pids_of_ranks(ranks).values()) & set(before.values())
     lines = "\n".join(ranks.output[num_lines:])
-    assert "worker-1 is killed: it was stopped" in lines
+    assert "worker-1 is killed: the process was stopped" in lines
     assert "stepwell worker: rank 1 has ended" in lines
 
 
