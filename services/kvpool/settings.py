@@ -28,9 +28,8 @@ class KVPoolSettings(ServiceSettings):
     redis_url: str | None = setting(
         None,
         doc="Redis to which the hashes of cached blocks are written: "
-        "redis://[user:password@]host:port, or "
-        "rediss://host:port?ssl_ca_certs=PATH; any node of a cluster (default: gateways ask "
-        "the pools)",
+        "redis://[user:password@]host:port, or rediss://host:port?ssl_ca_certs=PATH; any node of a "
+        "cluster (default: gateways ask the pools)",
         check=is_redis_url,
         is_secret=True,
     )

@@ -117,8 +117,7 @@ def _cuda_platform(settings: WorkerSettings, group: Group | None) -> CudaPlatfor
     if group is not None and settings.batch_invariant:
         raise UnsuitableDevice(
             "batch_invariant is supported only with one GPU, because NCCL's order of additions "
-            "depends on the size of the sum; unset batch_invariant, or set --tensor-parallel-size "
-            "1"
+            "depends on the size of the sum; unset batch_invariant, or set --tensor-parallel-size 1"
         )
     return CudaPlatform(
         settings.gpu_memory_utilization,

@@ -74,8 +74,7 @@ class WorkerSettings(ServiceSettings):
     runner: RunnerSetting = setting(
         RunnerSetting.AUTO,
         doc="use of the model: generate, or pooling, which returns vectors; auto: pooling for "
-        "directories of sentence-transformers and architectures without a language model's "
-        "head",
+        "directories of sentence-transformers and architectures without a language model's head",
     )
     block_size: int | None = setting(
         None,

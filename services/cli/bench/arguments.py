@@ -154,8 +154,7 @@ def _add_load(group: Any) -> None:
         type=count,
         metavar="N",
         help=f"number of measured requests (default: {DEFAULT_REQUESTS} without --duration; all "
-        "requests "
-        "of a trace)",
+        "requests of a trace)",
     )
     group.add_argument(
         "--duration", type=above_zero, metavar="S", help="send requests for S seconds"

@@ -53,8 +53,7 @@ def gguf_tokenizer(file: Path, header: GgufHeader) -> tuple[dict[str, Any], dict
         raise GgufError(
             file,
             f"tokenizer.ggml.model {kind!r} is not supported; gpt2 and llama are: give a directory "
-            "with "
-            "config.json and the tokenizer's files beside the GGUF file",
+            "with config.json and the tokenizer's files beside the GGUF file",
         )
     kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     used = {

@@ -31,8 +31,7 @@ class ServiceSettings:
     internal_tls_cert_file: Path | None = setting(
         None,
         doc="certificate chain (PEM) for the other services. With it, the key and the authority, "
-        "services use mutual TLS over the network, and no TLS over Unix sockets (default: no "
-        "TLS)",
+        "services use mutual TLS over the network, and no TLS over Unix sockets (default: no TLS)",
         check=existing_file,
     )
     internal_tls_key_file: Path | None = setting(
@@ -52,8 +51,7 @@ class ServiceSettings:
     trace_sample_ratio: float = setting(
         1.0,
         doc="share of the traces begun by this service that are recorded; traces begun elsewhere "
-        "are "
-        "recorded if their sampled flag is set",
+        "are recorded if their sampled flag is set",
         check=between(0, 1),
     )
     log_level: LogLevel = setting(LogLevel.INFO, doc="least severe level that is logged")

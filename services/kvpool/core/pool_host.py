@@ -109,8 +109,7 @@ class PoolHost(Generic[Answer]):
         if config.num_blocks > self.max_blocks_per_pool:
             raise InvalidPool(
                 f"num_blocks is {config.num_blocks}, but this kvpool allows "
-                f"{self.max_blocks_per_pool} "
-                "in a pool (max_blocks_per_pool)",
+                f"{self.max_blocks_per_pool} in a pool (max_blocks_per_pool)",
                 field="num_blocks",
             )
         if pool_id not in self._pools and len(self._pools) >= self.max_pools:

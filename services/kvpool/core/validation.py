@@ -78,8 +78,7 @@ class TransactionValidator:
         if admission.num_slots < admission.num_computed_tokens:
             raise ops.MalformedTransaction(
                 f"num_slots is {admission.num_slots}, too few for {admission.num_hit_tokens} "
-                "tokens "
-                f"of the hit and {admission.num_external_tokens} loaded tokens",
+                f"tokens of the hit and {admission.num_external_tokens} loaded tokens",
                 field=f"{where}.num_slots",
             )
         num_stored = admission.num_stored_tokens

@@ -92,11 +92,10 @@ def test_a_table_has_a_dash_where_nothing_was_measured_and_the_caption_says_why(
         f"| {PREFIX} | — | 1.23 | — | — |",
     ]
     assert caption(compared, {"ours": (), "peer": (PREFIX,)}) == (
-        "Medians of 3 rounds in turns; fewer rounds of slow engines: "
-        "ours 2 (32 requests that share 384 of 416 tokens), peer 2 (prefill of 512 tokens). "
-        "Not measured, because these loads take minutes: "
-        "peer (32 requests that share 384 of 416 tokens). "
-        "**These engines used processors while others were measured: peer (0.50 cores).**"
+        "Medians of 3 rounds in turns; fewer rounds of slow engines: ours 2 (32 requests that "
+        "share 384 of 416 tokens), peer 2 (prefill of 512 tokens). Not measured, because these "
+        "loads take minutes: peer (32 requests that share 384 of 416 tokens). **These engines used "
+        "processors while others were measured: peer (0.50 cores).**"
     )
 
 

@@ -198,9 +198,8 @@ def test_a_full_disk_leaves_no_part_of_a_library(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick_compiler")
 def test_processes_that_start_at_once_compile_once(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; "
-        "from services.worker.backends.native.compiled import load_compiled; "
-        "print(load_compiled(Path(sys.argv[1]), lambda: None).panel_width())"
+        "import sys; from pathlib import Path; from services.worker.backends.native.compiled "
+        "import load_compiled; print(load_compiled(Path(sys.argv[1]), lambda: None).panel_width())"
     )
     starts = [
         subprocess.Popen(

@@ -127,8 +127,7 @@ class Fleet:
         if most is not None and (queued := self._num_queued_tokens()) >= most:
             raise ResourceExhausted(
                 f"requests without output have {queued} prompt tokens; at {most} no further "
-                "request "
-                "is accepted",
+                "request is accepted",
                 reason="QUEUED_TOKENS",
                 retry_after_seconds=RETRY_AFTER_SECONDS,
             )

@@ -239,9 +239,8 @@ class Inference:
         )
         if count > self.max_logprobs:
             raise OutOfRange(
-                f"logprobs: the answers may have {count} log-probabilities, more than the "
-                f"limit of {self.max_logprobs} for one request; set stream, or lower max_tokens or "
-                "n",
+                f"logprobs: the answers may have {count} log-probabilities, more than the limit of "
+                f"{self.max_logprobs} for one request; set stream, or lower max_tokens or n",
                 field="logprobs",
             )
 

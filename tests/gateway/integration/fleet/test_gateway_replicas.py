@@ -65,8 +65,7 @@ async def test_a_scheduler_of_another_protocol_gets_no_requests_and_is_named(
         said = [line for line in caplog.messages if "protocol 9" in line]
         assert said == [
             f"no session with scheduler {first.address} can be opened: this scheduler has version "
-            "9.0 "
-            "(protocol 9)"
+            "9.0 (protocol 9)"
         ]
         first.refusal = None
         await until(lambda: served.gateway.membership.num_ready == 2)

@@ -138,8 +138,7 @@ class Sharing:
         except TimeoutError:
             logger.warning(
                 "an answer with an idempotency key is not shared, since another gateway did not "
-                "finish "
-                "opening its log in Redis within the time limit"
+                "finish opening its log in Redis within the time limit"
             )
         except Unavailable as error:
             self._failed(error)
