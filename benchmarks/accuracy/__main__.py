@@ -321,7 +321,7 @@ def loads(text: str) -> tuple[float, ...]:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = make_parser("accuracy", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("accuracy", __doc__)
     add = parser.add_argument
     add("--model", type=models, default="demo,135m", help="directories or sizes of random models")
     add(

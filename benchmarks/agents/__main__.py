@@ -81,7 +81,7 @@ def _numbers(loads: Iterable[Load]) -> list[str]:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("agents", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("agents", __doc__)
     names = sorted({load.name for load in LOADS})
     add = parser.add_argument
     add("--simulated", action="store_true", required=True, help="run in simulated time")

@@ -11,7 +11,9 @@ from benchmarks.common.models import is_model
 DEMO = Path("models/demo")
 
 
-def make_parser(program: str, description: str) -> argparse.ArgumentParser:
+def make_parser(program: str, docstring: str | None) -> argparse.ArgumentParser:
+    """The parser of a program. Its description is the first paragraph of the module's docstring."""
+    description = " ".join((docstring or "").partition("\n\n")[0].split())
     return argparse.ArgumentParser(prog=f"python -m benchmarks.{program}", description=description)
 
 

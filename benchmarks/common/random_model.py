@@ -173,7 +173,7 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = make_parser("common.random_model", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("common.random_model", __doc__)
     parser.add_argument("--size", choices=SIZES, required=True, help="shape of the model")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")

@@ -220,7 +220,7 @@ async def _output(*command: str) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = make_parser("device", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("device", __doc__)
     parser.add_argument("--profile", default="h100-80gb", help="default: h100-80gb")
     parser.add_argument("--concurrency", type=counts, default=(1, 32), help="default: 1,32")
     parser.add_argument("--input-len", type=count, default=2000, help="tokens (default: 2000)")

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("directory", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("directory", __doc__)
     parser.add_argument("--quick", action="store_true", help="20,000 blocks and 20 events")
     parser.add_argument("--blocks", type=count, help="blocks in the index (default: 1,000,000)")
     parser.add_argument("--json", type=Path, help="file to write the figures to")

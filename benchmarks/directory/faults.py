@@ -79,7 +79,7 @@ class FaultRow:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = make_parser("directory.faults", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("directory.faults", __doc__)
     add_model(parser)
     parser.add_argument("--quick", action="store_true", help="let each fault last only 1.5 s")
     parser.add_argument(

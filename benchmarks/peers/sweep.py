@@ -210,7 +210,7 @@ def _may_be_found(fault: Fault, observed: Observed) -> bool:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    parser = make_parser("peers", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("peers", __doc__)
     add_model(parser)
     add = parser.add_argument
     add("--link", choices=sorted(LINKS), required=True, help="link of the fault-injecting proxy")

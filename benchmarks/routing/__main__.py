@@ -186,7 +186,7 @@ def decisions_table(found: Sequence[DecisionFigures]) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    parser = make_parser("routing", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("routing", __doc__)
     add_model(parser)
     add = parser.add_argument
     parts = (POLICIES_PART, DECISIONS_PART)

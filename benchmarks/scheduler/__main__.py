@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("scheduler", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("scheduler", __doc__)
     parser.add_argument(
         "--vllm-python", help="Python interpreter with vLLM, to measure vLLM's scheduler too"
     )

@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("simulation", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("simulation", __doc__)
     add = parser.add_argument
     add("--replicas", type=counts, default=(1, 10, 100, 1000), help="default: 1,10,100,1000")
     add("--requests", type=count, default=20_000, help="in each run (default: 20000)")

@@ -215,7 +215,7 @@ def report(outcome: Outcome) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    parser = make_parser("soak endurance", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("soak endurance", __doc__)
     parser.add_argument(
         "--minutes", type=positive, default=20.0, help="minutes of load (default: 20)"
     )

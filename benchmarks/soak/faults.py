@@ -232,7 +232,7 @@ async def _within(seconds: float, event: asyncio.Event) -> bool:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    parser = make_parser("soak faults", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("soak faults", __doc__)
     add_model(parser)
     add = parser.add_argument
     add("--faults", type=count, default=50, help="number of successive faults (default: 50)")

@@ -145,7 +145,7 @@ def _quantiles(pauses: list[float]) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("soak hostility", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("soak hostility", __doc__)
     add_model(parser)
     add = parser.add_argument
     add("--minutes", type=positive, default=1.0, help="minutes of attacks (default: 1)")

@@ -148,7 +148,7 @@ def report(outcome: Outcome) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> tuple[Path, float, int]:
-    parser = make_parser("soak idle", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("soak idle", __doc__)
     add = parser.add_argument
     add("--minutes", type=positive, default=5.0, help="minutes without requests (default: 5)")
     add("--programs", type=count, default=100, help="number of paused programs (default: 100)")

@@ -77,7 +77,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("soak openapi", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("soak openapi", __doc__)
     parser.add_argument(
         "--minutes", type=positive, default=5.0, help="minutes that the test takes (default: 5)"
     )

@@ -94,7 +94,7 @@ def report(options: Options, capacity: Sent, overload: Sent) -> str:
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    parser = make_parser("soak overload", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("soak overload", __doc__)
     add_model(parser)
     parser.add_argument(
         "--tenants",

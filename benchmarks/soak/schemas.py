@@ -252,7 +252,7 @@ def _draw(directory: Path, number: int, seed: int) -> list[tuple[str, str]]:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the test and prints the report. Returns 1 if it failed."""
-    parser = make_parser("soak schemas", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("soak schemas", __doc__)
     add_model(parser)
     parser.add_argument("--schemas", type=Path, required=True, help="directory of .json files")
     parser.add_argument("--count", type=count, default=400, help="number of schemas (default: 400)")

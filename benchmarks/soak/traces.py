@@ -211,7 +211,7 @@ async def _is_running(scheduler: "scheduler_pb2_grpc.SchedulerAsyncStub") -> boo
 
 def main(argv: Sequence[str]) -> int:
     """Runs the test and prints the report. Returns 1 if it failed."""
-    parser = make_parser("soak traces", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("soak traces", __doc__)
     add_model(parser)
     parser.add_argument(
         "--requests", type=count, default=200, help="number of requests (default: 200)"

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("worker", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("worker", __doc__)
     names = ", ".join(SIZES)
     parser.add_argument(
         "--model", action="append", help=f"a directory, {names}, or all of these (default 135m)"

@@ -39,7 +39,7 @@ LOADS = (
 
 
 def main() -> None:
-    parser = make_parser("worker.adapter_price", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("worker.adapter_price", __doc__)
     add_sized_model(parser)
     parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")

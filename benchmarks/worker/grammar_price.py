@@ -60,7 +60,7 @@ class MatcherMicros:
 
 
 def main() -> None:
-    parser = make_parser("worker.grammar_price", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("worker.grammar_price", __doc__)
     add_sized_model(parser, "models/demo")
     parser.add_argument("--rows", type=counts, default=(8, 32), help="requests at once")
     parser.add_argument("--rounds", type=count, default=9, help="turns with and without")

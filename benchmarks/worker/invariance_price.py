@@ -37,7 +37,7 @@ LOADS = (
 
 
 def main() -> None:
-    parser = make_parser("worker.invariance_price", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("worker.invariance_price", __doc__)
     add_sized_model(parser)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")

@@ -37,7 +37,7 @@ LOADS = (
 
 
 def main() -> None:
-    parser = make_parser("worker.kv_cache", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("worker.kv_cache", __doc__)
     add_sized_model(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")

@@ -168,7 +168,7 @@ async def measure(arguments: argparse.Namespace) -> None:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    parser = make_parser("worker.offloading", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("worker.offloading", __doc__)
     add_sized_model(parser)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")

@@ -82,7 +82,7 @@ class LlamaCppTimer:
 
 
 def main() -> None:
-    parser = make_parser("worker.quantization", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("worker.quantization", __doc__)
     add_sized_model(parser)
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with")
     parser.add_argument(

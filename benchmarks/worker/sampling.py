@@ -48,7 +48,7 @@ class Case:
 
 
 def main() -> None:
-    parser = make_parser("worker.sampling", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("worker.sampling", __doc__)
     parser.add_argument("--vocabularies", type=counts, default=(4096, 49_152, 128_256))
     parser.add_argument("--rows", type=count, default=8, help="rows of a step")
     parser.add_argument("--threads", type=count, default=2, help="threads to compute with")

@@ -102,7 +102,7 @@ class Gain:
 
 
 def main() -> None:
-    parser = make_parser("worker.speculation", (__doc__ or "").partition("\n")[0])
+    parser = make_parser("worker.speculation", __doc__)
     add_sized_model(parser)
     parser.add_argument(
         "--draft-model", help="a directory or a size (default: n-grams and suffix trees)"
