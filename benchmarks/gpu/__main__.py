@@ -16,9 +16,9 @@
   measures the bytes that a decode step reads.
 
 The program needs torch, numpy, xFormers and Triton (`stepwell[gpu]`), and transformers for the last
-part. It needs no other package, no generated contracts and no service. If a case raises an error,
-its row shows the error, and the next case runs. The exit status is 1 if a case is wrong or failed,
-or if there is no GPU.
+part. It needs no other package, no code generated from the protos (`gen/`), and no running service.
+If a case raises an error, its row shows the error, and the next case runs. The exit status is 1 if
+a case is wrong or failed, or if there is no GPU.
 """
 
 from __future__ import annotations

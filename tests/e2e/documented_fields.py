@@ -38,8 +38,8 @@ class Example:
 
 def examples() -> dict[str, list[Example]]:
     """The examples of documented_fields.md. Maps a call (an HTTP method and route, or a method of
-    `Inference`) to its examples. The section without a base request has the fields that both kinds
-    of completions share.
+    `Inference`) to its examples. One section of the page names no base request: its fields are
+    added to the requests of /v1/completions and of /v1/chat/completions.
     """
     found: dict[str, list[Example]] = {}
     shared: list[tuple[str, str]] = []

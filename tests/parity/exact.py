@@ -138,7 +138,7 @@ class ExactModel:
 
     def serving(self, *, seed: int = 0, keeps: bool = False) -> "ExactServing":
         """An ExactServing with an empty cache. The seed determines the order in which blocks are
-        allocated. `keeps` is passed to Driver.
+        allocated. With `keeps`, blocks that have left a window are allocated last.
         """
         self.runner.reset()
         return ExactServing(

@@ -1,4 +1,6 @@
-"""Each defect of the folder `planted` can be planted, and the first seed finds one of them."""
+"""Each defect of the folder `planted` fits its source once, and `stepwell explore` finds one of
+them with its first seed.
+"""
 
 import pytest
 

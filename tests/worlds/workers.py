@@ -32,8 +32,9 @@ delays each step, at most until the next tick, in which the previous step ends.
 
 @dataclass(frozen=True, slots=True)
 class SentLoad:
-    """A load of the positions from `begin` up to `end` of a sequence, and of the recurrent state at
-    `end`. If all tokens are loaded, it is the state before the last token.
+    """An order to load, through the KV connector, the keys and values of a sequence's positions
+    `begin` to `end` (exclusive), and the recurrent state at `end`. If all tokens are loaded, the
+    state is the one before the last token.
     """
 
     request: RequestKey
@@ -55,7 +56,9 @@ class SentStep:
     """The number of the step, as the connector counts."""
     answer: _Answer
     void: set[str] = field(default_factory=set)
-    """Ids of requests that the step computes from data that was not loaded."""
+    """Ids of requests whose blocks an earlier step failed to load. The step was planned before that
+    was known, and computes them from wrong data.
+    """
 
 
 class WorldWorkers:
@@ -96,7 +99,7 @@ class WorldWorkers:
         """Whether the lost workers have ended, so that new processes replace them."""
         self._last_plan: SchedulerOutput | None = None
         self._stale: set[Request] = set()
-        """Requests for which the workers may still store tokens that the scheduler has dropped."""
+        """Requests for which the workers may still have tokens that the scheduler has dropped."""
         self.model = self._new_model()
 
     @property

@@ -103,7 +103,9 @@ def _places(numbers: Sequence[int]) -> list[int]:
 
 
 def _features(measured: Measurement, places: Sequence[int]) -> list[float]:
-    """The factors by which the coefficients of StepCosts are multiplied and then added up."""
+    """The row of one measurement in the least-squares problem: one factor for each coefficient of
+    StepCosts. The sum of the products of coefficient and factor is the predicted step time.
+    """
     one = measured
     contexts = num_contexts(one.num_scheduled_tokens, one.num_computed_tokens)
     units = np.eye(len(places)).tolist()

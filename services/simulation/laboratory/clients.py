@@ -22,7 +22,9 @@ _MAX_PROGRAMS = 1 << 28
 
 
 class Applications:
-    """The owner of the blocks of all shared prefixes, which KnownFuturePool evicts last."""
+    """Stands for all applications, as the owner of the blocks of their shared prefixes.
+    KnownFuturePool evicts the owner with the greatest `next_use` first, so these blocks last.
+    """
 
     next_use = -1.0
 

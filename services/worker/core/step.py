@@ -56,8 +56,9 @@ class AppendedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class TierBlocks:
-    """Pairs of a block in the KV cache and a block in the tier, whose contents are equal after the
-    copy. The key of a pair is a block hash, followed by the KV-cache group as a big-endian uint32.
+    """Pairs of a block in the KV cache and a block in the tier. A store copies to the tier, a load
+    from it. The key of a pair is a block hash, followed by the KV-cache group as a big-endian
+    uint32.
     """
 
     block_ids: Int32Array

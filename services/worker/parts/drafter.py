@@ -45,9 +45,10 @@ def with_drafter(setup: RankSetup, parts: RunnerParts) -> RunnerParts:
 
 
 def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
-    """Creates the source of drafts that finds earlier text with the same suffix. Its suffix trees
-    are in the compiled library, on the CPU even if the model is on CUDA. Raises NoSpeculation if
-    the library cannot be compiled.
+    """Creates the draft source for suffix decoding: it finds earlier text that ends like a
+    request's tokens, and drafts the tokens that followed. Its suffix trees are in the compiled
+    library, on the CPU even if the model is on CUDA. Raises NoSpeculation if the library cannot be
+    compiled.
     """
     try:
         library = compiled.load_compiled(

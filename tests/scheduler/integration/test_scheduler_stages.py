@@ -1,5 +1,5 @@
-"""Pipeline parallelism: as many steps are in flight as there are stages. A step's message has the
-last token of each request that the step computes.
+"""Pipeline parallelism: as many steps are in flight as there are stages. The scheduler's message
+for a step contains, for each request, the last of the tokens that the step computes.
 """
 
 import asyncio

@@ -52,8 +52,9 @@ def watch_self() -> Callable[[float], Reading]:
 
 
 def processor_times(pid: int) -> ProcessTimes:
-    """The times of a process's threads. Empty if the process has ended or the system is not Linux.
-    The thread that calls this function is reported as sleeping, because it runs only to read.
+    """For each thread of a process: its state, how long it has run, and how long it has waited for
+    a processor. Empty if the process has ended or the system is not Linux. The thread that calls
+    this function is reported as sleeping, because it runs only to read.
     """
     threads: dict[int, ThreadTimes] = {}
     with suppress(OSError):

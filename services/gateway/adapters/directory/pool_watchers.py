@@ -171,8 +171,8 @@ class PoolReader:
         self._counts.loads += 1
 
     def _begin(self, sequence: int) -> None:
-        """Starts a new epoch of the node, without keys. `sequence` is the number of the last
-        message before it.
+        """Starts a new epoch of the node, without keys, because its pool was reset. `sequence` is
+        the number of the last message before the epoch.
         """
         self._epoch = next(self._epochs)
         self._index.load(self._node, self._epoch, self._groups, sequence).finish()

@@ -107,8 +107,9 @@ class PrefixIndex:
     # Changes that the source of the views reports.
 
     def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
-        """Makes an empty, exact view for a new epoch of a node (the time after a reset of its
-        pool), as of log entry 0. The node's earlier keys become invalid.
+        """Makes an empty view for a new epoch of a node, which begins with a reset of its pool. The
+        view equals the empty pool, and no entry of the pool's log is applied yet. The node's
+        earlier keys become invalid.
         """
         self.remove(node)
         view = NodeView(node, epoch, groups, 0, self._new_bit(), is_exact=True)

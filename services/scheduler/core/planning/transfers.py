@@ -60,7 +60,10 @@ class Transfers(Protocol):
         """
 
     def defer_frees(self, victim: Request, in_flight: Iterable[SchedulerOutput]) -> bool:
-        """Whether to wait for transfers or steps that free blocks, and not to preempt `victim`."""
+        """Called when the pool lacks blocks for a running request. Returns True to wait for blocks
+        that transfers or steps in flight will free, and False to preempt `victim`, the request that
+        the policy selects.
+        """
 
     def defer_copies(self, copies: Sequence[BlockCopy], step: int) -> bool:
         """Returns True if the blocks of `copies` are freed after the output of the step that makes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class CachedLibrary:
-    """The library `name` in a directory, which may not exist yet."""
+    """The compiled library `name` in a directory. Neither needs to exist before `put`."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.directory = directory

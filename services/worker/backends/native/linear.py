@@ -17,7 +17,9 @@ from services.worker.backends.native.lora import NativeDelta
 from services.worker.backends.quantized import QuantizedWeight, Weight
 
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""By data type, how many elements of a column panels store side by side: DEPTH in cpp/panel.h."""
+"""Maps each data type to the number of successive elements of a column that a panel stores side by
+side (DEPTH in cpp/panel.h).
+"""
 _INT4_BITS, _INT4_DEPTH = 4, 4
 """The bits of an INT4 code, and the number of elements of a column that are unpacked at once:
 BLOCK_DEPTH in cpp/quantized.h.

@@ -132,7 +132,9 @@ class RecurrentProbe:
         self._states: dict[int, StateLayer] = {}
 
     def states(self, num_layers: int) -> tuple[StateLayer, ...]:
-        """Returns the states of all `num_layers` layers. Raises Refused if one was not computed."""
+        """Returns the shapes and data types of the states of all `num_layers` recurrent layers.
+        Raises Refused if a layer was not computed.
+        """
         if sorted(self._states) != list(range(num_layers)):
             raise Refused("does not compute all of its recurrent layers")
         return tuple(self._states[index] for index in range(num_layers))

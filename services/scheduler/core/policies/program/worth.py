@@ -67,7 +67,7 @@ class Worth:
         return self._held_up_since is not None
 
     def changed(self) -> None:
-        """Must be called after a change of the set of contexts that have blocks."""
+        """Must be called when a context gets its first block, loses its last one, or is dropped."""
         self._ranked = None
 
     def admitted(self, waited: float | None) -> None:
