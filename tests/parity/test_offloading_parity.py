@@ -241,5 +241,5 @@ def test_blocks_have_one_size_where_they_are_offloaded(tmp_path: Path) -> None:
 def test_states_that_are_overwritten_are_not_offloaded(tmp_path: Path) -> None:
     save_tiny_model(tmp_path, "bamba")
     settings = replace(settings_for(tmp_path, 64), mamba_cache_mode=MambaCacheMode.NONE)
-    with pytest.raises(NoTier, match="set mamba_cache_mode align"):
+    with pytest.raises(NoTier, match="set mamba_cache_mode to align"):
         build_worker(settings, "overwritten", lambda: None)

@@ -65,7 +65,9 @@ def test_ranks_that_would_divide_a_group_are_refused(tmp_path: Path) -> None:
     def work(rank: RankThread) -> None:
         serve(tmp_path / "quantized", ranks=rank.ranks)
 
-    with pytest.raises(UnsupportedModel, match=r"down_proj.weight: columns 0 to 12 are not groups"):
+    with pytest.raises(
+        UnsupportedModel, match=r"down_proj.weight: columns 0 to 12 are not whole groups"
+    ):
         on_ranks(2, work)
 
 

@@ -72,7 +72,7 @@ def test_a_session_of_the_superset_is_a_program_with_subagents() -> None:
     ("value", "complaint"),
     [
         ({"input_length": 0, "output_length": 1}, "input_length must be a whole number"),
-        ({"input_length": 9, "output_length": 1, "hash_ids": [1, 2]}, "an id for each 512"),
+        ({"input_length": 9, "output_length": 1, "hash_ids": [1, 2]}, "one id for each 512"),
         ({"input_length": 9, "output_length": 1, "wait_for": ["x"]}, "must name an earlier line"),
         ({"input_length": 9, "output_length": 1, "timestamp": -1}, "timestamp must be a number"),
     ],

@@ -381,7 +381,10 @@ async def test_requests_of_an_agents_session_stay_at_one_replica(model: Path) ->
             assert bool(one.adds) + bool(other.adds) == num_used
         long = {"X-Claude-Code-Session-Id": "s" * 257}
         response = await served.http.post(PATH, json=BASE | {"max_tokens": 1}, headers=long)
-        assert "X-Claude-Code-Session-Id may have 256 bytes" in response.json()["error"]["message"]
+        assert (
+            "X-Claude-Code-Session-Id may have at most 256 bytes"
+            in response.json()["error"]["message"]
+        )
         body = {"model": "tiny", "input": "hi", "prompt_cache_key": "s" * 257}
         response = await served.http.post("/v1/responses", json=body)
         assert response.json()["error"]["param"] == "prompt_cache_key"

@@ -37,7 +37,7 @@ async def test_workers_with_a_tier_are_served_without_it(free_port: int) -> None
 
 def test_an_answer_about_loads_is_wrong() -> None:
     steps = StepsInFlight("a", Deadlines(1, 10))
-    with pytest.raises(ValueError, match="no load is under way"):
+    with pytest.raises(ValueError, match="has started no load from host memory"):
         steps.transfers.note("a", None)
 
 
@@ -51,5 +51,5 @@ def test_a_log_with_a_connector_is_not_replayed() -> None:
         fingerprint=b"f" * 32,
         kv_role=KVRole.BOTH,
     )
-    with pytest.raises(FailedPrecondition, match="a scheduler with a connector"):
+    with pytest.raises(FailedPrecondition, match="a scheduler with a KV connector"):
         LogReplay(Header("model", config))

@@ -16,5 +16,5 @@ def test_a_worker_runs_and_refuses_to_simulate(tmp_path: Path) -> None:
     worker = build_worker(WorkerSettings(model=tmp_path, num_blocks=8), "w", lambda: None)
     assert worker.description.num_blocks == 8
     wanted = WorkerSettings(model=tmp_path, device=DeviceSetting.SIMULATED, profile="l4")
-    with pytest.raises(UnsuitableDevice, match="has no simulated device"):
+    with pytest.raises(UnsuitableDevice, match="--device simulated is not available"):
         build_worker(wanted, "w", lambda: None)

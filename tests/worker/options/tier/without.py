@@ -15,5 +15,5 @@ def test_a_worker_runs_and_refuses_a_tier(tmp_path: Path) -> None:
     worker = build_worker(WorkerSettings(model=tmp_path, num_blocks=8), "w", lambda: None)
     assert worker.description.num_tier_blocks == 0
     wanted = WorkerSettings(model=tmp_path, num_blocks=8, kv_offloading_size=1.0)
-    with pytest.raises(NoTier, match="keeps no offloaded blocks"):
+    with pytest.raises(NoTier, match="does not support offloaded blocks"):
         build_worker(wanted, "w", lambda: None)
