@@ -29,6 +29,7 @@ NUM_PROMPT_TOKENS, NUM_TOKENS = 400, 16
 FIRST_TOKEN = 20
 NUM_PROGRAM_TOKENS = 64
 """Number of tokens of a program's first prompt, and of the tokens that each further turn adds."""
+BLOCK_SIZE = 16
 AT_ONCE = 16
 ANSWER_SECONDS = 60.0
 SAMPLES, SAMPLE_SECONDS = 60, 10.0
@@ -72,10 +73,17 @@ async def idle(model: Path, minutes: float, num_programs: int) -> Outcome:
     """Runs the test. Raises RuntimeError if the services do not start."""
     config = read_config(model)
     vocab_size = int(config["vocab_size"])
-    num_tokens = min(NUM_PROMPT_TOKENS, int(config["max_position_embeddings"]) - NUM_TOKENS)
+    longest = int(config["max_position_embeddings"])
+    num_tokens = min(NUM_PROMPT_TOKENS, longest - NUM_TOKENS)
     prompt = [FIRST_TOKEN + i % (vocab_size - FIRST_TOKEN) for i in range(num_tokens)]
-    num_blocks = (num_tokens + (2 * NUM_PROGRAM_TOKENS + NUM_TOKENS) * (num_programs + 1)) // 8
-    settings = UpSettings(model=model, policy="program", num_blocks=num_blocks)
+    # Twice as many tokens as are sent. The pool never has more blocks than a full batch can use.
+    num_cached = 2 * (num_tokens + (2 * NUM_PROGRAM_TOKENS + NUM_TOKENS) * (num_programs + 1))
+    settings = UpSettings(
+        model=model,
+        policy="program",
+        num_blocks=num_cached // BLOCK_SIZE,
+        max_num_seqs=AT_ONCE + num_cached // longest,
+    )
     async with Stack(settings) as stack:
         url = f"http://{stack.http}/v1/completions"
         await _complete(url, prompt)
