@@ -6,8 +6,8 @@ The prefix cache must remain, the services' memory must not grow, and no service
 A prompt is sent twice, so that its prefix is found in the cache the second time. Each program has a
 turn before the idle time, and another one after it. After the given time the prompt is sent once
 more. The exit status is 1 if the last answer or its number of cached prompt tokens differs from the
-second answer's, if a program's second turn finds less than half of its prompt in the cache, if a
-service grew, or if a service logged a warning or an error.
+second answer's, if a program's second turn does not find the prompt of its first turn in the cache,
+if a service grew, or if a service logged a warning or an error.
 """
 
 import asyncio
@@ -100,7 +100,7 @@ async def idle(model: Path, minutes: float, num_programs: int) -> Outcome:
         ]
     warm_up = min(WARM_UP_SHARE * 60 * minutes, WARM_UP_SECONDS)
     found = findings(samples, warm_up, MB_PER_HOUR)
-    num_continued = sum(turn.num_cached_tokens >= NUM_PROGRAM_TOKENS // 2 for turn in turns)
+    num_continued = sum(turn.num_cached_tokens >= NUM_PROGRAM_TOKENS for turn in turns)
     return Outcome(before, after, num_programs, num_continued, found, tuple(warnings))
 
 
