@@ -76,13 +76,13 @@ async def idle(model: Path, minutes: float, num_programs: int) -> Outcome:
     longest = int(config["max_position_embeddings"])
     num_tokens = min(NUM_PROMPT_TOKENS, longest - NUM_TOKENS)
     prompt = [FIRST_TOKEN + i % (vocab_size - FIRST_TOKEN) for i in range(num_tokens)]
-    # Twice as many tokens as are sent. The pool never has more blocks than a full batch can use.
+    # Twice as many tokens as are sent.
     num_cached = 2 * (num_tokens + (2 * NUM_PROGRAM_TOKENS + NUM_TOKENS) * (num_programs + 1))
     settings = UpSettings(
         model=model,
         policy="program",
         num_blocks=num_cached // BLOCK_SIZE,
-        max_num_seqs=AT_ONCE + num_cached // longest,
+        max_num_seqs=AT_ONCE,
     )
     async with Stack(settings) as stack:
         url = f"http://{stack.http}/v1/completions"

@@ -1,8 +1,9 @@
 """Computes the number of KV-cache blocks, and a sentence that explains it.
 
 The memory for the KV cache is a setting. By default it is a fraction of the memory that is
-available after the weights were loaded, minus the memory for a step's activations. The KV cache
-never has more blocks than a full batch can use.
+available after the weights were loaded, minus the memory for a step's activations, and the KV cache
+has no more blocks than a full batch can use. A configured size is obeyed, because blocks that no
+running request uses still cache prefixes.
 """
 
 from bisect import bisect_right
@@ -112,13 +113,7 @@ def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing
     fits. Raises KVCacheTooSmall if not even one sequence of the configured length, or of a single
     block, fits. Raises NotEnoughMemory if the settings demand more memory than is available.
     """
-    fitting, reason = _fitting_blocks(demand, memory)
-    num_blocks = min(fitting, demand.most_blocks)
-    if fitting > num_blocks:
-        reason = (
-            f"what {demand.max_num_seqs} sequences of {demand.max_model_len} tokens can use; "
-            f"{fitting} would fit in {reason}"
-        )
+    num_blocks, reason = _num_blocks(demand, memory)
     _check_there_is(num_blocks * demand.bytes_per_block, reason, memory.free)
     capacity = demand.longest_within(num_blocks - _NULL_BLOCKS)
     length = demand.max_model_len
@@ -138,7 +133,7 @@ def size_kv_cache(demand: KVCacheDemand, memory: KVCacheMemory) -> KVCacheSizing
     )
 
 
-def _fitting_blocks(demand: KVCacheDemand, memory: KVCacheMemory) -> tuple[int, str]:
+def _num_blocks(demand: KVCacheDemand, memory: KVCacheMemory) -> tuple[int, str]:
     if memory.num_blocks is not None:
         return memory.num_blocks, f"num_blocks {memory.num_blocks}"
     if memory.kv_cache_memory_bytes is not None:
@@ -148,9 +143,16 @@ def _fitting_blocks(demand: KVCacheDemand, memory: KVCacheMemory) -> tuple[int, 
     share = int(free.of_bytes * free.utilization)
     size = max(share - free.used_bytes - free.activation_bytes, 0)
     used = f"{_mib(free.used_bytes)} in use and " if free.used_bytes else ""
-    return size // demand.bytes_per_block, (
+    num_fitting = size // demand.bytes_per_block
+    reason = (
         f"{_mib(size)}, which is {free.utilization:.0%} of {_mib(free.of_bytes)} {free.of_what}, "
         f"less {used}{_mib(free.activation_bytes)} for activations"
+    )
+    if num_fitting <= demand.most_blocks:
+        return num_fitting, reason
+    return demand.most_blocks, (
+        f"what {demand.max_num_seqs} sequences of {demand.max_model_len} tokens can use; "
+        f"{num_fitting} would fit in {reason}"
     )
 
 

@@ -1,4 +1,4 @@
-"""The KV cache fills the memory, up to the size that the batch can use."""
+"""The KV cache has its configured size, or fills the memory up to what a full batch can use."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +61,11 @@ def test_memory_given_in_bytes() -> None:
 
 def test_blocks_given_by_number() -> None:
     assert size_kv_cache(DEMAND, replace(MEMORY, num_blocks=12)).num_blocks == 12
+
+
+@pytest.mark.parametrize("asked", [{"num_blocks": 70}, {"kv_cache_memory_bytes": 70 * MIB}])
+def test_a_configured_size_may_exceed_a_full_batch(asked: dict[str, int]) -> None:
+    assert size_kv_cache(DEMAND, replace(MEMORY, **asked)).num_blocks == 70
 
 
 def test_the_null_block_holds_nothing() -> None:
@@ -128,7 +133,7 @@ def test_a_window_holds_no_more_than_it_shows_and_two_steps() -> None:
     demand = replace(DEMAND, groups=HYBRID, max_num_batched_tokens=32)
     assert demand.blocks_of(160) == 10 + 7 + 7
     assert demand.blocks_of(40) == 3 + 3 + 3
-    memory = replace(MEMORY, num_blocks=500, free=replace(FREE, of_bytes=100 * MIB))
+    memory = replace(MEMORY, free=replace(FREE, of_bytes=1000 * MIB))
     assert size_kv_cache(demand, memory).num_blocks == 4 * 24 + 1
 
 
