@@ -2,7 +2,8 @@
 
 `kvd:{fp}:log`            stream; each entry has one field, `b`, with a batch of keys
 `kvd:{fp}:epoch`          counter; a new epoch of any node has the next number
-`kvd:{fp}:nodes`          hash: name of a node to the node's record, in JSON
+`kvd:{fp}:nodes`          hash: name of a node to the node's record, in JSON; a node that begins an
+                          epoch or leaves removes the records of nodes without a lease
 `kvd:{fp}:lease:N`        lease of node N; expires
 `kvd:{fp}:snap:N:E`       snapshot: all block keys of node N in its epoch E; expires
 

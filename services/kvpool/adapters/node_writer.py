@@ -143,7 +143,7 @@ class NodeWriter:
                     return
                 await self._redis.pipeline(
                     [
-                        ("HDEL", keys.nodes, self.node),
+                        ("HDEL", keys.nodes, self.node, *await self._lost_nodes()),
                         ("DEL", keys.lease(self.node), self._snapshot_key),
                     ]
                 )
@@ -191,6 +191,8 @@ class NodeWriter:
         await self._write([*self._heartbeat(), self._entry(begin)])
         if before:
             await self._redis.pipeline([("DEL", keys.snapshot(self.node, before))])
+        if lost := await self._lost_nodes():
+            await self._redis.pipeline([("HDEL", keys.nodes, *lost)])
         self._counts.num_epochs += 1
         if self.node not in self._counts.nodes_connected:
             logger.info(
@@ -318,6 +320,17 @@ class NodeWriter:
             return value is not None and record_from_bytes(node, value).epoch > self._epoch
         except DamagedValue:
             return False
+
+    async def _lost_nodes(self) -> list[bytes]:
+        """Returns the nodes that have a record but no lease: their processes ended without removing
+        the record. If a node's process only paused, its next heartbeat restores the record.
+        """
+        keys = self._keys
+        nodes = list(await self._redis.call(lambda client: client.hgetall(keys.nodes)))
+        leases = await self._redis.pipeline(
+            [("EXISTS", keys.lease(node.decode(errors="replace"))) for node in nodes]
+        )
+        return [node for node, lease in zip(nodes, leases, strict=True) if not lease]
 
     @property
     def _snapshot_key(self) -> str:

@@ -108,6 +108,7 @@ async def test_damaged_entries_are_counted_and_passed_over(pools, gateway, redis
 
 
 async def test_a_damaged_record_is_passed_over(pools, gateway, redis):
+    await right_again(pools, gateway)
     await redis.call(lambda client: client.hset(KEYS.nodes, "x", b"{"))
     await until(lambda: gateway.reader.counts.damaged > 0)
     await right_again(pools, gateway)
@@ -158,6 +159,30 @@ async def test_a_pool_that_is_killed_is_gone_with_its_lease(server, gateway):
     await writer._writers[PoolId("short")].stop()
     await until(lambda: gateway.index.view("short") is None)
     await writer.close()
+
+
+@pytest.mark.parametrize("event", ["another joins", "another leaves"])
+async def test_another_node_removes_the_record_of_a_killed_pool(server, redis, event):
+    directory, killed = RedisDirectory(RedisConnection(server.url), WRITER), PoolId("killed")
+    await _open(directory, "killed", "other")
+    await directory._writers.pop(killed).stop()
+    await redis.call(lambda client: client.delete(KEYS.lease("killed")))
+    if event == "another joins":
+        await _open(directory, "new")
+        assert await _nodes(redis) == {b"other", b"new"}
+    await directory.close()
+    assert not await _nodes(redis)
+
+
+async def _open(directory: RedisDirectory, *nodes: str) -> None:
+    for node in nodes:
+        config = PoolConfig(10, (FULL,), fingerprint=FINGERPRINT, node=node)
+        directory.open(PoolId(node), 1, config)
+    await until(lambda: directory.counts.nodes_connected >= set(nodes))
+
+
+async def _nodes(redis: RedisConnection) -> set[bytes]:
+    return set(await redis.call(lambda client: client.hgetall(KEYS.nodes)))
 
 
 async def test_a_process_that_was_replaced_stops_writing(server, gateway, caplog):
