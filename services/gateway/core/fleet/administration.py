@@ -43,8 +43,6 @@ Said = Mapping[str, bool | int]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a call to one replica: the values `said` that it returned, or an `error`."""
-
     address: str
     said: Said = field(default_factory=dict)
     error: StepwellError | None = None
@@ -64,9 +62,7 @@ class Administration:
         clear_cache: bool,
         timeout_seconds: float,
     ) -> list[Outcome]:
-        """Pauses the schedulers of the replicas. If `clear_cache` is true, then also resets the
-        replicas' prefix caches.
-        """
+        """If `clear_cache` is true, also resets the prefix caches of the paused replicas."""
 
         async def pause(replica: ReplicaAdmin) -> Said:
             await replica.pause(mode, timeout_seconds)
@@ -132,9 +128,6 @@ class Administration:
         return await asyncio.gather(*map(ask, self._chosen(addresses)))
 
     def _chosen(self, addresses: Sequence[str]) -> list[ReplicaAdmin]:
-        """Returns the replicas at these addresses, or all replicas if `addresses` is empty. Raises
-        NotFound if an address is unknown, and Unavailable if there are no replicas.
-        """
         known = {replica.address: replica for replica in self._replicas()}
         if not known:
             raise Unavailable("there are no replicas", reason="NO_REPLICAS")

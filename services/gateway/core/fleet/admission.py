@@ -11,8 +11,8 @@ from services.gateway.core.request.inflight import Inflight
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A sequence that waits at this gateway, with the reason of the wait, and the seconds waited so
-    far, or None if they are not known.
+    """A sequence that waits at this gateway, and the reason of the wait. `seconds` waited so far
+    are None if they are not known.
     """
 
     inflight: Inflight
@@ -43,22 +43,19 @@ class Admission:
         """
 
     def add(self, inflight: Inflight) -> None:
-        """Queues a sequence for which `queues` is true."""
         raise NotImplementedError
 
     def queues(self, _inflight: Inflight) -> bool:
-        """Whether the sequence must be queued before it is sent."""
         return False
 
     def discard(self, inflight: Inflight) -> None:
-        """Removes a sequence from its queue. Does nothing if the sequence is not queued."""
+        """Does nothing if the sequence is not queued."""
 
     def candidates(self, _inflight: Inflight, replicas: Sequence[Replica]) -> Sequence[Replica]:
         """Returns the replicas to which the sequence may be sent. There is at least one."""
         return replicas
 
-    def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
-        """Called when a sequence was sent to a replica."""
+    def sent(self, inflight: Inflight, route: RoutingDecision) -> None: ...
 
     def started(self, inflight: Inflight) -> None:
         """Called when a replica has scheduled a sequence for the first time."""

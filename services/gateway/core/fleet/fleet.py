@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_SECONDS = 0.1
 NO_REPLICA = "no_replica"
-"""The reason that is reported for the wait of a sequence that no replica accepts."""
 
 
 class Fleet:
@@ -85,20 +84,15 @@ class Fleet:
         self._max_num_queued_tokens = max_num_queued_tokens
         self._numbers = itertools.count()
         self.num_resubmissions = 0
-        """Number of times that any sequence was sent again, because its replica was lost, could not
-        run steps or refused the sequence.
-        """
         self._waiting = WaitingQueue(
             resubmit_timeout_seconds, clock, on_retry=self._try_again, on_expired=self._expired
         )
         self.arrivals = Arrivals()
         self.admission = Admission()
-        """Decides which sequences are queued before they are sent. By default no sequence is
-        queued. The option `tenants` replaces this object before the first request.
-        """
+        """The option `tenants` replaces this object before the first request."""
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> None:
-        """Stores all addresses of schedulers that `source`, a setting or a registry, lists now."""
+        """`source` is a setting or a registry. `addresses` are all addresses that it lists now."""
         if self.membership.set_addresses(source, addresses):
             self._update()
 
@@ -109,7 +103,6 @@ class Fleet:
         return len(self._waiting) + len(self.admission)
 
     def queued(self, most: int) -> list[Queued]:
-        """Returns at most `most` sequences that wait at this gateway, with the reasons."""
         unplaced = [Queued(inflight, NO_REPLICA) for inflight in self._waiting]
         return [*self.admission.queued(), *unplaced][:most]
 
@@ -117,7 +110,6 @@ class Fleet:
         return self.membership.limits()
 
     def _num_queued_tokens(self) -> int:
-        """Returns the number of prompt tokens, computed or not, of all sequences without output."""
         running = [one for replica in self.membership.replicas for one in replica.running.values()]
         sequences = (*running, *self._waiting, *self.admission)
         return sum(len(one.request.prompt_token_ids) for one in sequences if not one.has_output)
@@ -151,8 +143,8 @@ class Fleet:
     def start(
         self, requests: Sequence[EngineRequest], progress: Sequence[Progress] = ()
     ) -> Mailbox:
-        """Sends sequences. Sequences with the same prompt are sent to the same replica, so that
-        they share the prompt's KV blocks.
+        """Sequences with the same prompt are sent to the same replica, so that they share the
+        prompt's KV blocks.
         """
         mailbox = Mailbox(requests, self._numbers, self._drop, self._nanos)
         replica, prompt = None, None
@@ -249,7 +241,6 @@ class Fleet:
     # Choice of the replica.
 
     def _send(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a ready replica that has not refused it, if there is one."""
         placed = self._placement.place(inflight, self.admission)
         if placed is None:
             return None
@@ -276,9 +267,7 @@ class Fleet:
         return False
 
     def send(self, inflight: Inflight) -> Replica | None:
-        """Sends a sequence to a replica and returns the replica. If no replica is ready to accept
-        the sequence, lets it wait and returns None.
-        """
+        """If no replica is ready to accept the sequence, lets it wait and returns None."""
         replica = self._send(inflight)
         if replica is None:
             inflight.trace.found_no_replica()
@@ -296,7 +285,6 @@ class Fleet:
         self.admission.admit()
 
     def _migrate(self) -> None:
-        """Takes sequences back from replicas that have been unable to run steps for too long."""
         if not self.membership.num_ready:
             return
         for replica in self.membership.replicas:
@@ -327,8 +315,8 @@ class Fleet:
         self.admission.discard(inflight)
 
     def _update(self) -> None:
-        """Updates the set of replicas, and sends waiting sequences to the ready replicas. If the
-        model was replaced, a waiting sequence fails if it has output or the limits have changed.
+        """If the model was replaced, a waiting sequence fails if it has output or the limits have
+        changed.
         """
         limits = self.membership.known_limits
         if self.membership.update():

@@ -26,12 +26,12 @@ class Link(Protocol):
         """
 
     def abort(self, handle: int, *, was_stopped: bool = False) -> None:
-        """Ends a sequence at the scheduler. The replica receives no more results of the sequence.
-        `was_stopped` is true if a stop string ended the sequence.
+        """The replica receives no more results of the sequence. `was_stopped` is true if a stop
+        string ended the sequence.
         """
 
     def end_turn(self, handle: int, tool: str) -> None:
-        """Tells the scheduler which tool the client runs after the ended sequence."""
+        """Reports which tool the client runs after the ended sequence."""
 
 
 class ReplicaListener(Protocol):
@@ -47,8 +47,7 @@ class ReplicaListener(Protocol):
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"
-    ) -> None:
-        """The scheduler refused a sequence."""
+    ) -> None: ...
 
     def sequence_started(self, inflight: Inflight) -> None:
         """A sequence was scheduled at the replica for the first time."""

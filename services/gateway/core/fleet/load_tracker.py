@@ -23,9 +23,8 @@ full KV-cache pool, each new block evicts a cached block, which a later request 
 eviction pressure is the number of tokens recently computed at the replica, divided by the mean of
 this number over all replicas (after Preble's eviction cost).
 
-Without this term, most new conversations would be sent to the few replicas that happen to measure
-slightly better speeds. In simulations (tests/gateway/simulated_fleet.py), the values of
-OWN_TOKENS_COUNT and EVICTED_TOKENS_COUNT had the best hit rates and times to first token.
+The values of OWN_TOKENS_COUNT and EVICTED_TOKENS_COUNT had the best hit rates and times to first
+token in simulations (tests/gateway/simulated_fleet.py).
 """
 RECENT_SECONDS = 30.0
 """Half-life of the number of recently computed tokens, in seconds."""
@@ -80,11 +79,8 @@ def mean_speeds(known: Sequence[Speeds]) -> Speeds:
 
 @dataclass(slots=True)
 class _Sent:
-    """A sequence that this gateway has sent to the replica, with estimates of its tokens."""
-
     inflight: Inflight
     num_output_tokens: int
-    """Number of output tokens that the sequence already had when it was sent."""
     num_uncomputed_tokens: int
     """Estimated number of tokens that are not computed yet."""
     num_cached_tokens: int
@@ -95,11 +91,8 @@ class _Sent:
 
 class LoadTracker:
     """Counts sequences at one replica as soon as they are sent, and corrects the counts with each
-    load report of the replica's scheduler.
-
-    The scheduler sends a load report after each step in which requests arrive or end, or prompts
-    are computed. If the gateway relied on reports alone, it would send all requests between two
-    reports to the same replica.
+    load report of the replica's scheduler. If the gateway relied on reports alone, it would send
+    all requests between two reports to the same replica.
     """
 
     def __init__(self) -> None:
@@ -111,7 +104,6 @@ class LoadTracker:
         """Called after each change, except a change by `refresh`."""
         self._sent: dict[int, _Sent] = {}
         self._uncomputed: dict[int, _Sent] = {}
-        """The sequences without output from this replica. Their uncomputed tokens are counted."""
         self._num_sharing: Counter[int] = Counter()
         self._num_uncomputed = 0
         self._num_sessions = 0
@@ -120,7 +112,6 @@ class LoadTracker:
         self.clear()
 
     def clear(self) -> None:
-        """Resets the load and the speeds. Called when the session with the scheduler has ended."""
         self._sent.clear()
         self._uncomputed.clear()
         self._num_sharing.clear()
@@ -129,7 +120,6 @@ class LoadTracker:
         self._num_other_requests = 0
         self._num_other_tokens = 0
         self.speeds: Speeds | None = None
-        """The speeds that the scheduler measured, or None before it has reported any."""
         self._recent_weight = 0.0
         self.on_changed()
 
@@ -152,7 +142,7 @@ class LoadTracker:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Number of uncomputed tokens of all gateways' requests at the replica."""
+        """Of the requests of all gateways at the replica."""
         return self._num_uncomputed + self._num_other_tokens
 
     def num_sharing(self, cached_key: int) -> int:
@@ -171,7 +161,6 @@ class LoadTracker:
         return self._recent_weight
 
     def refresh(self) -> None:
-        """Stops counting the uncomputed tokens of sequences with new output."""
         if not self._uncomputed:
             return
         for handle, sent in list(self._uncomputed.items()):
@@ -190,8 +179,7 @@ class LoadTracker:
         2. the time to compute the sequence's own tokens, multiplied by OWN_TOKENS_COUNT +
            `pressure` * EVICTED_TOKENS_COUNT (`pressure` is the replica's eviction pressure);
         3. the time by which the sequence and the other requests slow each other down while the
-           sequence decodes. The sequence is assumed to generate the mean number of output tokens,
-           but at most `max_output_tokens`. None means no limit.
+           sequence decodes.
 
         The cost is computed with the average of the replica's own speeds and `fleet_speeds`, the
         mean speeds of all replicas. With the replica's own speeds alone, most new conversations
@@ -261,8 +249,8 @@ class LoadTracker:
         self.on_changed()
 
     def reported(self, load: ReplicaLoad) -> None:
-        """Applies a load report of the scheduler. If it has more uncomputed tokens than this
-        gateway counts, the excess are tokens of other gateways' requests.
+        """If the report has more uncomputed tokens than this gateway counts, the excess are tokens
+        of other gateways' requests.
         """
         self.refresh()
         self._num_other_requests = load.num_other_requests

@@ -1,4 +1,4 @@
-"""The set of replicas, which determines the ready replicas and the limits for requests."""
+"""The set of replicas of one model."""
 
 import asyncio
 import logging
@@ -21,14 +21,12 @@ with its scheduler for this number of seconds. A draining replica is removed wit
 
 
 class Links(Protocol):
-    """The connections to all schedulers."""
-
     def make(self, address: str) -> Link:
-        """Makes the link to the scheduler at an address. The link may be used after `open`."""
+        """The link may be used after `open`."""
 
     def open(self, replica: Replica) -> None:
-        """Opens a session, a gRPC stream, with the replica's scheduler, and a new one whenever it
-        ends.
+        """Opens a session (a gRPC stream) with the replica's scheduler, and a new session whenever
+        one ends.
         """
 
     def close(self, replica: Replica) -> None:
@@ -38,12 +36,9 @@ class Links(Protocol):
 class Membership:
     """The replicas of one model. A replica that serves another model never becomes ready.
 
-    Sources, such as a setting or a registry, list addresses of schedulers. For a new address, a
-    replica is added at once. A replica whose address is no longer listed is kept while it has an
-    open session, which proves that the scheduler exists. So no request is affected if a registry
-    loses its data.
-
-    The class `Fleet` calls `update` after each change of a replica's state.
+    Sources, such as a setting or a registry, list addresses of schedulers. A replica whose address
+    is no longer listed is kept while it has an open session, which proves that the scheduler
+    exists. So no request is affected if a registry loses its data.
     """
 
     def __init__(
@@ -66,7 +61,7 @@ class Membership:
         ready. It is None before the first replica was ready.
         """
         self.changed = asyncio.Event()
-        """Set whenever a replica joins, leaves or changes. The task that waits for it clears it."""
+        """The task that waits for this event clears it."""
         self._ready: Sequence[Replica] | None = None
         self._by_address: dict[str, Replica] = {}
         self._links = links
@@ -76,8 +71,8 @@ class Membership:
         self._model = ServedModel(tokenizer_fingerprint, patience_seconds, clock, on_model_absent)
 
     def set_addresses(self, source: str, addresses: Iterable[str]) -> bool:
-        """Stores all addresses that a source currently lists. Returns whether a replica was
-        removed. Must be called repeatedly, since replicas may be removed later than their
+        """`addresses` are all addresses that the source currently lists. Returns whether a replica
+        was removed. Must be called repeatedly, since replicas may be removed later than their
         addresses.
         """
         self._addresses[source] = tuple(addresses)
@@ -88,7 +83,7 @@ class Membership:
         return self._remove_leaving()
 
     def ready(self) -> Sequence[Replica]:
-        """Returns the ready replicas, as one list object until `readiness_changed` is called."""
+        """Returns the same list object until `readiness_changed` is called."""
         if self._ready is None:
             self._ready = [replica for replica in self.replicas if replica.is_ready]
         return self._ready
@@ -102,7 +97,7 @@ class Membership:
 
     @property
     def model_fingerprint(self) -> bytes:
-        """The fingerprint of the current model, or empty before a replica has connected."""
+        """Empty before a replica has connected."""
         return self._model.fingerprint
 
     @property
@@ -121,13 +116,12 @@ class Membership:
         return f"no replica is ready: {states or 'none is known'}"
 
     def limits(self) -> ModelLimits:
-        """Returns `known_limits`. Raises Unavailable if no replica has been ready so far."""
+        """Raises Unavailable if no replica has been ready so far."""
         if self.known_limits is None:
             raise no_replica_ready(self.why_not_ready())
         return self.known_limits
 
     def max_model_len(self) -> int | None:
-        """The model's context length, or None while no replica is ready."""
         return self.limits().max_model_len if self.num_ready else None
 
     def update(self) -> bool:
@@ -173,7 +167,6 @@ class Membership:
 
 
 def _has_ended(replica: Replica) -> bool:
-    """Whether the replica has no session, and is assumed not to open another one."""
     seconds = replica.seconds_disconnected()
     return seconds is not None and (replica.is_draining or seconds >= LEAVE_AFTER_SECONDS)
 

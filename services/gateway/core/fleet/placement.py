@@ -17,14 +17,11 @@ from services.gateway.core.traces.timeline import Part
 
 
 class Placement:
-    """Chooses among the replicas of a membership, and does not send anything."""
-
     def __init__(self, membership: Membership, policy: RoutingPolicy, clock: Clock) -> None:
         self._membership = membership
         self._policy = policy
         self._clock = clock
         self._knows_queues = False
-        """Whether any replica has announced the state of its queue."""
 
     def reported(self, replica: Replica) -> None:
         self._knows_queues |= replica.queue is not None
@@ -48,9 +45,7 @@ class Placement:
     def place(
         self, inflight: Inflight, admission: Admission
     ) -> tuple[Replica, RoutingDecision] | None:
-        """Returns a ready replica that has not refused the sequence, and the routing decision, or
-        None if there is no such replica. `admission` may exclude replicas.
-        """
+        """Returns None if no ready replica accepts the sequence. `admission` may exclude some."""
         ready = self._membership.ready()
         if refused_by := inflight.refused_by:
             ready = [replica for replica in ready if replica.address not in refused_by]

@@ -30,7 +30,6 @@ from services.gateway.core.text.no_token import (
 logger = logging.getLogger(__name__)
 
 ENDED_HERE = "this gateway ended the session"
-"""The reason passed to `Replica.closed` if this gateway ended the session without an error."""
 
 _MAX_HANDLE = 2**32
 _UNKNOWN = ReplicaState(
@@ -40,8 +39,7 @@ _UNKNOWN = ReplicaState(
 
 class Replica:
     """A replica's scheduler, and the sequences that this gateway has sent to it through a Link, the
-    connection to the scheduler. When the scheduler's messages arrive, the link calls `turn_ended`
-    and the methods from `opened` to `closed`.
+    connection to the scheduler.
 
     An integer, called a handle, identifies a sequence. Handles are unique within one session, which
     is a gRPC stream between this gateway and the scheduler. Clients' sessions are different: each
@@ -58,7 +56,6 @@ class Replica:
         serves another model. Empty if requests may be sent. Set by ServedModel.
         """
         self.is_draining = False
-        """Whether the scheduler has announced that it accepts no more requests."""
         self.running: dict[int, Inflight] = {}
         self.load = LoadTracker()
         self.recent_prefixes = RecentPrefixes()
@@ -71,11 +68,9 @@ class Replica:
         self._disconnected_since = clock.time()
         self._handles = itertools.count(1)
         self._unadmitted: set[int] = set()
-        """Handles of the sequences that the scheduler has not scheduled yet."""
         self._held: dict[int, Turn] = {}
         """Maps handles to ended turns of clients' sessions whose KV blocks the replica keeps."""
         self.queue: QueueState | None = None
-        """The last queue state that the scheduler announced, or None before the first."""
         self._num_others_waiting = 0
         """Number of other gateways' waiting requests when `queue` was announced."""
         self._is_blocked = False
@@ -85,19 +80,17 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be sent to the replica, and the replica can run steps."""
         return self.is_connected and self._state.ready and not self.refusal
 
     @property
     def reason(self) -> str:
-        """Why the replica is not ready. It is empty if the replica is ready."""
+        """Why the replica is not ready, or ""."""
         if not self.is_connected:
             return self._why_disconnected
         return self.refusal or self._state.reason
 
     @property
     def limits(self) -> ModelLimits | None:
-        """The replica's limits on requests, or None if no session is open."""
         if self.description is None or not self.is_connected:
             return None
         return self.description.limits
@@ -107,11 +100,9 @@ class Replica:
         return len(self.running)
 
     def seconds_stalled(self) -> float | None:
-        """Seconds since the replica became unable to run steps, or None if it can run them."""
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
     def seconds_disconnected(self) -> float | None:
-        """Seconds since the last session ended, or None while a session is open."""
         return None if self.is_connected else self._clock.time() - self._disconnected_since
 
     @property
@@ -154,7 +145,7 @@ class Replica:
         return self.queue.refusal(timeout_seconds, has_output=has_output, num_waiting=num_waiting)
 
     def send(self, inflight: Inflight, route: RoutingDecision) -> None:
-        """Sends a sequence to the replica, which must be ready."""
+        """The replica must be ready."""
         handle = self._free_handle()
         self.running[handle] = inflight
         self._unadmitted.add(handle)
@@ -163,7 +154,6 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_held(self, held: HeldSequence, inflight: Inflight) -> RoutingDecision:
-        """Sends the next turn of a client's session, which continues the kept sequence `held`."""
         handle = held.handle
         del self._held[handle]
         self.load.num_sessions -= 1
@@ -202,7 +192,7 @@ class Replica:
         return True
 
     def take_back(self) -> list[Inflight]:
-        """Aborts all sequences at the replica and returns them in order of arrival."""
+        """Returns the aborted sequences in order of arrival."""
         taken = sorted(self.running.values(), key=lambda inflight: inflight.number)
         for inflight in taken:
             inflight.taken_back(ResubmitCause.CANNOT_RUN_STEPS)
@@ -235,8 +225,8 @@ class Replica:
         self._listener.replica_changed(self)
 
     def queue_changed(self, queue: QueueState) -> None:
-        """Called when the scheduler announces the state of its queue. One blocked announcement does
-        not count, because the prompts of a burst may use the whole token budget of one step.
+        """One blocked announcement does not count, because the prompts of a burst may use the whole
+        token budget of one step.
         """
         before, self.queue = self.queue, queue
         self._is_blocked = before is not None and before.is_blocked and queue.is_blocked
@@ -276,9 +266,7 @@ class Replica:
             self._listener.request_rejected(inflight, error, self)
 
     def closed(self, reason: str) -> None:
-        """Called when the session with the scheduler has ended or could not be opened. The replica
-        then loses all its sequences.
-        """
+        """Called when the session with the scheduler has ended or could not be opened."""
         if self.is_connected:
             level = logging.INFO if reason is ENDED_HERE else logging.WARNING
             logger.log(

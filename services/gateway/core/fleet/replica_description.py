@@ -42,11 +42,9 @@ class ReplicaState:
     reason: str = ""
     """Why the scheduler cannot run a step, as a sentence."""
     draining: bool = False
-    """Whether the scheduler accepts no more requests, and only finishes the requests it has."""
     stalled: bool = False
     """Whether a draining scheduler cannot run steps."""
 
     @property
     def is_stalled(self) -> bool:
-        """Whether no request gets tokens, because no step can run."""
         return self.stalled or not (self.ready or self.draining)

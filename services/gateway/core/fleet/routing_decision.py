@@ -39,16 +39,12 @@ class RoutingDecision:
     address: str
     reason: RoutingReason
     num_candidates: int
-    """Number of replicas that could accept the sequence."""
     num_cached_tokens: int = 0
-    """Number of the sequence's tokens that are expected to be cached at the replica."""
     cost_seconds: float | None = None
-    """Expected cost of the sequence in seconds of the replica's time. It is None if the routing
-    policy does not estimate costs.
-    """
+    """In seconds of the replica's time, or None if the routing policy does not estimate costs."""
     cached_key: int | None = None
-    """Key of the last block that is expected to be cached, or None if there is no such block.
-    Sequences with the same key share a cached prefix.
+    """Key of the last block that is expected to be cached. Sequences with the same key share a
+    cached prefix.
     """
 
     def details(self) -> dict[str, str | int | float]:

@@ -13,9 +13,7 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.traces.timeline import Part, Timeline
 
 _SPANS = 64
-"""Number of a sequence's stays with span numbers of their own. Later stays share the last
-number.
-"""
+"""Later stays of a sequence than this number share the last span number."""
 
 
 class ResubmitCause(enum.Enum):
@@ -45,7 +43,7 @@ class EngineTimes:
     interrupted: float
     """Seconds within `prefill` and `decode` in which the sequence did not run."""
     queued_unix_nanos: int | None = None
-    """Time when the sequence arrived at the replica, in Unix nanoseconds on the replica's clock."""
+    """On the replica's clock."""
     parts: tuple[TimePart, ...] = ()
     """The sequence's whole time at the replica, divided by what the time was spent on."""
 
@@ -61,8 +59,6 @@ class EngineTimes:
 
 @dataclass(slots=True)
 class SequenceTrace:
-    """The timeline of one sequence, and the times that its last replica reported."""
-
     index: int
     request_id: str
     nanos: Callable[[], int]
@@ -81,7 +77,6 @@ class SequenceTrace:
 
     @property
     def span_number(self) -> int:
-        """The span number of the sequence's last stay, which is unique within the request."""
         return engine_span_number(self.index, self.num_sent)
 
     def sent(self, route: RoutingDecision) -> None:
@@ -93,7 +88,6 @@ class SequenceTrace:
         self.timeline.enter(Part.ENGINE, {names.ATTR_ROUTING_REPLICA: route.address})
 
     def left(self, cause: ResubmitCause) -> None:
-        """Records that the sequence has left its replica and must be sent again."""
         self._resubmitted(cause.value, cause.value)
 
     def refused(self, error: StepwellError) -> None:

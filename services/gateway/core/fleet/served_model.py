@@ -1,6 +1,4 @@
-"""Determines which model the gateway serves. Models are compared by fingerprint, and requests are
-never sent to replicas with different models.
-"""
+"""Determines which model the gateway serves."""
 
 import logging
 from collections import Counter
@@ -19,8 +17,7 @@ class ServedModel:
     The first connected replica sets the fingerprint. It is replaced only when no connected replica
     has it, and either all replicas are connected or `patience_seconds` have passed. A replica that
     left without draining counts as not connected. So after a crash of the last replica with the
-    current model, no replica with another model continues its streams. Yet operators can change the
-    model of all replicas without restarting the gateway.
+    current model, no replica with another model continues its streams.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """The fingerprint of the current model, or empty before a replica has connected."""
+        """Empty before a replica has connected."""
         return self._fingerprint or b""
 
     def compare(self, replicas: Sequence[Replica]) -> bool:

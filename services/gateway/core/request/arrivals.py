@@ -1,5 +1,5 @@
-"""Counts arriving requests. A request is called arriving while the gateway reads, tokenizes and
-checks it, until its sequences (the prompt and one answer each) are queued for a replica.
+"""Counts arriving requests: requests that the gateway still reads, tokenizes or checks, and has not
+queued for a replica yet.
 """
 
 from collections import Counter
@@ -17,9 +17,7 @@ class Arrival:
         counts[caller.caller_id] += 1
 
     def end(self) -> None:
-        """Stops counting the request. Must be called when its sequences are queued or the request
-        is refused. Idempotent.
-        """
+        """Stops counting the request. Idempotent."""
         if self._caller_id is None:
             return
         self._counts[self._caller_id] -= 1
@@ -52,5 +50,4 @@ class Arrivals:
         return self._counts[caller.caller_id]
 
     def begin(self, caller: Caller) -> Arrival:
-        """Counts a request of the caller until `end` of the returned Arrival is called."""
         return Arrival(self._counts, caller)

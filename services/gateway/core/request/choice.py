@@ -29,7 +29,6 @@ class Piece:
     prompt_logprobs: LogprobRows | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or the id of the stop token that ended the answer."""
     pooled: bytes | None = None
     """The vector of the prompt as little-endian float32 numbers."""
     events: list[OutputEvent] | None = None
@@ -39,12 +38,10 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the piece has neither tokens, prompt log-probabilities, nor the answer's end."""
         return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
 
     @property
     def is_text(self) -> bool:
-        """Whether the piece has text, and nothing else except the text's tokens."""
         return bool(self.text) and (
             self.finish_reason is None
             and self.logprobs is None
@@ -55,11 +52,7 @@ class Piece:
 
 class Choice:
     """Converts the deltas (new output) of one sequence to pieces of an answer, and ends the answer
-    at a stop string.
-
-    The answer does not depend on how tokens were grouped into deltas. The text of an
-    end-of-sequence or stop token that ended the sequence is omitted, unless the request has
-    include_stop_str_in_output.
+    at a stop string. The answer does not depend on how tokens were grouped into deltas.
     """
 
     def __init__(
@@ -78,7 +71,6 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.called: list[str] = []
-        """Names of the tools that the answer has called so far."""
         self._detokenizer = new_detokenizer(
             tokenizer,
             sequence.prompt_token_ids if sequence.prompt_embeds is None else (),
@@ -157,11 +149,9 @@ class Choice:
     def _text_token_by_token(
         self, token_ids: list[int], events: list[OutputEvent] | None
     ) -> tuple[str, int, list[int], str | None]:
-        """Returns the visible text, the number of tokens up to the stop string, the position in
-        characters at which each token's text starts, and the stop string. Without a stop string,
-        the number includes all tokens and the stop string is None.
-
-        Appends the events that are parsed from the text to `events`.
+        """Appends the events that are parsed from the text to `events`. Returns the visible text,
+        the number of tokens up to the stop string, the position in characters at which each token's
+        text starts, and the stop string or None.
         """
         shown: list[str] = []
         offsets: list[int] = []

@@ -12,10 +12,6 @@ from services.gateway.core.request.logprobs import LogprobRows
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The output of a sequence so far: the tokens, the number of rows of prompt log-probabilities,
-    and whether the sequence has ended.
-    """
-
     token_ids: list[int]
     num_prompt_rows: int = 0
     has_ended: bool = False
@@ -39,17 +35,15 @@ class Delta:
     """The vector of the prompt as little-endian float32 numbers."""
 
     def take_error(self) -> StepwellError:
-        """Returns the error and removes the reference to it. The traceback of a raised error refers
-        to frames that contain this delta, so the reference would form a cycle.
+        """Removes the reference to the error, because the traceback of a raised error refers to
+        frames that contain this delta, which would form a reference cycle.
         """
         error, self.error = self.error, None
         assert error is not None
         return error
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
-        """Splits the delta into deltas of at most `max_tokens` tokens. Only the last delta has the
-        finish reason or error.
-        """
+        """Only the last of the deltas has the finish reason or error."""
         num_tokens = len(self.token_ids)
         for start in range(0, max(num_tokens, 1), max_tokens):
             stop = start + max_tokens
@@ -71,8 +65,6 @@ def parts_of(
     """Splits a list of deltas, each with its sequence's index, into parts of about `max_tokens`
     tokens. No part is empty. If there are both tokens and errors, the errors form the last part, so
     that the tokens are delivered first.
-
-    Usually there is one part, since a fast reader finds only one step's tokens in a delta.
     """
     num_tokens, has_error = 0, False
     for _, delta in deltas:

@@ -17,10 +17,9 @@ from services.gateway.core.request.wait import Wait
 
 
 class DeltaSource(Protocol):
-    """The output of a request's sequences."""
-
     routes: list[RoutingDecision]
-    """The routing decision for each time that a sequence was sent to a replica, in this order."""
+    """One routing decision for each time that a sequence was sent to a replica, in order of time.
+    """
     waits: list[Wait]
     """The waits, which have ended, of sequences that were not sent at once or were preempted."""
     traces: list[SequenceTrace]
@@ -53,15 +52,12 @@ class Source(Protocol):
     """A source of deltas (new output): an engine that generates tokens, or a recorded answer."""
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:
-        """Starts sequences. The returned source yields their output from the beginning."""
+        """The returned source yields the sequences' output from the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """The numbers of generated and cached tokens of a request so far."""
-
     num_tokens: int
-    """Number of generated tokens of all sequences."""
     num_cached_tokens: tuple[int | None, ...]
     """Number of cached prompt tokens of each sequence, or None if it was not scheduled."""
 
@@ -79,18 +75,16 @@ class Engine(Source, Protocol):
     """All replicas of the model as one engine."""
 
     def limits(self) -> ModelLimits:
-        """Returns the limits of a request. Raises Unavailable if no replica was ready so far."""
+        """Raises Unavailable if no replica was ready so far."""
 
     def check_room(self, caller: Caller, deadline: float | None) -> None:
         """Raises ResourceExhausted if a request of the caller would be refused now, and
-        DeadlineExceeded if the request would not end by `deadline`.
-
-        This check is an estimate. After `start`, the replica's scheduler decides.
+        DeadlineExceeded if the request would not end by `deadline`. This check is an estimate.
         """
 
     def arriving(self, caller: Caller, deadline: float | None) -> Arrival:
         """Raises the errors of `check_room`, and otherwise counts the request as arriving until
-        `end` of the returned Arrival is called. Call this method before `start`.
+        `end` of the returned Arrival is called.
         """
 
     def start(self, requests: Sequence[EngineRequest]) -> DeltaSource:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The id of a request, its seed, and its arrival time."""
-
     request_id: str
     seed: int
     arrival_unix_nanos: int
 
     @property
     def created(self) -> int:
-        """Arrival time in whole seconds since 1970, which answers contain as `created`."""
+        """In whole seconds since 1970."""
         return self.arrival_unix_nanos // 10**9

@@ -33,13 +33,12 @@ class LogprobRows:
         return len(self.ranks)
 
     def extend(self, other: "LogprobRows") -> None:
-        """Appends the rows of `other`, which must have the same width."""
+        """`other` must have the same width."""
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.ranks += other.ranks
 
     def part(self, start: int, stop: int | None = None) -> "LogprobRows":
-        """Returns the rows from `start` to `stop`, or to the end if `stop` is None."""
         first, last = start * self.width, None if stop is None else stop * self.width
         return LogprobRows(
             self.width,

@@ -8,8 +8,6 @@ from services.common.request.pooling import Pooler
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits that a replica or a fleet of replicas sets for a request."""
-
     max_model_len: int
     max_request_tokens: int
     vocab_size: int
@@ -28,9 +26,7 @@ class ModelLimits:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Limit on the number of prompt tokens. If the model generates text, the prompt must leave
-        room for one token.
-        """
+        """If the model generates text, the prompt must leave room for one token."""
         return self.capacity if self.pooler is not None else self.capacity - 1
 
 

@@ -25,8 +25,6 @@ CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens or embeddings."""
-
     token_ids: list[int]
     text: str | None = None
     """The text of the prompt, if the client requested that the prompt is returned (echo)."""
@@ -82,17 +80,14 @@ class ClientRequest:
 
     @property
     def num_candidates(self) -> int:
-        """Number of answers that are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_choices(self) -> int:
-        """Number of answers that are generated for all prompts together."""
         return len(self.prompts) * self.num_candidates
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more answers are generated than returned, so that the best must be found."""
         return self.num_candidates > self.n
 
 
@@ -139,7 +134,6 @@ class HeldSequence:
 
     replica: object
     handle: int
-    """The number that identifies the sequence at the replica."""
     release: Callable[[], None]
     """Makes the replica free the KV blocks. Does nothing if the replica has freed them already."""
     num_tokens: int
@@ -154,14 +148,13 @@ class Turn(Protocol):
     turn's sequence after its end, and the next turn continues this sequence at the replica.
     """
 
-    def begin(self) -> None:
-        """Called before the turn's sequence is sent to a replica."""
+    def begin(self) -> None: ...
 
     def add(
         self, token_ids: Sequence[int], reason: FinishReason | None, stop: str | int | None
     ) -> None:
-        """Called with new tokens. `reason` is None before the answer's end. `stop` is the stop
-        string or the id of the stop token that ended the answer.
+        """`reason` is None before the answer's end. `stop` is the stop string or the id of the stop
+        token that ended the answer.
         """
 
     def end(self) -> None:
@@ -173,8 +166,7 @@ class Turn(Protocol):
     def hold(self, held: HeldSequence) -> None:
         """Called when the turn's sequence has ended, and the replica keeps its KV blocks."""
 
-    def drop_held(self) -> None:
-        """Called when the replica no longer keeps the KV blocks."""
+    def drop_held(self) -> None: ...
 
 
 def to_engine_requests(
@@ -186,11 +178,8 @@ def to_engine_requests(
     trace: TraceHeaders = UNTRACED,
     deadline: float | None = None,
 ) -> list[EngineRequest]:
-    """Makes the sequences of a checked request, in order of the prompts.
-
-    If the request has no seed, the sequences' seeds are derived from `seed`. If more answers are
-    generated than returned, the sequences request log-probabilities, which are needed to find the
-    best answers.
+    """Makes the sequences of a checked request, in order of the prompts. If the request has no
+    seed, the sequences' seeds are derived from `seed`.
     """
     eos_token_ids = () if request.ignore_eos else limits.eos_token_ids
     sampling, num_candidates = request.sampling, request.num_candidates

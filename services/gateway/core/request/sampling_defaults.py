@@ -1,4 +1,4 @@
-"""The server's defaults for sampling parameters."""
+"""The server's defaults for sampling parameters, read from a generation_config.json."""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,22 +8,15 @@ from services.gateway.core.request.request import ClientRequest
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """A server's defaults, read from a generation_config.json."""
-
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     """Maximum number of tokens of an answer if neither the client nor the API's definition sets a
     maximum. None means as many tokens as fit into the context.
     """
     most_tokens: int | None = None
-    """Upper bound on the number of tokens of every answer, even if the client requests more. None
-    means no bound.
-    """
+    """Upper bound on the number of tokens of every answer, even if the client requests more."""
 
     def bounded(self, request: ClientRequest) -> ClientRequest:
-        """Returns the request with its limits on tokens set or reduced by `max_tokens` and
-        `most_tokens`.
-        """
         default = request.default_max_tokens
         if default is None:
             default = self.max_tokens

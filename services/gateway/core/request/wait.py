@@ -1,4 +1,4 @@
-"""A sequence's wait at the gateway: its reason and duration."""
+"""A sequence's wait at the gateway."""
 
 from dataclasses import dataclass
 

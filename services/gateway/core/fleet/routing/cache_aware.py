@@ -31,20 +31,15 @@ conversation, is sent to the cheapest replica as usual.
 
 
 class CacheAware:
-    """Chooses the replica where the sequence costs the least time.
+    """Chooses the replica where the sequence costs the least time, by the cost of `LoadTracker`.
 
     1. Replicas with more than `max_load_delta` more requests than the least loaded replica are
        excluded, even if they have cached a prefix of the prompt. Otherwise a popular prefix could
        cause a queue in which requests wait longer than the prefix takes to compute.
-    2. `LoadTracker` computes the cost at a replica as the sum of two parts. The first part is the
-       time to compute the tokens that wait at the replica and the sequence's own uncached tokens.
-       Own tokens are multiplied by a factor, which is larger if the replica has recently computed
-       many tokens. The second part is the time by which the sequence and the replica's other
-       requests slow each other down during decoding.
-    3. A block is expected to be cached if the prefix directory reports it, or if it belongs to a
+    2. A block is expected to be cached if the prefix directory reports it, or if it belongs to a
        sequence that was recently sent to the replica. So a burst of requests with the same new
        prefix is sent to one replica, which computes the prefix once.
-    4. If at a replica most tokens that were expected to be cached turned out not to be cached, the
+    3. If at a replica most tokens that were expected to be cached turned out not to be cached, the
        cost at this replica is computed as if nothing were cached.
     """
 
@@ -65,7 +60,7 @@ class CacheAware:
     def choose_for_keys(
         self, inflight: Inflight, candidates: Sequence[Replica], keys: Sequence[int]
     ) -> RoutingDecision:
-        """Chooses a replica for a sequence. `keys` are the keys of the sequence's full blocks."""
+        """`keys` are the keys of the sequence's full blocks."""
         now = self._clock.time()
         session_id = inflight.request.session_id
         offers = Offers(self._order(candidates, now), inflight, keys, now)
@@ -88,8 +83,8 @@ class CacheAware:
         )
 
     def _order(self, candidates: Sequence[Replica], now: float) -> LoadOrder:
-        """Returns the candidates in order of load. If two successive calls pass the same list
-        object, the order is kept and only updated in later calls.
+        """If two successive calls pass the same list object, the order is kept and only updated in
+        later calls.
         """
         order, number = self._kept_order, era_of(now).number
         if order is not None and order.replicas is candidates and order.era_number == number:
@@ -103,9 +98,8 @@ class CacheAware:
         return order
 
     def _choose(self, offers: Offers, address_before: str | None) -> tuple[Offer, RoutingReason]:
-        """Returns the offer (a replica and the sequence's cost there) of the chosen replica, and
-        the reason for the choice. `address_before` is the address of the replica that served the
-        session's previous request.
+        """`address_before` is the address of the replica that served the session's previous
+        request.
         """
         least = offers.order.least
         near = offers.near(least + self._max_load_delta, NEARLY_EQUAL)
@@ -119,8 +113,8 @@ class CacheAware:
         return chosen, RoutingReason.CACHED if chosen.is_cached else RoutingReason.CHEAPEST
 
     def _keys(self, inflight: Inflight, replica: Replica) -> Sequence[int]:
-        """Returns the keys of the sequence's full blocks. The result is empty for prompts that are
-        embeddings, which have no keys, and for requests that skip the prefix cache.
+        """The result is empty for prompts that are embeddings, which have no keys, and for requests
+        that skip the prefix cache.
         """
         served, request = replica.description, inflight.request
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
@@ -152,7 +146,6 @@ class SessionReplicas:
         self._max_sessions = max_sessions
 
     def remember(self, session_id: str, address: str) -> None:
-        """Stores the replica of a session. Does nothing for an empty session id."""
         if not session_id:
             return
         self._replicas[session_id] = address
@@ -161,5 +154,4 @@ class SessionReplicas:
             self._replicas.popitem(last=False)
 
     def replica_of(self, session_id: str) -> str | None:
-        """Returns the address of the session's last replica, or None if it is not known."""
         return self._replicas.get(session_id)

@@ -42,23 +42,21 @@ class LoadOrder:
         self._num_requests = [0] * len(replicas)
         self._weights = [0.0] * len(replicas)
         self._sum_of_weights = Fraction(0)
-        """The sum of `_weights`, as an exact fraction so that rounding errors do not accumulate."""
+        """A Fraction, so that rounding errors do not accumulate."""
         self._with_tokens_only: set[int] = set()
-        """Indices of the replicas without requests whose last report has uncomputed tokens."""
         self._levels: dict[int, list[Entry]] = {0: [(0.0, i) for i in range(len(replicas))]}
         """Maps a number of requests to the sorted entries of the replicas with this number."""
         self._changed = set(range(len(replicas)))
         self.update()
 
     def follow(self) -> None:
-        """From now on, records which replicas change, so that `update` moves only those. Only one
+        """Records from now on which replicas change, so that `update` moves only those. Only one
         LoadOrder can follow a replica.
         """
         for index, replica in enumerate(self.replicas):
             replica.load.on_changed = partial(self._changed.add, index)
 
     def update(self) -> None:
-        """Moves the replicas that have changed since the last call to their new positions."""
         has_new_speeds = False
         for index in self._changed:
             load = self.replicas[index].load
@@ -81,20 +79,16 @@ class LoadOrder:
 
     @property
     def least(self) -> int:
-        """The number of requests of the least loaded replica."""
         return min(self._levels)
 
     @property
     def mean_weight(self) -> float:
-        """The mean number of recently computed tokens (`recent_weight`) of the replicas."""
         return float(self._sum_of_weights) / len(self._weights)
 
     @property
     def idle_speeds(self) -> Speeds | None:
         """The speeds of every replica, if all replicas have equal speeds and no replica without
-        requests has uncomputed tokens. Then a sequence's costs at replicas without requests and
-        without cached blocks differ only by the replicas' numbers of recently computed tokens. In
-        any other case it is None.
+        requests has uncomputed tokens. Otherwise None.
         """
         if self._has_equal_speeds and not self._with_tokens_only:
             return self._speeds[0] or self.fleet_speeds

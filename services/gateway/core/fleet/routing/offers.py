@@ -44,8 +44,6 @@ class Offer:
 
 @dataclass(slots=True)
 class Near:
-    """The replicas at which a sequence costs little more than at the cheapest one."""
-
     best: Offer
     """The offer with the lowest cost, or the first of several in order of the replicas."""
     indexes: list[int]
@@ -55,8 +53,8 @@ class Near:
 
 
 class Offers:
-    """The replicas' offers for one sequence. Most replicas need not be examined, because for a
-    replica that has cached nothing a lower bound of the cost shows that it will not be chosen.
+    """The replicas' offers for one sequence. Most replicas need not be examined, because a lower
+    bound of the cost shows that they will not be chosen.
     """
 
     def __init__(
@@ -78,9 +76,8 @@ class Offers:
         self._examined: dict[int, Offer] = {}
 
     def examine(self, nodes: Mapping[str, int], addresses: Iterable[str]) -> None:
-        """Computes the offers of the replicas in `nodes` and `addresses`. `nodes` maps the name of
-        each pool that has cached a prefix, according to the prefix directory, to the number of
-        cached leading blocks.
+        """`nodes` maps the name of each pool that has cached a prefix, according to the prefix
+        directory, to the number of cached leading blocks.
         """
         self._nodes = nodes
         by_node = map(self.order.index_of_node.get, nodes)
@@ -90,8 +87,7 @@ class Offers:
 
     def near(self, max_num_requests: int, factor: float = 1.0) -> Near:
         """Finds, among the replicas with at most `max_num_requests` requests, the replicas whose
-        cost is at most `factor` times the lowest cost. If replicas without requests differ only in
-        their numbers of recently computed tokens, these replicas are found by bisection.
+        cost is at most `factor` times the lowest cost.
         """
         order = self.order
         offers = {
@@ -145,7 +141,6 @@ class Offers:
         return self._cost(self.order.least_speeds, weight, num_decoded_tokens)
 
     def _cost(self, speeds: Speeds, weight: float, num_decoded_tokens: float) -> float:
-        """Returns the cost at a replica that has no uncomputed tokens and has cached nothing."""
         pressure = (weight + self._few) / self._mean
         fleet_speeds, num_tokens = self.order.fleet_speeds, self._num_tokens
         return cost_seconds(speeds, fleet_speeds, 0, num_tokens, pressure, num_decoded_tokens)
