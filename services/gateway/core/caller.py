@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller without limits. Callers with different ids cannot see each other's requests. If
-    clients need API keys, callers are objects of the subclass Tenant, which may have limits.
-    """
+    """A caller without limits. Callers with different ids cannot see each other's requests."""
 
     caller_id: str
     weight: float = 1.0
@@ -20,15 +18,13 @@ class Caller:
     def may_use(self, _model: str) -> bool:
         return True
 
-    def check_model(self, model: str) -> None:
-        """Raises PermissionDenied if the caller may not use the model."""
+    def check_model(self, model: str) -> None: ...
 
     def effective_priority(self, priority: int) -> int:
         """Returns the priority of a request whose client requested `priority`."""
         return priority
 
     def effective_cache_salt(self, cache_salt: str) -> str:
-        """Returns the cache salt of a request whose client set `cache_salt`."""
         return cache_salt
 
 

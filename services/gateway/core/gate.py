@@ -43,9 +43,8 @@ class Gate:
                 self._empty.set()
 
     def close(self) -> None:
-        """Refuses new requests from now on. Idempotent."""
+        """Idempotent."""
         self.is_open = False
 
     async def empty(self) -> None:
-        """Waits until no request is in progress."""
         await self._empty.wait()

@@ -41,14 +41,12 @@ class LoraModules:
             )
 
     def add(self, adapter: Adapter, *, in_place: bool = False) -> None:
-        """Adds an adapter. Raises InvalidArgument if `check_new` does not accept the name."""
+        """Raises InvalidArgument if `check_new` does not accept the name."""
         self.check_new(adapter.name, in_place=in_place)
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """Removes an adapter. Running requests that use the adapter continue. Raises NotFound if
-        the name is unknown.
-        """
+        """Running requests with the adapter continue. Raises NotFound if the name is unknown."""
         if self._adapters.pop(name, None) is None:
             raise NotFound(
                 f"no adapter {name[:100]!r} is loaded",

@@ -12,7 +12,7 @@ TIMER_SLACK_SECONDS = 0.001
 
 class Timer(Protocol):
     def cancel(self) -> None:
-        """Cancels the callback. Idempotent."""
+        """Idempotent."""
 
 
 class Clock(Protocol):
@@ -78,9 +78,7 @@ class Tokenizer(Protocol):
     async def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool, max_tokens: int
     ) -> list[list[int]]:
-        """Returns the token ids of plain texts. Raises TextTooLong if a text has more than
-        `max_tokens` tokens.
-        """
+        """Raises TextTooLong if a text has more than `max_tokens` tokens."""
 
     async def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_tokens: int
@@ -127,8 +125,7 @@ class Tokenizer(Protocol):
         Raises InvalidArgument if the template does not accept the conversation.
         """
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of any number of token ids, including special tokens."""
+    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Returns the text of a few token ids. Unknown ids have no text."""
@@ -139,5 +136,4 @@ class Tokenizer(Protocol):
     def description(self) -> Mapping[str, Any]:
         """Returns the tokenizer's configuration as JSON values, without file paths."""
 
-    def token_name(self, token_id: int) -> str:
-        """Returns the token's name in the vocabulary."""
+    def token_name(self, token_id: int) -> str: ...

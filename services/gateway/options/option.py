@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OptionParts:
-    """The parts of a gateway that its options use."""
-
     settings: ClientSettings
     inference: Inference
     engine: Fleet
@@ -65,9 +63,8 @@ class Option:
 
     metric_specs: ClassVar[Sequence[MetricSpec]] = ()
     request_headers: ClassVar[Sequence[RequestHeader]] = ()
-    """Headers that this option reads in requests that generate tokens. Only the application, and
-    not QuickRefusals, checks a request with one of these headers. Turns of clients' sessions cannot
-    have them.
+    """Headers that this option reads in requests that generate tokens. Turns of clients' sessions
+    cannot have them.
     """
     operations: ClassVar[Mapping[str, str]] = {}
     """Maps each path whose requests run the model to the operation's name in traces and metrics."""
@@ -81,13 +78,11 @@ class Option:
     """Names of metric labels. Clients may not see time series that have one of these labels."""
 
     def __init__(self, settings: Any, parts: OptionParts) -> None:
-        """`settings` are all settings of the gateway, including this option's. Raises SettingError
-        for an invalid setting.
-        """
+        """Raises SettingError for an invalid setting."""
 
     @property
     def collectors(self) -> Sequence[Collector]:
-        """Prometheus collectors of the metrics in `metric_specs`."""
+        """The collectors of the metrics in `metric_specs`."""
         return ()
 
     @property
@@ -96,8 +91,8 @@ class Option:
         return 0
 
     def routes(self, parts: "RouteParts", options: "Options") -> Sequence[Route]:  # noqa: ARG002
-        """Returns this option's routes of the clients' HTTP API. They replace routes with the same
-        paths. `options` are all options of the gateway.
+        """The routes of the clients' HTTP API. They replace routes with the same paths. `options`
+        are all options of the gateway.
         """
         return ()
 
@@ -125,7 +120,7 @@ class Option:
         return app
 
     def traced(self, tracing: Tracing) -> Tracing:
-        """Called once at the gateway's start. Returns the tracing to use for requests."""
+        """Called once at the gateway's start."""
         return tracing
 
     def admitted(
@@ -134,8 +129,8 @@ class Option:
         context: CallContext | None,  # noqa: ARG002
     ) -> AbstractAsyncContextManager[None] | None:
         """Returns a context manager for a gRPC call that runs the model, or for a turn of a
-        client's session. It is entered before the call's message is read. None means that no
-        context manager is needed. `context` is None for a turn.
+        client's session. It is entered before the call's message is read. `context` is None for a
+        turn.
         """
         return None
 
@@ -153,8 +148,7 @@ class Option:
     ) -> Generation:
         """Called for a checked request before its sequences are queued. Returns the Generation to
         run: `generation` itself, or another one, for example one that reads a stored answer. `api`
-        is the kind of answer, such as a chat completion. The call is cancelled at the request's
-        deadline.
+        is the kind of answer, such as a chat completion.
         """
         return generation
 
@@ -165,7 +159,7 @@ class Option:
         """Starts the option's own servers. Raises Unavailable if an address cannot be bound."""
 
     async def run(self) -> None:
-        """Runs from the start of the gateway until it is cancelled."""
+        """Runs until cancelled."""
         await asyncio.Event().wait()
 
     def begin_drain(self, error: StepwellError) -> None:
@@ -178,8 +172,7 @@ class Option:
 
     async def stop(self, second_stop: asyncio.Event | None) -> None:
         """Called after the gateway's servers have stopped. Stops the option's own servers at once
-        if `second_stop` is None. Otherwise the servers may run for some time, until `second_stop`
-        is set.
+        if `second_stop` is None. Otherwise they may run until `second_stop` is set.
         """
 
 

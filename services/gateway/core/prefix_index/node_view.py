@@ -1,4 +1,4 @@
-"""One node's part of the index of cached prefixes. A node is the KV-cache pool of one replica."""
+"""One node's part of the index of cached prefixes."""
 
 import enum
 from collections.abc import Iterable
@@ -30,11 +30,9 @@ class DirectoryState(enum.Enum):
 
 
 class Applied(enum.Enum):
-    """The outcome of applying a batch of added and removed keys to the view of a node."""
-
     DONE = "done"
     KNOWN = "known"
-    """The view already contains the batch, which was not applied again."""
+    """The view already contains the batch."""
     GAP = "gap"
     """The view lacks batches before this batch. The node becomes degraded: not exact until its keys
     are loaded again.
@@ -44,18 +42,16 @@ class Applied(enum.Enum):
     batch. The node becomes degraded.
     """
     AWAITS_SNAPSHOT = "awaits_snapshot"
-    """The batch was not applied, because the node was degraded before, and must first be loaded
-    from a snapshot.
-    """
+    """The batch was not applied, because the node must first be loaded from a snapshot."""
     OTHER_EPOCH = "other_epoch"
     """The batch belongs to an epoch that the index does not know."""
 
 
 @dataclass(slots=True)
 class NodeView:
-    """The state of the index for one node: the number `sequence` of the last applied entry of the
-    pool's log, and the digest of the keys. A new view is made for each epoch, the time between two
-    resets of the pool.
+    """The state of the index for one node (the KV-cache pool of one replica): the number `sequence`
+    of the last applied entry of the pool's log, and the digest of the keys. A new view is made for
+    each epoch, the time between two resets of the pool.
     """
 
     node: str
@@ -82,8 +78,6 @@ class NodeView:
 
 
 class Loading:
-    """A snapshot of a node's keys that is loaded in parts, and then replaces the node's view."""
-
     def __init__(self, index: "PrefixIndex", view: NodeView) -> None:
         self._index = index
         self._view = view
@@ -96,5 +90,4 @@ class Loading:
         self._index.show(self._view)
 
     def give_up(self) -> None:
-        """Discards the loaded keys. The existing view stays in use."""
         self._index.retire(self._view)

@@ -43,7 +43,6 @@ class ByteDetokenizer:
         self.num_characters = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Returns the characters that these tokens complete."""
         skipped, bytes_of = self._skipped, self._bytes_of
         text = self._decoder.decode(
             b"".join([bytes_of(token) for token in token_ids if token not in skipped])
@@ -52,7 +51,7 @@ class ByteDetokenizer:
         return text
 
     def flush(self) -> str:
-        """Returns the text that is still held back at the end, without an incomplete character."""
+        """Returns the text that is still held back, without an incomplete character."""
         self._decoder.reset()
         return ""
 
@@ -82,7 +81,7 @@ class WindowDetokenizer:
 
     @property
     def num_characters(self) -> int:
-        """Number of characters of the text so far, including characters that are held back."""
+        """Includes characters that are held back."""
         return self._num_given_characters + self._run.num_whole_characters
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -109,13 +108,11 @@ class WindowDetokenizer:
             return ""
         if self._may_be_cut(text) and num_waiting < _MAX_TOKENS_OF_CHARACTER:
             return ""
-        # The tokens of the text that is returned now are the next context.
         del self._window[: self._read]
         self._read = len(self._window)
         return text
 
     def _may_be_cut(self, text: str) -> bool:
-        """Whether `text` may end inside a character that further tokens complete."""
         return not self._tokenizer.byte_values and text.endswith(_REPLACEMENT)
 
     def _end_run(self) -> str:
@@ -158,8 +155,8 @@ def new_detokenizer(
     skip_special_tokens: bool,
     shown: frozenset[int] = frozenset(),
 ) -> ByteDetokenizer | WindowDetokenizer:
-    """Makes a detokenizer for the output after a prompt. Special tokens in `shown` are never
-    skipped. If the prompt's tokens end inside a character, the output may complete it.
+    """Special tokens in `shown` are never skipped. If the prompt's tokens end inside a character,
+    the output may complete it.
     """
     skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
     if tokenizer.is_byte_level:
@@ -184,8 +181,6 @@ def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[in
 
 
 class _ByteRun:
-    """The bytes of consecutive byte tokens."""
-
     def __init__(self) -> None:
         self.values = bytearray()
         self.first_id = self.last_id = -1
@@ -206,13 +201,11 @@ class _ByteRun:
             return _REPLACEMENT * len(self.values)
 
     def drop_cut_character(self) -> None:
-        """Removes the bytes of an incomplete character from the end of `values`."""
         pending, _ = self._decoder.getstate()
         del self.values[len(self.values) - len(pending) :]
 
 
 def _open_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
-    """Returns the byte tokens of an incomplete character at the end of `token_ids`."""
     run = _ByteRun()
     for token in token_ids:
         byte = tokenizer.byte_values.get(token)

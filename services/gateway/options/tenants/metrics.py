@@ -1,4 +1,4 @@
-"""Prometheus metrics of each tenant: counters of requests, and numbers of sequences."""
+"""Prometheus metrics of each tenant."""
 
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
@@ -80,7 +80,7 @@ class TenantMetrics(Collector):
             self._tokens.labels(self._model, label, kind).inc(count)
 
     def refused(self, tenant: Caller, reason: str) -> None:
-        """Counts a refused request. `reason` is the code of the request's error."""
+        """`reason` is the code of the request's error."""
         if tenant != ANYONE:
             self._refusals_for(self._label(tenant), reason).inc()
 
@@ -94,7 +94,7 @@ class TenantMetrics(Collector):
 
 
 class TenantQueueCollector(Collector):
-    """Counts the waiting and running sequences of each tenant at each scrape of the metrics."""
+    """Counts sequences at each scrape of the metrics."""
 
     def __init__(self, admission: TenantQueues) -> None:
         self._admission = admission

@@ -50,7 +50,6 @@ class ToolFormat:
 
 
 def _same(read: ReadAnswer) -> Callable[[Schemas], ReadAnswer]:
-    """Adapts a reader that needs no schemas."""
     return partial(_without_schemas, read)
 
 
@@ -133,6 +132,4 @@ REASONING_FORMATS = {
     ),
 }
 HARMONY = "openai_gptoss"
-"""The name of the harmony format (gpt-oss), in which one reader reads reasoning, calls and
-content.
-"""
+"""The harmony format (gpt-oss), in which one reader reads reasoning, calls and content."""

@@ -6,15 +6,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """Text for the user."""
-
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Reasoning text before the answer."""
-
     text: str
 
 
@@ -28,8 +24,8 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """A part of the arguments of the call with index `call`. The joined parts are valid JSON if the
-    model wrote complete and valid arguments.
+    """`call` is the index of the call in the answer. The joined parts are valid JSON if the model
+    wrote complete and valid arguments.
     """
 
     call: int
@@ -37,7 +33,7 @@ class CallArguments:
 
 
 OutputEvent = ContentDelta | ReasoningDelta | CallStart | CallArguments
-"""Any event. Events follow the order of the model's text."""
+"""In the order of the model's text."""
 
 
 @dataclass(slots=True)
@@ -53,8 +49,6 @@ MessagePart = ContentDelta | ReasoningDelta | ParsedCall
 
 @dataclass(slots=True)
 class _Part:
-    """The pieces of one text: content, reasoning, or the arguments of a call."""
-
     kind: type[ContentDelta] | type[ReasoningDelta] | None
     """The event class of the text. None means arguments of a call."""
     name: str = ""
@@ -85,7 +79,7 @@ class ParsedMessage:
 
     @property
     def parts(self) -> list[MessagePart]:
-        """Content, reasoning and calls in the order of the model's text."""
+        """In the order of the model's text."""
         return [
             ParsedCall(part.name, part.text) if part.kind is None else part.kind(part.text)
             for part in self._parts

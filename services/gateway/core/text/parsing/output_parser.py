@@ -9,7 +9,7 @@ from services.gateway.core.text.parsing.reasoning import ReasoningFormat, read_r
 from services.gateway.core.text.parsing.sink import Sink
 
 ReadAnswer = Callable[[Reader, Sink], Reading[None]]
-"""A format's function that reads an answer from the end of the reasoning to the answer's end."""
+"""A function that reads an answer from the end of the reasoning to the answer's end."""
 
 
 class OutputParser(Protocol):
@@ -18,20 +18,17 @@ class OutputParser(Protocol):
     """
 
     @property
-    def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside reasoning."""
+    def in_reasoning(self) -> bool: ...
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
-        """Adds text. Returns the new events, which later text cannot change."""
+        """Later text cannot change the returned events."""
 
-    def finish(self) -> Sequence[OutputEvent]:
-        """Ends the text. Returns the remaining events."""
+    def finish(self) -> Sequence[OutputEvent]: ...
 
 
 class FormatParser:
     """An OutputParser for text that begins with reasoning in one format and continues in another
-    format. The readers of both formats are generators, which keep their state between two pieces of
-    text. Each character is read once, except in a marker that may be incomplete.
+    format. Each character is read once, except in a marker that may be incomplete.
     """
 
     def __init__(

@@ -11,15 +11,10 @@ Reading = Generator[None, None, T]
 returns the operation's result.
 """
 Take = Callable[[str], None]
-"""A function that receives text in pieces."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
-"""Matches JSON text outside of strings, up to the next quote or bracket."""
 _IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
-"""Maps a quote character to a pattern that matches the content of a string in such quotes, up to
-the next quote or backslash.
-"""
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]+")
 
 
@@ -41,7 +36,6 @@ class Reader:
         self._recorded = []
 
     def recorded(self) -> str:
-        """Ends the recording. Returns the recorded text."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
 
@@ -59,13 +53,11 @@ class Reader:
         return self._text[self._at : self._at + count]
 
     def skip(self, count: int) -> None:
-        """Reads `count` characters, which a `peek` must have returned before."""
+        """A `peek` must have returned the `count` characters before."""
         self._pass(self._at + count)
 
     def skip_space(self) -> Reading[str]:
-        """Skips white space. Returns the next character without reading it, or "" at the text's
-        end.
-        """
+        """Returns the next character without reading it, or "" at the text's end."""
         while True:
             match = _SPACE.match(self._text, self._at)
             assert match is not None
@@ -77,8 +69,8 @@ class Reader:
             yield
 
     def starts_with(self, *literals: str) -> Reading[str]:
-        """If the text continues with one of these literals, reads and returns it. Otherwise returns
-        an empty string. If one literal is a prefix of another, the longer literal must be first.
+        """Reads and returns one of the literals, or "" if the text continues with none of them. If
+        one literal is a prefix of another, the longer literal must be first.
         """
         while True:
             ahead = self._text[self._at : self._at + max(map(len, literals))]
@@ -116,7 +108,6 @@ class Reader:
         return "".join(pieces), marker
 
     def rest(self, take: Take) -> Reading[None]:
-        """Passes all remaining text to `take`."""
         while True:
             self._take_to(len(self._text), take)
             if self._has_ended:
@@ -124,8 +115,8 @@ class Reader:
             yield
 
     def matching(self, pattern: re.Pattern[str], take: Take) -> Reading[str]:
-        """Reads the longest text that a pattern of the form `[...]*` or `[...]+` matches, and
-        passes it to `take`. Returns the next character without reading it, or "" at the text's end.
+        """Reads the longest text that a pattern of the form `[...]*` or `[...]+` matches. Returns
+        the next character without reading it, or "" at the text's end.
         """
         while True:
             match = pattern.match(self._text, self._at)
@@ -150,7 +141,6 @@ class Reader:
             yield from self._json_scalar(take)
 
     def json_text(self) -> Reading[str]:
-        """Reads one JSON value and returns its text."""
         pieces: list[str] = []
         yield from self.json_value(pieces.append)
         return "".join(pieces)
@@ -170,8 +160,8 @@ class Reader:
                 return
 
     def quoted(self, take: Take) -> Reading[None]:
-        """Reads a quoted string and passes it to `take`. The next character must be the quote. A
-        backslash escapes the next character. Raises Malformed if the text ends inside the string.
+        """The next character must be the quote. A backslash escapes the next character. Raises
+        Malformed if the text ends inside the string.
         """
         quote = self._text[self._at]
         self._take_to(self._at + 1, take)
@@ -203,8 +193,7 @@ class Reader:
         self._at = end
 
 
-def drop(_text: str) -> None:
-    """A `Take` that ignores the text."""
+def drop(_text: str) -> None: ...
 
 
 @lru_cache(64)

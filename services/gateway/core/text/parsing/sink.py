@@ -11,9 +11,8 @@ from services.gateway.core.text.parsing.events import (
 
 
 class Sink:
-    """Makes events from the text that the readers of the formats report. Drops white space between
-    content, reasoning and calls, because it is part of the format. Escapes control characters in
-    strings of arguments.
+    """Makes events from text. Drops white space between content, reasoning and calls, because it is
+    part of the format. Escapes control characters in strings of arguments.
     """
 
     def __init__(self, max_calls: int | None = None) -> None:
@@ -27,13 +26,11 @@ class Sink:
         self._trims_start = False
 
     def take(self) -> list[OutputEvent]:
-        """Returns the events since the last call of `take`."""
         self._close_arguments()
         events, self._events = self._events, []
         return events
 
     def drop_space(self) -> None:
-        """Drops the white space that is held back."""
         self._space.clear()
 
     def content(self, text: str) -> None:
@@ -51,7 +48,7 @@ class Sink:
         self.in_reasoning = False
 
     def call(self, name: str) -> int:
-        """Starts a tool call. Returns the call's index."""
+        """Returns the call's index."""
         self._close_arguments()
         self._escaper = ControlEscaper()
         self._boundary()
@@ -61,7 +58,6 @@ class Sink:
         return self.num_calls - 1
 
     def arguments(self, text: str) -> None:
-        """Adds a piece of arguments to the last tool call."""
         self._arguments.append(text)
 
     def whole_call(self, name: str, arguments: str) -> None:
@@ -69,7 +65,7 @@ class Sink:
         self.arguments(arguments)
 
     def end(self) -> None:
-        """Ends the text. White space at its end is kept if the answer has no calls."""
+        """White space at the text's end is kept if the answer has no calls."""
         if self._space and not self.num_calls and not self.in_reasoning:
             self._events.append(ContentDelta("".join(self._space)))
         self._space.clear()

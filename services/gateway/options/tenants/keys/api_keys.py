@@ -1,4 +1,4 @@
-"""The API keys of tenants, from the settings and from a store of keys."""
+"""The API keys of tenants."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -36,9 +36,6 @@ class ApiKeys(Access):
         self.needs_key = bool(plain) or store is not None
 
     async def authenticate(self, authorization: str) -> Caller:
-        """Returns the caller of a request. A key that is not in memory is looked up in the
-        store.
-        """
         caller = self._known(authorization)
         if caller is not None:
             return caller
@@ -47,16 +44,16 @@ class ApiKeys(Access):
         return self._checked(await self._store.find(key_id_of(key) or ""), key)
 
     def recognize(self, authorization: str) -> Caller | None:
-        """Returns the caller of a request if the key is in memory and its tenant has no limits,
-        and otherwise None. Raises Unauthenticated if the key is known to be invalid.
+        """Returns the caller of a request if the key is in memory and its tenant has no limits, and
+        otherwise None. Raises Unauthenticated if the key is known to be invalid.
         """
         caller = self._known(authorization)
         is_limited = isinstance(caller, Tenant) and not LimitSet.of(caller).is_empty
         return None if is_limited else caller
 
     def _known(self, authorization: str) -> Caller | None:
-        """Returns the caller of a request, or None if the key is not in memory. Raises
-        Unauthenticated if the key is known to be invalid.
+        """Returns None if the key is not in memory. Raises Unauthenticated if the key is known to
+        be invalid.
         """
         if not self.needs_key:
             return ANYONE

@@ -9,16 +9,12 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
-    """An API key's record in a store, and the tenant to which the key belongs."""
-
     record: KeyRecord
     tenant: Tenant
 
     @classmethod
     def of(cls, key: KeyRecord, tenant: TenantRecord, *, share_cache: bool) -> "KnownKey":
-        """Makes a KnownKey from records of the store. If `share_cache` is true, all tenants share
-        the prefix cache.
-        """
+        """If `share_cache` is true, all tenants share the prefix cache."""
         owner = Tenant(
             key.tenant_id,
             weight=tenant.weight,
@@ -36,13 +32,11 @@ class KnownKey:
 class KeyStore(Protocol):
     """Finds keys by their ids, from memory if possible."""
 
-    def known(self, key_id: str) -> KnownKey | None:
-        """Returns a key from memory, or None if the key is not in memory."""
-        ...
+    def known(self, key_id: str) -> KnownKey | None: ...
 
     async def find(self, key_id: str) -> KnownKey | None:
-        """Looks up a key that is not in memory. Returns None if the key does not exist. Raises
-        Unavailable if the store cannot be read at the moment.
+        """Returns None if the key does not exist. Raises Unavailable if the store cannot be read at
+        the moment.
         """
         ...
 
@@ -50,6 +44,4 @@ class KeyStore(Protocol):
         """Raises SettingError if a setting is wrong."""
         ...
 
-    async def run(self) -> None:
-        """Updates the keys in memory when they change in the store, until cancelled."""
-        ...
+    async def run(self) -> None: ...

@@ -46,9 +46,8 @@ logger = logging.getLogger(__name__)
 class RedisLimits:
     """A LimitStore in Redis. When `run` is cancelled, it closes the connection.
 
-    Each concurrent request of a tenant occupies a slot, which has a lease in Redis. This gateway's
-    slots are also in `local`, and this gateway renews their leases. While Redis is unreachable,
-    only the slots in `local` are counted.
+    This gateway's slots (one for each concurrent request) are also in `local`. While Redis is
+    unreachable, only the slots in `local` are counted.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class RedisLimits:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this gateway counts alone, because Redis is unreachable."""
         return self._is_lost
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:
@@ -113,7 +111,6 @@ class RedisLimits:
         task.add_done_callback(self._sending.discard)
 
     async def run(self) -> None:
-        """Renews the leases of this gateway and of its slots until cancelled."""
         loop, slots_at = asyncio.get_running_loop(), 0.0
         slots_seconds = self._slot_lease_millis / 3000
         renew_seconds = min(RENEW_SECONDS, slots_seconds)
@@ -173,7 +170,6 @@ class RedisLimits:
         return Standing(_QUOTAS[refused_by], wait, requests, tokens, num_slots, now)
 
     async def _renew(self) -> None:
-        """Renews this gateway's lease. Success shows that Redis is reachable."""
         arguments = (_LEASE_MILLIS, self._process_name)
         num_gateways = await self._call(LEASE, (GATEWAYS,), arguments, _RENEW_CALL_SECONDS)
         if self._is_lost:  # Checks that Redis also responds within the time limit of requests.
@@ -224,7 +220,7 @@ _DIGESTS = {script: hashlib.sha1(script.encode()).hexdigest() for script in (TAK
 async def _evaluate(
     client: Client, script: str, keys: tuple[str, ...], arguments: tuple[Any, ...]
 ) -> Any:
-    """Runs a Lua script by its digest. Sends the whole script if Redis does not know it."""
+    """Sends the whole script if Redis does not know its digest."""
     run: Awaitable[Any] = client.evalsha(_DIGESTS[script], len(keys), *keys, *arguments)
     try:
         return await run

@@ -13,7 +13,6 @@ GATEWAYS = "limit:gateways"
 
 
 def tenant_keys(tenant_id: str) -> tuple[str, str]:
-    """Returns the key of a tenant's levels, and the key of its slots."""
     return f"limit:{{t:{tenant_id}}}", f"slots:{{t:{tenant_id}}}"
 
 
@@ -90,8 +89,8 @@ redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return redis.status_reply('OK')
 """
 )
-"""Renews the leases of slots. The first argument is the duration of the leases in milliseconds. The
-other arguments are the names of the slots.
+"""The first argument is the duration of the leases in milliseconds. The other arguments are the
+names of the slots.
 """
 
 LEASE = (

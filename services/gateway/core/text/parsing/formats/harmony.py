@@ -39,9 +39,7 @@ def read_harmony(reader: Reader, sink: Sink) -> Reading[None]:
 
 
 def open_message(prompt: str) -> str:
-    """Returns the start of the unfinished message at the prompt's end, which the answer
-    continues.
-    """
+    """Returns the start of the unfinished message with which the prompt ends."""
     _, start, message = prompt.rpartition(_START)
     return message if start else ""
 

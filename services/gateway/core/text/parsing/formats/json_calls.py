@@ -1,6 +1,4 @@
-"""Call formats in which a call is a JSON object: between tags (Hermes, Qwen), without tags
-(Llama 3), or in a list.
-"""
+"""Call formats in which a call is a JSON object."""
 
 import re
 from collections.abc import Container

@@ -74,7 +74,6 @@ def _read_call(names: Container[str] | None, reader: Reader, sink: Sink) -> Read
 
 
 def _nested(reader: Reader, take: Take) -> Reading[None]:
-    """Reads a parenthesized text and passes it to `take`."""
     depth, size = 0, 0
 
     def counted(text: str) -> None:
@@ -100,7 +99,7 @@ def _nested(reader: Reader, take: Take) -> Reading[None]:
 
 
 def _to_json(arguments: str) -> str:
-    """Converts the keyword arguments of a call to JSON. The values must be literals."""
+    """The values must be literals."""
     try:
         call = ast.parse("f" + arguments, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:

@@ -28,11 +28,9 @@ class _Tags:
     are the schemas, the tool's name, the text of the value's tag, and the value's text.
     """
     name: Callable[[str], str]
-    """A function that returns the tool's name from the text of a call's tag."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All tags. Some may be special tokens of the model."""
         outer = self.outer_open, self.outer_close
         return (*outer, self.call_open, self.call_close, self.value_open, self.value_close)
 

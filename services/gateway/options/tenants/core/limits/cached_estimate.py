@@ -11,8 +11,6 @@ _MAX_SEGMENTS = 1024
 
 
 class CachedEstimate:
-    """Looks up the longest cached prefix of a prompt in the directory of cached prefixes."""
-
     def __init__(
         self, directory: PrefixDirectory, replicas: Callable[[], Iterable[Replica]]
     ) -> None:
@@ -21,9 +19,7 @@ class CachedEstimate:
         self._chain_keys = ChainKeys(_MAX_SEGMENTS)
 
     def num_cached_tokens(self, request: EngineRequest) -> int:
-        """Returns the number of cached tokens of the prompt, which is less than the prompt's
-        length. The result is 0 if the directory knows no cached prefix.
-        """
+        """The result is less than the prompt's length."""
         served = next((one.description for one in self._replicas() if one.is_ready), None)
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
             return 0

@@ -32,7 +32,7 @@ class Quota(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LimitSet:
-    """The limits of one tenant. A field that is None means no limit."""
+    """A field that is None means no limit."""
 
     tenant_id: str
     requests_per_minute: int | None = None
@@ -57,9 +57,7 @@ class LimitSet:
         )
 
     def divided(self, num_gateways: int) -> "LimitSet":
-        """Returns one gateway's part of the limits, which are divided equally among `num_gateways`
-        gateways. The part of each limit is at least 1.
-        """
+        """Returns one gateway's part of the limits, at least 1 of each limit."""
 
         def share(limit: int | None) -> int | None:
             return None if limit is None else max(1, limit // num_gateways)
@@ -73,9 +71,7 @@ class LimitSet:
 
 
 class SlotChange(enum.Enum):
-    """The effect of a change on the request's slot. HOLD occupies or renews the slot, RELEASE frees
-    it, and KEEP has no effect.
-    """
+    """HOLD occupies or renews the request's slot, RELEASE frees it."""
 
     KEEP = 0
     HOLD = 1
@@ -115,9 +111,7 @@ class Standing:
 
 
 def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
-    """Returns the level that a bucket has `elapsed_millis` after it had `level`. None means a new
-    bucket, which is full.
-    """
+    """A `level` of None means a new bucket, which is full."""
     full = limit * UNITS
     if level is None:
         return full
@@ -126,10 +120,9 @@ def refilled(level: int | None, limit: int, elapsed_millis: int) -> int:
 
 
 def needed_level(amount: int, limit: int) -> int:
-    """Returns the level at which a bucket allows an amount. A full bucket allows any amount."""
+    """A full bucket allows any amount."""
     return min(amount, limit) * UNITS
 
 
 def wait_millis(level: int, needed: int, limit: int) -> int:
-    """Returns the milliseconds until a bucket's level rises from `level` to `needed`."""
     return -(-(needed - level) // limit)

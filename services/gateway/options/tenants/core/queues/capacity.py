@@ -11,30 +11,23 @@ from services.common.replica.queue_state import QueueState
 
 
 class ReplicaCapacity(Protocol):
-    """The data of one replica from which the capacity of all replicas is computed."""
-
     @property
     def num_places(self) -> int | None:
-        """Number of slots for sequences at this replica, or None while the replica's `max_num_seqs`
-        is not known.
-        """
+        """None while the replica's `max_num_seqs` is not known."""
 
     @property
     def num_free_places(self) -> int:
-        """Number of slots without a sequence, negative while sequences wait at the replica."""
+        """Negative while sequences wait at the replica."""
 
     @property
-    def queue(self) -> QueueState | None:
-        """The last reported state of the replica's queue, or None before the first report."""
+    def queue(self) -> QueueState | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The number of slots of several replicas, and how fast the replicas complete requests."""
-
     num_places: int
     num_free: int
-    """Number of free slots. It is negative while sequences wait at the replicas."""
+    """Negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
     """Mean seconds between two requests' ends while all slots are occupied, or 0 if unknown."""
     service_seconds: float = 0.0

@@ -11,8 +11,6 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 
 class TenantQueueFull(QuotaExceeded):
-    """The tenant's queue is full, or another request would wait in the queue for too long."""
-
     reason = "TENANT_QUEUE_FULL"
 
 
@@ -28,9 +26,7 @@ class QueueBounds:
     max_queue_seconds: float
 
     def check_number(self, tenant: Tenant, num_waiting: int, share: float) -> None:
-        """Raises TenantQueueFull if a queue with `num_waiting` sequences is full. `share` is the
-        tenant's weight divided by the sum of all tenants' weights.
-        """
+        """`share` is the tenant's weight divided by the sum of all tenants' weights."""
         most = min(self.max_num_waiting, max(1, int(self.max_total_waiting * share)))
         if num_waiting >= most:
             raise _queue_full(
@@ -106,9 +102,7 @@ def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueF
 
 
 def too_late(deadline: float | None) -> StepwellError:
-    """Returns the error of a sequence that was not sent to a replica in time: DeadlineExceeded if
-    the client set a deadline, and otherwise ResourceExhausted.
-    """
+    """DeadlineExceeded if the client set a deadline, and otherwise ResourceExhausted."""
     message = "the request waited in the gateway's queue longer than the time limit"
     if deadline is not None:
         return DeadlineExceeded(message, reason="QUEUE_TIMEOUT")

@@ -48,11 +48,11 @@ class ServiceCharge:
     """
 
     num_prompt_tokens: int
-    """Number of charged prompt tokens, which are expected not to be cached."""
+    """Number of prompt tokens that are not expected to be cached."""
     num_output_tokens_before: int
     expected_output_tokens: float
     sent_at: float
-    """Time when the sequence was sent, in seconds on the event loop's clock."""
+    """In seconds on the event loop's clock."""
 
     @property
     def num_tokens(self) -> float:
@@ -69,9 +69,7 @@ class ServiceCharge:
 def charge_for(
     inflight: Inflight, route: RoutingDecision, mean_output_tokens: float, now: float
 ) -> ServiceCharge:
-    """Returns the charge for a sequence that is sent by `route` at the time `now`, in seconds on
-    the event loop's clock. `mean_output_tokens` is the mean length of the tenant's answers.
-    """
+    """`mean_output_tokens` is the mean length of the tenant's answers."""
     request, num_output = inflight.request, len(inflight.output_token_ids)
     num_prompt = 0 if num_output else len(request.prompt_token_ids) - route.num_cached_tokens
     most = (request.sampling.max_tokens or 0) - num_output

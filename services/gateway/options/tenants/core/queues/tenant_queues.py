@@ -1,6 +1,5 @@
 """Queues tenants' sequences (the prompt and one answer of a request), and sends them while the
-replicas have free slots. Each tenant has a fair share of the slots for running sequences. Names in
-the code call a slot a place.
+replicas have free slots. Names in the code call a slot a place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,6 @@ from services.gateway.options.tenants.core.queues.waiter import Waiter, WaitReas
 from services.gateway.options.tenants.core.tenant import Tenant
 
 _SHARE_OF_NEWEST = 0.1
-"""Weight of the newest answer's length in its tenant's moving mean of answer lengths."""
 _SWEEP_SECONDS = 0.1
 """Seconds between two searches for sequences that can no longer start in time."""
 _ENDED_AT_A_TIME = 2
@@ -45,18 +43,14 @@ sequences of a burst time out together, and writing an error to each client take
 
 class TenantQueues(Admission):
     """Queues sequences at the gateway while the replicas have no slot for them, so that the
-    replicas' own queues stay short. Each tenant has its own queue. The length of each queue and the
-    wait in it are limited.
+    replicas' own queues stay short. Each tenant has its own queue.
 
-    1. `add` queues a sequence. `admit` sends the sequences that may occupy a slot. `admit` is
-       called whenever a slot may have become free: when a sequence leaves its replica, and when a
-       replica reports its load.
-    2. `FairShares` determines which tenants may occupy a slot. `FairQueue` chooses the next one of
+    1. `FairShares` determines which tenants may occupy a slot. `FairQueue` chooses the next one of
        these tenants. A tenant's sequences are sent by priority, then in order of arrival.
-    3. If no slot is free while a tenant below its share waits, sequences of tenants above their
+    2. If no slot is free while a tenant below its share waits, sequences of tenants above their
        shares are preempted. A preempted sequence is aborted at its replica, and queued again with
        its generated tokens.
-    4. When a sequence is sent, its tenant is charged for the prompt tokens and for the expected
+    3. When a sequence is sent, its tenant is charged for the prompt tokens and for the expected
        output tokens. When the sequence leaves its replica, the charge is corrected.
     """
 
@@ -69,9 +63,8 @@ class TenantQueues(Admission):
         capacity: Callable[[], Capacity | None],
         send: Callable[[Inflight], object],
     ) -> None:
-        """`arrivals` counts the requests that will be queued next. `capacity` returns the current
-        capacity of all ready replicas. While it is unknown (None), sequences are sent without
-        regard to slots and shares. `send` sends a sequence to a replica.
+        """`arrivals` counts the requests that will be queued next. While `capacity` returns None,
+        sequences are sent without regard to slots and shares.
         """
         self.places = Places(clock.time)
         self._clock = clock
@@ -83,14 +76,12 @@ class TenantQueues(Admission):
         self._waiters: dict[Inflight, Waiter] = {}
         self._charges: dict[Inflight, ServiceCharge] = {}
         self._starting: set[Inflight] = set()
-        """Sequences that were sent, but that no replica has reported as scheduled yet."""
         self._is_sweeping = False
 
     def __len__(self) -> int:
         return len(self._waiters)
 
     def __iter__(self) -> Iterator[Inflight]:
-        """Iterates over a copy of the waiting sequences."""
         return iter(list(self._waiters))
 
     def queued(self) -> list[Queued]:
@@ -122,9 +113,7 @@ class TenantQueues(Admission):
         return isinstance(inflight.request.caller, Tenant) and not inflight.was_accepted
 
     def add(self, inflight: Inflight) -> None:
-        """Queues a sequence, and sends it at once if its tenant may occupy a slot and no other
-        sequence is before it. If the queue is full, the sequence fails with TenantQueueFull.
-        """
+        """If the queue is full, the sequence fails with TenantQueueFull."""
         tenant = _tenant(inflight)
         for idle in self.places.drop_idle():
             self._queue.forget(idle)
@@ -155,8 +144,7 @@ class TenantQueues(Admission):
 
     def admit(self) -> None:
         """Sends waiting sequences until no waiting tenant may occupy a slot. Sequences that can no
-        longer start in time fail. After _ENDED_AT_A_TIME of them, `admit` continues in the next
-        iteration of the event loop.
+        longer start in time fail.
         """
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
@@ -189,7 +177,6 @@ class TenantQueues(Admission):
         return with_place
 
     def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
-        """Counts the slot of a sequence that was sent to a replica, and charges its tenant."""
         tenant = inflight.request.caller
         if not isinstance(tenant, Tenant):
             return
@@ -202,14 +189,11 @@ class TenantQueues(Admission):
         self._queue.charge(tenant, charge.num_tokens)
 
     def started(self, inflight: Inflight) -> None:
-        """Called when a sequence was scheduled. Sends waiting sequences, which may now start."""
         if self._end_start(inflight):
             self.admit()
 
     def left(self, inflight: Inflight) -> None:
-        """Frees the slot of a sequence that ended or was lost, and then sends waiting sequences.
-        Does nothing if the sequence had no slot.
-        """
+        """Does nothing if the sequence had no slot."""
         charge = self._charges.get(inflight)
         if charge is not None:
             self._free_place(inflight)
@@ -227,7 +211,6 @@ class TenantQueues(Admission):
         return True
 
     def _free_place(self, inflight: Inflight) -> None:
-        """Frees a sequence's slot, and replaces the estimate in its charge by the real tokens."""
         charge = self._charges.pop(inflight)
         self._end_start(inflight)
         tenant = _tenant(inflight)
@@ -241,8 +224,8 @@ class TenantQueues(Admission):
         return lambda tenant: shares.may_take_place(self.places.usage(tenant))
 
     def _preempt(self) -> FairShares | None:
-        """Preempts sequences until no tenant must free a slot. Returns the tenants' shares after
-        that, or None if the replicas' capacity is not known.
+        """Returns the tenants' shares after the preemptions, or None if the replicas' capacity is
+        not known.
         """
         while (capacity := self._capacity()) is not None:
             lags = self._queue.lags()
@@ -254,8 +237,8 @@ class TenantQueues(Admission):
         return None
 
     def _victim(self, tenant: Tenant) -> Inflight:
-        """Returns the tenant's sequence to preempt: the sequence with the largest `priority`
-        number, then with the fewest preemptions so far, then with the latest arrival.
+        """Returns the tenant's sequence with the largest `priority` number, then with the fewest
+        preemptions so far, then with the latest arrival.
         """
         running = (one for one in self._charges if one.request.caller.caller_id == tenant.caller_id)
         return max(
@@ -304,9 +287,6 @@ class TenantQueues(Admission):
             self._clock.call_at(self._clock.time() + seconds, self._sweep)
 
     def _sweep(self) -> None:
-        """Ends at most _ENDED_AT_A_TIME sequences that can no longer start in time, and further
-        ones in later iterations of the event loop.
-        """
         self._is_sweeping = False
         capacity = self._capacity()
         waiters = self._waiters.values()
@@ -318,7 +298,7 @@ class TenantQueues(Admission):
         self._sweep_later(0.0 if len(late) > _ENDED_AT_A_TIME else _SWEEP_SECONDS)
 
     def _is_too_late(self, waiter: Waiter, capacity: Capacity | None) -> bool:
-        """Whether a sequence can no longer start in time. For a preempted sequence it is false."""
+        """A preempted sequence is never too late."""
         if waiter.was_preempted:
             return False
         request = waiter.inflight.request

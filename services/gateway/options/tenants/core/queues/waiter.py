@@ -17,7 +17,6 @@ class WaitReason(enum.StrEnum):
     had too many sequences that had not run a step yet.
     """
     TURN = "turn"
-    """Other sequences of the same tenant waited before this sequence."""
     PREEMPTED = "preempted"
     """The sequence was preempted in favor of a tenant below its share."""
 
@@ -27,17 +26,15 @@ class Waiter:
     inflight: Inflight
     reason: WaitReason
     num_ahead: int
-    """Number of the tenant's sequences that were already waiting when this sequence arrived."""
     began: float
-    """Time when the wait began, in seconds on the event loop's clock."""
+    """In seconds on the event loop's clock."""
     was_preempted: bool = False
-    """Whether the sequence was preempted, so that the limit on the waiting time does not apply."""
+    """The limit on the waiting time does not apply to preempted sequences."""
     has_to_wait: bool = False
     """Whether the sequence was not sent at once. If true, its wait is recorded when it is sent."""
 
 
 def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
-    """Returns why a new sequence must wait behind `num_ahead` sequences of its tenant."""
     if num_ahead:
         return WaitReason.TURN
     if capacity is not None and capacity.num_free > 0:
