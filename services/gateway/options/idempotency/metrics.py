@@ -76,9 +76,7 @@ class KeyedCollector(Collector):
         self._keyed = keyed_requests
 
     def collect(self) -> Iterator[Metric]:
-        """Yields each metric. If gateways do not share answers through logs, the metrics of logs
-        are omitted.
-        """
+        """Omits the metrics of logs if gateways do not share answers."""
         counts = self._keyed.counts
         requests = value_family(REQUESTS)
         for outcome in ("begun", "attached", "followed", "resumed", "refused"):

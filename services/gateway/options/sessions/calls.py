@@ -1,5 +1,5 @@
-"""Serves the gRPC method GenerateSession. Each call is one client's session, and each turn of the
-session is a separate request.
+"""Serves the gRPC method GenerateSession, in which each turn of a client's session is a separate
+request.
 """
 
 import asyncio
@@ -43,7 +43,6 @@ class SessionCalls:
     async def serve(
         self, messages: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
     ) -> None:
-        """Serves one call, which is a session, until the client ends its stream."""
         metadata = context.invocation_metadata() or ()
         header = self._options.header_in({name for name, _ in metadata})
         if header is not None:
@@ -111,9 +110,7 @@ async def _next(
     messages: AsyncIterator[gateway_pb2.GenerateSessionRequest],
     ended: asyncio.Future[StepwellError],
 ) -> gateway_pb2.GenerateSessionRequest | None:
-    """Returns the next message, or None at the end of the client's stream. If the session ends
-    before the next message arrives, raises the error that ended the session.
-    """
+    """Returns None at the end of the client's stream. Raises the error that ended the session."""
     reading = asyncio.ensure_future(anext(messages, None))
     try:
         await asyncio.wait((reading, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,4 @@
-"""Serves the page /ui and its files from memory. The files contain no data of requests. The page
-fetches the data by other routes, with an API key if the server requires one.
-"""
+"""Serves the page /ui and its files from memory. The files contain no data of requests."""
 
 import enum
 import hashlib
@@ -53,9 +51,7 @@ class _File:
 
 
 class UiPages:
-    """Serves the page and its files to GET and HEAD requests, and redirects / to the page. Forwards
-    all other requests to `app`.
-    """
+    """Redirects / to the page, and forwards all other requests to `app`."""
 
     def __init__(self, app: ASGIApp, role: UiRole) -> None:
         self._app = app

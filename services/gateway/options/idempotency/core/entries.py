@@ -70,8 +70,6 @@ class Bring:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The answer ended with an error."""
-
     error: errors.StepwellError
 
 
@@ -94,7 +92,7 @@ def entry_to_bytes(entry: Entry) -> bytes:
 
 
 def entry_from_bytes(value: bytes) -> Entry:
-    """Decodes an entry. Raises DamagedEntry if the bytes are not a valid entry."""
+    """Raises DamagedEntry if the bytes are not a valid entry."""
     try:
         (crc,) = _CRC.unpack_from(value)
         whole = value[_CRC.size :]

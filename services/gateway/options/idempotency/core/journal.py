@@ -29,15 +29,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """An entry to append to a log. Its position must be above all positions in the log."""
+    """The entry's position must be above all positions in the log."""
 
     scope: str
     position: Position
     value: bytes
     begins: bool = False
-    """Whether the log is created if it does not exist."""
     keeps_lease: bool = True
-    """Whether the log's lease is renewed. If false, the lease is released."""
+    """If false, the log's lease is released."""
 
 
 class Appended(enum.Enum):
@@ -66,8 +65,7 @@ class Journal(Protocol):
     nevertheless, so it can be repeated: an identical append takes effect only once.
     """
 
-    async def ping(self) -> None:
-        """Checks whether the journal is reachable."""
+    async def ping(self) -> None: ...
 
     async def open(self, scope: str) -> tuple[bool, News]:
         """Acquires the lease of a log if no gateway has it, and reads the log, which may be
@@ -78,14 +76,10 @@ class Journal(Protocol):
         """Appends one entry to each of several logs, and renews or releases their leases."""
 
     async def read(self, places: Sequence[tuple[str, Position]]) -> list[News]:
-        """Reads several logs. `places` has the scope of each log, and the position after which
-        entries are returned.
-        """
+        """`places` has the scope of each log, and the position after which entries are returned."""
 
-    async def release(self, scope: str) -> None:
-        """Releases a lease."""
+    async def release(self, scope: str) -> None: ...
 
-    async def forget(self, scopes: Sequence[str]) -> None:
-        """Removes logs and leases."""
+    async def forget(self, scopes: Sequence[str]) -> None: ...
 
     async def close(self) -> None: ...

@@ -18,9 +18,9 @@ MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32
 _NOT_COMPARED = frozenset({"request_id", "caller", "prompts", "output_form"})
-"""Fields that are not compared between requests with the same key. The id may differ, because every
-answer has the first request's id. The caller cannot differ, because each caller has its own keys.
-Prompts are compared separately, as tokens. `output_form` does not affect the tokens.
+"""The id may differ, because every answer has the first request's id. The caller cannot differ,
+because each caller has its own keys. Prompts are compared separately, as tokens. `output_form` does
+not affect the tokens.
 """
 
 
@@ -54,8 +54,8 @@ class IdempotencyKey:
 
 
 def idempotency_key(value: str | None, caller: Caller) -> IdempotencyKey | None:
-    """Returns the key in a header's value, or None if `value` is None. The key may be quoted like a
-    string of structured fields (RFC 8941). Raises InvalidArgument for an invalid key.
+    """The key may be quoted like a string of structured fields (RFC 8941). Raises InvalidArgument
+    for an invalid key.
     """
     if value is None:
         return None
@@ -70,11 +70,9 @@ def idempotency_key(value: str | None, caller: Caller) -> IdempotencyKey | None:
 
 
 def fingerprint(api: str, request: ClientRequest) -> bytes:
-    """Returns a digest of all data on which the answer depends: the prompts as tokens or
-    embeddings, and all parameters with defaults applied. `api` is the kind of answer, such as a
-    chat completion.
-
-    The digest does not depend on how the answer is sent (streaming, usage, token ids, echo).
+    """Returns a digest of all data on which the answer depends. `api` is the kind of answer, such
+    as a chat completion. The digest does not depend on how the answer is sent (streaming, usage,
+    token ids, echo).
     """
     digest = sha256()
     for part in _parts(api, request):

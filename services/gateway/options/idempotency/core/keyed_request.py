@@ -19,12 +19,10 @@ from services.gateway.options.idempotency.core.recording import Cursor, Recordin
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A client's request with an idempotency key."""
-
     scope: str
     """The id under which the answer is stored (see IdempotencyKey.scope)."""
     fingerprint: bytes
-    """A digest of the request's content, by which another request with the same key is detected."""
+    """A digest of the request's content."""
     num_sequences: int
     identity: Identity
     """The identity (id, seed, arrival time) of the answer, if this request is the first with its
@@ -35,13 +33,11 @@ class Wanted:
 
 
 class KeyedRequest:
-    """The answer that is stored under a key, the task that generates it, and its readers. All
-    requests with the key read the answer from this object, which is the Source of their
-    Generations.
+    """The answer that is stored under a key, the task that generates it, and its readers. It is the
+    Source of the Generations of all requests with the key.
     """
 
     def __init__(self, wanted: Wanted, on_left: Callable[["KeyedRequest"], None]) -> None:
-        """`on_left` is called after a reader has closed."""
         self.scope = wanted.scope
         self.fingerprint = wanted.fingerprint
         self.identity = wanted.identity
@@ -51,14 +47,10 @@ class KeyedRequest:
         self.waits: list[Wait] = []
         """The ended waits of sequences that were not sent to a replica at once."""
         self.traces: list[SequenceTrace] = []
-        """The traces of the sequences that this gateway sent to replicas."""
         self.readers: dict[Reader, None] = {}
         self.build: Callable[[Identity], Generation] | None = None
-        """Makes the answer's Generation. It is None if this gateway need not generate the
-        answer.
-        """
+        """Makes the answer's Generation. None if this gateway need not generate the answer."""
         self.maker: asyncio.Task[None] | None = None
-        """The task that generates the answer, or None while this gateway does not generate it."""
         self.is_followed = False
         """Whether another gateway generates the answer, and this gateway reads it from the log."""
         self.owns_log = False
@@ -74,17 +66,15 @@ class KeyedRequest:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the answer is incomplete, and this gateway neither generates nor follows it."""
         return not (self.maker or self.is_followed or self.recording.is_complete)
 
     @property
     def is_unused(self) -> bool:
-        """Whether no client and no task uses the answer, so that it can be removed."""
         busy = self.readers or self.maker or self.is_followed or self.opening.locked()
         return not busy
 
     def adopt(self, identity: Identity, recording: Recording) -> None:
-        """Replaces the identity and the recording. The answer must not have readers."""
+        """The answer must not have readers."""
         self.identity, self.recording = identity, recording
 
     def start(self, _requests: Sequence[EngineRequest]) -> "Reader":
@@ -100,7 +90,7 @@ class KeyedRequest:
             self._on_making_ended.append(call)
 
     def making_ended(self) -> None:
-        """Runs the callbacks of `when_making_ends`. Called when the answer has ended or stopped."""
+        """Runs the callbacks of `when_making_ends`."""
         calls, self._on_making_ended = self._on_making_ended, []
         for call in calls:
             call(self._made())
@@ -110,7 +100,6 @@ class KeyedRequest:
         return Made(self.recording.num_tokens, tuple(one.num_cached_tokens for one in sequences))
 
     def cut(self, error: StepwellError) -> None:
-        """Ends all readers with an error."""
         for reader in self.readers:
             reader.cut(error)
 
@@ -125,9 +114,8 @@ class KeyedRequest:
 
 
 class Reader:
-    """Reads an answer's recording for one client, from the beginning. Existing output is available
-    at once, and new output when it is recorded. A Generation uses a Reader in place of the engine's
-    Mailbox.
+    """Reads an answer's recording for one client, from the beginning. A Generation uses a Reader in
+    place of the engine's Mailbox.
     """
 
     def __init__(self, request: KeyedRequest, on_close: Callable[["Reader"], None]) -> None:
@@ -141,11 +129,10 @@ class Reader:
         self._is_closed = False
 
     def listen(self, on_news: Callable[[], None], _min_tokens: int = 1) -> None:
-        """Calls `on_news` when there may be new deltas."""
         self._on_news = on_news
 
     def abort(self, index: int) -> None:
-        """Ignores further output of a sequence for this client. The recording continues."""
+        """The recording continues."""
         self._aborted.add(index)
 
     def end_turn(self, index: int, tool: str) -> None:
@@ -164,7 +151,7 @@ class Reader:
             self._on_close(self)
 
     def take(self) -> list[tuple[int, Delta]]:
-        """Returns the deltas since the last call. An error is returned only after all output."""
+        """An error is returned only after all output."""
         news = [
             (index, delta) for index, _, delta in self._cursor.take() if index not in self._aborted
         ]

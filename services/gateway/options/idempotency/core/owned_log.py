@@ -41,7 +41,6 @@ class OwnedLog:
 
     @property
     def is_done(self) -> bool:
-        """Whether all entries are written and the log's lease is released."""
         is_over = self._is_leaving or self.request.recording.is_over
         return is_over and self._pending is None and not self._has_lease
 
@@ -53,23 +52,20 @@ class OwnedLog:
         self._on_news()
 
     def stay(self) -> None:
-        """Reverts `leave`: this gateway continues to generate the answer."""
         self._is_leaving = False
         self._heartbeat_at = 0.0
         self._on_news()
 
     def restart(self) -> None:
-        """Writes the log again, from the Begin entry and with the next fence. Called if the log has
-        disappeared from the journal.
+        """Called if the log has disappeared from the journal. Writes the log again, with the next
+        fence.
         """
         self._cursor.close()
         self._cursor = Cursor(self.request.recording, self._on_news)
         self._begins, self._pending = True, None
 
     def next(self, now: float) -> Append | None:
-        """Returns the entry to write, or None if there is no new output and the lease need not be
-        renewed yet.
-        """
+        """Returns None if there is no new output and the lease need not be renewed yet."""
         if self._pending is None:
             self._pending = self._make(now)
         return self._pending
@@ -101,6 +97,5 @@ class OwnedLog:
 
 
 def start_entry(request: KeyedRequest) -> bytes:
-    """Returns the Begin entry of a request's answer."""
     num_sequences = len(request.recording.sequences)
     return entry_to_bytes(Begin(request.fingerprint, num_sequences, request.identity))

@@ -22,8 +22,7 @@ class OwnedLogs:
     until its answer has ended, or until another gateway takes over the log.
 
     `on_news` is called when there may be entries to write. `fenced` is called with a request whose
-    log another gateway took over. The lease of each log, the right to write it, is renewed every
-    `heartbeat_seconds`.
+    log another gateway took over.
     """
 
     def __init__(
@@ -54,15 +53,13 @@ class OwnedLogs:
         return scope in self._logs
 
     def log_of(self, request: KeyedRequest) -> OwnedLog | None:
-        """Returns the log of this KeyedRequest object, or None if this gateway does not write
-        it.
-        """
+        """Returns None if this gateway does not write the log."""
         log = self._logs.get(request.scope)
         return log if log is not None and log.request is request else None
 
     async def claim(self, request: KeyedRequest, view: LogView) -> bool:
-        """Appends an entry that makes this gateway the log's owner: a Begin if the log has no
-        answer, and otherwise a Take. Returns whether the entry was appended.
+        """Makes this gateway the log's owner by appending a Begin or Take entry. Returns whether
+        the entry was appended.
         """
         position = view.position.next_fence
         entry = self._take_entry if view.has_answer else start_entry(request)
@@ -85,7 +82,7 @@ class OwnedLogs:
             self._remove(log)
 
     async def write(self) -> None:
-        """Writes the due entries of all logs. Raises Unavailable if the journal is unavailable."""
+        """Raises Unavailable if the journal is unavailable."""
         async with self._writing:
             now = self._clock.time()
             due = [

@@ -12,13 +12,11 @@ from services.gateway.core.request.delta import Delta, Progress
 from services.gateway.core.request.logprobs import LogprobRows, joined
 
 _SEQUENCE_BYTES = 1024
-"""The approximate memory of a sequence without its tokens, in bytes."""
+"""In bytes, without the sequence's tokens. Approximate."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """The part of a sequence's output that a reader has received."""
-
     num_tokens: int = 0
     num_prompt_rows: int = 0
     num_cached_tokens: int | None = None
@@ -27,8 +25,6 @@ class Seen:
 
 @dataclass(slots=True)
 class SequenceRecord:
-    """The whole output of one sequence."""
-
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: LogprobRows | None = None
     """One row for each token. It is None if log-probabilities were not requested."""
@@ -63,21 +59,17 @@ class SequenceRecord:
 
     @property
     def num_prompt_rows(self) -> int:
-        """The number of recorded rows of prompt log-probabilities."""
         return len(self.prompt_logprobs or ())
 
     @property
     def num_bytes(self) -> int:
-        """The approximate memory of the sequence, in bytes."""
         rows = [rows for rows in (self.logprobs, self.prompt_logprobs) if rows is not None]
         cells = len(self.token_ids) + sum(2 * len(one.token_ids) + len(one) for one in rows)
         return _SEQUENCE_BYTES + 4 * cells
 
 
 class Cursor:
-    """A reader's position in a recording. It starts at the recording's beginning. `on_news` is
-    called when there is new output.
-    """
+    """A reader's position in a recording. `on_news` is called when there is new output."""
 
     def __init__(
         self, recording: "Recording", on_news: Callable[[], None], *, at_end: bool = False
@@ -92,17 +84,15 @@ class Cursor:
             self.take()
 
     def note(self, index: int) -> None:
-        """Marks a sequence as having new output."""
         self._changed.add(index)
         self._on_news()
 
     def wake(self) -> None:
-        """Notifies the reader that the recording failed."""
         self._on_news()
 
     def take(self) -> list[tuple[int, Seen, Delta]]:
-        """Returns the output since the last call: for each sequence with new output, the sequence's
-        index, how much of it the reader received before, and the new output.
+        """Returns, for each sequence with new output, the sequence's index, how much of it the
+        reader received before, and the new output.
         """
         changed, self._changed = sorted(self._changed), set()
         news = []
@@ -115,7 +105,7 @@ class Cursor:
         return news
 
     def close(self) -> None:
-        """Stops reading. Idempotent."""
+        """Idempotent."""
         self._recording.cursors.pop(self, None)
 
 
@@ -135,7 +125,6 @@ class Recording:
 
     @property
     def is_over(self) -> bool:
-        """Whether the recording has ended, because it is complete or has failed."""
         return self.error is not None or self.is_complete
 
     @property
@@ -144,11 +133,10 @@ class Recording:
 
     @property
     def num_bytes(self) -> int:
-        """The approximate memory of all sequences, in bytes."""
         return sum(sequence.num_bytes for sequence in self.sequences)
 
     def add(self, deltas: Iterable[tuple[int, Delta]]) -> None:
-        """Appends deltas. An error ends the recording."""
+        """An error ends the recording."""
         for index, delta in deltas:
             if delta.error is not None:
                 self.fail(delta.error)
@@ -158,14 +146,13 @@ class Recording:
                 cursor.note(index)
 
     def fail(self, error: StepwellError) -> None:
-        """Ends the recording with an error. Does nothing if the recording has ended."""
+        """Does nothing if the recording has ended."""
         if not self.is_over:
             self.error = error
             for cursor in self.cursors:
                 cursor.wake()
 
     def progress(self) -> list[Progress]:
-        """Returns the output of each sequence so far, which an engine needs to resume it."""
         return [
             Progress(one.token_ids.tolist(), one.num_prompt_rows, one.finish is not None)
             for one in self.sequences
@@ -173,7 +160,7 @@ class Recording:
 
 
 def _copied(rows: LogprobRows | None) -> LogprobRows | None:
-    """Copies rows of log-probabilities, because a recording appends to its own rows in place and
-    must not share them with the delta, whose rows other code still reads.
+    """Copies the rows, because a recording appends to its own rows in place and must not share them
+    with the delta, whose rows other code still reads.
     """
     return None if rows is None else rows.part(0)

@@ -14,8 +14,6 @@ from services.gateway.core.request.request import HeldSequence
 
 
 class TurnListener(Protocol):
-    """Is notified when a turn of a session begins or ends."""
-
     def turn_began(self, session: "ClientSession") -> None: ...
 
     def turn_ended(self, session: "ClientSession") -> None: ...
@@ -36,14 +34,13 @@ class ClientSession:
         self.num_turns = 0
         self.is_in_turn = False
         self.held: HeldSequence | None = None
-        """The session's sequence if a replica keeps it between two turns, and otherwise None."""
+        """The session's sequence while a replica keeps it between two turns."""
         self.ended: StepwellError | None = None
-        """The error that further turns raise if the session has ended, and otherwise None."""
         self._listener = listener
 
     def check_idle(self) -> None:
-        """Raises the error `ended` if the session has ended, and FailedPrecondition if a turn
-        runs.
+        """Raises the error `ended` if the session has ended, and FailedPrecondition if a
+        turn runs.
         """
         if self.ended is not None:
             raise self.ended
@@ -56,9 +53,9 @@ class ClientSession:
             )
 
     def begin_turn(self, number: int) -> None:
-        """Starts the turn with this number. The first turn has the number 0. Raises
-        FailedPrecondition if another turn is running, or a turn with this number was completed
-        before. Raises the error `ended` if the session has ended.
+        """Turns are numbered from 0. Raises FailedPrecondition if another turn is running, or a
+        turn with this number was completed before. Raises the error `ended` if the session has
+        ended.
         """
         self.check_idle()
         if number != self.num_turns:
@@ -71,8 +68,8 @@ class ClientSession:
         self._listener.turn_began(self)
 
     def finish_turn(self, token_ids: list[int] | None) -> None:
-        """Ends the turn. `token_ids` are all tokens of the session including the turn's. If it is
-        None, the turn was not completed, and the session's tokens do not change.
+        """`token_ids` are all tokens of the session including the turn's. If it is None, the turn
+        was not completed, and the session's tokens do not change.
         """
         self.is_in_turn = False
         if token_ids is not None:
@@ -83,17 +80,16 @@ class ClientSession:
         self._listener.turn_ended(self)
 
     def take_held(self) -> HeldSequence | None:
-        """Returns `held` and sets it to None. The caller must continue or release the sequence."""
+        """The caller must continue or release the returned sequence."""
         held, self.held = self.held, None
         return held
 
     def release(self) -> None:
-        """If a replica keeps the session's sequence, makes the replica free it."""
         if (held := self.take_held()) is not None:
             held.release()
 
     def hold(self, held: HeldSequence) -> None:
-        """Records that a replica keeps the sequence. Releases it if the session has ended."""
+        """Releases the sequence if the session has ended."""
         if self.ended is None:
             self.held = held
         else:

@@ -1,6 +1,4 @@
-"""The clients' sessions (prompts that grow turn by turn) at this gateway. Their number and their
-idle time are limited.
-"""
+"""The clients' sessions (prompts that grow turn by turn) at this gateway."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -12,13 +10,10 @@ from services.gateway.core.ports import TIMER_SLACK_SECONDS, Clock, Timer
 from services.gateway.options.sessions.core.client_session import ClientSession
 
 MAX_ENDED = 4096
-"""Limit on the number of ended sessions whose errors are stored, for requests that name them."""
 EXPIRED = "SESSION_EXPIRED"
 
 
 class TooManySessions(QuotaExceeded):
-    """The caller has reached its limit on open sessions."""
-
     reason = "TOO_MANY_SESSIONS"
 
 
@@ -27,7 +22,6 @@ class SessionLimits:
     max_sessions: int
     max_sessions_per_caller: int
     idle_seconds: float
-    """Seconds without a turn after which a session ends."""
 
 
 class ClientSessions:
@@ -61,9 +55,9 @@ class ClientSessions:
     def open(
         self, caller: Caller, on_ended: Callable[[StepwellError], object] | None = None
     ) -> ClientSession:
-        """Opens a session. `on_ended` is called with an error if the session expires or the gateway
-        drains. Raises TooManySessions if the caller has too many sessions, and ResourceExhausted if
-        the gateway has.
+        """`on_ended` is called with an error if the session expires or the gateway drains. Raises
+        TooManySessions if the caller has too many sessions, and ResourceExhausted if the gateway
+        has.
         """
         limits, num_own = self.limits, self._num_of_caller[caller.caller_id]
         if caller != ANYONE and num_own >= limits.max_sessions_per_caller:
@@ -88,8 +82,8 @@ class ClientSessions:
         return session
 
     def find(self, session_id: str, caller: Caller) -> ClientSession:
-        """Returns the caller's open session with this id. Raises the error that ended the session,
-        or NotFound if the caller has no such session.
+        """Raises the error that ended the session, or NotFound if the caller has no such
+        session.
         """
         session = self._sessions.get(session_id)
         if session is not None and session.caller.caller_id == caller.caller_id:
@@ -104,7 +98,7 @@ class ClientSessions:
         )
 
     def end(self, session: ClientSession) -> None:
-        """Ends a session at its client's request. A running turn continues. Idempotent."""
+        """A running turn continues. Idempotent."""
         self._end(
             session, NotFound(f"session {session.session_id} was ended", reason="SESSION_ENDED")
         )
@@ -116,12 +110,10 @@ class ClientSessions:
     # Methods that sessions call.
 
     def turn_began(self, session: ClientSession) -> None:
-        """Stops the session's idle timer."""
         if (timer := self._timers.pop(session.session_id, None)) is not None:
             timer.cancel()
 
     def turn_ended(self, session: ClientSession) -> None:
-        """Starts the session's idle timer."""
         if session.ended is None:
             self._watch(session)
 

@@ -1,4 +1,4 @@
-"""Takes periodic samples of the replicas' statistics, and formats their history as JSON."""
+"""Takes periodic samples of the replicas' statistics."""
 
 import asyncio
 import time
@@ -61,12 +61,11 @@ class HistoryKeeper:
 
 
 def name_of(replica: Replica) -> str:
-    """Returns the replica's own name, or its address until the name is known."""
     return (replica.description and replica.description.pool_id) or replica.address
 
 
 def history_document(history: History, now: float) -> dict[str, Any]:
-    """Returns the events, and the statistics of the time bins as parallel lists."""
+    """The statistics of the time bins are parallel lists."""
     bins = history.bins(now)
     return {
         "unix_seconds": now,

@@ -36,8 +36,8 @@ class ActivityQuery(Query):
 
 
 class ActivityRoutes:
-    """The handlers of the routes. If `sees_all` is true, a caller sees the ids of all requests, and
-    otherwise only the ids of its own requests.
+    """If `sees_all` is true, a caller sees the ids of all requests, and otherwise only the ids of
+    its own requests.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class ActivityRoutes:
         ]
 
     def _ids_of(self, caller_id: str) -> Iterator[str]:
-        """Yields the ids of a caller's sequences at replicas and in this gateway's queue."""
+        """The sequences are at replicas or in this gateway's queue."""
         for replica in self._fleet.membership.replicas:
             for inflight in replica.running.values():
                 if inflight.request.caller.caller_id == caller_id:

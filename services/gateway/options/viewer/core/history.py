@@ -46,8 +46,6 @@ class Event:
 
 @dataclass(slots=True)
 class Bin:
-    """The statistics of one interval of BIN_SECONDS seconds."""
-
     began: int
     first_token: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
@@ -63,8 +61,6 @@ class Bin:
 
 
 class History:
-    """The bins and events, from the oldest to the newest."""
-
     def __init__(self) -> None:
         self._bins: deque[Bin] = deque(maxlen=MAX_BINS)
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
@@ -72,7 +68,6 @@ class History:
         self._were_ready: set[str] = set()
 
     def bins(self, now: float) -> list[Bin]:
-        """Returns all bins up to the current bin."""
         self._bin(now)
         return list(self._bins)
 
@@ -82,8 +77,8 @@ class History:
     def answered(
         self, now: float, whole: float, first_token: float | None, num_tokens: int, *, failed: bool
     ) -> None:
-        """Records the end of a request that a replica had scheduled. `whole` and `first_token` are
-        the seconds from the request's arrival to its end and to its first token.
+        """`whole` and `first_token` are the seconds from the request's arrival to its end and to
+        its first token.
         """
         one = self._bin(now)
         one.num_ended += 1
@@ -103,8 +98,8 @@ class History:
         self._note(now, "refused", "", reason.replace("_", " "))
 
     def sampled(self, now: float, statuses: Mapping[str, ReplicaStatus], num_queued: int) -> None:
-        """Records a sample of the replicas. `statuses` maps addresses to statuses. `num_queued` is
-        the number of sequences that wait at the gateway.
+        """`statuses` maps addresses to statuses. `num_queued` is the number of sequences that wait
+        at the gateway.
         """
         one = self._bin(now)
         one.num_running = sum(status.num_running for status in statuses.values())
@@ -125,8 +120,8 @@ class History:
         self._statuses = dict(statuses)
 
     def _bin(self, now: float) -> Bin:
-        """Returns the current bin. If it does not exist, adds it and the missing bins before it.
-        New bins start with the previous bin's queues and pools, which the next sample replaces.
+        """Returns the current bin. New bins start with the previous bin's queues and pools, which
+        the next sample replaces.
         """
         began = int(now // BIN_SECONDS) * BIN_SECONDS
         if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:
@@ -149,8 +144,8 @@ class History:
 
 
 def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, str]]:
-    """Yields the changes of a replica's status, each as a kind of event and a text. The state of a
-    scheduler that does not respond is unknown, and counts as unchanged.
+    """Each change is a kind of event and a text. The state of a scheduler that does not respond is
+    unknown, and counts as unchanged.
     """
     if before.is_ready and not after.is_ready:
         yield "lost", after.reason or "cannot run steps"
@@ -167,7 +162,6 @@ def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, 
 
 
 def median_and_p99(values: list[float]) -> tuple[float, float] | None:
-    """Returns the median and the 99th percentile, or None if there are no values."""
     if len(values) < 2:
         return (values[0], values[0]) if values else None
     hundredths = quantiles(values, n=100, method="inclusive")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 class SpanRole(enum.Enum):
     REQUEST = "request"
-    """The span of a client's whole request at this gateway, the root of a trace that is listed."""
+    """The span of a client's whole request at this gateway."""
     STEP = "step"
     """The root span of the trace of an engine step."""
     PART = "part"
@@ -35,9 +35,8 @@ class StoredTrace:
     spans: list[StoredSpan] = field(default_factory=list)
     num_bytes: int = 0
     root: StoredSpan | None = None
-    """The span of the client's request. In a stored trace, it is None until the request's end."""
+    """The span of the client's request, or None until the request's end."""
     encoded: set[bytes] = field(default_factory=set)
-    """The encoded spans, by which repeated spans are detected."""
     is_running: bool = False
     """Whether the trace was made from a running request, so that it is not in the store."""
 
@@ -55,9 +54,8 @@ class TraceStore:
     the oldest traces are removed.
 
     Half of each limit is reserved for traces of ended requests, so that traces of engine steps and
-    unfinished requests cannot displace them. Traces of steps are removed before traces of
-    unfinished requests. Two groups of ended requests are removed last: up to `max_traces` / 4
-    failed or slow requests, and up to `max_traces` / 8 recently listed requests.
+    unfinished requests cannot displace them. Two groups of ended requests are removed last: up to
+    `max_traces` / 4 failed or slow requests, and up to `max_traces` / 8 recently listed requests.
 
     Spans of one trace beyond an eighth of `max_bytes` are dropped.
     """
@@ -66,23 +64,19 @@ class TraceStore:
         self._max_traces = max_traces
         self._max_bytes = max_bytes
         self._ended: dict[str, StoredTrace] = {}
-        """Maps trace ids to the traces of ended requests, in order of their ends."""
+        """In order of the requests' ends."""
         self._others: dict[str, StoredTrace] = {}
         self._steps: dict[str, None] = {}
-        """Ids of the engine-step traces in `_others`."""
         self._wanted: dict[str, None] = {}
-        """Ids of the failed or slow requests in `_ended`."""
         self._shown: dict[str, None] = {}
-        """Ids of the recently listed requests in `_ended`."""
         self.num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._ended) + len(self._others)
 
     def add(self, trace_id: str, span: StoredSpan) -> None:
-        """Adds a span to its trace, which may be new. Ignores a span that is already stored,
-        because services repeat exports that were not confirmed. A trace id has 32 hexadecimal
-        digits.
+        """Ignores a span that is already stored, because services repeat exports that were not
+        confirmed. A trace id has 32 hexadecimal digits.
         """
         trace = self._ended.get(trace_id) or self._others.get(trace_id) or StoredTrace(trace_id)
         size = len(span.encoded)
@@ -121,7 +115,7 @@ class TraceStore:
         return next((one for one in self.requests() if is_called(one.request_id, name)), None)
 
     def requests(self) -> Iterator[StoredTrace]:
-        """Iterates over the traces of ended requests, the newest first."""
+        """The newest first."""
         return reversed(self._ended.values())
 
     def _drop_one(self) -> None:

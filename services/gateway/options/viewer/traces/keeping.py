@@ -22,8 +22,6 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
-    """Implements OTLP's trace service. Adds the received spans to the trace store."""
-
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
@@ -35,8 +33,6 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 class StoreExporter(SpanExporter):
-    """Adds the gateway's own spans to the trace store when they end."""
-
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
@@ -48,7 +44,7 @@ class StoreExporter(SpanExporter):
 def keep(
     store: TraceStore, resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> None:
-    """Adds spans to the store. `is_own` is true if this gateway made the spans."""
+    """`is_own` is true if this gateway made the spans."""
     for trace_id, span in stored_spans(resource_spans, is_own=is_own):
         store.add(trace_id, span)
 
@@ -65,8 +61,8 @@ def stored_spans(
 
 
 def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
-    """Converts a span, and determines its role. A server span of this gateway is a request. A span
-    of another service without a parent is an engine step.
+    """A server span of this gateway is a request. A span of another service without a parent is an
+    engine step.
     """
     encoded = span.SerializeToString()
     if is_own and span.kind == trace_pb2.Span.SPAN_KIND_SERVER:
@@ -83,5 +79,4 @@ def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
 
 
 def text_of(attributes: Iterable[common_pb2.KeyValue], key: str) -> str:
-    """Returns the string value of an attribute, or "" if the attribute is missing."""
     return next((pair.value.string_value for pair in attributes if pair.key == key), "")

@@ -29,20 +29,15 @@ from services.gateway.options.viewer.traces.keeping import stored_spans
 from services.gateway.options.viewer.traces.trace_document import attributes_of
 
 MAX_SEQUENCES = 64
-"""Limit on the number of a request's sequences that are queried at one scheduler."""
 _TIMEOUT_SECONDS = 1.0
 
 
 class Order(enum.Enum):
-    """The order in which requests are listed."""
-
     NEWEST = "newest"
     OLDEST = "oldest"
 
 
 class RunningTraces:
-    """Makes traces of unfinished calls that run the model."""
-
     def __init__(
         self, records: Mapping[int, RequestRecord], links: SchedulerLinks, model_name: str
     ) -> None:
@@ -71,7 +66,7 @@ class RunningTraces:
     async def find(self, name: str, may_see: Callable[[str], bool]) -> StoredTrace | None:
         """Returns the trace with the id `name`, or the newest trace of a request that `name`
         identifies (see `is_called`). Returns None if there is no such request, or if `may_see` is
-        false for the id of its caller. When the request ends, its trace is stored.
+        false for the id of its caller.
         """
         for record in reversed(self._generating()):
             if record.trace_id == name.lower() or is_called(record.answer_id, name):
@@ -138,7 +133,6 @@ def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequ
 
 
 def _parts_so_far(answers: Iterable[ExportTraceServiceRequest]) -> EngineParts:
-    """Returns the parts of each sequence's time so far, which the schedulers' spans contain."""
     parts: dict[str, tuple[TimePart, ...]] = {}
     for answer in answers:
         for group in answer.resource_spans:

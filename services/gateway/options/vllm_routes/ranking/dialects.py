@@ -21,7 +21,6 @@ from services.gateway.options.vllm_routes.ranking.bodies import (
 
 
 async def rerank_request(body: RerankBody, inference: Inference, request_id: str) -> ClientRequest:
-    """Makes the request that computes each document's score with the query."""
     if body.top_n is not None and body.top_n < 0:
         raise InvalidArgument(f"top_n must be at least 0, not {body.top_n}", field="top_n")
     return await pooled.pair_request(
@@ -32,7 +31,6 @@ async def rerank_request(body: RerankBody, inference: Inference, request_id: str
 async def classify_request(
     body: ClassifyBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Makes the request that computes the class probabilities of each input."""
     inference.check_pools(PoolingTask.CLASSIFY)
     params = PoolingParams(use_activation=body.use_activation)
     return await pooled.prompts_request(body, inference, request_id, params)
@@ -41,16 +39,13 @@ async def classify_request(
 async def pooling_request(
     body: PoolingBody, inference: Inference, request_id: str
 ) -> ClientRequest:
-    """Makes the request that computes the vector of each input."""
     inference.check_pools(None if body.task is None else PoolingTask(body.task))
     params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
     return await pooled.prompts_request(body, inference, request_id, params)
 
 
 class RerankDialect:
-    """Writes the documents in descending order of their scores. Documents with equal scores keep
-    the order of the request.
-    """
+    """Documents with equal scores keep the order of the request."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "rerank"
@@ -75,8 +70,6 @@ class RerankDialect:
 
 
 class ClassifyDialect(pooled.ListDialect):
-    """Writes each input's probabilities of the classes, and the name of its most probable class."""
-
     def __init__(self, converted: ConvertedRequest[ClassifyBody], labels: Sequence[str]) -> None:
         super().__init__(converted)
         self._labels = labels
@@ -103,8 +96,6 @@ class ClassifyApi:
 
 
 class PoolingDialect(pooled.ListDialect):
-    """Writes the vectors that the model computed."""
-
     operation = names.GENAI_OPERATION_EMBEDDINGS
     id_prefix = "pool"
 

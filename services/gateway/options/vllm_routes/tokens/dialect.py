@@ -1,5 +1,5 @@
-"""/inference/v1/generate: converts request bodies to requests, and answers to chunks of a stream or
-to whole bodies.
+"""/inference/v1/generate: converts request bodies to requests, and answers to bodies or chunks of a
+stream.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -58,8 +58,6 @@ async def tokens_request(
 
 
 class TokensDialect(StreamingDialect):
-    """Writes answers and log-probabilities with token ids and without text."""
-
     operation = names.GENAI_OPERATION_TEXT_COMPLETION
     id_prefix = "gen"
 

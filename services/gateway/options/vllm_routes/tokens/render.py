@@ -40,7 +40,6 @@ def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
 
 
 async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[str, Any]:
-    """Converts the body of a chat completion for /inference/v1/generate."""
     check_renders(body)
     request = await chat_request(body, inference, body.request_id or _new_name("chatcmpl"))
     offsets = None
@@ -54,7 +53,6 @@ async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[
 
 
 async def rendered_completion(body: CompletionBody, inference: Inference) -> LongList:
-    """Converts the prompts of a completion for /inference/v1/generate."""
     check_renders(body)
     request = await completion_request(body, inference, body.request_id or _new_name("cmpl"))
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []
@@ -106,7 +104,6 @@ async def _rendered(
 
 
 def _of_answers(body: CompletionBody | ChatCompletionBody) -> dict[str, Any]:
-    """Returns the fields of `sampling_params` that are copied from the body."""
     names = [name for name in TokenSamplingBody.model_fields if name not in WRITTEN_NAMES]
     given = {name: value for name in names if (value := getattr(body, name, None)) is not None}
     return {**given, "n": body.n or 1}
