@@ -208,7 +208,7 @@ class WorkerSettings(ServiceSettings):
         return self.served_model_name or model_name(self.model)
 
     @property
-    def num_lora_places(self) -> int:
+    def num_lora_slots(self) -> int:
         """The maximum number of LoRA adapters in memory, 0 if LoRA is not enabled. Raises
         SettingError if this maximum is below the maximum number of adapters in one step.
         """

@@ -43,10 +43,10 @@ class QueueState:
 
     def expected_wait(self, num_waiting: int) -> float:
         """Seconds until a request with `num_waiting` requests ahead of it is scheduled."""
-        num_with_place = min(num_waiting, self.num_free)
+        num_with_slot = min(num_waiting, self.num_free)
         seconds_per_prompt = self.seconds_per_prompt or self.seconds_per_request
-        num_behind = num_waiting - num_with_place
-        return num_with_place * seconds_per_prompt + num_behind * self.seconds_per_request
+        num_behind = num_waiting - num_with_slot
+        return num_with_slot * seconds_per_prompt + num_behind * self.seconds_per_request
 
     def longest_wait(self, timeout_seconds: float | None, *, has_output: bool) -> float | None:
         """Limit on the seconds that a request waits until it is scheduled. None means no limit. If

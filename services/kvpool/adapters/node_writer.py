@@ -79,7 +79,7 @@ class _Superseded(Exception):
     """Another process has begun to write the changes of this node."""
 
 
-class _LifeLost(Exception):
+class _EpochLost(Exception):
     """A new epoch must begin, because Redis lost keys of this epoch, or changes were dropped."""
 
 
@@ -155,7 +155,7 @@ class NodeWriter:
                 await self._begin()
                 backoff = self._times.first_backoff_seconds
                 await self._follow()
-            except _LifeLost:
+            except _EpochLost:
                 continue
             except _Superseded:
                 logger.warning(
@@ -201,8 +201,8 @@ class NodeWriter:
             self._counts.nodes_connected.add(self.node)
 
     async def _follow(self) -> None:
-        """Writes changes, heartbeats and snapshots until RedisUnavailable, _LifeLost or _Superseded
-        is raised.
+        """Writes changes, heartbeats and snapshots until it raises RedisUnavailable, _EpochLost or
+        _Superseded.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -212,7 +212,7 @@ class NodeWriter:
             if is_heartbeat and await self._is_superseded():
                 raise _Superseded
             if self.changes.must_restart:
-                raise _LifeLost
+                raise _EpochLost
             # No other task runs between the next two lines, so `cached` has exactly the keys after
             # the last entry.
             entries = self._take_entries(with_digest=is_heartbeat)
@@ -224,7 +224,7 @@ class NodeWriter:
                 logger.info(
                     "Redis lost the cached prefixes of pool %s, which are written again", self.node
                 )
-                raise _LifeLost
+                raise _EpochLost
             if cached is not None:
                 await self._write_snapshot(cached)
 

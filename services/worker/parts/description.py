@@ -46,7 +46,7 @@ def describe(
         pooler=None if parts.pooler is None else parts.pooler.end.pooler,
         num_tier_blocks=limits.num_tier_blocks,
         max_loras=settings.max_loras if settings.enable_lora else 0,
-        max_cpu_loras=settings.num_lora_places,
+        max_cpu_loras=settings.num_lora_slots,
         num_speculative_tokens=limits.num_speculative_tokens,
         num_speculative_rows=limits.num_speculative_rows,
     )

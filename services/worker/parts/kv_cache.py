@@ -20,8 +20,8 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
     UnsupportedModel if the model does not support LoRA.
     """
     settings, device = setup.settings, setup.platform.torch_device
-    num_places, reader = settings.num_lora_places, loaded.lora
-    if not num_places:
+    num_slots, reader = settings.num_lora_slots, loaded.lora
+    if not num_slots:
         return None
     if reader is None:
         raise UnsupportedModel(
@@ -35,15 +35,15 @@ def make_adapters(setup: RankSetup, loaded: LoadedModel) -> LoraAdapters | None:
         except ModelError as error:
             raise InvalidArgument(error.message, field="path") from error
 
-    return LoraAdapters(read, num_places)
+    return LoraAdapters(read, num_slots)
 
 
 def adapter_bytes(setup: RankSetup, loaded: LoadedModel) -> int:
     """The memory that the maximum number of loaded adapters needs, in bytes."""
     settings, reader = setup.settings, loaded.lora
-    if reader is None or not settings.num_lora_places:
+    if reader is None or not settings.num_lora_slots:
         return 0
-    return settings.num_lora_places * reader.num_bytes(settings.max_lora_rank)
+    return settings.num_lora_slots * reader.num_bytes(settings.max_lora_rank)
 
 
 logger = logging.getLogger(__name__)

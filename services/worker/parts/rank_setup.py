@@ -110,7 +110,7 @@ def _in_common(setup: RankSetup, parts: RunnerParts, fingerprint: bytes) -> dict
         "max_num_seqs": str(settings.max_num_seqs),
         "max_num_batched_tokens": str(settings.max_num_batched_tokens),
         "check_ranks_every_steps": str(settings.check_ranks_every_steps),
-        "max_cpu_loras": str(settings.num_lora_places),
+        "max_cpu_loras": str(settings.num_lora_slots),
         "max_lora_rank": str(settings.max_lora_rank),
         "speculative_config": str(settings.speculative_config),
         "batch_invariant": str(is_batch_invariant(settings, parts.shape.device)),

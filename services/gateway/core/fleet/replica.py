@@ -106,7 +106,7 @@ class Replica:
         return None if self.is_connected else self._clock.time() - self._disconnected_since
 
     @property
-    def num_places(self) -> int | None:
+    def num_slots(self) -> int | None:
         """Limit on the number of sequences at this replica, or None if the scheduler did not report
         `max_num_seqs`.
 
@@ -121,9 +121,9 @@ class Replica:
         return self.description.max_num_seqs
 
     @property
-    def num_free_places(self) -> int:
+    def num_free_slots(self) -> int:
         """Free slots for running sequences, negative while sequences wait at the replica."""
-        return (self.num_places or 0) - self.load.num_requests
+        return (self.num_slots or 0) - self.load.num_requests
 
     def queue_refusal(
         self, timeout_seconds: float | None, *, has_output: bool = False, num_arriving: float = 0
@@ -140,7 +140,7 @@ class Replica:
             return None
         num_own = len(self._unadmitted) + num_arriving
         if not self.queue.num_waiting:
-            num_own -= min(num_own, max(0, self.num_free_places + len(self._unadmitted)))
+            num_own -= min(num_own, max(0, self.num_free_slots + len(self._unadmitted)))
         num_waiting = int(self._num_others_waiting + num_own)
         return self.queue.refusal(timeout_seconds, has_output=has_output, num_waiting=num_waiting)
 

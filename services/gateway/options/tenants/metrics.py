@@ -101,7 +101,7 @@ class TenantQueueCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         usages = sorted(
-            self._admission.places, key=lambda usage: -usage.num_waiting - usage.num_running
+            self._admission.slots, key=lambda usage: -usage.num_waiting - usage.num_running
         )
         for metric, attribute in ((NUM_WAITING, "num_waiting"), (NUM_RUNNING, "num_running")):
             gauge = value_family(metric)

@@ -56,7 +56,7 @@ class ReplicaState:
         self.transfers = None if connect is None else connect(self)
 
     @property
-    def num_free_places(self) -> int:
+    def num_free_slots(self) -> int:
         """Number of requests that may be admitted. Sessions (requests with several turns) that wait
         for input count as running.
         """

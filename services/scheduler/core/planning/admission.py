@@ -99,7 +99,7 @@ class AdmissionPlanner:
         candidates: Sequence[Request],
         *,
         num_running: int,
-        num_free_places: int,
+        num_free_slots: int,
         num_free_blocks: int,
     ) -> AdmissionPlan:
         """Plans admissions of the candidates in order, until the rows of the batch or the token
@@ -115,9 +115,9 @@ class AdmissionPlanner:
         trial = _Trial(builder.token_budget, set(prefixes.published), builder.passing_over.copy())
         plan = AdmissionPlan()
         for request in candidates:
-            has_place = len(plan.admissions) < num_free_places
-            if trial.budget == 0 or not has_place:
-                return plan.stop(WaitReason.BUDGET if has_place else WaitReason.MAX_SEQS)
+            has_slot = len(plan.admissions) < num_free_slots
+            if trial.budget == 0 or not has_slot:
+                return plan.stop(WaitReason.BUDGET if has_slot else WaitReason.MAX_SEQS)
             reason = trial.passing_over.reason(request)
             if reason is not None:
                 plan.decisions.append(PassedOver(request, reason))

@@ -99,7 +99,7 @@ class Scheduler(ReplicaState):
 
     @property
     def next_candidates(self) -> Iterable[Request]:
-        return islice(self.queues.ready, min(self.num_free_places, LOOKUP_BATCH))
+        return islice(self.queues.ready, min(self.num_free_slots, LOOKUP_BATCH))
 
     def add(self, request: Request) -> None:
         if self.config.pooling:

@@ -53,7 +53,7 @@ class WaitingScheduler:
                 builder,
                 candidates,
                 num_running=len(self._state.running),
-                num_free_places=self._state.num_free_places,
+                num_free_slots=self._state.num_free_slots,
                 num_free_blocks=self._kv_cache_manager.num_free_blocks,
             )
             reason = await self._carry_out(builder, planned, traceparent)
@@ -71,7 +71,7 @@ class WaitingScheduler:
                 yield candidates
             return
         for request in list(self._looked_at):
-            if not (builder.token_budget and self._state.num_free_places):
+            if not (builder.token_budget and self._state.num_free_slots):
                 return
             yield [request]
 
@@ -113,7 +113,7 @@ class WaitingScheduler:
             return WaitReason.PAUSED
         if builder.token_budget == 0:
             return WaitReason.BUDGET
-        if not self._state.num_free_places:
+        if not self._state.num_free_slots:
             return WaitReason.MAX_SEQS
         return builder.plan.passed_over.get(first)
 
@@ -129,7 +129,7 @@ class WaitingScheduler:
         the limits.
         """
         candidates: list[Request] = []
-        num_ready = min(self._state.num_free_places, builder.token_budget, LOOKUP_BATCH)
+        num_ready = min(self._state.num_free_slots, builder.token_budget, LOOKUP_BATCH)
         passed_over, passing_over = builder.plan.passed_over, builder.passing_over
         for request in self._looked_at:
             if num_ready <= 0:

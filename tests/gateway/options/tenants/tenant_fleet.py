@@ -33,13 +33,13 @@ def queues_of(fleet: Fleet) -> TenantQueues:
 
 
 def num_waiting(fleet: Fleet, tenant: str) -> int:
-    return queues_of(fleet).places.num_waiting(Tenant(tenant))
+    return queues_of(fleet).slots.num_waiting(Tenant(tenant))
 
 
-def connected(num_places: int = 2, num_replicas: int = 1) -> FakeFleet:
-    """A fleet of connected replicas that each run `num_places` sequences at once."""
+def connected(num_slots: int = 2, num_replicas: int = 1) -> FakeFleet:
+    """A fleet of connected replicas that each run `num_slots` sequences at once."""
     world = with_queues(FakeFleet(num_replicas))
-    world.connect(*world.replicas, max_num_seqs=num_places)
+    world.connect(*world.replicas, max_num_seqs=num_slots)
     return world
 
 

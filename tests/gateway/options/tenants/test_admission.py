@@ -1,4 +1,4 @@
-"""Sequences of tenants occupy slots of the replicas. Names in the code call a slot a place."""
+"""Sequences of tenants occupy slots of the replicas."""
 
 from services.common.replica.load import ReplicaLoad
 from services.common.replica.queue_state import QueueState
@@ -22,8 +22,8 @@ from tests.gateway.options.tenants.tenant_fleet import (
 # The number of slots.
 
 
-def test_a_tenant_alone_has_all_places_and_one_sequence_ahead() -> None:
-    world = connected(num_places=2)
+def test_a_tenant_alone_has_all_slots_and_one_sequence_ahead() -> None:
+    world = connected(num_slots=2)
     mailboxes = [world.start(caller=A) for _ in range(5)]
     assert (tenants_at(world), world.fleet.num_waiting) == ("aaa", 2)
     assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 1, 0, 0]
@@ -31,9 +31,9 @@ def test_a_tenant_alone_has_all_places_and_one_sequence_ahead() -> None:
     assert (tenants_at(world), world.fleet.num_waiting) == ("aaa", 1)
 
 
-def test_the_next_place_is_for_the_tenant_that_was_served_less() -> None:
+def test_the_next_slot_is_for_the_tenant_that_was_served_less() -> None:
     """The slots are occupied by requests of another gateway, which end one after another."""
-    world = connected(num_places=6)
+    world = connected(num_slots=6)
     for num_others, expected in ((7, ""), (5, "a"), (4, "ab"), (3, "aba"), (2, "abab")):
         world.replicas["a"].load_changed(ReplicaLoad(7, 0, num_other_requests=num_others))
         for tenant in (A, A, A, B, B) if num_others == 7 else ():
@@ -42,7 +42,7 @@ def test_the_next_place_is_for_the_tenant_that_was_served_less() -> None:
 
 
 def test_requests_without_a_tenant_never_wait_here() -> None:
-    world = connected(num_places=2)
+    world = connected(num_slots=2)
     for _ in range(10):
         world.start(caller=ANYONE)
     assert (len(world.has("a")), world.fleet.num_waiting) == (10, 0)
@@ -56,8 +56,8 @@ def test_nothing_waits_where_a_replica_does_not_say_how_many_it_runs() -> None:
     assert tenants_at(world) == "aaaaaa"
 
 
-def test_requests_of_other_gateways_take_places() -> None:
-    world = connected(num_places=4)
+def test_requests_of_other_gateways_take_slots() -> None:
+    world = connected(num_slots=4)
     world.replicas["a"].load_changed(ReplicaLoad(3, 0, num_other_requests=3))
     world.start(caller=B).close()
     world.start(caller=A)
@@ -69,26 +69,26 @@ def test_requests_of_other_gateways_take_places() -> None:
 
 def test_where_blocks_are_missing_few_wait_at_the_replica() -> None:
     """A replica gets fewer slots after it has reported twice in a row that blocks are missing."""
-    world = connected(num_places=8)
+    world = connected(num_slots=8)
     blocked = QueueState(4, 1024, 60.0, num_running=3, is_blocked=True)
     world.replicas["a"].queue_changed(blocked)
-    assert world.replicas["a"].num_places == 8, "it may have been a burst of prompts"
+    assert world.replicas["a"].num_slots == 8, "it may have been a burst of prompts"
     world.replicas["a"].queue_changed(blocked)
-    assert world.replicas["a"].num_places == 5
+    assert world.replicas["a"].num_slots == 5
     world.replicas["a"].queue_changed(QueueState(0, 1024, 60.0, num_running=3))
-    assert world.replicas["a"].num_places == 8
+    assert world.replicas["a"].num_slots == 8
 
 
-def test_requests_that_wait_at_a_replica_for_its_next_step_take_no_places_away() -> None:
+def test_requests_that_wait_at_a_replica_for_its_next_step_take_no_slots_away() -> None:
     """During a long step the replica reports the same waiting requests several times."""
-    world = connected(num_places=8)
+    world = connected(num_slots=8)
     for _ in range(3):
         world.replicas["a"].queue_changed(QueueState(4, 1024, 60.0, num_running=3))
-    assert world.replicas["a"].num_places == 8
+    assert world.replicas["a"].num_slots == 8
 
 
-def test_of_several_replicas_one_with_a_free_place_is_chosen() -> None:
-    world = connected(num_places=2, num_replicas=2)
+def test_of_several_replicas_one_with_a_free_slot_is_chosen() -> None:
+    world = connected(num_slots=2, num_replicas=2)
     world.replicas["a"].load_changed(ReplicaLoad(2, 0, num_other_requests=2))
     world.replicas["b"].load_changed(ReplicaLoad(1, 0, num_other_requests=1))
     world.start(caller=A)
@@ -96,7 +96,7 @@ def test_of_several_replicas_one_with_a_free_place_is_chosen() -> None:
 
 
 def test_answers_to_one_prompt_follow_each_other_to_one_replica() -> None:
-    world = connected(num_places=4, num_replicas=2)
+    world = connected(num_slots=4, num_replicas=2)
     world.start(caller=A, num_prompts=2, n=3)
     for name in "ab":
         prompts = {tuple(inflight.request.prompt_token_ids) for inflight in world.has(name)}
@@ -110,20 +110,20 @@ def flooded(num_running: int = 4) -> tuple[FakeFleet, list[Mailbox]]:
     """Tenant A occupies all slots of a replica. One more of its sequences waits at the replica, and
     two wait at the gateway.
     """
-    world = connected(num_places=num_running)
+    world = connected(num_slots=num_running)
     mailboxes = [world.start(caller=A) for _ in range(num_running + 3)]
     assert (tenants_at(world), world.fleet.num_waiting) == ("a" * (num_running + 1), 2)
     schedule_all(world)
     return world, mailboxes
 
 
-def test_a_tenant_below_its_share_has_a_place_at_once() -> None:
+def test_a_tenant_below_its_share_has_a_slot_at_once() -> None:
     world, mailboxes = flooded(num_running=4)
     quiet = [world.start(caller=B) for _ in range(3)]
     assert tenants_at(world) == "aabb", "each has two of the four"
     assert [len(mailbox.waits) for mailbox in quiet] == [0, 0, 0]
     assert world.links["a"].aborted == [5, 4, 3], "those that came last, and no more than needed"
-    assert queues_of(world.fleet).places.num_waiting(A) == 5
+    assert queues_of(world.fleet).slots.num_waiting(A) == 5
     assert [one.mailbox for one in world.has("a")[:2]] == mailboxes[:2]
 
 
@@ -166,7 +166,7 @@ def test_the_sequence_that_was_taken_back_least_often_is_taken_back_next() -> No
 
 
 def test_of_a_tenants_sequences_those_that_may_run_latest_are_taken_back() -> None:
-    world = connected(num_places=4)
+    world = connected(num_slots=4)
     for priority in (0, 5, 5, 0):
         world.start(caller=A, priority=priority)
     world.start(caller=B)
@@ -176,13 +176,13 @@ def test_of_a_tenants_sequences_those_that_may_run_latest_are_taken_back() -> No
 
 def test_what_a_sequence_cost_until_it_was_taken_back_is_charged() -> None:
     """The sequence got 3 of 50 tokens, which are charged. The rest is charged when it continues."""
-    world = connected(num_places=2)
+    world = connected(num_slots=2)
     for _ in range(2):
         world.start(caller=A, max_tokens=50)
     for inflight in world.has("a"):
         inflight.tokens([1, 2, 3])
     queue = queues_of(world.fleet)
-    use = queue.places.usage(A)
+    use = queue.slots.usage(A)
     assert (use.num_running, use.num_waiting) == (2, 0)
     world.start(caller=B)
     assert (use.num_running, use.num_waiting) == (1, 1)
@@ -204,7 +204,7 @@ def test_a_tenant_with_its_share_waits_for_one_of_its_own_to_end() -> None:
 
 def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
     """The fair share of each tenant is 4 of 8 slots. A tenant may start two sequences at once."""
-    world = connected(num_places=8)
+    world = connected(num_slots=8)
     world.start(caller=B).close()
     mailboxes = [world.start(caller=A) for _ in range(6)]
     replica = world.replicas["a"]
@@ -216,14 +216,14 @@ def test_of_a_flood_few_prompts_are_computed_at_once() -> None:
     finish(world, mailboxes[1].inflights[0])
     mailboxes[2].close()
     assert [len(mailbox.routes) for mailbox in mailboxes] == [1, 1, 1, 1, 1, 0]
-    assert queues_of(world.fleet).places.usage(A).num_starting == 2
+    assert queues_of(world.fleet).slots.usage(A).num_starting == 2
 
 
 # The order of sequences.
 
 
 def test_sequences_of_a_tenant_go_by_priority_and_then_in_order_of_arrival() -> None:
-    world = connected(num_places=1)
+    world = connected(num_slots=1)
     world.start(caller=A)
     world.start(caller=A)
     later = [world.start(caller=A, priority=priority) for priority in (0, 5, -5, 0)]
@@ -240,7 +240,7 @@ def test_what_answers_became_shorter_than_expected_is_given_back() -> None:
     """Each request of either tenant asks for 50 tokens. The answers to tenant B have only one
     token, so tenant B is next again and again.
     """
-    world = connected(num_places=2)
+    world = connected(num_slots=2)
     for tenant in (A, B) * 4:
         world.start(caller=tenant, max_tokens=50)
     for _ in range(3):
@@ -252,7 +252,7 @@ def test_what_answers_became_shorter_than_expected_is_given_back() -> None:
 
 
 def test_what_waits_goes_to_a_replica_that_joins() -> None:
-    world = connected(num_places=2)
+    world = connected(num_slots=2)
     for _ in range(4):
         world.start(caller=A)
     num_waiting = world.fleet.num_waiting

@@ -7,8 +7,8 @@ from services.common.replica.queue_state import QueueState
 from services.common.telemetry.time_parts import WAITS_FOR
 from services.gateway.core.caller import ANYONE
 from services.gateway.options.tenants.core.queues.capacity import Capacity
-from services.gateway.options.tenants.core.queues.places import TenantUsage
 from services.gateway.options.tenants.core.queues.queue_bounds import TenantQueueFull, expected_wait
+from services.gateway.options.tenants.core.queues.slots import TenantUsage
 from services.gateway.options.tenants.core.queues.waiter import WaitReason
 from services.gateway.options.tenants.core.tenant import Tenant
 from tests.gateway.fake_fleet import RESUBMIT_TIMEOUT_SECONDS, FakeFleet, error_of
@@ -29,7 +29,7 @@ from tests.gateway.options.tenants.tenant_fleet import (
 
 
 def test_a_wait_says_for_what_and_for_how_long() -> None:
-    world = connected(num_places=16)
+    world = connected(num_slots=16)
     mailboxes = [world.start(caller=A) for _ in range(15)]
     schedule_all(world)
     world.start(caller=B).close()
@@ -46,7 +46,7 @@ def test_a_wait_says_for_what_and_for_how_long() -> None:
 
 
 def test_a_sequence_that_is_aborted_while_it_waits_is_never_sent() -> None:
-    world = connected(num_places=1)
+    world = connected(num_slots=1)
     first, _, third = (world.start(caller=A) for _ in range(3))
     third.close()
     assert world.fleet.num_waiting == 0
@@ -56,7 +56,7 @@ def test_a_sequence_that_is_aborted_while_it_waits_is_never_sent() -> None:
 
 
 async def test_a_wait_ends_after_the_time_that_is_allowed_for_it() -> None:
-    world = connected(num_places=1)
+    world = connected(num_slots=1)
     patient, hasty = (
         [world.start(caller=A) for _ in range(3)][-1],
         world.start(caller=A, deadline=5.0),
@@ -82,7 +82,7 @@ def numbers_waiting(world: FakeFleet, num_calls: int) -> list[int]:
 
 
 def test_of_those_that_are_too_late_together_two_end_in_a_turn() -> None:
-    world = connected(num_places=1)
+    world = connected(num_slots=1)
     for _ in range(2):
         world.start(caller=A)
     for _ in range(5):
@@ -92,8 +92,8 @@ def test_of_those_that_are_too_late_together_two_end_in_a_turn() -> None:
     assert [world.fleet.num_waiting, *numbers_waiting(world, 2)] == [3, 1, 0]
 
 
-def test_those_that_are_too_late_when_places_become_free_end_two_in_a_turn() -> None:
-    world = connected(num_places=1)
+def test_those_that_are_too_late_when_slots_become_free_end_two_in_a_turn() -> None:
+    world = connected(num_slots=1)
     moving(world, seconds_per_request=0.1, service_seconds=0.5)
     first, _ = (world.start(caller=A) for _ in range(2))
     for _ in range(3):
@@ -104,12 +104,12 @@ def test_those_that_are_too_late_when_places_become_free_end_two_in_a_turn() -> 
     world.replicas["a"].queue = slower
     finish(world, first.inflights[0])
     assert [world.fleet.num_waiting, *numbers_waiting(world, 1)] == [2, 0]
-    assert last.routes, "the place was not lost to those that were too late"
+    assert last.routes, "the slot was not lost to those that were too late"
 
 
 async def test_a_sequence_that_can_no_longer_be_done_by_its_deadline_is_not_sent() -> None:
     """Sequences took half a second when the sequence arrived. Now they take 4.6 s."""
-    world = connected(num_places=1)
+    world = connected(num_slots=1)
     moving(world, seconds_per_request=0.1, service_seconds=0.5)
     first, _, third = (world.start(caller=A, deadline=10.0) for _ in range(3))
     world.clock.advance(5.5)
@@ -122,8 +122,8 @@ async def test_a_sequence_that_can_no_longer_be_done_by_its_deadline_is_not_sent
     assert third.routes == []
 
 
-async def test_without_a_replica_sequences_wait_for_one_and_then_for_a_place() -> None:
-    world = connected(num_places=1)
+async def test_without_a_replica_sequences_wait_for_one_and_then_for_a_slot() -> None:
+    world = connected(num_slots=1)
     world.replicas["a"].closed("killed")
     mailboxes = [world.start(caller=A) for _ in range(4)]
     world.clock.advance(RESUBMIT_TIMEOUT_SECONDS / 2)
@@ -135,22 +135,22 @@ async def test_without_a_replica_sequences_wait_for_one_and_then_for_a_place() -
 
 
 async def test_a_sequence_that_was_lost_does_not_wait_again() -> None:
-    world = connected(num_places=1, num_replicas=2)
+    world = connected(num_slots=1, num_replicas=2)
     for _ in range(4):
         world.start(caller=A)
     assert (len(world.has("a")) + len(world.has("b")), world.fleet.num_waiting) == (3, 1)
     assert world.has("a")
     world.replicas["a"].closed("killed")
-    assert len(world.has("b")) == 3, "none of those that ran waits for a place"
+    assert len(world.has("b")) == 3, "none of those that ran waits for a slot"
     for _ in range(3):
         finish_first(world, "b")
     assert len(world.has("b")) == 1
     finish_first(world, "b")
-    assert queues_of(world.fleet).places.usage(A).num_running == 0
+    assert queues_of(world.fleet).slots.usage(A).num_running == 0
 
 
 async def test_all_that_waits_ends_when_the_gateway_gives_up() -> None:
-    world = connected(num_places=1)
+    world = connected(num_slots=1)
     mailboxes = [world.start(caller=A) for _ in range(4)]
     gone = Unavailable("the server is shutting down")
     world.fleet.give_up(gone)
@@ -162,7 +162,7 @@ async def test_all_that_waits_ends_when_the_gateway_gives_up() -> None:
 
 
 async def test_a_tenants_queue_is_bounded_in_number() -> None:
-    world = connected(num_places=1)
+    world = connected(num_slots=1)
     for _ in range(2 + BOUNDS.max_num_waiting):
         world.fleet.check_room(A, None)
         world.start(caller=A)
@@ -174,7 +174,7 @@ async def test_a_tenants_queue_is_bounded_in_number() -> None:
 
 
 def test_requests_that_are_still_read_count_as_waiting() -> None:
-    world = connected(num_places=1)
+    world = connected(num_slots=1)
     for _ in range(2):
         world.start(caller=A)
     arrivals = [world.fleet.arriving(A, None) for _ in range(BOUNDS.max_num_waiting)]
@@ -191,7 +191,7 @@ def test_requests_that_are_still_read_count_as_waiting() -> None:
 
 
 def test_a_request_that_cannot_be_done_by_its_deadline_is_refused_at_once() -> None:
-    world = connected(num_places=2)
+    world = connected(num_slots=2)
     for _ in range(3):
         world.start(caller=A)
     for _ in range(4):
@@ -207,7 +207,7 @@ def test_a_request_that_cannot_be_done_by_its_deadline_is_refused_at_once() -> N
 
 
 def test_a_request_that_would_wait_too_long_is_refused_with_the_time_that_is_too_much() -> None:
-    world = connected(num_places=2)
+    world = connected(num_slots=2)
     for _ in range(7):
         world.start(caller=A)
     moving(world, seconds_per_request=6.0)
@@ -217,7 +217,7 @@ def test_a_request_that_would_wait_too_long_is_refused_with_the_time_that_is_too
 
 
 def test_requests_that_are_read_count_as_queued_where_there_are_no_tenants_too() -> None:
-    world = connected(num_places=2)
+    world = connected(num_slots=2)
     world.replicas["a"].queue_changed(QueueState(0, 3, 0.0, num_running=0))
     with world.fleet.arriving(ANYONE, None), world.fleet.arriving(ANYONE, None):
         for _ in range(2):
@@ -234,15 +234,15 @@ def test_requests_that_are_read_count_as_queued_where_there_are_no_tenants_too()
 
 
 def test_a_tenant_expects_to_wait_for_its_own_and_for_others_turns() -> None:
-    capacity = Capacity(num_places=10, num_free=0, seconds_per_request=0.1)
+    capacity = Capacity(num_slots=10, num_free=0, seconds_per_request=0.1)
     assert expected_wait(A, 4, [], capacity) == pytest.approx(0.4)
     few = [TenantUsage(B, num_waiting=2)]
     assert expected_wait(A, 4, few, capacity) == pytest.approx(0.6)
     many = [TenantUsage(Tenant("b", weight=2.0), num_waiting=100)]
     assert expected_wait(A, 4, many, capacity) == pytest.approx(1.4)
     served = [TenantUsage(B, num_running=5)]
-    assert expected_wait(A, 4, served, capacity) == pytest.approx(0.8), "half of the places move"
-    free = Capacity(num_places=10, num_free=3, seconds_per_request=0.1)
+    assert expected_wait(A, 4, served, capacity) == pytest.approx(0.8), "half of the slots move"
+    free = Capacity(num_slots=10, num_free=3, seconds_per_request=0.1)
     assert expected_wait(A, 4, [], free) == pytest.approx(0.1)
     assert expected_wait(A, 0, [], free) == 0.0
 

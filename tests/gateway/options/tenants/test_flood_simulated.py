@@ -156,6 +156,6 @@ def test_in_a_flood_a_first_token_comes_after_three_steps_with_few_prompts() -> 
     assert max(first_token_seconds) <= 2 * LINK_SECONDS + steps
 
 
-def test_in_a_flood_nearly_all_places_are_taken() -> None:
+def test_in_a_flood_nearly_all_slots_are_taken() -> None:
     """One slot is kept free, and another one is free while a sequence starts."""
     assert fmean(Run().replica.nums_running) >= NUM_PLACES - 2

@@ -41,7 +41,7 @@ async def flooded(served: Serving, num_waiting_then: int) -> list[Stream]:
     return streams
 
 
-async def test_a_flood_waits_at_the_gateway_and_gives_back_places_to_another_tenant(
+async def test_a_flood_waits_at_the_gateway_and_gives_back_slots_to_another_tenant(
     model: Path,
 ) -> None:
     """The sequences that release their slots continue later, and lose no token."""
@@ -66,7 +66,7 @@ async def test_a_flood_waits_at_the_gateway_and_gives_back_places_to_another_ten
         await until(lambda: len(spans_named(exporter, "text_completion tiny")) == len(streams) + 2)
         waits = spans_named(exporter, "gateway.wait")
         reasons = Counter(wait.attributes["stepwell.wait_reason"] for wait in waits)
-        assert reasons == {"no_place": 1, "turn": 19}
+        assert reasons == {"no_slot": 1, "turn": 19}
         given_back = spans_named(exporter, "gateway.resubmit")
         causes = [span.attributes["stepwell.resubmit.cause"] for span in given_back]
         assert causes == ["preempted"] * 3
@@ -138,7 +138,7 @@ async def test_a_deadline_that_the_queue_does_not_allow_is_refused_at_once(model
         assert quiet.token_ids == expected(30)
 
 
-async def test_a_client_that_goes_away_while_it_waits_leaves_its_place_to_the_next(
+async def test_a_client_that_goes_away_while_it_waits_leaves_its_slot_to_the_next(
     model: Path,
 ) -> None:
     scheduler = FakeScheduler(permits=0, max_num_seqs=NUM_PLACES)
@@ -151,7 +151,7 @@ async def test_a_client_that_goes_away_while_it_waits_leaves_its_place_to_the_ne
         await until(lambda: len(scheduler.adds) == NUM_PLACES + 2)
         scheduler.run_freely()
         await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
-        assert queues_of(served.gateway.fleet).places.usage(Tenant("key-1")).num_running == 0
+        assert queues_of(served.gateway.fleet).slots.usage(Tenant("key-1")).num_running == 0
 
 
 async def test_a_burst_is_refused_by_those_of_it_that_are_still_read(model: Path) -> None:

@@ -83,7 +83,7 @@ def test_requests_whose_clients_leave_early_say_nothing_of_the_time() -> None:
         world.serve(1.0)
     for _ in range(20):
         world.serve(0.01, num_tokens=0)
-    assert queues_of(world.fake.fleet).places.service_time(A).mean == pytest.approx(1.0)
+    assert queues_of(world.fake.fleet).slots.service_time(A).mean == pytest.approx(1.0)
 
 
 def test_requests_that_miss_their_deadlines_say_that_it_takes_longer() -> None:
@@ -93,4 +93,4 @@ def test_requests_that_miss_their_deadlines_say_that_it_takes_longer() -> None:
         world.serve(1.0)
     for _ in range(20):
         world.serve(3.0, num_tokens=0)
-    assert queues_of(world.fake.fleet).places.service_time(A).longest_usual > 2.0
+    assert queues_of(world.fake.fleet).slots.service_time(A).longest_usual > 2.0

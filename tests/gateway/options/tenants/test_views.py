@@ -89,7 +89,7 @@ async def test_what_waits_at_the_gateway_is_shown_with_its_reason(model: Path) -
         await until(lambda: served.gateway.fleet.num_waiting == 1)
         for key, shown in (("one", "cmpl-"), ("two", "")):
             (queued,) = (await read(served.http, "/activity", key))["queued"]
-            assert (queued["wait_reason"], queued["request_id"][:5]) == ("no_place", shown)
+            assert (queued["wait_reason"], queued["request_id"][:5]) == ("no_slot", shown)
             assert queued["seconds"] >= 0
         fake.run_freely()
         for stream in streams:

@@ -33,8 +33,8 @@ def test_an_unknown_model_is_answered_with_those_that_the_key_may_use() -> None:
         assert Inference._names_for(inference, Tenant("t", models=frozenset(models))) == names
 
 
-def test_a_turn_keeps_its_place_and_does_not_queue_again() -> None:
-    world = connected(num_places=1)
+def test_a_turn_keeps_its_slot_and_does_not_queue_again() -> None:
+    world = connected(num_slots=1)
     sessions = ClientSessions(
         world.clock, SessionLimits(4, 2, 10.0), new_id=lambda: "s", unix_seconds=world.clock.time
     )
@@ -47,14 +47,14 @@ def test_a_turn_keeps_its_place_and_does_not_queue_again() -> None:
         request = EngineRequest("r", prompt, sampling, 0, "", 0, turn=turn, caller=A)
         mailbox = world.fleet.start([request])
         assert mailbox.routes[0].reason is reason
-        assert queues_of(world.fleet).places.usage(A).num_running == 1
+        assert queues_of(world.fleet).slots.usage(A).num_running == 1
         (inflight,) = mailbox.inflights
         inflight.tokens([7])
         replica = world.replicas["a"]
         replica.turn_ended(world.handle(replica, inflight), Finish(FinishReason.LENGTH))
         turn.add([7], FinishReason.LENGTH, None)
         turn.end()
-    assert queues_of(world.fleet).places.usage(A).num_running == 0
+    assert queues_of(world.fleet).slots.usage(A).num_running == 0
 
 
 async def test_sessions_are_bounded_and_belong_to_their_tenant(model: Path) -> None:

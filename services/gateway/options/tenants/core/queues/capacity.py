@@ -1,5 +1,5 @@
 """The number of slots for running sequences of all ready replicas, and how fast the replicas
-complete requests. Names in the code call a slot a place.
+complete requests.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from services.common.replica.queue_state import QueueState
 
 class ReplicaCapacity(Protocol):
     @property
-    def num_places(self) -> int | None:
+    def num_slots(self) -> int | None:
         """None while the replica's `max_num_seqs` is not known."""
 
     @property
-    def num_free_places(self) -> int:
+    def num_free_slots(self) -> int:
         """Negative while sequences wait at the replica."""
 
     @property
@@ -25,7 +25,7 @@ class ReplicaCapacity(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    num_places: int
+    num_slots: int
     num_free: int
     """Negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
@@ -41,22 +41,22 @@ def capacity_of(replicas: Sequence[ReplicaCapacity]) -> Capacity | None:
     A replica without measured times is assumed to complete as many requests per slot as the
     replicas with measured times.
     """
-    num_places, num_measured, rate = 0, 0, 0.0
+    num_slots, num_measured, rate = 0, 0, 0.0
     service_seconds: list[float] = []
     for replica in replicas:
-        if replica.num_places is None:
+        if replica.num_slots is None:
             return None
-        num_places += replica.num_places
+        num_slots += replica.num_slots
         queue = replica.queue
         if queue is not None and queue.seconds_per_request:
-            num_measured += replica.num_places
+            num_measured += replica.num_slots
             rate += 1 / queue.seconds_per_request
             service_seconds.append(queue.service_seconds)
-    if not num_places:
+    if not num_slots:
         return None
     return Capacity(
-        num_places=num_places,
-        num_free=sum(replica.num_free_places for replica in replicas),
-        seconds_per_request=num_measured / (num_places * rate) if rate else 0.0,
+        num_slots=num_slots,
+        num_free=sum(replica.num_free_slots for replica in replicas),
+        seconds_per_request=num_measured / (num_slots * rate) if rate else 0.0,
         service_seconds=fmean(service_seconds) if service_seconds else 0.0,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from services.common.errors import DeadlineExceeded, QuotaExceeded, ResourceExhausted, StepwellError
 from services.common.replica.queue_state import RETRY_AFTER_SECONDS, longest_wait
 from services.gateway.options.tenants.core.queues.capacity import Capacity
-from services.gateway.options.tenants.core.queues.places import TenantUsage
+from services.gateway.options.tenants.core.queues.slots import TenantUsage
 from services.gateway.options.tenants.core.tenant import Tenant
 
 
@@ -88,7 +88,7 @@ def expected_wait(
         else:
             num_kept += usage.num_running
     num_before -= max(0, capacity.num_free)
-    share = capacity.num_places / max(1, capacity.num_places - num_kept)
+    share = capacity.num_slots / max(1, capacity.num_slots - num_kept)
     return max(0.0, num_before) * capacity.seconds_per_request * share
 
 

@@ -1,5 +1,5 @@
 """Queues tenants' sequences (the prompt and one answer of a request), and sends them while the
-replicas have free slots. Names in the code call a slot a place.
+replicas have free slots.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,6 @@ from services.gateway.core.request.wait import Wait
 from services.gateway.core.traces.timeline import Part
 from services.gateway.options.tenants.core.queues.capacity import Capacity
 from services.gateway.options.tenants.core.queues.fair_queue import FairQueue, Order
-from services.gateway.options.tenants.core.queues.places import FairShares, Places, TenantUsage
 from services.gateway.options.tenants.core.queues.queue_bounds import (
     QueueBounds,
     TenantQueueFull,
@@ -29,6 +28,7 @@ from services.gateway.options.tenants.core.queues.service_charge import (
     charge_for,
     measure,
 )
+from services.gateway.options.tenants.core.queues.slots import FairShares, Slots, TenantUsage
 from services.gateway.options.tenants.core.queues.waiter import Waiter, WaitReason, wait_reason
 from services.gateway.options.tenants.core.tenant import Tenant
 
@@ -66,7 +66,7 @@ class TenantQueues(Admission):
         """`arrivals` counts the requests that will be queued next. While `capacity` returns None,
         sequences are sent without regard to slots and shares.
         """
-        self.places = Places(clock.time)
+        self.slots = Slots(clock.time)
         self._clock = clock
         self._bounds = bounds
         self._arrivals = arrivals
@@ -97,15 +97,15 @@ class TenantQueues(Admission):
         """
         if not isinstance(tenant, Tenant):
             return
-        num_waiting, num_arriving = self.places.num_waiting(tenant), self._arrivals.num(tenant)
-        share, capacity = self.places.share(tenant), self._capacity()
+        num_waiting, num_arriving = self.slots.num_waiting(tenant), self._arrivals.num(tenant)
+        share, capacity = self.slots.share(tenant), self._capacity()
         if capacity is None:
             self._bounds.check_number(tenant, num_waiting, share)
             return
         num_ahead = num_waiting + num_arriving
         num_to_wait = num_ahead - min(num_arriving, max(0, capacity.num_free))
         self._bounds.check_number(tenant, num_to_wait, share)
-        wait = expected_wait(tenant, num_ahead, self.places.others(tenant), capacity)
+        wait = expected_wait(tenant, num_ahead, self.slots.others(tenant), capacity)
         timeout = None if deadline is None else deadline - self._clock.time()
         self._bounds.check_time(tenant, timeout, wait, self._service_seconds(tenant, capacity))
 
@@ -115,15 +115,15 @@ class TenantQueues(Admission):
     def add(self, inflight: Inflight) -> None:
         """If the queue is full, the sequence fails with TenantQueueFull."""
         tenant = _tenant(inflight)
-        for idle in self.places.drop_idle():
+        for idle in self.slots.drop_idle():
             self._queue.forget(idle)
-        num_ahead = self.places.num_waiting(tenant)
+        num_ahead = self.slots.num_waiting(tenant)
         try:
-            self._bounds.check_number(tenant, num_ahead, self.places.share(tenant))
+            self._bounds.check_number(tenant, num_ahead, self.slots.share(tenant))
         except TenantQueueFull as error:
             inflight.failed(error)
             return
-        usage, capacity, now = self.places.usage(tenant), self._capacity(), self._clock.time()
+        usage, capacity, now = self.slots.usage(tenant), self._capacity(), self._clock.time()
         usage.asked_at = now
         waiter = Waiter(inflight, wait_reason(num_ahead, capacity), num_ahead, now)
         self._enqueue(waiter, self._credit(usage, capacity))
@@ -148,7 +148,7 @@ class TenantQueues(Admission):
         """
         num_late = 0
         while self._waiters and num_late < _ENDED_AT_A_TIME:
-            waiter = self._queue.take(self._may_take_place(self._preempt()))
+            waiter = self._queue.take(self._may_take_slot(self._preempt()))
             if waiter is None:
                 return
             self._remove(waiter)
@@ -167,20 +167,20 @@ class TenantQueues(Admission):
         """
         if not isinstance(inflight.request.caller, Tenant):
             return replicas
-        with_place = [one for one in replicas if one.num_free_places > 0] or replicas
+        with_slot = [one for one in replicas if one.num_free_slots > 0] or replicas
         mailbox, index = inflight.mailbox, inflight.index
         if index and mailbox.routes:
             before = mailbox.inflights[index - 1].request
             if before.prompt_token_ids is inflight.request.prompt_token_ids:
                 address = mailbox.routes[-1].address
-                return [one for one in with_place if one.address == address] or with_place
-        return with_place
+                return [one for one in with_slot if one.address == address] or with_slot
+        return with_slot
 
     def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
         tenant = inflight.request.caller
         if not isinstance(tenant, Tenant):
             return
-        usage = self.places.usage(tenant)
+        usage = self.slots.usage(tenant)
         usage.num_running += 1
         usage.num_starting += 1
         self._starting.add(inflight)
@@ -196,8 +196,8 @@ class TenantQueues(Admission):
         """Does nothing if the sequence had no slot."""
         charge = self._charges.get(inflight)
         if charge is not None:
-            self._free_place(inflight)
-            usage = self.places.usage(_tenant(inflight))
+            self._free_slot(inflight)
+            usage = self.slots.usage(_tenant(inflight))
             measure(usage.service_time, inflight, charge, self._clock.time())
             num_output = len(inflight.output_token_ids)
             usage.mean_output_tokens += _SHARE_OF_NEWEST * (num_output - usage.mean_output_tokens)
@@ -207,21 +207,21 @@ class TenantQueues(Admission):
         if inflight not in self._starting:
             return False
         self._starting.discard(inflight)
-        self.places.usage(_tenant(inflight)).num_starting -= 1
+        self.slots.usage(_tenant(inflight)).num_starting -= 1
         return True
 
-    def _free_place(self, inflight: Inflight) -> None:
+    def _free_slot(self, inflight: Inflight) -> None:
         charge = self._charges.pop(inflight)
         self._end_start(inflight)
         tenant = _tenant(inflight)
-        self.places.usage(tenant).num_running -= 1
+        self.slots.usage(tenant).num_running -= 1
         num_output = len(inflight.output_token_ids) - charge.num_output_tokens_before
         self._queue.charge(tenant, charge.difference(num_output))
 
-    def _may_take_place(self, shares: FairShares | None) -> Callable[[Tenant], bool]:
+    def _may_take_slot(self, shares: FairShares | None) -> Callable[[Tenant], bool]:
         if shares is None:
             return lambda _: True
-        return lambda tenant: shares.may_take_place(self.places.usage(tenant))
+        return lambda tenant: shares.may_take_slot(self.slots.usage(tenant))
 
     def _preempt(self) -> FairShares | None:
         """Returns the tenants' shares after the preemptions, or None if the replicas' capacity is
@@ -229,7 +229,7 @@ class TenantQueues(Admission):
         """
         while (capacity := self._capacity()) is not None:
             lags = self._queue.lags()
-            shares = self.places.fair_shares(capacity.num_free, capacity.num_places, lags)
+            shares = self.slots.fair_shares(capacity.num_free, capacity.num_slots, lags)
             usage = shares.to_preempt()
             if usage is None:
                 return shares
@@ -246,7 +246,7 @@ class TenantQueues(Admission):
         )
 
     def _take_back(self, inflight: Inflight) -> None:
-        self._free_place(inflight)
+        self._free_slot(inflight)
         inflight.taken_back(ResubmitCause.PREEMPTED)
         now = self._clock.time()
         reason = WaitReason.PREEMPTED
@@ -256,12 +256,12 @@ class TenantQueues(Admission):
     def _enqueue(self, waiter: Waiter, credit_tokens: float) -> None:
         inflight, tenant = waiter.inflight, _tenant(waiter.inflight)
         self._waiters[inflight] = waiter
-        self.places.usage(tenant).num_waiting += 1
+        self.slots.usage(tenant).num_waiting += 1
         self._queue.add(tenant, _order(inflight), waiter, credit_tokens)
 
     def _remove(self, waiter: Waiter) -> None:
         del self._waiters[waiter.inflight]
-        self.places.usage(_tenant(waiter.inflight)).num_waiting -= 1
+        self.slots.usage(_tenant(waiter.inflight)).num_waiting -= 1
 
     def _send_waiter(self, waiter: Waiter) -> None:
         inflight = waiter.inflight
@@ -277,7 +277,7 @@ class TenantQueues(Admission):
         """
         if capacity is None:
             return 0.0
-        return usage.tokens_of(capacity.num_places * self.places.share(usage.tenant))
+        return usage.tokens_of(capacity.num_slots * self.slots.share(usage.tenant))
 
     # Timeouts.
 
@@ -310,7 +310,7 @@ class TenantQueues(Admission):
         """Returns a running time in seconds that few sequences of the tenant exceed, or 0 if no
         time was measured.
         """
-        usual = self.places.service_time(tenant).longest_usual
+        usual = self.slots.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
 
 

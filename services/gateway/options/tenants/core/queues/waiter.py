@@ -10,7 +10,7 @@ from services.gateway.options.tenants.core.queues.capacity import Capacity
 class WaitReason(enum.StrEnum):
     """Why a sequence had to wait when it was queued."""
 
-    NO_PLACE = "no_place"
+    NO_SLOT = "no_slot"
     """No replica had a free slot for a running sequence."""
     SHARE = "share"
     """The free slots were reserved for tenants below their fair shares, or the sequence's tenant
@@ -39,4 +39,4 @@ def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
         return WaitReason.TURN
     if capacity is not None and capacity.num_free > 0:
         return WaitReason.SHARE
-    return WaitReason.NO_PLACE
+    return WaitReason.NO_SLOT

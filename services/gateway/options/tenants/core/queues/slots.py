@@ -1,5 +1,5 @@
 """Divides the replicas' slots for running sequences fairly among tenants. A replica has
-`max_num_seqs` slots. Names in the code call a slot a place.
+`max_num_seqs` slots.
 """
 
 import math
@@ -11,11 +11,11 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 ACTIVE_SECONDS = 10.0
 """Seconds after its last request during which a tenant without sequences still has a share."""
-_PLACES_PER_RESERVED = 16
+_SLOTS_PER_RESERVED = 16
 """At most 1/16 of all slots are reserved for future sequences of tenants below their shares. Slots
 that are reserved for waiting sequences of these tenants are not limited.
 """
-_PLACES_PER_QUEUED = 16
+_SLOTS_PER_QUEUED = 16
 """If there is only one tenant, it may queue one sequence at the replicas for each 16 slots, so that
 a freed slot can be used in the next step.
 """
@@ -93,13 +93,13 @@ class FairShares:
        replicas.
     """
 
-    def __init__(self, usages: Collection[TenantUsage], num_free: int, num_places: int) -> None:
-        """`num_free` of all `num_places` slots are free. It is negative while sequences wait at
+    def __init__(self, usages: Collection[TenantUsage], num_free: int, num_slots: int) -> None:
+        """`num_free` of all `num_slots` slots are free. It is negative while sequences wait at
         replicas.
         """
         self._usages = usages
         self._num_free = num_free
-        self._num_places = num_places
+        self._num_slots = num_slots
         self._total_weight = sum(usage.tenant.weight for usage in usages)
         self._num_needed = num_below = 0
         self._waits_below_share = False
@@ -109,12 +109,12 @@ class FairShares:
             num_below += num_missing > usage.num_waiting
             is_below = usage.num_waiting > 0 and usage.num_running < self._share(usage)
             self._waits_below_share |= is_below and self._may_start(usage)
-        self._num_reserved = min(num_below, num_places // _PLACES_PER_RESERVED)
+        self._num_reserved = min(num_below, num_slots // _SLOTS_PER_RESERVED)
 
-    def may_take_place(self, usage: TenantUsage) -> bool:
+    def may_take_slot(self, usage: TenantUsage) -> bool:
         """Whether the next waiting sequence of a tenant may be sent to a replica."""
         if len(self._usages) == 1:
-            return self._num_free > -max(1, self._num_places // _PLACES_PER_QUEUED)
+            return self._num_free > -max(1, self._num_slots // _SLOTS_PER_QUEUED)
         if self._num_free <= 0 or not self._may_start(usage):
             return False
         if usage.num_running < self._target(usage):
@@ -129,7 +129,7 @@ class FairShares:
         return furthest if self._excess(furthest) > 0 else None
 
     def _share(self, usage: TenantUsage) -> int:
-        return max(1, int(self._num_places * usage.tenant.weight / self._total_weight))
+        return max(1, int(self._num_slots * usage.tenant.weight / self._total_weight))
 
     def _may_start(self, usage: TenantUsage) -> bool:
         share = self._share(usage)
@@ -151,11 +151,11 @@ class FairShares:
         return usage.num_running - share - (_variation(share) if usage.lag > 0 else 0)
 
 
-def _variation(num_places: int) -> int:
-    return math.ceil(math.sqrt(num_places))
+def _variation(num_slots: int) -> int:
+    return math.ceil(math.sqrt(num_slots))
 
 
-class Places:
+class Slots:
     """The usage of slots by each tenant with sequences or recent requests."""
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -204,12 +204,12 @@ class Places:
         return tenant.weight / (tenant.weight + others)
 
     def fair_shares(
-        self, num_free: int, num_places: int, lags: Iterable[tuple[Tenant, float]] = ()
+        self, num_free: int, num_slots: int, lags: Iterable[tuple[Tenant, float]] = ()
     ) -> FairShares:
-        """Returns the tenants' shares of `num_places` slots, of which `num_free` are free. `lags`
+        """Returns the tenants' shares of `num_slots` slots, of which `num_free` are free. `lags`
         has pairs of a tenant and its new `TenantUsage.lag`.
         """
         for tenant, lag in lags:
             if (usage := self._usages.get(tenant.caller_id)) is not None:
                 usage.lag = lag
-        return FairShares(self._usages.values(), num_free, num_places)
+        return FairShares(self._usages.values(), num_free, num_slots)
