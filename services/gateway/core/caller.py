@@ -18,13 +18,15 @@ class Caller:
     def may_use(self, _model: str) -> bool:
         return True
 
-    def check_model(self, model: str) -> None: ...
+    def check_model(self, model: str) -> None:
+        """Raises PermissionDenied if the caller may not use the model."""
 
     def effective_priority(self, priority: int) -> int:
         """Returns the priority of a request whose client requested `priority`."""
         return priority
 
     def effective_cache_salt(self, cache_salt: str) -> str:
+        """Returns the cache salt of a request whose client set `cache_salt`."""
         return cache_salt
 
 

@@ -47,4 +47,5 @@ class Gate:
         self.is_open = False
 
     async def empty(self) -> None:
+        """Waits until no request is in progress."""
         await self._empty.wait()

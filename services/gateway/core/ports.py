@@ -125,7 +125,8 @@ class Tokenizer(Protocol):
         Raises InvalidArgument if the template does not accept the conversation.
         """
 
-    async def detokenize(self, token_ids: Sequence[int]) -> str: ...
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of any number of token ids, including special tokens."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Returns the text of a few token ids. Unknown ids have no text."""
@@ -136,4 +137,5 @@ class Tokenizer(Protocol):
     def description(self) -> Mapping[str, Any]:
         """Returns the tokenizer's configuration as JSON values, without file paths."""
 
-    def token_name(self, token_id: int) -> str: ...
+    def token_name(self, token_id: int) -> str:
+        """Returns the token's name in the vocabulary."""

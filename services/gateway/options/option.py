@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OptionParts:
+    """The parts of a gateway that its options use."""
+
     settings: ClientSettings
     inference: Inference
     engine: Fleet

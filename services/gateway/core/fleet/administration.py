@@ -43,6 +43,8 @@ Said = Mapping[str, bool | int]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """The result of a call to one replica: the values `said` that it returned, or an `error`."""
+
     address: str
     said: Said = field(default_factory=dict)
     error: StepwellError | None = None
@@ -62,7 +64,7 @@ class Administration:
         clear_cache: bool,
         timeout_seconds: float,
     ) -> list[Outcome]:
-        """If `clear_cache` is true, also resets the prefix caches of the paused replicas."""
+        """Pauses the replicas. If `clear_cache` is true, then also resets their prefix caches."""
 
         async def pause(replica: ReplicaAdmin) -> Said:
             await replica.pause(mode, timeout_seconds)

@@ -43,9 +43,11 @@ class Admission:
         """
 
     def add(self, inflight: Inflight) -> None:
+        """Queues a sequence for which `queues` is true."""
         raise NotImplementedError
 
     def queues(self, _inflight: Inflight) -> bool:
+        """Whether the sequence must be queued before it is sent."""
         return False
 
     def discard(self, inflight: Inflight) -> None:
@@ -55,7 +57,8 @@ class Admission:
         """Returns the replicas to which the sequence may be sent. There is at least one."""
         return replicas
 
-    def sent(self, inflight: Inflight, route: RoutingDecision) -> None: ...
+    def sent(self, inflight: Inflight, route: RoutingDecision) -> None:
+        """Called when a sequence was sent to a replica."""
 
     def started(self, inflight: Inflight) -> None:
         """Called when a replica has scheduled a sequence for the first time."""

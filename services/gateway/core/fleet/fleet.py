@@ -103,6 +103,7 @@ class Fleet:
         return len(self._waiting) + len(self.admission)
 
     def queued(self, most: int) -> list[Queued]:
+        """Returns at most `most` sequences that wait at this gateway, with the reasons."""
         unplaced = [Queued(inflight, NO_REPLICA) for inflight in self._waiting]
         return [*self.admission.queued(), *unplaced][:most]
 

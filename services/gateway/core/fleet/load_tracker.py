@@ -112,6 +112,7 @@ class LoadTracker:
         self.clear()
 
     def clear(self) -> None:
+        """Resets the load and the speeds. Called when the session with the scheduler has ended."""
         self._sent.clear()
         self._uncomputed.clear()
         self._num_sharing.clear()
@@ -142,7 +143,7 @@ class LoadTracker:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Of the requests of all gateways at the replica."""
+        """Number of uncomputed tokens of all gateways' requests at the replica."""
         return self._num_uncomputed + self._num_other_tokens
 
     def num_sharing(self, cached_key: int) -> int:
@@ -161,6 +162,7 @@ class LoadTracker:
         return self._recent_weight
 
     def refresh(self) -> None:
+        """Stops counting the uncomputed tokens of sequences with new output."""
         if not self._uncomputed:
             return
         for handle, sent in list(self._uncomputed.items()):

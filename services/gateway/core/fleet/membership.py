@@ -21,6 +21,8 @@ with its scheduler for this number of seconds. A draining replica is removed wit
 
 
 class Links(Protocol):
+    """The connections to all schedulers."""
+
     def make(self, address: str) -> Link:
         """The link may be used after `open`."""
 
@@ -97,7 +99,7 @@ class Membership:
 
     @property
     def model_fingerprint(self) -> bytes:
-        """Empty before a replica has connected."""
+        """The fingerprint of the current model, or empty before a replica has connected."""
         return self._model.fingerprint
 
     @property
@@ -122,6 +124,7 @@ class Membership:
         return self.known_limits
 
     def max_model_len(self) -> int | None:
+        """The model's context length, or None while no replica is ready."""
         return self.limits().max_model_len if self.num_ready else None
 
     def update(self) -> bool:

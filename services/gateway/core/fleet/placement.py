@@ -17,6 +17,8 @@ from services.gateway.core.traces.timeline import Part
 
 
 class Placement:
+    """Chooses among the replicas of a membership, and does not send anything."""
+
     def __init__(self, membership: Membership, policy: RoutingPolicy, clock: Clock) -> None:
         self._membership = membership
         self._policy = policy

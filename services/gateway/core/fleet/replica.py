@@ -80,6 +80,7 @@ class Replica:
 
     @property
     def is_ready(self) -> bool:
+        """Whether requests can be sent to the replica, and the replica can run steps."""
         return self.is_connected and self._state.ready and not self.refusal
 
     @property
@@ -91,6 +92,7 @@ class Replica:
 
     @property
     def limits(self) -> ModelLimits | None:
+        """The replica's limits on requests, or None if no session is open."""
         if self.description is None or not self.is_connected:
             return None
         return self.description.limits
@@ -100,9 +102,11 @@ class Replica:
         return len(self.running)
 
     def seconds_stalled(self) -> float | None:
+        """Seconds since the replica became unable to run steps, or None if it can run them."""
         return None if self._stalled_since is None else self._clock.time() - self._stalled_since
 
     def seconds_disconnected(self) -> float | None:
+        """Seconds since the last session ended, or None while a session is open."""
         return None if self.is_connected else self._clock.time() - self._disconnected_since
 
     @property
@@ -154,6 +158,7 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_held(self, held: HeldSequence, inflight: Inflight) -> RoutingDecision:
+        """Sends the next turn of a client's session, which continues the kept sequence `held`."""
         handle = held.handle
         del self._held[handle]
         self.load.num_sessions -= 1

@@ -47,4 +47,5 @@ class ReplicaState:
 
     @property
     def is_stalled(self) -> bool:
+        """Whether no request gets tokens, because no step can run."""
         return self.stalled or not (self.ready or self.draining)

@@ -41,7 +41,7 @@ class RoutingDecision:
     num_candidates: int
     num_cached_tokens: int = 0
     cost_seconds: float | None = None
-    """In seconds of the replica's time, or None if the routing policy does not estimate costs."""
+    """Seconds of the replica's time, or None if the routing policy does not estimate costs."""
     cached_key: int | None = None
     """Key of the last block that is expected to be cached. Sequences with the same key share a
     cached prefix.

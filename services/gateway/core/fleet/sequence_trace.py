@@ -43,7 +43,7 @@ class EngineTimes:
     interrupted: float
     """Seconds within `prefill` and `decode` in which the sequence did not run."""
     queued_unix_nanos: int | None = None
-    """On the replica's clock."""
+    """Time of the sequence's arrival, on the replica's clock."""
     parts: tuple[TimePart, ...] = ()
     """The sequence's whole time at the replica, divided by what the time was spent on."""
 
@@ -59,6 +59,8 @@ class EngineTimes:
 
 @dataclass(slots=True)
 class SequenceTrace:
+    """The timeline of one sequence, and the times that its last replica reported."""
+
     index: int
     request_id: str
     nanos: Callable[[], int]
@@ -77,6 +79,7 @@ class SequenceTrace:
 
     @property
     def span_number(self) -> int:
+        """The span number of the sequence's last stay, which is unique within the request."""
         return engine_span_number(self.index, self.num_sent)
 
     def sent(self, route: RoutingDecision) -> None:
@@ -88,6 +91,7 @@ class SequenceTrace:
         self.timeline.enter(Part.ENGINE, {names.ATTR_ROUTING_REPLICA: route.address})
 
     def left(self, cause: ResubmitCause) -> None:
+        """Records that the sequence has left its replica and must be sent again."""
         self._resubmitted(cause.value, cause.value)
 
     def refused(self, error: StepwellError) -> None:

@@ -47,7 +47,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> bytes:
-        """Empty before a replica has connected."""
+        """The fingerprint of the current model, or empty before a replica has connected."""
         return self._fingerprint or b""
 
     def compare(self, replicas: Sequence[Replica]) -> bool:

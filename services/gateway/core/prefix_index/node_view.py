@@ -30,6 +30,8 @@ class DirectoryState(enum.Enum):
 
 
 class Applied(enum.Enum):
+    """The outcome of applying a batch of added and removed keys to the view of a node."""
+
     DONE = "done"
     KNOWN = "known"
     """The view already contains the batch."""
@@ -78,6 +80,8 @@ class NodeView:
 
 
 class Loading:
+    """A snapshot of a node's keys that is loaded in parts, and then replaces the node's view."""
+
     def __init__(self, index: "PrefixIndex", view: NodeView) -> None:
         self._index = index
         self._view = view
@@ -90,4 +94,5 @@ class Loading:
         self._index.show(self._view)
 
     def give_up(self) -> None:
+        """Discards the loaded keys. The existing view stays in use."""
         self._index.retire(self._view)

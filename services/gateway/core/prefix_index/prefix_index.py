@@ -70,12 +70,13 @@ class PrefixIndex:
 
     @property
     def state(self) -> DirectoryState:
+        """DEGRADED if `contact` is EXACT and any node is degraded, and otherwise `contact`."""
         if self.contact is DirectoryState.EXACT and not all(view.is_exact for view in self.views):
             return DirectoryState.DEGRADED
         return self.contact
 
     def node_state(self, node: str) -> DirectoryState:
-        """Returns FALLBACK if the node is not known."""
+        """Returns the state of one node, or FALLBACK if the node is not known."""
         view = self._views.get(node)
         if view is None:
             return DirectoryState.FALLBACK
@@ -136,6 +137,7 @@ class PrefixIndex:
         return Applied.DONE
 
     def degrade(self, node: str) -> None:
+        """Marks a node's view as not exact until it is loaded again."""
         view = self._views.get(node)
         if view is not None:
             view.is_exact = False
@@ -182,8 +184,9 @@ class PrefixIndex:
     # Lookups.
 
     def _match_by_jumps(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """For nodes that always have prefixes of chains. In each iteration, `holders` are the nodes
-        that have all blocks of the chain up to and including `position`.
+        """Stores in `depths` the number of leading blocks of each node that always has prefixes of
+        chains. In each iteration, `holders` are the nodes that have all blocks of the chain up to
+        and including `position`.
         """
         shards, last = self._shards, len(keys) - 1
         position = 0
@@ -201,7 +204,7 @@ class PrefixIndex:
     def _bisect(
         self, keys: Sequence[int], lost: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """For the nodes in `lost`, which have block `low` of the chain, but not block `high`."""
+        """Stores the depths of the nodes in `lost`, which have block `low`, but not `high`."""
         shards = self._shards
         while lost and high - low > 1:
             middle = (low + high) // 2
@@ -218,8 +221,8 @@ class PrefixIndex:
         self._record(lost, high, depths)
 
     def _match_exactly(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """For nodes that have several KV-cache groups or a group without full attention. Reads
-        every block of every group.
+        """Stores in `depths` the number of leading blocks of each node that has several KV-cache
+        groups or a group without full attention. Reads every block of every group.
         """
         shards = self._shards
         held_by_group: list[list[int]] = []

@@ -50,4 +50,5 @@ class Arrivals:
         return self._counts[caller.caller_id]
 
     def begin(self, caller: Caller) -> Arrival:
+        """Counts a request of the caller until `end` of the returned Arrival is called."""
         return Arrival(self._counts, caller)

@@ -38,10 +38,12 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
+        """Whether the piece has neither tokens, prompt log-probabilities, nor the answer's end."""
         return not self.token_ids and self.finish_reason is None and self.prompt_logprobs is None
 
     @property
     def is_text(self) -> bool:
+        """Whether the piece has text, and nothing else except the text's tokens."""
         return bool(self.text) and (
             self.finish_reason is None
             and self.logprobs is None

@@ -104,6 +104,7 @@ class Delivery:
         self._wake()
 
     def close(self) -> None:
+        """Aborts unfinished sequences. Idempotent."""
         self._generation.close()
 
     def _deliver_soon(self) -> None:

@@ -12,6 +12,8 @@ from services.gateway.core.request.logprobs import LogprobRows
 
 @dataclass(frozen=True, slots=True)
 class Progress:
+    """The output of a sequence so far, and whether the sequence has ended."""
+
     token_ids: list[int]
     num_prompt_rows: int = 0
     has_ended: bool = False

@@ -17,6 +17,8 @@ from services.gateway.core.request.wait import Wait
 
 
 class DeltaSource(Protocol):
+    """The output of a request's sequences."""
+
     routes: list[RoutingDecision]
     """One routing decision for each time that a sequence was sent to a replica, in order of time.
     """
@@ -57,6 +59,8 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Made:
+    """The numbers of generated and cached tokens of a request so far."""
+
     num_tokens: int
     num_cached_tokens: tuple[int | None, ...]
     """Number of cached prompt tokens of each sequence, or None if it was not scheduled."""

@@ -66,6 +66,7 @@ class Generation:
         self.num_open = len(self.choices)
 
     def start(self, engine: Source) -> DeltaSource:
+        """Starts the sequences, or starts to read the answer of an earlier equal request."""
         if self.request.turn is not None:
             self.request.turn.begin()
         self.mailbox = engine.start(self.sequences)
@@ -134,12 +135,14 @@ class Generation:
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     def finish_reasons(self) -> list[str]:
-        """In order of the answers' indices."""
+        """Returns the finish reasons of the ended answers, in order of the answers' indices."""
         return [c.finish_reason.value for c in self.choices if c.finish_reason is not None]
 
 
 @dataclass(slots=True)
 class Answer:
+    """One answer, joined from its pieces."""
+
     token_ids: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     last: Piece = field(default_factory=lambda: Piece(0))

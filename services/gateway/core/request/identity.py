@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Identity:
+    """The id of a request, its seed, and its arrival time."""
+
     request_id: str
     seed: int
     arrival_unix_nanos: int
 
     @property
     def created(self) -> int:
-        """In whole seconds since 1970."""
+        """Arrival time in whole seconds since 1970."""
         return self.arrival_unix_nanos // 10**9

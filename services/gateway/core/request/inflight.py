@@ -97,6 +97,7 @@ class Inflight:
 
     @property
     def has_output(self) -> bool:
+        """Whether the sequence has tokens or prompt log-probabilities."""
         return bool(self.output_token_ids or self._num_prompt_rows)
 
     @property
@@ -157,6 +158,7 @@ class Inflight:
         self.trace.left(cause)
 
     def taken_back(self, cause: ResubmitCause) -> None:
+        """Aborts the sequence at its replica. It continues later or at another replica."""
         self.was_accepted = True
         self.num_times_taken_back += 1
         self.wait_until = None
@@ -171,6 +173,7 @@ class Inflight:
         delta.logprobs = joined(delta.logprobs, rows)
 
     def prompt_logprobs(self, rows: LogprobRows) -> None:
+        """Adds log-probabilities of the prompt, without rows that an earlier replica has sent."""
         num_repeated = min(self._num_repeated_rows, len(rows))
         self._num_repeated_rows -= num_repeated
         rows = rows.part(num_repeated)
@@ -194,6 +197,7 @@ class Inflight:
         self._delta().error = error
 
     def aborted(self) -> None:
+        """Ends the sequence at its replica, since the reader needs no more output."""
         self.release()
         self.trace.timeline.end("aborted")
 

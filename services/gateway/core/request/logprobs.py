@@ -39,6 +39,7 @@ class LogprobRows:
         self.ranks += other.ranks
 
     def part(self, start: int, stop: int | None = None) -> "LogprobRows":
+        """Returns the rows from `start` to `stop`, or to the end if `stop` is None."""
         first, last = start * self.width, None if stop is None else stop * self.width
         return LogprobRows(
             self.width,

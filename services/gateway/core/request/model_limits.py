@@ -8,6 +8,8 @@ from services.common.request.pooling import Pooler
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
+    """The limits that a replica or a fleet of replicas sets for a request."""
+
     max_model_len: int
     max_request_tokens: int
     vocab_size: int

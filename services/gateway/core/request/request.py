@@ -25,6 +25,8 @@ CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """A prompt as tokens or embeddings."""
+
     token_ids: list[int]
     text: str | None = None
     """The text of the prompt, if the client requested that the prompt is returned (echo)."""
@@ -80,14 +82,17 @@ class ClientRequest:
 
     @property
     def num_candidates(self) -> int:
+        """Number of answers that are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_choices(self) -> int:
+        """Number of answers that are generated for all prompts together."""
         return len(self.prompts) * self.num_candidates
 
     @property
     def is_ranked(self) -> bool:
+        """Whether more answers are generated than returned, so that the best must be found."""
         return self.num_candidates > self.n
 
 
@@ -148,7 +153,8 @@ class Turn(Protocol):
     turn's sequence after its end, and the next turn continues this sequence at the replica.
     """
 
-    def begin(self) -> None: ...
+    def begin(self) -> None:
+        """Called before the turn's sequence is sent to a replica."""
 
     def add(
         self, token_ids: Sequence[int], reason: FinishReason | None, stop: str | int | None
@@ -166,7 +172,8 @@ class Turn(Protocol):
     def hold(self, held: HeldSequence) -> None:
         """Called when the turn's sequence has ended, and the replica keeps its KV blocks."""
 
-    def drop_held(self) -> None: ...
+    def drop_held(self) -> None:
+        """Called when the replica no longer keeps the KV blocks."""
 
 
 def to_engine_requests(

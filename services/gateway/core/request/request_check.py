@@ -20,10 +20,12 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def is_request_id(name: str) -> bool:
+    """Whether a text is valid as a request id. Request ids appear in logs, traces and answers."""
     return _REQUEST_ID.fullmatch(name) is not None
 
 
 def check_request_id(name: str) -> None:
+    """Raises InvalidArgument if the request id is not valid."""
     if not is_request_id(name):
         raise InvalidArgument(
             "request_id must be 1 to 128 printable ASCII characters, without spaces",
@@ -63,6 +65,7 @@ def check_request(request: ClientRequest, limits: ModelLimits) -> None:
 
 
 def check_prompt(prompt: Prompt, sampling: SamplingParams, limits: ModelLimits) -> None:
+    """Raises InvalidArgument or OutOfRange if a prompt cannot be served."""
     length = len(prompt.token_ids)
     if length == 0:
         raise InvalidArgument("prompt must not be empty: the prompt has no tokens", field="prompt")
@@ -113,7 +116,7 @@ def prompt_too_long(size: str, limits: ModelLimits) -> OutOfRange:
 
 
 def _context_length(limits: ModelLimits) -> str:
-    """The words are those of OpenAI and vLLM, by which some clients, such as LiteLLM, recognize the
+    """Uses the words of OpenAI and vLLM, by which some clients, such as LiteLLM, recognize the
     error.
     """
     sentence = f"This model's maximum context length is {limits.capacity} tokens"

@@ -8,6 +8,8 @@ from services.gateway.core.request.request import ClientRequest
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
+    """A server's defaults, read from a generation_config.json."""
+
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int | None = None
     """Maximum number of tokens of an answer if neither the client nor the API's definition sets a
@@ -17,6 +19,7 @@ class SamplingDefaults:
     """Upper bound on the number of tokens of every answer, even if the client requests more."""
 
     def bounded(self, request: ClientRequest) -> ClientRequest:
+        """Applies `max_tokens` and `most_tokens` to the request's limits on tokens."""
         default = request.default_max_tokens
         if default is None:
             default = self.max_tokens

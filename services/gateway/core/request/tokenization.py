@@ -11,6 +11,8 @@ from services.gateway.core.request.truncation import Truncation, truncation
 
 
 class Tokenization:
+    """Calls the tokenizer, and checks the numbers of characters and tokens."""
+
     def __init__(
         self, tokenizer: Tokenizer, limits: Callable[[], ModelLimits], max_items: int
     ) -> None:
@@ -92,7 +94,7 @@ class Tokenization:
                 raise of_prompt(error, number, len(lengths))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises OutOfRange if there are more tokens than one answer may list."""
+        """Returns the token ids. Raises OutOfRange if there are more than one answer may list."""
         try:
             [token_ids] = await self._tokenizer.encode(
                 [text], add_special_tokens=add_special_tokens, max_tokens=self._max_items
@@ -105,7 +107,7 @@ class Tokenization:
         return token_ids
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Raises OutOfRange if there are more tokens than one request may list."""
+        """Returns the text. Raises OutOfRange for more tokens than one request may list."""
         self.check_num_items("tokens", len(token_ids))
         return await self._tokenizer.detokenize(token_ids)
 

@@ -43,6 +43,7 @@ class ByteDetokenizer:
         self.num_characters = 0
 
     def feed(self, token_ids: Sequence[int]) -> str:
+        """Returns the characters that these tokens complete."""
         skipped, bytes_of = self._skipped, self._bytes_of
         text = self._decoder.decode(
             b"".join([bytes_of(token) for token in token_ids if token not in skipped])
@@ -81,7 +82,7 @@ class WindowDetokenizer:
 
     @property
     def num_characters(self) -> int:
-        """Includes characters that are held back."""
+        """Number of characters of the text so far, including characters that are held back."""
         return self._num_given_characters + self._run.num_whole_characters
 
     def feed(self, token_ids: Sequence[int]) -> str:

@@ -44,6 +44,7 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
+        """Returns the text that is still held back at the end of the answer."""
         held, self._held = self._held, ""
         return held
 

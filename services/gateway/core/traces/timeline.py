@@ -39,6 +39,8 @@ class Part(enum.Enum):
 
 @dataclass(slots=True)
 class Stretch:
+    """One part of a timeline, from `began` to the start of the next part."""
+
     part: Part
     began: int
     details: Details | None = None

@@ -67,7 +67,7 @@ class Idempotency(Option):
     async def before_queue(
         self, generation: Generation, record: RequestRecord, api: str
     ) -> Generation:
-        """A request for vectors is computed each time."""
+        """Returns a Generation that reads the key's answer. Vectors are computed each time."""
         key = idempotency_key(record.headers.get(_NAME), record.caller)
         if key is None or generation.request.pooling is not None:
             return generation

@@ -24,7 +24,7 @@ _NOT_ABOVE = "equal or smaller"
 
 
 class RedisJournal:
-    """Each call takes one round trip to each node of Redis."""
+    """Stores logs as streams. Each call takes one round trip to each node of Redis."""
 
     def __init__(
         self,

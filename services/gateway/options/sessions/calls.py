@@ -43,6 +43,7 @@ class SessionCalls:
     async def serve(
         self, messages: AsyncIterator[gateway_pb2.GenerateSessionRequest], context: Context
     ) -> None:
+        """Serves one call, which is a session, until the client ends its stream."""
         metadata = context.invocation_metadata() or ()
         header = self._options.header_in({name for name, _ in metadata})
         if header is not None:

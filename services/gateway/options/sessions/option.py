@@ -40,6 +40,8 @@ SPECS = _specs.all
 
 
 class SessionsCollector(Collector):
+    """Makes the metrics of clients' sessions at each scrape."""
+
     def __init__(self, sessions: ClientSessions, model_name: str) -> None:
         self._sessions = sessions
         self._model = model_name

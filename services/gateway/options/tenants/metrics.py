@@ -94,7 +94,7 @@ class TenantMetrics(Collector):
 
 
 class TenantQueueCollector(Collector):
-    """Counts sequences at each scrape of the metrics."""
+    """Counts the waiting and running sequences of each tenant at each scrape of the metrics."""
 
     def __init__(self, admission: TenantQueues) -> None:
         self._admission = admission

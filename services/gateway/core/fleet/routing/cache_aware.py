@@ -146,6 +146,7 @@ class SessionReplicas:
         self._max_sessions = max_sessions
 
     def remember(self, session_id: str, address: str) -> None:
+        """Stores the replica of a session. Does nothing for an empty session id."""
         if not session_id:
             return
         self._replicas[session_id] = address
@@ -154,4 +155,5 @@ class SessionReplicas:
             self._replicas.popitem(last=False)
 
     def replica_of(self, session_id: str) -> str | None:
+        """Returns the address of the session's last replica, or None if it is not known."""
         return self._replicas.get(session_id)

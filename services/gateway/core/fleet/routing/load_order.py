@@ -42,7 +42,7 @@ class LoadOrder:
         self._num_requests = [0] * len(replicas)
         self._weights = [0.0] * len(replicas)
         self._sum_of_weights = Fraction(0)
-        """A Fraction, so that rounding errors do not accumulate."""
+        """The sum is a Fraction, so that rounding errors do not accumulate."""
         self._with_tokens_only: set[int] = set()
         self._levels: dict[int, list[Entry]] = {0: [(0.0, i) for i in range(len(replicas))]}
         """Maps a number of requests to the sorted entries of the replicas with this number."""
@@ -57,6 +57,7 @@ class LoadOrder:
             replica.load.on_changed = partial(self._changed.add, index)
 
     def update(self) -> None:
+        """Moves the replicas that have changed since the last call to their new positions."""
         has_new_speeds = False
         for index in self._changed:
             load = self.replicas[index].load
@@ -79,10 +80,12 @@ class LoadOrder:
 
     @property
     def least(self) -> int:
+        """The number of requests of the least loaded replica."""
         return min(self._levels)
 
     @property
     def mean_weight(self) -> float:
+        """The mean number of recently computed tokens (`recent_weight`) of the replicas."""
         return float(self._sum_of_weights) / len(self._weights)
 
     @property

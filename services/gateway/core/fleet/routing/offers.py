@@ -44,6 +44,8 @@ class Offer:
 
 @dataclass(slots=True)
 class Near:
+    """The replicas at which a sequence costs little more than at the cheapest one."""
+
     best: Offer
     """The offer with the lowest cost, or the first of several in order of the replicas."""
     indexes: list[int]

@@ -14,6 +14,8 @@ from services.gateway.core.request.inflight import Inflight
 
 
 class RoutingPolicy(Protocol):
+    """A rule that chooses one of several replicas."""
+
     def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
         """Chooses one of at least two `candidates`. All candidates are ready, and either all or
         none of them have room in their queues. If a request has several sequences with the same
@@ -23,6 +25,8 @@ class RoutingPolicy(Protocol):
 
 
 class SequenceKeys(Protocol):
+    """Computes the keys by which the prefix directory identifies a sequence's KV blocks."""
+
     def of_sequence(self, inflight: Inflight, served: ReplicaDescription) -> Sequence[int]:
         """Returns the keys by which the prefix directory identifies the sequence's full KV blocks,
         in order, for replicas with the model and block sizes of `served`.

@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
+    """Text for the user."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
+    """Reasoning text before the answer."""
+
     text: str
 
 
@@ -33,7 +37,7 @@ class CallArguments:
 
 
 OutputEvent = ContentDelta | ReasoningDelta | CallStart | CallArguments
-"""In the order of the model's text."""
+"""Any event. Events follow the order of the model's text."""
 
 
 @dataclass(slots=True)

@@ -18,12 +18,14 @@ class OutputParser(Protocol):
     """
 
     @property
-    def in_reasoning(self) -> bool: ...
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside reasoning."""
 
     def feed(self, text: str) -> Sequence[OutputEvent]:
         """Later text cannot change the returned events."""
 
-    def finish(self) -> Sequence[OutputEvent]: ...
+    def finish(self) -> Sequence[OutputEvent]:
+        """Ends the text. Returns the remaining events."""
 
 
 class FormatParser:

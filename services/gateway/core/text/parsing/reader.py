@@ -36,6 +36,7 @@ class Reader:
         self._recorded = []
 
     def recorded(self) -> str:
+        """Ends the recording. Returns the recorded text."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
 
@@ -108,6 +109,7 @@ class Reader:
         return "".join(pieces), marker
 
     def rest(self, take: Take) -> Reading[None]:
+        """Passes all remaining text to `take`."""
         while True:
             self._take_to(len(self._text), take)
             if self._has_ended:
@@ -141,6 +143,7 @@ class Reader:
             yield from self._json_scalar(take)
 
     def json_text(self) -> Reading[str]:
+        """Reads one JSON value and returns its text."""
         pieces: list[str] = []
         yield from self.json_value(pieces.append)
         return "".join(pieces)
@@ -193,7 +196,8 @@ class Reader:
         self._at = end
 
 
-def drop(_text: str) -> None: ...
+def drop(_text: str) -> None:
+    """A `Take` that ignores the text."""
 
 
 @lru_cache(64)

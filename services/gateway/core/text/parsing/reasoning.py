@@ -61,6 +61,7 @@ class PromptedReasoning:
 
 
 def read_reasoning(reader: Reader, sink: Sink, form: ReasoningFormat) -> Reading[None]:
+    """Reads the reasoning at the start of the text, if there is any."""
     if not sink.in_reasoning:
         space: list[str] = []
         first = yield from _leading_space(reader, space)

@@ -26,11 +26,13 @@ class Sink:
         self._trims_start = False
 
     def take(self) -> list[OutputEvent]:
+        """Returns the events since the last call of `take`."""
         self._close_arguments()
         events, self._events = self._events, []
         return events
 
     def drop_space(self) -> None:
+        """Drops the white space that is held back."""
         self._space.clear()
 
     def content(self, text: str) -> None:
@@ -58,6 +60,7 @@ class Sink:
         return self.num_calls - 1
 
     def arguments(self, text: str) -> None:
+        """Adds a piece of arguments to the last tool call."""
         self._arguments.append(text)
 
     def whole_call(self, name: str, arguments: str) -> None:

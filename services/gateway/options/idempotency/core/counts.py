@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class KeyCounts:
-    """Since the start of the gateway."""
+    """Counts of requests with a key and of their answers, since the start of the gateway."""
 
     begun: int = 0
     """The number of requests for which this gateway started an answer."""

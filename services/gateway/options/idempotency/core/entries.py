@@ -70,6 +70,8 @@ class Bring:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
+    """The answer ended with an error."""
+
     error: errors.StepwellError
 
 

@@ -36,7 +36,7 @@ class Append:
     value: bytes
     begins: bool = False
     keeps_lease: bool = True
-    """If false, the log's lease is released."""
+    """Whether the log's lease is renewed. Otherwise it is released."""
 
 
 class Appended(enum.Enum):
@@ -65,7 +65,8 @@ class Journal(Protocol):
     nevertheless, so it can be repeated: an identical append takes effect only once.
     """
 
-    async def ping(self) -> None: ...
+    async def ping(self) -> None:
+        """Checks whether the journal is reachable."""
 
     async def open(self, scope: str) -> tuple[bool, News]:
         """Acquires the lease of a log if no gateway has it, and reads the log, which may be
@@ -78,8 +79,10 @@ class Journal(Protocol):
     async def read(self, places: Sequence[tuple[str, Position]]) -> list[News]:
         """`places` has the scope of each log, and the position after which entries are returned."""
 
-    async def release(self, scope: str) -> None: ...
+    async def release(self, scope: str) -> None:
+        """Releases a lease."""
 
-    async def forget(self, scopes: Sequence[str]) -> None: ...
+    async def forget(self, scopes: Sequence[str]) -> None:
+        """Removes logs and leases."""
 
     async def close(self) -> None: ...

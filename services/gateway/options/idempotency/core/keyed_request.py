@@ -19,6 +19,8 @@ from services.gateway.options.idempotency.core.recording import Cursor, Recordin
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
+    """A client's request with an idempotency key."""
+
     scope: str
     """The id under which the answer is stored (see IdempotencyKey.scope)."""
     fingerprint: bytes
@@ -66,10 +68,12 @@ class KeyedRequest:
 
     @property
     def is_idle(self) -> bool:
+        """Whether the answer is incomplete, and this gateway neither generates nor follows it."""
         return not (self.maker or self.is_followed or self.recording.is_complete)
 
     @property
     def is_unused(self) -> bool:
+        """Whether no client and no task uses the answer, so that it can be removed."""
         busy = self.readers or self.maker or self.is_followed or self.opening.locked()
         return not busy
 
@@ -100,6 +104,7 @@ class KeyedRequest:
         return Made(self.recording.num_tokens, tuple(one.num_cached_tokens for one in sequences))
 
     def cut(self, error: StepwellError) -> None:
+        """Ends all readers with an error."""
         for reader in self.readers:
             reader.cut(error)
 

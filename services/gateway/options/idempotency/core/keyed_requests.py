@@ -68,7 +68,7 @@ class KeyedRequests:
         self.counts = KeyCounts()
         self.sharing = sharing
         self.num_bytes = 0
-        """Of ended and stopped answers."""
+        """The total bytes of ended and stopped answers."""
         self._inference = inference
         self._engine = engine
         self._clock = clock
@@ -294,6 +294,7 @@ class KeyedRequests:
         request.timer = self._clock.call_at(self._clock.time() + seconds, partial(call, request))
 
     async def run(self) -> None:
+        """Shares answers with other gateways, if sharing is enabled, until cancelled."""
         if self.sharing is None:
             await asyncio.Event().wait()
         else:

@@ -70,6 +70,7 @@ class Tap(Reader):
         return self
 
     async def pump(self) -> None:
+        """Waits for deltas (new output) from the engine, and records them."""
         assert self._source is not None
         self._recording.add(await received(self._source))
 

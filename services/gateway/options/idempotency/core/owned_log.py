@@ -41,6 +41,7 @@ class OwnedLog:
 
     @property
     def is_done(self) -> bool:
+        """Whether all entries are written and the log's lease is released."""
         is_over = self._is_leaving or self.request.recording.is_over
         return is_over and self._pending is None and not self._has_lease
 
@@ -52,6 +53,7 @@ class OwnedLog:
         self._on_news()
 
     def stay(self) -> None:
+        """Reverts `leave`: this gateway continues to generate the answer."""
         self._is_leaving = False
         self._heartbeat_at = 0.0
         self._on_news()
@@ -97,5 +99,6 @@ class OwnedLog:
 
 
 def start_entry(request: KeyedRequest) -> bytes:
+    """Returns the Begin entry of a request's answer."""
     num_sequences = len(request.recording.sequences)
     return entry_to_bytes(Begin(request.fingerprint, num_sequences, request.identity))

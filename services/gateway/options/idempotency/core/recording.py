@@ -12,11 +12,13 @@ from services.gateway.core.request.delta import Delta, Progress
 from services.gateway.core.request.logprobs import LogprobRows, joined
 
 _SEQUENCE_BYTES = 1024
-"""In bytes, without the sequence's tokens. Approximate."""
+"""The approximate memory of a sequence without its tokens, in bytes."""
 
 
 @dataclass(slots=True)
 class Seen:
+    """The part of a sequence's output that a reader has received."""
+
     num_tokens: int = 0
     num_prompt_rows: int = 0
     num_cached_tokens: int | None = None
@@ -25,6 +27,8 @@ class Seen:
 
 @dataclass(slots=True)
 class SequenceRecord:
+    """The whole output of one sequence."""
+
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: LogprobRows | None = None
     """One row for each token. It is None if log-probabilities were not requested."""
@@ -59,10 +63,12 @@ class SequenceRecord:
 
     @property
     def num_prompt_rows(self) -> int:
+        """The number of recorded rows of prompt log-probabilities."""
         return len(self.prompt_logprobs or ())
 
     @property
     def num_bytes(self) -> int:
+        """The approximate memory of the sequence, in bytes."""
         rows = [rows for rows in (self.logprobs, self.prompt_logprobs) if rows is not None]
         cells = len(self.token_ids) + sum(2 * len(one.token_ids) + len(one) for one in rows)
         return _SEQUENCE_BYTES + 4 * cells
@@ -84,10 +90,12 @@ class Cursor:
             self.take()
 
     def note(self, index: int) -> None:
+        """Marks a sequence as having new output."""
         self._changed.add(index)
         self._on_news()
 
     def wake(self) -> None:
+        """Notifies the reader that the recording failed."""
         self._on_news()
 
     def take(self) -> list[tuple[int, Seen, Delta]]:
@@ -125,6 +133,7 @@ class Recording:
 
     @property
     def is_over(self) -> bool:
+        """Whether the recording has ended, because it is complete or has failed."""
         return self.error is not None or self.is_complete
 
     @property
@@ -133,6 +142,7 @@ class Recording:
 
     @property
     def num_bytes(self) -> int:
+        """The approximate memory of all sequences, in bytes."""
         return sum(sequence.num_bytes for sequence in self.sequences)
 
     def add(self, deltas: Iterable[tuple[int, Delta]]) -> None:
@@ -153,6 +163,7 @@ class Recording:
                 cursor.wake()
 
     def progress(self) -> list[Progress]:
+        """Returns the output of each sequence so far, which an engine needs to resume it."""
         return [
             Progress(one.token_ids.tolist(), one.num_prompt_rows, one.finish is not None)
             for one in self.sequences

@@ -73,6 +73,8 @@ class SharingTimes:
 
 
 class SharingListener(Protocol):
+    """Receives events that other gateways cause."""
+
     def taken_over(self, request: KeyedRequest) -> None:
         """This gateway must generate the answer, which it has followed so far."""
 
@@ -84,6 +86,8 @@ class SharingListener(Protocol):
 
 
 class Sharing:
+    """Writes the logs that this gateway owns, and reads the logs that it follows."""
+
     def __init__(
         self, journal: Journal, gateway: str, clock: Clock, times: SharingTimes | None = None
     ) -> None:
@@ -174,6 +178,7 @@ class Sharing:
             await self._journal.close()
 
     async def finish(self) -> None:
+        """Writes the remaining entries of all owned logs. Called at shutdown."""
         with suppress(Unavailable):
             for _ in range(_LAST_WRITES):
                 await self._owned.write()

@@ -14,6 +14,8 @@ from services.gateway.core.request.request import HeldSequence
 
 
 class TurnListener(Protocol):
+    """Is notified when a turn of a session begins or ends."""
+
     def turn_began(self, session: "ClientSession") -> None: ...
 
     def turn_ended(self, session: "ClientSession") -> None: ...
@@ -85,6 +87,7 @@ class ClientSession:
         return held
 
     def release(self) -> None:
+        """If a replica keeps the session's sequence, makes the replica free it."""
         if (held := self.take_held()) is not None:
             held.release()
 

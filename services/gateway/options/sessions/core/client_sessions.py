@@ -14,6 +14,8 @@ EXPIRED = "SESSION_EXPIRED"
 
 
 class TooManySessions(QuotaExceeded):
+    """The caller has reached its limit on open sessions."""
+
     reason = "TOO_MANY_SESSIONS"
 
 
@@ -110,10 +112,12 @@ class ClientSessions:
     # Methods that sessions call.
 
     def turn_began(self, session: ClientSession) -> None:
+        """Stops the session's idle timer."""
         if (timer := self._timers.pop(session.session_id, None)) is not None:
             timer.cancel()
 
     def turn_ended(self, session: ClientSession) -> None:
+        """Starts the session's idle timer."""
         if session.ended is None:
             self._watch(session)
 

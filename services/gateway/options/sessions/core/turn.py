@@ -10,6 +10,8 @@ from services.gateway.options.sessions.core.client_session import ClientSession
 
 
 class SessionTurn:
+    """One turn of a session, and the tokens of the turn."""
+
     def __init__(self, session: ClientSession, prompt_token_ids: Sequence[int]) -> None:
         """`prompt_token_ids` are the session's tokens, followed by the turn's input."""
         self.number = session.num_turns

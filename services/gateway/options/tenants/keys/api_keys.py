@@ -36,6 +36,7 @@ class ApiKeys(Access):
         self.needs_key = bool(plain) or store is not None
 
     async def authenticate(self, authorization: str) -> Caller:
+        """Returns the caller of a request."""
         caller = self._known(authorization)
         if caller is not None:
             return caller

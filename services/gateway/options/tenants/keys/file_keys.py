@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileKeys:
-    """The keys stay valid if the file is damaged or removed."""
+    """A KeyStore that caches a file's keys, which stay valid if the file is damaged or removed."""
 
     def __init__(self, path: Path, *, share_cache: bool) -> None:
         self._path = path
@@ -29,6 +29,7 @@ class FileKeys:
         return self._keys.get(key_id)
 
     async def find(self, key_id: str) -> KnownKey | None:
+        """Finds a key. If the file has changed, reads it again first."""
         await self._follow()
         return self._keys.get(key_id)
 

@@ -9,6 +9,8 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
+    """An API key's record in a store, and the tenant to which the key belongs."""
+
     record: KeyRecord
     tenant: Tenant
 
@@ -32,7 +34,8 @@ class KnownKey:
 class KeyStore(Protocol):
     """Finds keys by their ids, from memory if possible."""
 
-    def known(self, key_id: str) -> KnownKey | None: ...
+    def known(self, key_id: str) -> KnownKey | None:
+        """Returns a key from memory, or None if the key is not in memory."""
 
     async def find(self, key_id: str) -> KnownKey | None:
         """Returns None if the key does not exist. Raises Unavailable if the store cannot be read at
@@ -44,4 +47,5 @@ class KeyStore(Protocol):
         """Raises SettingError if a setting is wrong."""
         ...
 
-    async def run(self) -> None: ...
+    async def run(self) -> None:
+        """Updates the keys in memory when they change in the store, until cancelled."""

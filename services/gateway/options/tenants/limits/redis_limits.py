@@ -78,6 +78,7 @@ class RedisLimits:
 
     @property
     def is_lost(self) -> bool:
+        """Whether this gateway counts alone, because Redis is unreachable."""
         return self._is_lost
 
     async def take(self, limits: LimitSet, change: Change) -> Standing:

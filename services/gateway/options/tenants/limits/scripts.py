@@ -13,6 +13,7 @@ GATEWAYS = "limit:gateways"
 
 
 def tenant_keys(tenant_id: str) -> tuple[str, str]:
+    """Returns the key of a tenant's levels, and the key of its slots."""
     return f"limit:{{t:{tenant_id}}}", f"slots:{{t:{tenant_id}}}"
 
 

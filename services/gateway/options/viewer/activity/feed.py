@@ -69,6 +69,8 @@ class _Cursor:
 
 
 class ActivityFeed:
+    """Keeps the newest sample of each replica."""
+
     def __init__(self, membership: Membership, links: SchedulerLinks, index: PrefixIndex) -> None:
         self._membership = membership
         self._links = links

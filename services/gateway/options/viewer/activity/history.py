@@ -61,6 +61,7 @@ class HistoryKeeper:
 
 
 def name_of(replica: Replica) -> str:
+    """Returns the replica's own name, or its address until the name is known."""
     return (replica.description and replica.description.pool_id) or replica.address
 
 

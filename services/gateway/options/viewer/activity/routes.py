@@ -113,7 +113,7 @@ class ActivityRoutes:
         ]
 
     def _ids_of(self, caller_id: str) -> Iterator[str]:
-        """The sequences are at replicas or in this gateway's queue."""
+        """Yields the ids of a caller's sequences at replicas and in this gateway's queue."""
         for replica in self._fleet.membership.replicas:
             for inflight in replica.running.values():
                 if inflight.request.caller.caller_id == caller_id:

@@ -46,6 +46,8 @@ class Event:
 
 @dataclass(slots=True)
 class Bin:
+    """The statistics of one interval of BIN_SECONDS seconds."""
+
     began: int
     first_token: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
@@ -61,6 +63,8 @@ class Bin:
 
 
 class History:
+    """The bins and events, from the oldest to the newest."""
+
     def __init__(self) -> None:
         self._bins: deque[Bin] = deque(maxlen=MAX_BINS)
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
@@ -68,6 +72,7 @@ class History:
         self._were_ready: set[str] = set()
 
     def bins(self, now: float) -> list[Bin]:
+        """Returns all bins up to the current bin."""
         self._bin(now)
         return list(self._bins)
 
@@ -162,6 +167,7 @@ def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, 
 
 
 def median_and_p99(values: list[float]) -> tuple[float, float] | None:
+    """Returns the median and the 99th percentile, or None if there are no values."""
     if len(values) < 2:
         return (values[0], values[0]) if values else None
     hundredths = quantiles(values, n=100, method="inclusive")

@@ -64,7 +64,7 @@ class TraceStore:
         self._max_traces = max_traces
         self._max_bytes = max_bytes
         self._ended: dict[str, StoredTrace] = {}
-        """In order of the requests' ends."""
+        """Maps trace ids to the traces of ended requests, in order of their ends."""
         self._others: dict[str, StoredTrace] = {}
         self._steps: dict[str, None] = {}
         self._wanted: dict[str, None] = {}
@@ -115,7 +115,7 @@ class TraceStore:
         return next((one for one in self.requests() if is_called(one.request_id, name)), None)
 
     def requests(self) -> Iterator[StoredTrace]:
-        """The newest first."""
+        """Iterates over the traces of ended requests, the newest first."""
         return reversed(self._ended.values())
 
     def _drop_one(self) -> None:

@@ -22,6 +22,8 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
+    """Implements OTLP's trace service. Adds the received spans to the trace store."""
+
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
@@ -33,6 +35,8 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 class StoreExporter(SpanExporter):
+    """Adds the gateway's own spans to the trace store when they end."""
+
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
@@ -61,8 +65,8 @@ def stored_spans(
 
 
 def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
-    """A server span of this gateway is a request. A span of another service without a parent is an
-    engine step.
+    """Determines the role of a span: a server span of this gateway is a request, and a span of
+    another service without a parent is an engine step.
     """
     encoded = span.SerializeToString()
     if is_own and span.kind == trace_pb2.Span.SPAN_KIND_SERVER:
@@ -79,4 +83,5 @@ def _stored(service: str, span: trace_pb2.Span, *, is_own: bool) -> StoredSpan:
 
 
 def text_of(attributes: Iterable[common_pb2.KeyValue], key: str) -> str:
+    """Returns the string value of an attribute, or "" if the attribute is missing."""
     return next((pair.value.string_value for pair in attributes if pair.key == key), "")

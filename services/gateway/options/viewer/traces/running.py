@@ -33,11 +33,15 @@ _TIMEOUT_SECONDS = 1.0
 
 
 class Order(enum.Enum):
+    """The order in which requests are listed."""
+
     NEWEST = "newest"
     OLDEST = "oldest"
 
 
 class RunningTraces:
+    """Makes traces of unfinished calls that run the model."""
+
     def __init__(
         self, records: Mapping[int, RequestRecord], links: SchedulerLinks, model_name: str
     ) -> None:

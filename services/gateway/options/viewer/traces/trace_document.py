@@ -17,6 +17,7 @@ Document = dict[str, Any]
 
 
 def summary(trace: StoredTrace) -> Document:
+    """Returns a summary of one request, which has ended or is running."""
     assert trace.root is not None
     root = trace_pb2.Span.FromString(trace.root.encoded)
     return {

@@ -21,6 +21,7 @@ from services.gateway.options.vllm_routes.ranking.bodies import (
 
 
 async def rerank_request(body: RerankBody, inference: Inference, request_id: str) -> ClientRequest:
+    """Makes the request that computes each document's score with the query."""
     if body.top_n is not None and body.top_n < 0:
         raise InvalidArgument(f"top_n must be at least 0, not {body.top_n}", field="top_n")
     return await pooled.pair_request(
@@ -31,6 +32,7 @@ async def rerank_request(body: RerankBody, inference: Inference, request_id: str
 async def classify_request(
     body: ClassifyBody, inference: Inference, request_id: str
 ) -> ClientRequest:
+    """Makes the request that computes the class probabilities of each input."""
     inference.check_pools(PoolingTask.CLASSIFY)
     params = PoolingParams(use_activation=body.use_activation)
     return await pooled.prompts_request(body, inference, request_id, params)
@@ -39,13 +41,14 @@ async def classify_request(
 async def pooling_request(
     body: PoolingBody, inference: Inference, request_id: str
 ) -> ClientRequest:
+    """Makes the request that computes the vector of each input."""
     inference.check_pools(None if body.task is None else PoolingTask(body.task))
     params = PoolingParams(dimensions=body.dimensions, use_activation=body.use_activation)
     return await pooled.prompts_request(body, inference, request_id, params)
 
 
 class RerankDialect:
-    """Documents with equal scores keep the order of the request."""
+    """Writes the documents by descending score. Equal scores keep the order of the request."""
 
     operation = names.GENAI_OPERATION_SCORE
     id_prefix = "rerank"
@@ -70,6 +73,8 @@ class RerankDialect:
 
 
 class ClassifyDialect(pooled.ListDialect):
+    """Writes each input's probabilities of the classes, and the name of its most probable class."""
+
     def __init__(self, converted: ConvertedRequest[ClassifyBody], labels: Sequence[str]) -> None:
         super().__init__(converted)
         self._labels = labels
@@ -96,6 +101,8 @@ class ClassifyApi:
 
 
 class PoolingDialect(pooled.ListDialect):
+    """Writes the vectors that the model computed."""
+
     operation = names.GENAI_OPERATION_EMBEDDINGS
     id_prefix = "pool"
 

@@ -44,5 +44,6 @@ class GenerateTokensBody(StreamedBody):
     ec_transfer_params: Annotated[Any, Only({}, why=_NO_TRANSFER)] = None
 
     def in_client_words(self, error: StepwellError) -> StepwellError:
+        """Returns the error with its field's internal name replaced by the path in this body."""
         inner = {name: f"sampling_params.{name}" for name in TokenSamplingBody.model_fields}
         return renamed(error, {"prompt": "token_ids", **inner})

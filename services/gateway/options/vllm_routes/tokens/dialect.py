@@ -58,6 +58,8 @@ async def tokens_request(
 
 
 class TokensDialect(StreamingDialect):
+    """Writes answers and log-probabilities with token ids and without text."""
+
     operation = names.GENAI_OPERATION_TEXT_COMPLETION
     id_prefix = "gen"
 

@@ -40,6 +40,7 @@ def check_renders(body: CompletionBody | ChatCompletionBody) -> None:
 
 
 async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[str, Any]:
+    """Converts the body of a chat completion for /inference/v1/generate."""
     check_renders(body)
     request = await chat_request(body, inference, body.request_id or _new_name("chatcmpl"))
     offsets = None
@@ -53,6 +54,7 @@ async def rendered_chat(body: ChatCompletionBody, inference: Inference) -> dict[
 
 
 async def rendered_completion(body: CompletionBody, inference: Inference) -> LongList:
+    """Converts the prompts of a completion for /inference/v1/generate."""
     check_renders(body)
     request = await completion_request(body, inference, body.request_id or _new_name("cmpl"))
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []

@@ -75,7 +75,7 @@ class _Call:
             yield from self._reader.json_value(drop)
 
     def close(self, *, needs_arguments: bool) -> None:
-        """The call's object has ended, or was truncated after the call's start."""
+        """Ends the call, whose object has ended, or was truncated after the call's start."""
         if self.has_started:
             return
         if self._name is None or needs_arguments:

@@ -11,6 +11,8 @@ _MAX_SEGMENTS = 1024
 
 
 class CachedEstimate:
+    """Looks up the longest cached prefix of a prompt in the directory of cached prefixes."""
+
     def __init__(
         self, directory: PrefixDirectory, replicas: Callable[[], Iterable[Replica]]
     ) -> None:
@@ -19,7 +21,7 @@ class CachedEstimate:
         self._chain_keys = ChainKeys(_MAX_SEGMENTS)
 
     def num_cached_tokens(self, request: EngineRequest) -> int:
-        """The result is less than the prompt's length."""
+        """Returns the number of cached tokens, which is less than the prompt's length."""
         served = next((one.description for one in self._replicas() if one.is_ready), None)
         if served is None or request.prompt_embeds is not None or request.skip_reading_prefix_cache:
             return 0

@@ -125,4 +125,5 @@ def needed_level(amount: int, limit: int) -> int:
 
 
 def wait_millis(level: int, needed: int, limit: int) -> int:
+    """Returns the milliseconds until a bucket's level rises from `level` to `needed`."""
     return -(-(needed - level) // limit)

@@ -28,6 +28,8 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 
 class LimitStore(Protocol):
+    """Counts tenants' requests and tokens by the rule in the module `limits.rule`."""
+
     async def take(self, limits: LimitSet, change: Change) -> Standing:
         """Applies or refuses a change. Never raises an error, and waits for at most a few
         hundredths of a second.
@@ -200,7 +202,7 @@ class Allowance:
         return generation.source
 
     def _give_back_unused(self, made: Made) -> None:
-        """Called at the end of an answer that was generated further without its client."""
+        """Returns unused tokens to the limit after an answer was generated without its client."""
         if self._generation is None:
             return
         num_used = 0

@@ -11,23 +11,28 @@ from services.common.replica.queue_state import QueueState
 
 
 class ReplicaCapacity(Protocol):
+    """The data of one replica from which the capacity of all replicas is computed."""
+
     @property
     def num_slots(self) -> int | None:
-        """None while the replica's `max_num_seqs` is not known."""
+        """Number of slots, or None while the replica's `max_num_seqs` is not known."""
 
     @property
     def num_free_slots(self) -> int:
-        """Negative while sequences wait at the replica."""
+        """Number of free slots, negative while sequences wait at the replica."""
 
     @property
-    def queue(self) -> QueueState | None: ...
+    def queue(self) -> QueueState | None:
+        """The last reported state of the replica's queue, or None before the first report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
+    """The number of slots of several replicas, and how fast the replicas complete requests."""
+
     num_slots: int
     num_free: int
-    """Negative while sequences wait at the replicas."""
+    """Number of free slots, negative while sequences wait at the replicas."""
     seconds_per_request: float = 0.0
     """Mean seconds between two requests' ends while all slots are occupied, or 0 if unknown."""
     service_seconds: float = 0.0

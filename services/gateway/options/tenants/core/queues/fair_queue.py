@@ -21,7 +21,7 @@ _order: Callable[[tuple[Order, object]], Order] = itemgetter(0)
 class _Line(Generic[T]):
     tenant: Tenant
     served: float = 0.0
-    """Charged tokens divided by the tenant's weight."""
+    """The tenant's charged tokens divided by its weight."""
     items: list[tuple[Order, T]] = field(default_factory=list)
 
 
@@ -39,7 +39,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._served_last = 0.0
-        """Its counter before its last item was charged."""
+        """The counter of the tenant served last, before its last item was charged."""
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
 
     def take(self, may_be_next: Callable[[Tenant], bool]) -> T | None:
-        """Considers only the tenants for which `may_be_next` is true."""
+        """Removes the next item of the tenants for which `may_be_next` is true."""
         waiting = [line for line in self._lines.values() if line.items]
         for line in sorted(waiting, key=lambda line: (line.served, line.items[0][0])):
             if may_be_next(line.tenant):

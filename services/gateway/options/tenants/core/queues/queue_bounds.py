@@ -11,6 +11,8 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 
 class TenantQueueFull(QuotaExceeded):
+    """The tenant's queue is full, or another request would wait in the queue for too long."""
+
     reason = "TENANT_QUEUE_FULL"
 
 

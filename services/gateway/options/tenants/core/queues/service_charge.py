@@ -48,11 +48,11 @@ class ServiceCharge:
     """
 
     num_prompt_tokens: int
-    """Number of prompt tokens that are not expected to be cached."""
+    """Number of charged prompt tokens, which are expected not to be cached."""
     num_output_tokens_before: int
     expected_output_tokens: float
     sent_at: float
-    """In seconds on the event loop's clock."""
+    """Time when the sequence was sent, in seconds on the event loop's clock."""
 
     @property
     def num_tokens(self) -> float:

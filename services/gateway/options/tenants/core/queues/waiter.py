@@ -27,7 +27,7 @@ class Waiter:
     reason: WaitReason
     num_ahead: int
     began: float
-    """In seconds on the event loop's clock."""
+    """Time when the wait began, in seconds on the event loop's clock."""
     was_preempted: bool = False
     """The limit on the waiting time does not apply to preempted sequences."""
     has_to_wait: bool = False
@@ -35,6 +35,7 @@ class Waiter:
 
 
 def wait_reason(num_ahead: int, capacity: Capacity | None) -> WaitReason:
+    """Returns why a new sequence must wait behind `num_ahead` sequences of its tenant."""
     if num_ahead:
         return WaitReason.TURN
     if capacity is not None and capacity.num_free > 0:
