@@ -9,7 +9,7 @@ class Caller:
 
     caller_id: str
     weight: float = 1.0
-    """The weight of the caller in fair queueing, relative to the weights of other callers."""
+    """The caller's weight in fair queueing, relative to the weights of other callers."""
     max_retained_share: float = 1.0
     """Maximum fraction of a replica's KV blocks that may be retained for the caller's agent
     programs (series of requests with tool calls between them) while a program's tool runs.

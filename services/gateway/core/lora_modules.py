@@ -6,7 +6,6 @@ from services.common.errors import InvalidArgument, NotFound
 from services.common.request.adapter import Adapter
 
 MAX_NAME_CHARACTERS = 256
-"""Limit on the length of an adapter's name, which appears in answers, logs and metrics."""
 
 
 class LoraModules:

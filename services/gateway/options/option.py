@@ -59,8 +59,8 @@ class OptionParts:
 
 
 class Option:
-    """One option. A subclass overrides the methods and attributes that it uses. By default they
-    have no effect. Each option is a folder beside this module, which only `listed.py` imports.
+    """One option. A subclass overrides the methods and attributes that it uses. Each option is a
+    folder beside this module, which only `listed.py` imports.
     """
 
     metric_specs: ClassVar[Sequence[MetricSpec]] = ()
@@ -73,7 +73,6 @@ class Option:
     bodies: ClassVar[Mapping[str, type[BaseModel]]] = {}
     """Maps paths to the classes of their request bodies, if the classes belong to this option."""
     answer_headers: ClassVar[Sequence[str]] = ()
-    """Headers that `guarded` may add to answers."""
     access: Access | None = None
     """Replaces the default check of clients' access. None keeps the default."""
     private_labels: Sequence[str] = ()
@@ -93,7 +92,7 @@ class Option:
         return 0
 
     def routes(self, parts: "RouteParts", options: "Options") -> Sequence[Route]:  # noqa: ARG002
-        """The routes of the clients' HTTP API. They replace routes with the same paths. `options`
+        """The routes of the clients' HTTP API, which replace routes with the same paths. `options`
         are all options of the gateway.
         """
         return ()
@@ -149,8 +148,8 @@ class Option:
         api: str,  # noqa: ARG002
     ) -> Generation:
         """Called for a checked request before its sequences are queued. Returns the Generation to
-        run: `generation` itself, or another one, for example one that reads a stored answer. `api`
-        is the kind of answer, such as a chat completion.
+        run, for example one that reads a stored answer. `api` is the kind of answer, such as a chat
+        completion.
         """
         return generation
 

@@ -1,4 +1,4 @@
-"""Operators' calls, such as pausing, to some or all replicas. Each replica has its own result."""
+"""Operators' calls, such as pausing, to some or all replicas."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence

@@ -11,8 +11,8 @@ from services.gateway.core.request.inflight import Inflight
 
 @dataclass(frozen=True, slots=True)
 class Queued:
-    """A sequence that waits at this gateway, and the reason of the wait. `seconds` waited so far
-    are None if they are not known.
+    """A sequence that waits at this gateway. If `seconds` is None, the time waited so far is not
+    known.
     """
 
     inflight: Inflight
@@ -22,8 +22,7 @@ class Queued:
 
 class Admission:
     """Lets every sequence be sent at once. The option `tenants` uses a subclass that queues
-    sequences. The fleet calls `discard`, `candidates`, `sent`, `started` and `left` for all
-    sequences, even if they were not queued.
+    sequences.
     """
 
     def __len__(self) -> int:

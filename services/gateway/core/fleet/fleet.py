@@ -42,10 +42,10 @@ class Fleet:
 
     1. `admission` may queue a sequence before it is first sent.
     2. A sequence that no replica accepts waits in order of arrival for at most
-       `resubmit_timeout_seconds`. It is sent when a replica becomes ready.
-    3. When the gRPC session with a replica's scheduler ends, the replica counts as lost, and the
-       fleet takes back its sequences. The fleet also takes back the sequences of a replica that has
-       been unable to run steps for `migrate_after_seconds`, if another replica is ready.
+       `resubmit_timeout_seconds`.
+    3. The fleet takes back the sequences of a replica when the gRPC session with its scheduler
+       ends, or when the replica has been unable to run steps for `migrate_after_seconds` and
+       another replica is ready.
     4. A sequence that was taken back is sent to another replica together with all its generated
        tokens. A sequence fails if it has been at several lost replicas in succession without
        getting a new token, since the sequence may be the cause of the losses.
@@ -207,8 +207,8 @@ class Fleet:
         waits. It fails instead if the replicas' queues are full and no replica has accepted the
         sequence before.
 
-        A sequence that is refused as invalid is sent once more. It has passed the gateway's checks,
-        so its message may have been damaged in transit.
+        A sequence that is refused as invalid is sent once more, because its message may have been
+        damaged in transit.
         """
         if isinstance(error, InvalidArgument) and not inflight.was_called_invalid:
             inflight.was_called_invalid = True
@@ -252,8 +252,8 @@ class Fleet:
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
-        """If the sequence is a turn of a client's session, sends it to the replica that keeps the
-        KV blocks of the previous turn. Returns whether there is such a replica.
+        """Returns whether a replica keeps the KV blocks of the previous turn of the sequence's
+        session.
         """
         turn = inflight.request.turn
         held = None if turn is None else turn.take_held(inflight.request)

@@ -31,7 +31,6 @@ RECENT_SECONDS = 30.0
 _HALF_LIVES = 256
 """Length of an era, a period with common token weights (see `Era`), in half-lives."""
 _SHARE = 0.1
-"""Weight of the newest value in moving means."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,7 @@ class Speeds:
 
 
 DEFAULT_SPEEDS = Speeds(1e-4, 1e-4)
-"""The speeds assumed before any replica has reported speeds. Only the ratio of the two matters."""
+"""Only the ratio of the two matters."""
 
 
 class Era(NamedTuple):
@@ -84,9 +83,7 @@ class _Sent:
     num_uncomputed_tokens: int
     """Estimated number of tokens that are not computed yet."""
     num_cached_tokens: int
-    """Number of tokens that were expected to be cached when the sequence was sent."""
     cached_key: int | None
-    """Key of the last block that was expected to be cached when the sequence was sent."""
 
 
 class LoadTracker:
@@ -112,7 +109,6 @@ class LoadTracker:
         self.clear()
 
     def clear(self) -> None:
-        """Resets the load and the speeds. Called when the session with the scheduler has ended."""
         self._sent.clear()
         self._uncomputed.clear()
         self._num_sharing.clear()

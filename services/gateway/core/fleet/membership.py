@@ -63,7 +63,6 @@ class Membership:
         ready. It is None before the first replica was ready.
         """
         self.changed = asyncio.Event()
-        """The task that waits for this event clears it."""
         self._ready: Sequence[Replica] | None = None
         self._by_address: dict[str, Replica] = {}
         self._links = links

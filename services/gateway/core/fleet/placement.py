@@ -1,5 +1,5 @@
 """Chooses a ready replica for a sequence (the prompt and one answer of a request), by the routing
-policy. Replicas whose queues have room are preferred.
+policy.
 """
 
 from collections.abc import Sequence

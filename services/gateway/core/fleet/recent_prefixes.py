@@ -48,7 +48,7 @@ class RecentPrefixes:
         return low
 
     def clear(self) -> None:
-        """Drops all keys. Called when the session with the replica has ended."""
+        """Drops all keys."""
         self._newer, self._older = set(), set()
 
     def _turn(self, now_seconds: float) -> None:

@@ -50,10 +50,9 @@ class Replica:
         self.address = address
         self.is_connected = False
         self.description: ReplicaDescription | None = None
-        """The description that the scheduler sent at the start of the last session."""
         self.refusal = ""
         """Why no requests are sent to the replica even if it can run steps, for example because it
-        serves another model. Empty if requests may be sent. Set by ServedModel.
+        serves another model. Empty if requests may be sent.
         """
         self.is_draining = False
         self.running: dict[int, Inflight] = {}
@@ -114,9 +113,8 @@ class Replica:
         """Limit on the number of sequences at this replica, or None if the scheduler did not report
         `max_num_seqs`.
 
-        Normally the limit is `max_num_seqs`. If requests wait because KV blocks or token budget are
-        lacking, the limit is the number of running sequences plus half the number of waiting
-        sequences, so that fewer sequences wait at the replica.
+        Normally the limit is `max_num_seqs`. It is lower while requests wait because KV blocks or
+        token budget are lacking, so that fewer sequences wait at the replica.
         """
         if self.description is None or not self.description.max_num_seqs:
             return None
@@ -133,12 +131,8 @@ class Replica:
         self, timeout_seconds: float | None, *, has_output: bool = False, num_arriving: float = 0
     ) -> ResourceExhausted | None:
         """Returns the error with which the scheduler would refuse a request with this timeout, or
-        None if the scheduler may accept the request.
-
-        The length of the replica's queue is estimated as the sum of three numbers: waiting requests
-        of other gateways in the last announcement, unscheduled requests of this gateway, and
-        `num_arriving`, the number of requests that will be sent earlier. If no request waits at the
-        replica, requests that fit into the free slots are not counted.
+        None if the scheduler may accept the request. `num_arriving` is the number of requests that
+        will be sent earlier.
         """
         if self.queue is None:
             return None

@@ -1,6 +1,4 @@
-"""Records the stays of a sequence (a request's prompt and one answer) at replicas. A stay begins
-when the sequence is sent to a replica.
-"""
+"""Records the stays of a sequence (a request's prompt and one answer) at replicas."""
 
 import enum
 from collections.abc import Callable
@@ -43,9 +41,7 @@ class EngineTimes:
     interrupted: float
     """Seconds within `prefill` and `decode` in which the sequence did not run."""
     queued_unix_nanos: int | None = None
-    """Time of the sequence's arrival, on the replica's clock."""
     parts: tuple[TimePart, ...] = ()
-    """The sequence's whole time at the replica, divided by what the time was spent on."""
 
     @property
     def inference(self) -> float:
@@ -67,9 +63,7 @@ class SequenceTrace:
     num_sent: int = 0
     times: EngineTimes | None = None
     admitted: int | None = None
-    """Time when the current replica scheduled the sequence, on the clock `nanos`."""
     first_token: int | None = None
-    """Time when the first token from the current replica arrived, on the clock `nanos`."""
     stays: dict[str, int] = field(default_factory=dict)
     """Maps a replica's address to the span number of the sequence's last stay at the replica."""
     timeline: Timeline = field(init=False)

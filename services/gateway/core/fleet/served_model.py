@@ -16,8 +16,7 @@ class ServedModel:
 
     The first connected replica sets the fingerprint. It is replaced only when no connected replica
     has it, and either all replicas are connected or `patience_seconds` have passed. A replica that
-    left without draining counts as not connected. So after a crash of the last replica with the
-    current model, no replica with another model continues its streams.
+    left without draining counts as not connected.
     """
 
     def __init__(

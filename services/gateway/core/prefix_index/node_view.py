@@ -34,7 +34,6 @@ class Applied(enum.Enum):
 
     DONE = "done"
     KNOWN = "known"
-    """The view already contains the batch."""
     GAP = "gap"
     """The view lacks batches before this batch. The node becomes degraded: not exact until its keys
     are loaded again.
@@ -46,7 +45,6 @@ class Applied(enum.Enum):
     AWAITS_SNAPSHOT = "awaits_snapshot"
     """The batch was not applied, because the node must first be loaded from a snapshot."""
     OTHER_EPOCH = "other_epoch"
-    """The batch belongs to an epoch that the index does not know."""
 
 
 @dataclass(slots=True)
@@ -66,7 +64,7 @@ class NodeView:
     xor: int = 0
     has_full_prefixes: bool = field(init=False)
     """Whether the cached blocks of a prompt always form a prefix, because the only KV-cache group
-    has full attention. Lookups may then skip blocks.
+    has full attention.
     """
 
     def __post_init__(self) -> None:
@@ -94,5 +92,5 @@ class Loading:
         self._index.show(self._view)
 
     def give_up(self) -> None:
-        """Discards the loaded keys. The existing view stays in use."""
+        """The existing view stays in use."""
         self._index.retire(self._view)

@@ -4,12 +4,11 @@ A node is the pool of one replica. One table maps a block's key to the set of no
 block. The set is an integer with one bit per node. A chain is the sequence of a prompt's blocks.
 With full attention, pools evict the tail of a chain first, so a node always has a prefix of the
 chain. Therefore a lookup reads only every 128th block of the chain, and finds a node's last block
-by bisection. The jumps are from NVIDIA Dynamo's PositionalIndexer, which jumps over 32 blocks. Each
-read causes a cache miss of the processor, and longer jumps with bisection need fewer reads.
+by bisection, as in NVIDIA Dynamo's PositionalIndexer. Each read causes a cache miss of the
+processor.
 
-After a reset of its pool, or when its keys are loaded again, a node gets a new bit. The old bit is
-invalid at once. `sweep` removes the old bit from the table in small steps, so that no call takes
-long even if the table is large.
+After a reset of its pool, or when its keys are loaded again, a node gets a new bit. `sweep` removes
+the old bit from the table in small steps, so that no call takes long even if the table is large.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,15 +40,13 @@ class PrefixIndex:
         self._node_of_bit: dict[int, str] = {}
         self._live = 0
         self._jumping = 0
-        """The bits of the nodes whose cached blocks of a chain always form a prefix."""
         self._retired = 0
-        """Invalid bits that are still in the table."""
         self._being_swept = 0
         self._next_shard = 0
         self._interned: dict[int, int] = {}
         self.contact = DirectoryState.FALLBACK
-        """The state of the connection to the source of the batches and snapshots. Set by the
-        adapter.
+        """The state of the connection to the source of batches and snapshots. The adapter that
+        reads from this source sets it.
         """
 
     # Queries.
@@ -184,9 +181,8 @@ class PrefixIndex:
     # Lookups.
 
     def _match_by_jumps(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """Stores in `depths` the number of leading blocks of each node that always has prefixes of
-        chains. In each iteration, `holders` are the nodes that have all blocks of the chain up to
-        and including `position`.
+        """In each iteration, `holders` are the nodes that have all blocks of the chain up to and
+        including `position`.
         """
         shards, last = self._shards, len(keys) - 1
         position = 0
@@ -221,8 +217,8 @@ class PrefixIndex:
         self._record(lost, high, depths)
 
     def _match_exactly(self, keys: Sequence[int], depths: dict[str, int]) -> None:
-        """Stores in `depths` the number of leading blocks of each node that has several KV-cache
-        groups or a group without full attention. Reads every block of every group.
+        """Reads every block of every group, because nodes with several KV-cache groups or without
+        full attention need not have prefixes of the chain.
         """
         shards = self._shards
         held_by_group: list[list[int]] = []

@@ -15,7 +15,7 @@ from services.gateway.core.request.engine import DeltaSource, Source
 from services.gateway.core.request.generation import Answer, Generation
 
 TOKENS_AT_A_TIME = 128
-"""Limit on the number of tokens that are converted to text in one iteration of the event loop."""
+"""Number of tokens that are converted to text at most in one iteration of the event loop."""
 
 
 class Sink(Protocol):
@@ -38,10 +38,9 @@ class Delivery:
     """Runs a generation's sequences at an engine (all replicas together), and puts their output
     into a sink.
 
-    Normally callbacks of the event loop make the pieces and put them into the sink, because waking
-    a task for each piece would cost several times as much. At the start and after each drain, the
-    task of `run` puts the next output itself, so that it can drain the sink in the same iteration
-    of the event loop.
+    Normally callbacks of the event loop put the pieces into the sink, because waking a task for
+    each piece would cost several times as much. At the start and after each drain, the task of
+    `run` puts the next output itself.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Delivery:
         self._parts: deque[Sequence[tuple[int, Delta]]] = deque()
         self._is_due = False
         self._is_for_task = True
-        """Whether the task of `run`, and not a callback, puts the next output."""
         self._wanted: asyncio.Future[None] | None = None
         self._error: Exception | None = None
 

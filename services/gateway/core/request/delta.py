@@ -27,12 +27,12 @@ class Delta:
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
-    """Number of cached prompt tokens. It is None if no replica has scheduled the sequence since the
+    """Number of cached prompt tokens, or None if no replica has scheduled the sequence since the
     previous delta.
     """
     finish: Finish | None = None
     error: StepwellError | None = None
-    """The error that ended the sequence. If it is set, `finish` is None and no delta follows."""
+    """If the error is set, `finish` is None and no delta follows."""
     pooled: bytes | None = None
     """The vector of the prompt as little-endian float32 numbers."""
 

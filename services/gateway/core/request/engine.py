@@ -1,5 +1,5 @@
 """The interfaces through which a generation (a client's request while it runs) uses the replicas or
-another source of output. A request has one sequence for each of its answers.
+another source of output.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,6 +95,6 @@ class Engine(Source, Protocol):
         """Sends each sequence to a replica. While no replica is ready, the sequences wait in order
         of arrival.
 
-        If a replica is lost, its sequences and their generated tokens are sent to another replica,
-        which continues them. The deltas neither lose nor repeat a token.
+        If a replica is lost, its sequences continue at another replica. The deltas neither lose nor
+        repeat a token.
         """

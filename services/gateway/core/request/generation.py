@@ -27,9 +27,7 @@ class Usage:
     num_cached_tokens: int
     num_generated_tokens: int
     num_reasoning_tokens: int | None = None
-    """Number of generated tokens that are reasoning. It is None if reasoning is not parsed."""
     is_wish_clipped: bool = False
-    """Whether the client asked to keep the request's KV blocks for longer than MAX_KEEP_SECONDS."""
 
 
 class Generation:
@@ -57,7 +55,6 @@ class Generation:
         if this request shares no answer, and uses the engine directly.
         """
         self.is_replay = False
-        """Whether another request started the shared answer."""
         self.was_taken = False
         self.choices = [
             Choice(index, tokenizer, request, sequence, stops)

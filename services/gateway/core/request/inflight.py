@@ -30,7 +30,6 @@ class Losses:
     """Counts the replicas that were lost while one sequence was there, since its last new token."""
 
     computing: bool = False
-    """Whether the current replica has scheduled the sequence and has not generated a token yet."""
     num_computed: int = 0
     num_waited: int = 0
 
@@ -83,14 +82,15 @@ class Inflight:
     was_sent: bool = False
     was_stopped: bool = False
     wait_until: float | None = None
-    """Time on the event loop's clock at which the current wait for a replica ends with an error."""
+    """The time, on the event loop's clock, at which the current wait for a replica ends with an
+    error.
+    """
     release: Callable[[], None] = _nothing
     end_turn: Callable[[str], None] = _ignore
     """Sends the replica the name of the tool that the client runs after the sequence's end."""
     trace: SequenceTrace = field(init=False)
     _num_prompt_rows: int = 0
     _num_repeated_rows: int = 0
-    """Number of rows of prompt log-probabilities to skip, since the replica sends them again."""
 
     def __post_init__(self) -> None:
         self.trace = SequenceTrace(self.index, self.request.request_id, self.mailbox.nanos)
@@ -239,10 +239,7 @@ class Mailbox:
             Inflight(request, index, next(numbers), self) for index, request in enumerate(requests)
         ]
         self.routes: list[RoutingDecision] = []
-        """One routing decision for each time that a sequence was sent, in order of time."""
         self.waits: list[Wait] = []
-        """The waits, which have ended, of sequences that were not sent at once or were preempted.
-        """
         self.traces = [inflight.trace for inflight in self.inflights]
         self._unfinished = set(range(len(requests)))
         self._drop = drop
@@ -283,7 +280,7 @@ class Mailbox:
         self._on_news, self._min_tokens = on_news, min_tokens
 
     def take(self) -> list[tuple[int, Delta]]:
-        """Returns pairs of a sequence's index and its delta. Each index occurs at most once."""
+        """Each index occurs at most once."""
         deltas, self._deltas = self._deltas, {}
         for index, delta in deltas.items():
             if delta.token_ids:

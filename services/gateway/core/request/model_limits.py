@@ -17,7 +17,7 @@ class ModelLimits:
     priority_scheduling: bool
     hidden_size: int
     pooler: Pooler | None = None
-    """How the model computes the vector of a prompt. It is None if the model generates text."""
+    """None if the model generates text."""
 
     @property
     def capacity(self) -> int:

@@ -55,7 +55,6 @@ class ClientRequest:
     priority: int = 0
     cache_salt: str = ""
     skip_reading_prefix_cache: bool = False
-    """Whether the whole prompt is computed, even if the prefix cache contains a part of it."""
     default_max_tokens: int | None = None
     """Maximum number of tokens of an answer if `sampling.max_tokens` is None. If both are None, an
     answer may have as many tokens as fit into the context.
@@ -72,13 +71,12 @@ class ClientRequest:
     best_of: int | None = None
     """Number of answers generated for each prompt. The best `n` are returned. None means `n`."""
     pooling: PoolingParams | None = None
-    """How each prompt is converted to a vector. It is None if text is generated."""
+    """None if text is generated."""
     turn: "Turn | None" = None
     """The request as a turn of a client's session, or None if it belongs to no session."""
     output_form: OutputForm | None = None
     """How answers are parsed into content, reasoning and tool calls. None means only content."""
     adapter: Adapter | None = None
-    """The LoRA adapter that the client requested in place of the model."""
 
     @property
     def num_candidates(self) -> int:
@@ -142,7 +140,6 @@ class HeldSequence:
     release: Callable[[], None]
     """Makes the replica free the KV blocks. Does nothing if the replica has freed them already."""
     num_tokens: int
-    """Number of leading tokens whose KV blocks the replica keeps."""
     priority: int
     cache_salt: str
     adapter_digest: bytes

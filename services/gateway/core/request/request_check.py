@@ -20,7 +20,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def is_request_id(name: str) -> bool:
-    """Whether a text is valid as a request id. Request ids appear in logs, traces and answers."""
+    """Request ids appear in logs, traces and answers."""
     return _REQUEST_ID.fullmatch(name) is not None
 
 

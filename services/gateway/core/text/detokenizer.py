@@ -1,17 +1,15 @@
 """Converts tokens to text incrementally, without splitting characters.
 
 The joined pieces of text equal the tokenizer's `decode` of all tokens, but an incomplete character
-at the end is omitted. If a token ends inside a character, the character's bytes are held back until
-the character is complete. There are two methods for two kinds of tokenizers:
+at the end is omitted. There are two methods for two kinds of tokenizers:
 
-* Byte-level tokenizers (GPT-2, Llama 3, Qwen): the text is the concatenation of the tokens' bytes.
-  An incremental UTF-8 decoder converts the bytes in constant time per token.
-* Other tokenizers: a short window of tokens is decoded with and without the new tokens, and the
-  difference is the new text, as in text-generation-inference and vLLM. The window starts a few
-  tokens before the new tokens, since a token's text may depend on the tokens before it. Some of
-  these tokenizers have byte tokens (SentencePiece's byte fallback: Llama 2, Mistral, Gemma).
-  `decode` converts a run of consecutive byte tokens to characters if the whole run is valid UTF-8,
-  and otherwise to one replacement character per byte. So a run is held back until it ends.
+- Byte-level tokenizers (GPT-2, Llama 3, Qwen): an incremental UTF-8 decoder converts the tokens'
+  bytes in constant time per token.
+- Other tokenizers: a short window of tokens is decoded with and without the new tokens, and the
+  difference is the new text, as in text-generation-inference and vLLM. Some of these tokenizers
+  have byte tokens (SentencePiece's byte fallback: Llama 2, Mistral, Gemma). `decode` converts a run
+  of consecutive byte tokens to characters if the whole run is valid UTF-8, and otherwise to one
+  replacement character per byte. So a run is held back until it ends.
 """
 
 import codecs
@@ -25,7 +23,6 @@ _MAX_TOKENS_OF_CHARACTER = 4
 _CONTEXT_TOKENS = 6
 """Number of prompt tokens in the first window, since they may affect the first output's text."""
 _MAX_SILENT_TOKENS = 24
-"""If more consecutive tokens than this have no text, these tokens are removed from the window."""
 _SPACE = 0x20
 
 
@@ -169,8 +166,7 @@ def echoed(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[str, list[in
     """Returns the text of a prompt, including special tokens, and the position in characters at
     which each token starts.
 
-    A token that contains only part of a character starts where the character starts. An incomplete
-    character at the prompt's end is omitted, since it becomes part of the answer.
+    An incomplete character at the prompt's end is omitted, since it becomes part of the answer.
     """
     detokenizer = new_detokenizer(tokenizer, (), skip_special_tokens=False)
     pieces, offsets = [], []

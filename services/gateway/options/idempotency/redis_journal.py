@@ -151,7 +151,6 @@ def _id(position: Position) -> str:
 def _entries(
     found: Sequence[tuple[bytes, dict[bytes, bytes] | None]],
 ) -> list[tuple[Position, bytes]]:
-    """An entry without the field `b` has an empty value, which counts as damaged."""
     entries = []
     for entry_id, fields in found or ():
         fence, _, number = entry_id.partition(b"-")

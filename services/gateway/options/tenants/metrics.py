@@ -49,7 +49,6 @@ MAX_TENANTS = 256
 for the tenants that were counted first, and a gauge for the tenants with the most sequences.
 """
 OTHERS = "(others)"
-"""The label of the tenants beyond MAX_TENANTS together."""
 
 
 class TenantMetrics(Collector):

@@ -54,7 +54,6 @@ class Viewer(Option):
         self._feed = ActivityFeed(fleet.membership, links, parts.prefix_index)
         self._running = RunningTraces(parts.running, links, parts.inference.model_name)
         self.store: TraceStore | None = None
-        """The stored traces. It is None if traces are not stored."""
         self.address: str | None = None
         self._server: GrpcServer | None = None
         parts.observer.listeners.append(self)

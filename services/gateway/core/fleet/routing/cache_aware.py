@@ -25,8 +25,7 @@ SPREAD_MIN_SHARING = 8
 least SPREAD_LOAD_RATIO times the requests of the least loaded replica.
 
 A sequence with a hot prefix is sent to the least loaded replica, which then caches the prefix, too
-(Preble's rule). A sequence with a prefix that fewer requests share, such as the prefix of one
-conversation, is sent to the cheapest replica as usual.
+(Preble's rule).
 """
 
 

@@ -19,9 +19,9 @@ index in the list of replicas.
 
 
 class LoadOrder:
-    """Replicas in order of their numbers of requests. Replicas with equal numbers are in order of
-    their numbers of recently computed tokens. The object is valid for one era (a period in which
-    the weights of tokens are comparable, see `load_tracker.Era`).
+    """Replicas in order of their numbers of requests, and then of their numbers of recently
+    computed tokens. The object is valid for one era (a period in which the weights of tokens are
+    comparable, see `load_tracker.Era`).
     """
 
     def __init__(self, replicas: Sequence[Replica], era_number: int) -> None:
@@ -34,9 +34,7 @@ class LoadOrder:
             if replica.description is not None
         }
         self.fleet_speeds = self.least_speeds = mean_speeds(())
-        """The replicas' mean speeds, and lower bounds of their speeds."""
         self.least_output_tokens = INITIAL_MEAN_OUTPUT_TOKENS
-        """A lower bound of the replicas' mean numbers of output tokens."""
         self._has_equal_speeds = True
         self._speeds: list[Speeds | None] = [None] * len(replicas)
         self._num_requests = [0] * len(replicas)

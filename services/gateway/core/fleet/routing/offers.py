@@ -17,16 +17,16 @@ MIN_TRUST = 0.5
 tokens was really cached.
 """
 FEW_TOKENS = 2048
-"""This number is added to each replica's number of recently computed tokens. The sum divided by the
-replicas' mean sum is the replica's eviction pressure. So replicas that computed few tokens, which
-evict few blocks, have nearly equal pressures.
+"""This number is added to each replica's number of recently computed tokens, so that replicas that
+computed few tokens, which evict few blocks, have nearly equal eviction pressures (see
+`load_tracker`).
 """
 
 
 @dataclass(slots=True)
 class Offer:
-    """The cost of a sequence at one replica, and the number of the sequence's blocks that the
-    replica has cached. The class is not frozen, since frozen dataclasses are slower to create.
+    """The cost of a sequence at one replica. The class is not frozen, since frozen dataclasses are
+    slower to create.
     """
 
     replica: Replica
@@ -51,7 +51,6 @@ class Near:
     indexes: list[int]
     """Indices of the replicas whose costs are near the lowest cost, in ascending order."""
     examined: list[Offer]
-    """All offers that `Offers.examine` has computed, near or not."""
 
 
 class Offers:

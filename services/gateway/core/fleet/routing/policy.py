@@ -17,9 +17,8 @@ class RoutingPolicy(Protocol):
     """A rule that chooses one of several replicas."""
 
     def choose(self, inflight: Inflight, candidates: Sequence[Replica]) -> RoutingDecision:
-        """Chooses one of at least two `candidates`. All candidates are ready, and either all or
-        none of them have room in their queues. If a request has several sequences with the same
-        prompt, `choose` is called only for the first.
+        """Chooses one of at least two ready `candidates`. If a request has several sequences with
+        the same prompt, `choose` is called only for the first.
         """
         ...
 

@@ -10,7 +10,6 @@ class KeyCounts:
     """Counts of requests with a key and of their answers, since the start of the gateway."""
 
     begun: int = 0
-    """The number of requests for which this gateway started an answer."""
     attached: int = 0
     followed: int = 0
     resumed: int = 0
@@ -18,12 +17,8 @@ class KeyCounts:
     that generates it dies, or when no client reads it for too long.
     """
     refused: int = 0
-    """The number of requests that were refused because an earlier request had the same key and
-    different content.
-    """
     suspended: int = 0
     evicted: int = 0
-    """The number of answers that were removed early to free memory."""
 
 
 @dataclass(slots=True)
@@ -36,7 +31,6 @@ class SharingCounts:
     journal (the store of all logs) was unavailable or the log was unusable.
     """
     fenced: int = 0
-    """The number of answers that another gateway took over while this gateway generated them."""
     lost: int = 0
     damaged: int = 0
     failures: int = 0

@@ -1,8 +1,7 @@
 """The entries of an answer's log, from which other gateways read the answer, and their encoding.
 
 An entry starts with a CRC-32 of the following bytes. A version and a kind follow. Numbers are
-little-endian. Each token id and each log-probability has 4 bytes. An entry contains the position of
-each part of the output in its sequence, so that a reader can skip output that it already has.
+little-endian. Each token id and each log-probability has 4 bytes.
 """
 
 import json

@@ -61,8 +61,8 @@ class Journal(Protocol):
     """Stores logs. A log is identified by the scope of its idempotency key, and expires some time
     after its last entry.
 
-    Every call raises Unavailable if it is not completed in time. The call may have had its effect
-    nevertheless, so it can be repeated: an identical append takes effect only once.
+    Every call raises Unavailable if it is not completed in time. The call can be repeated even if
+    it had its effect: an identical append takes effect only once.
     """
 
     async def ping(self) -> None:

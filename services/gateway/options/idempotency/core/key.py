@@ -13,14 +13,14 @@ from services.gateway.core.caller import Caller
 from services.gateway.core.request.request import ClientRequest, Prompt
 
 FIELD = "Idempotency-Key"
-"""The HTTP header with the key. Its name in lower case is used in gRPC metadata."""
+"""The name of the HTTP header. In lower case, it is used in gRPC metadata."""
 MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32
 _NOT_COMPARED = frozenset({"request_id", "caller", "prompts", "output_form"})
-"""The id may differ, because every answer has the first request's id. The caller cannot differ,
-because each caller has its own keys. Prompts are compared separately, as tokens. `output_form` does
-not affect the tokens.
+"""`request_id` is not compared, because every answer has the first request's id. `caller` cannot
+differ, because each caller has its own keys. `prompts` are compared separately, as tokens.
+`output_form` does not affect the tokens.
 """
 
 

@@ -22,7 +22,6 @@ class Wanted:
     """A client's request with an idempotency key."""
 
     scope: str
-    """The id under which the answer is stored (see IdempotencyKey.scope)."""
     fingerprint: bytes
     """A digest of the request's content."""
     num_sequences: int
@@ -31,7 +30,6 @@ class Wanted:
     key.
     """
     build: Callable[[Identity], Generation]
-    """Makes the Generation, which runs the request, with another identity."""
 
 
 class KeyedRequest:
@@ -45,9 +43,7 @@ class KeyedRequest:
         self.identity = wanted.identity
         self.recording = Recording(wanted.num_sequences)
         self.routes: list[RoutingDecision] = []
-        """The routing decisions for this gateway's sequences of the answer, in order of time."""
         self.waits: list[Wait] = []
-        """The ended waits of sequences that were not sent to a replica at once."""
         self.traces: list[SequenceTrace] = []
         self.readers: dict[Reader, None] = {}
         self.build: Callable[[Identity], Generation] | None = None
@@ -58,11 +54,9 @@ class KeyedRequest:
         self.owns_log = False
         """Whether this gateway made the last entry of the answer's log."""
         self.opening = asyncio.Lock()
-        """Locked while the gateway that generates the answer is determined."""
         self.timer: Timer | None = None
         """The timer that stops or removes the answer when no client has read it for some time."""
         self.num_bytes = 0
-        """The number of bytes of this answer that `KeyedRequests.num_bytes` includes."""
         self._on_left = on_left
         self._on_making_ended: list[Callable[[Made], None]] = []
 

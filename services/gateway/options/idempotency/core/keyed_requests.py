@@ -33,16 +33,14 @@ class KeyLimits:
     """
 
     linger_seconds: float
-    """The time in seconds after which the generation of a detached answer is stopped."""
+    """Seconds after which the generation of a detached answer is stopped."""
     max_detached: int
     """If there are more, the longest detached answer is stopped."""
     retention_seconds: float
-    """The time in seconds for which an ended or stopped answer is stored."""
+    """Seconds for which an ended or stopped answer is stored."""
     max_answers: int
     max_bytes: int
-    """When there are more bytes in ended and stopped answers, the least recently used answers are
-    removed.
-    """
+    """If ended and stopped answers have more bytes, the least recently used answers are removed."""
 
 
 class KeyedRequests:
@@ -68,7 +66,6 @@ class KeyedRequests:
         self.counts = KeyCounts()
         self.sharing = sharing
         self.num_bytes = 0
-        """The total bytes of ended and stopped answers."""
         self._inference = inference
         self._engine = engine
         self._clock = clock
@@ -229,7 +226,6 @@ class KeyedRequests:
             self._at(_FIRST_READER_SECONDS, request, self._reader_left)
 
     def _reader_left(self, request: KeyedRequest) -> None:
-        """Called when the last reader has left, or the first reader has not connected in time."""
         if request.readers:
             return
         if request.maker is not None:

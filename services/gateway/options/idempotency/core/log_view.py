@@ -17,7 +17,7 @@ from services.gateway.options.idempotency.core.recording import Recording, Seque
 
 class LogView:
     """The recording that results from a log's entries up to `position`. An entry may repeat earlier
-    output, for example because another gateway took over the log and generated the output again.
+    output, because another gateway took over the log and generated the output again.
     """
 
     def __init__(self) -> None:

@@ -32,8 +32,8 @@ async def make(engine: ResumingEngine, request: KeyedRequest, generation: Genera
     """Continues an answer's sequences after the output in its recording until all have ended, and
     records the new output.
 
-    `generation` converts the tokens to text if the request has stop strings or may call tools,
-    because stop strings end sequences, and replicas need the names of called tools.
+    `generation` finds stop strings and tool calls in the text, because they must take effect even
+    while no client reads the answer.
     """
     recording = request.recording
     tap = Tap(engine, request)
@@ -102,8 +102,6 @@ class Tap(Reader):
 
 
 class _NoReader:
-    """Discards the pieces. The text is needed only for stop strings and tool calls."""
-
     is_ready = True
 
     def put(self, _added: list[Piece]) -> None: ...

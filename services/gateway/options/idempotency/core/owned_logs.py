@@ -21,8 +21,7 @@ class OwnedLogs:
     """Writes logs to a journal, the store from which other gateways read them. Each log is written
     until its answer has ended, or until another gateway takes over the log.
 
-    `on_news` is called when there may be entries to write. `fenced` is called with a request whose
-    log another gateway took over.
+    `on_news` is called when there may be entries to write.
     """
 
     def __init__(

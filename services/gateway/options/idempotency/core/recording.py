@@ -1,5 +1,5 @@
 """A recording of the output of an engine (all replicas together) for one request, with any number
-of readers. The output of each of the request's sequences is appended in deltas.
+of readers.
 """
 
 from array import array

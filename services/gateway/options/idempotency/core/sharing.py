@@ -65,7 +65,7 @@ class SharingTimes:
     lease_seconds: float = 3.0
     """A lease is renewed after a third of this time."""
     open_seconds: float = 1.0
-    """The time limit for the wait of a request for the journal."""
+    """The time for which a request waits at most for the journal, in seconds."""
     again_seconds: float = 0.02
     """The interval between two attempts to open a log whose first entry is not written yet."""
     first_backoff_seconds: float = 0.05
@@ -304,7 +304,6 @@ class Sharing:
     def _follow(
         self, request: KeyedRequest, view: LogView, entries: Sequence[tuple[Position, bytes]]
     ) -> bool:
-        """Returns whether this gateway still follows the log."""
         try:
             view.apply(entries)
         except DamagedEntry as error:

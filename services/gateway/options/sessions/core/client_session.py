@@ -2,8 +2,7 @@
 input and the generated output.
 
 Only the gateway stores the tokens of a session. Between two turns, a replica keeps the session's KV
-blocks and a slot of a running sequence, so that the next turn can start at once. If no replica
-keeps them, the next turn is sent as a normal request with all tokens.
+blocks and a slot of a running sequence, so that the next turn can start at once.
 """
 
 from typing import Protocol
@@ -32,11 +31,9 @@ class ClientSession:
         self.caller = caller
         self.created = created
         self.token_ids: list[int] = []
-        """All tokens of the completed turns. The next turn appends its tokens."""
         self.num_turns = 0
         self.is_in_turn = False
         self.held: HeldSequence | None = None
-        """The session's sequence while a replica keeps it between two turns."""
         self.ended: StepwellError | None = None
         self._listener = listener
 

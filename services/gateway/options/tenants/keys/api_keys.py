@@ -13,8 +13,8 @@ from services.gateway.options.tenants.keys.store import KeyStore, KnownKey
 
 
 class ApiKeys(Access):
-    """Accepts requests with an API key from `plain` or `store`. If there are neither keys in
-    `plain` nor a store, accepts every request.
+    """Accepts requests with an API key from `plain` or `store`. Without any keys or store, accepts
+    every request.
 
     Each key in `plain` has its own tenant without limits, named `key-1`, `key-2` and so on.
     """

@@ -1,10 +1,8 @@
-"""Counts tenants' requests and tokens in Redis, for all gateways together. While Redis is
-unreachable, each gateway applies its own part of the limits.
+"""Counts tenants' requests and tokens in Redis, for all gateways together.
 
 No request fails because of Redis, or waits for Redis longer than TAKE_SECONDS. Each gateway has a
 lease in Redis, by which gateways are counted. After a failed call, a gateway counts in memory until
-it has renewed its lease. It then applies each limit divided by the last known number of gateways,
-and starts from the tenant's last levels (remaining amounts) in Redis, also divided by this number.
+it has renewed its lease. It then applies each limit divided by the last known number of gateways.
 """
 
 import asyncio
@@ -72,7 +70,6 @@ class RedisLimits:
         self._last: dict[str, Standing] = {}
         """Maps tenants' ids to the levels (remaining amounts) in the last answer from Redis."""
         self._unreleased: deque[tuple[LimitSet, str]] = deque(maxlen=_MAX_UNRELEASED)
-        """Slots that no request uses any more, but that may still be occupied in Redis."""
         self._in_flight = asyncio.Semaphore(_MAX_CALLS)
         self._sending: set[asyncio.Task[None]] = set()
 

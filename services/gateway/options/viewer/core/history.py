@@ -59,7 +59,6 @@ class Bin:
     num_running: int = 0
     num_waiting: int = 0
     held_share: float = 0.0
-    """Fraction of the KV blocks of all pools that are in use."""
 
 
 class History:
@@ -125,8 +124,8 @@ class History:
         self._statuses = dict(statuses)
 
     def _bin(self, now: float) -> Bin:
-        """Returns the current bin. New bins start with the previous bin's queues and pools, which
-        the next sample replaces.
+        """New bins start with the previous bin's queues and pools, which the next sample
+        replaces.
         """
         began = int(now // BIN_SECONDS) * BIN_SECONDS
         if not self._bins or began - self._bins[-1].began > MAX_BINS * BIN_SECONDS:

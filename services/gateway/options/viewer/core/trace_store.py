@@ -9,9 +9,7 @@ class SpanRole(enum.Enum):
     REQUEST = "request"
     """The span of a client's whole request at this gateway."""
     STEP = "step"
-    """The root span of the trace of an engine step."""
     PART = "part"
-    """Any other span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,6 @@ class StoredSpan:
     request_id: str = ""
     caller_id: str = ""
     is_wanted: bool = False
-    """Whether the span's trace is kept for longer, because the request failed or was slow."""
 
 
 @dataclass(slots=True)
@@ -38,7 +35,6 @@ class StoredTrace:
     """The span of the client's request, or None until the request's end."""
     encoded: set[bytes] = field(default_factory=set)
     is_running: bool = False
-    """Whether the trace was made from a running request, so that it is not in the store."""
 
     @property
     def request_id(self) -> str:

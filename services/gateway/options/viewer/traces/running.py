@@ -54,9 +54,8 @@ class RunningTraces:
     def requests(
         self, may_see: Callable[[str], bool], limit: int, order: Order
     ) -> list[StoredTrace]:
-        """Returns at most `limit` traces, one for each request, with only the root span. Requests
-        are omitted if `may_see` is false for the id of their caller. When a listed request ends,
-        its trace is stored, so that it can be read later.
+        """Returns at most `limit` traces, one for each request, with only the root span. When a
+        listed request ends, its trace is stored, so that it can be read later.
         """
         records = [one for one in self._generating() if may_see(one.caller.caller_id)]
         if order is Order.NEWEST:
@@ -116,9 +115,6 @@ class RunningTraces:
 
 
 def _asked(record: RequestRecord) -> dict[str, scheduler_pb2.GetRunningSpansRequest]:
-    """Maps each scheduler's address to the query for the request's sequences there, with the parent
-    span of each sequence.
-    """
     asked: dict[str, scheduler_pb2.GetRunningSpansRequest] = defaultdict(
         scheduler_pb2.GetRunningSpansRequest
     )

@@ -123,7 +123,6 @@ def _error(span: trace_pb2.Span) -> str | None:
 
 
 def _time(root: StoredSpan | None) -> Document | None:
-    """Returns None if the request's root span is not stored yet."""
     if root is None:
         return None
     span = trace_pb2.Span.FromString(root.encoded)

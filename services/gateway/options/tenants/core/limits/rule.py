@@ -1,10 +1,10 @@
 """The rule by which tenants' limits are counted. It uses integers, so that the store in memory and
 the store in Redis compute equal results.
 
-A limit per minute is a token bucket. Its capacity is one minute's amount. It starts full, so a
-burst of one minute's amount is allowed. The level of a bucket, the amount that is left, is in units
-of 1/60,000 of a request or token, so a bucket with a limit of n per minute gains n units per
-millisecond. A level is negative if an answer used more tokens than were reserved for it.
+A limit per minute is a token bucket, which starts full. Its capacity is one minute's amount. The
+level of a bucket, the amount that is left, is in units of 1/60,000 of a request or token, so a
+bucket with a limit of n per minute gains n units per millisecond. A level is negative if an answer
+used more tokens than were reserved for it.
 
 Each concurrent request of a tenant occupies a slot, which has a name and a deadline. The gateway
 renews the slot before the deadline, so the slots of a dead gateway become free.

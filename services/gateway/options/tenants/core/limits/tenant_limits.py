@@ -52,7 +52,6 @@ _SHORTEST_RETRY_SECONDS = 0.1
 
 
 _NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
-"""Errors that the client did not cause."""
 
 
 class LimitReached(QuotaExceeded):
@@ -93,8 +92,7 @@ def _sentence(limits: LimitSet, standing: Standing, num_tokens: int) -> str:
 class TenantLimits:
     """Admits requests within their tenants' limits.
 
-    1. Before a request's body is read, the request is counted in the tenant's requests per minute,
-       and occupies a slot of the tenant's concurrent requests.
+    1. Before a request's body is read, the request is counted and occupies a slot.
     2. When the prompt is tokenized, tokens are reserved: the prompt tokens that are not expected to
        be cached, and the maximum length of the answer.
     3. At the request's end, the slot is released, and unused tokens are returned.
@@ -195,14 +193,12 @@ class Allowance:
             kept.when_making_ends(self._give_back_unused)
 
     def _kept_source(self) -> KeptSource | None:
-        """Returns the source that may continue to generate the answer after the request's end."""
         generation = self._generation
         if generation is None or len(generation.finish_reasons()) == len(generation.choices):
             return None
         return generation.source
 
     def _give_back_unused(self, made: Made) -> None:
-        """Returns unused tokens to the limit after an answer was generated without its client."""
         if self._generation is None:
             return
         num_used = 0

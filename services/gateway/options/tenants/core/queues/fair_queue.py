@@ -39,7 +39,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._lines: dict[str, _Line[T]] = {}
         self._served_last = 0.0
-        """The counter of the tenant served last, before its last item was charged."""
+        """The counter of the tenant served last, before the tenant's last item was charged."""
         self._num_waiting = 0
 
     def __len__(self) -> int:

@@ -40,7 +40,7 @@ class QueueBounds:
     ) -> None:
         """Raises TenantQueueFull if `wait`, the expected wait in seconds, exceeds
         `max_queue_seconds`. Raises DeadlineExceeded if the request would not end within
-        `timeout_seconds`. `service_seconds` is the request's expected running time.
+        `timeout_seconds`.
         """
         if self.max_queue_seconds and wait > self.max_queue_seconds:
             excess = wait - self.max_queue_seconds
@@ -79,8 +79,8 @@ def expected_wait(
     """Returns the expected seconds until a sequence is sent to a replica. `num_ahead` sequences of
     the same tenant wait before this sequence.
 
-    The estimate assumes that waiting sequences of other tenants are sent in proportion to the
-    tenants' weights, and that tenants without waiting sequences keep their slots.
+    The estimate assumes that other tenants' sequences are sent in proportion to the tenants'
+    weights, and that tenants without waiting sequences keep their slots.
     """
     num_before, num_kept = float(num_ahead), 0
     for usage in others:

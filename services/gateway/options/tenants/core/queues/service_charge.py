@@ -16,8 +16,8 @@ class ServiceTime:
     avoidance and control" (SIGCOMM 1988).
 
     Under overload, many requests are sent to a replica when just enough time for them is left
-    before their deadlines. If the mean running time counted as enough, half of these requests would
-    miss their deadlines. Therefore `longest_usual` adds two deviations to the mean.
+    before their deadlines. With the mean running time, half of these requests would miss their
+    deadlines. Therefore `longest_usual` adds two deviations to the mean.
     """
 
     mean: float = 0.0
@@ -59,10 +59,7 @@ class ServiceCharge:
         return self.num_prompt_tokens + OUTPUT_WEIGHT * self.expected_output_tokens
 
     def difference(self, num_output_tokens: int) -> float:
-        """Returns the correction of the charge when the sequence leaves the replica after
-        generating `num_output_tokens` there. It is negative if there were fewer tokens than
-        expected.
-        """
+        """The correction is negative if there were fewer tokens than expected."""
         return OUTPUT_WEIGHT * (num_output_tokens - self.expected_output_tokens)
 
 

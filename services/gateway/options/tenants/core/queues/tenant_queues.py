@@ -34,7 +34,6 @@ from services.gateway.options.tenants.core.tenant import Tenant
 
 _SHARE_OF_NEWEST = 0.1
 _SWEEP_SECONDS = 0.1
-"""Seconds between two searches for sequences that can no longer start in time."""
 _ENDED_AT_A_TIME = 2
 """Limit on the number of sequences that time out in one iteration of the event loop, because all
 sequences of a burst time out together, and writing an error to each client takes time.
@@ -307,9 +306,6 @@ class TenantQueues(Admission):
         return latest is not None and latest <= self._clock.time()
 
     def _service_seconds(self, tenant: Tenant, capacity: Capacity | None) -> float:
-        """Returns a running time in seconds that few sequences of the tenant exceed, or 0 if no
-        time was measured.
-        """
         usual = self.slots.service_time(tenant).longest_usual
         return usual if capacity is None else max(usual, capacity.service_seconds)
 

@@ -27,7 +27,6 @@ class Waiter:
     reason: WaitReason
     num_ahead: int
     began: float
-    """Time when the wait began, in seconds on the event loop's clock."""
     was_preempted: bool = False
     """The limit on the waiting time does not apply to preempted sequences."""
     has_to_wait: bool = False
