@@ -32,6 +32,5 @@ async def hermes(calling: Path) -> AsyncIterator[Serving]:
 
 @pytest.fixture(scope="module")
 def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A Redis server that all tests of a module share."""
     with redis_server(tmp_path_factory.mktemp("redis")) as server:
         yield server

@@ -60,7 +60,6 @@ class ManualClock:
         first.callback()
 
     def advance(self, seconds: float) -> None:
-        """Advances the time, and makes the calls that become due, in time order."""
         end = self._now + seconds
         while due := [timer for timer in self._timers if timer.when <= end]:
             first = min(due, key=lambda timer: timer.when)
@@ -93,7 +92,7 @@ class FakeLink:
 
 
 class FakeFleet:
-    """A fleet of replicas named "a", "b" and so on. At first none is connected."""
+    """At first none of the replicas "a", "b" and so on is connected."""
 
     def __init__(
         self,
@@ -109,7 +108,6 @@ class FakeFleet:
         parts = RoutingParts(random.Random(0), self.clock, self, max_load_delta)
         self.links: dict[str, FakeLink] = {}
         self.opened: list[str] = []
-        """The addresses of the links that are open."""
         self.fleet = Fleet(
             self,
             self.clock,
@@ -124,10 +122,7 @@ class FakeFleet:
 
     @property
     def replicas(self) -> dict[str, Replica]:
-        """Maps each replica's address to the replica."""
         return {replica.address: replica for replica in self.fleet.membership.replicas}
-
-    # Methods of the ports Links and PrefixDirectory.
 
     def make(self, address: str) -> FakeLink:
         link = self.links[address] = FakeLink()
@@ -140,7 +135,6 @@ class FakeFleet:
         self.opened.remove(replica.address)
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """Maps each node to the number of leading `keys` that it has cached."""
         return {node: min(depth, len(keys)) for node, depth in self.directory.items()}
 
     def connect(
@@ -203,7 +197,6 @@ class FakeFleet:
         return list(self.replicas[name].running.values())
 
     def handle(self, replica: Replica, inflight: Inflight) -> int:
-        """The handle of a sequence at a replica."""
         (handle,) = (handle for handle, one in replica.running.items() if one is inflight)
         return handle
 
@@ -216,7 +209,6 @@ async def only_delta(mailbox: Mailbox) -> Delta:
 
 
 async def error_of(mailbox: Mailbox) -> StepwellError:
-    """The error that ended the request's only sequence."""
     error = (await only_delta(mailbox)).error
     assert error is not None
     return error

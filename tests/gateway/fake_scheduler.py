@@ -1,8 +1,7 @@
 """A gRPC scheduler service that computes tokens by a formula.
 
-The token at a position is a pure function of prompt, seed and position. So, as with the real
-scheduler, a request that is sent again with its output so far continues with the same tokens. If
-`answer` is set, every request gets the tokens of `answer` instead.
+So, as with the real scheduler, a request that is sent again with its output so far continues with
+the same tokens. If `answer` is set, every request gets the tokens of `answer` instead.
 """
 
 import asyncio
@@ -38,8 +37,6 @@ FULL = scheduler_pb2.Rejection(
 
 @dataclass
 class Sequence:
-    """A sequence that runs for a request."""
-
     add: scheduler_pb2.AddRequest
     prompt: list[int]
     output: list[int]
@@ -54,8 +51,6 @@ def same_logprob(_token_id: int) -> float:
 class FakeScheduler(
     scheduler_pb2_grpc.SchedulerServicer, scheduler_pb2_grpc.SchedulerAdminServicer
 ):
-    """Serves the sessions (streams) of gateways. Tests may change the attributes at any time."""
-
     model_name: str = "tiny"
     max_model_len: int = 512
     max_request_tokens: int = 480
@@ -88,7 +83,6 @@ class FakeScheduler(
     queue: scheduler_pb2.QueueState | None = None
     # The text of the metrics, in which "{labels}" is replaced. If None, metrics are not served.
     metrics: str | None = None
-    # The steps that GetActivity reports.
     steps: list[scheduler_pb2.StepActivity] = field(default_factory=list)
     blocks: common_pb2.BlockMap | None = None
     programs: list[scheduler_pb2.PausedProgram] = field(default_factory=list)
@@ -96,7 +90,6 @@ class FakeScheduler(
     looks: list[scheduler_pb2.GetActivityRequest] = field(default_factory=list)
     asked_for_spans: list[scheduler_pb2.GetRunningSpansRequest] = field(default_factory=list)
     adds: list[scheduler_pb2.AddRequest] = field(default_factory=list)
-    # The number of requests in each message that adds several requests.
     added_together: list[int] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
     # Requests that were aborted because a stop string ended their text.
@@ -118,7 +111,7 @@ class FakeScheduler(
         """The error that refuses every session. If None, sessions are accepted."""
 
     async def start(self, address: str = "") -> str:
-        """Serves at `address`, the previous address or a free port. Returns the address."""
+        """Returns the address."""
         self._is_hung = False
         self._server = GrpcServer()
         register: Any = scheduler_pb2_grpc.add_SchedulerServicer_to_server
@@ -137,7 +130,6 @@ class FakeScheduler(
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        """Serves until the `with` block ends. Yields the address."""
         try:
             yield await self.start()
         finally:
@@ -160,7 +152,7 @@ class FakeScheduler(
     def set_state(
         self, *, ready: bool, reason: str = "", draining: bool = False, stalled: bool = False
     ) -> None:
-        """Reports to gateways whether steps can run. The fake itself runs all allowed steps."""
+        """The fake itself runs all allowed steps."""
         self._state = scheduler_pb2.ReplicaState(
             ready=ready, reason=reason, draining=draining, stalled=stalled
         )
@@ -169,7 +161,6 @@ class FakeScheduler(
         self.wake()
 
     def set_queue(self, **fields: Any) -> None:
-        """Reports the state of the waiting queue to gateways."""
         self.queue = scheduler_pb2.QueueState(**fields)
         for session in self._sessions:
             session.queue_unsent = True
@@ -180,7 +171,6 @@ class FakeScheduler(
         self._is_hung = True
 
     def end_sessions(self) -> None:
-        """Ends every session, like a scheduler with an internal error."""
         for session in self._sessions:
             session.is_over = True
         self.wake()
@@ -318,7 +308,6 @@ class FakeScheduler(
         )
 
     def token_at(self, sequence: Sequence, position: int) -> int:
-        """The token of a sequence at an output position."""
         if self.answer is not None:
             return self.answer[position] if position < len(self.answer) else 0
         return formula(sequence.prompt, sequence.add.sampling.seed, position)

@@ -38,7 +38,6 @@ def serving_address(child: subprocess.Popen[str]) -> str:
 
 
 def line_with(child: subprocess.Popen[str], text: str) -> str:
-    """The next line of the gateway's log that contains `text`."""
     assert child.stderr is not None
     for line in child.stderr:
         if text in line:

@@ -21,8 +21,6 @@ BODY = {"prompt": [5, 6, 7], "max_tokens": 2}
 
 
 class Keyring(Protocol):
-    """A store of API keys to which tests add keys."""
-
     async def add(self, tenant: TenantRecord, **fields: Any) -> str: ...
 
     async def revoke(self, key: str) -> None: ...
@@ -64,14 +62,12 @@ class RedisKeyring:
 
 
 def make_key(tenant: TenantRecord, **fields: Any) -> tuple[str, KeyRecord]:
-    """A new key and its record. `fields` are fields of the record."""
     key, key_id, sha256 = new_key()
     record = KeyRecord(key_id, sha256, tenant.tenant_id, int(time.time()))
     return key, replace(record, **fields)
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The request header that contains the key."""
     return {"Authorization": f"Bearer {key}"}
 
 

@@ -2,7 +2,6 @@
 
 
 def post_head(path: str, num_bytes: int, *headers: str, version: str = "1.1") -> bytes:
-    """The head of a POST request with a JSON body of `num_bytes` bytes."""
     lines = (
         f"POST {path} HTTP/{version}",
         "Host: localhost",
@@ -14,7 +13,6 @@ def post_head(path: str, num_bytes: int, *headers: str, version: str = "1.1") ->
 
 
 def post(path: str, body: bytes, *headers: str, version: str = "1.1") -> bytes:
-    """A whole POST request with a JSON body."""
     return post_head(path, len(body), *headers, version=version) + body
 
 

@@ -10,8 +10,6 @@ from tests.gateway.fake_scheduler import FakeScheduler
 
 
 class Registered:
-    """A fake scheduler and its registration in Redis."""
-
     def __init__(self, scheduler: FakeScheduler, redis_url: str, model_name: str) -> None:
         self.scheduler = scheduler
         settings = SchedulerSettings(
@@ -46,7 +44,6 @@ class Registered:
 async def registered(
     redis_url: str, scheduler: FakeScheduler | None = None, *, model_name: str = "tiny"
 ) -> AsyncIterator[Registered]:
-    """A fake scheduler that serves and is registered until the `with` block ends."""
     scheduler = scheduler or FakeScheduler()
     await scheduler.start()
     running = Registered(scheduler, redis_url, model_name)

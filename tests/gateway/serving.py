@@ -33,8 +33,6 @@ DEADLINE_SECONDS = 60.0
 
 @dataclass
 class Serving:
-    """A running gateway and its clients."""
-
     gateway: Gateway
     schedulers: list[FakeScheduler]
     http: httpx.AsyncClient
@@ -101,9 +99,9 @@ async def serving(
     http_verify: ssl.SSLContext | bool = False,
     **settings: Any,
 ) -> AsyncIterator[Serving]:
-    """Runs the fake schedulers, a gateway and its clients until the `with` block ends. The block
-    begins when `num_ready` schedulers are ready, by default all. With `tls`, the HTTP client trusts
-    the authorities of `http_verify`. The channel to the gateway's gRPC API uses no TLS.
+    """The block begins when `num_ready` schedulers are ready, by default all. With `tls`, the HTTP
+    client trusts the authorities of `http_verify`. The channel to the gateway's gRPC API uses no
+    TLS.
     """
     fakes = list(schedulers) or [FakeScheduler()]
     addresses = tuple([await fake.start() for fake in fakes])
@@ -153,7 +151,6 @@ async def serving(
 
 
 def serving_with(model: Path, tools: str, reasoning: str) -> Any:
-    """A gateway with parsers of tool calls and of reasoning."""
     return serving(
         model,
         FakeScheduler(max_model_len=4096, max_request_tokens=4000),

@@ -1,9 +1,7 @@
-"""Measures a routing policy without noise, in simulated time and with replicas that compute
-nothing.
+"""Measures a routing policy in simulated time, with replicas that compute nothing.
 
-The fleet and the policy are the gateway's own. A simulated replica has a prefix cache with LRU
-eviction. Its steps take a time for each prompt token and for each decoding request. A closed loop
-sends the conversations of `benchmarks.routing`.
+The fleet and the policy are the gateway's own. A closed loop sends the conversations of
+`benchmarks.routing`.
 """
 
 import heapq
@@ -55,7 +53,6 @@ class SimulatedClock:
     def cancel(self) -> None: ...
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Makes the scheduled calls in time order until `is_over` returns True."""
         while not is_over():
             when, _, callback = heapq.heappop(self._calls)
             self._now = max(self._now, when)
@@ -64,8 +61,6 @@ class SimulatedClock:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A sequence that a replica runs."""
-
     handle: int
     inflight: Inflight
     keys: list[int]
@@ -112,7 +107,6 @@ class SimulatedReplica:
     def end_turn(self, handle: int, tool: str) -> None: ...
 
     def cached_depth(self, keys: Sequence[int]) -> int:
-        """The number of leading blocks of a chain of keys that the replica has cached."""
         for depth, key in enumerate(keys):
             if key not in self._ref_counts and key not in self._idle:
                 return depth
@@ -278,8 +272,6 @@ class SimulatedFleet:
         )
         self.fleet.set_addresses("test", (f"replica-{number}" for number in range(num_replicas)))
 
-    # Methods of the ports Links and PrefixDirectory.
-
     def make(self, address: str) -> SimulatedReplica:
         slowness = self._measured_slowness[len(self.links)]
         link = self.links[address] = SimulatedReplica(self.clock, self._num_blocks, slowness)
@@ -294,7 +286,6 @@ class SimulatedFleet:
     def close(self, replica: Replica) -> None: ...
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """Maps each replica to the number of leading `keys` that it has cached."""
         found = {}
         for name, link in self.links.items():
             depth = next(
@@ -305,7 +296,6 @@ class SimulatedFleet:
         return found
 
     def run(self, workload: Workload, at_once: int) -> SimulatedFigures:
-        """Sends a workload, with `at_once` open requests. Returns the figures after its warm-up."""
         loop = _ClosedLoop(self, workload, at_once)
         self.clock.run(lambda: loop.num_done >= workload.num_warm_up + workload.num_requests)
         return loop.figures
@@ -313,8 +303,6 @@ class SimulatedFleet:
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn of a conversation that was sent at the time `sent_at`."""
-
     conversation: Conversation
     sent_at: float
     is_measured: bool

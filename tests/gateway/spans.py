@@ -20,7 +20,6 @@ class Trace:
     spans: list[ReadableSpan]
 
     def below(self, parent: ReadableSpan) -> list[ReadableSpan]:
-        """The child spans of a span."""
         children = [
             one for one in self.spans if one.parent and one.parent.span_id == span_id(parent)
         ]
@@ -36,8 +35,6 @@ class Trace:
 
 
 class Tracer:
-    """The tracing of a gateway, and its finished spans."""
-
     def __init__(self, ratio: float = 1.0) -> None:
         self.exporter = InMemorySpanExporter()
         self.tracing: Tracing = configure_tracing("gateway", "", ratio, exporter=self.exporter)
@@ -47,7 +44,7 @@ class Tracer:
         return self.exporter.get_finished_spans()
 
     async def trace(self, number: int = 0) -> Trace:
-        """The trace of a finished request. `number` counts requests in the order of their ends."""
+        """`number` counts requests in the order of their ends."""
         await until(lambda: len(self._roots()) > number)
         root = self._roots()[number]
         assert root.context is not None

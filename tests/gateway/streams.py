@@ -11,8 +11,6 @@ BODY = {"prompt": PROMPT, "seed": 11, "max_tokens": 30, "stream": True, "return_
 
 
 class Stream:
-    """Sends a request for a streamed completion, and collects the tokens that arrive."""
-
     def __init__(
         self, served: Serving, body: dict | None = None, headers: dict | None = None
     ) -> None:

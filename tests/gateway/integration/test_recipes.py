@@ -25,7 +25,7 @@ class Tree:
             (root / name).symlink_to(REPOSITORY / name)
 
     def write(self, name: str, text: str) -> None:
-        """Writes a file. Links to folders on its path are replaced by folders."""
+        """Links to folders on its path are replaced by folders."""
         for folder in reversed(Path(name).parents[:-1]):
             path = self._root / folder
             if path.is_symlink():
@@ -38,7 +38,6 @@ class Tree:
         (self._root / name).write_text(text)
 
     def change(self, name: str, hunk: str) -> None:
-        """Replaces the old lines of a diff hunk, which the file has once, by its new lines."""
         lines = hunk.splitlines()
         old = "".join(f"{line[1:]}\n" for line in lines if line[0] in " -")
         new = "".join(f"{line[1:]}\n" for line in lines if line[0] in " +")
@@ -47,7 +46,6 @@ class Tree:
         self.write(name, text.replace(f"\n{old}", f"\n{new}"))
 
     def failed(self, *tests: str) -> str:
-        """The test report if a test fails, otherwise an empty text."""
         command = [sys.executable, "-m", "pytest", "-q", "-pno:cacheprovider", *tests]
         done = subprocess.run(
             command,
@@ -62,7 +60,7 @@ class Tree:
 
 
 def apply(recipe: str, tree: Tree) -> list[str]:
-    """Applies the code blocks of a recipe in order. Returns the test files that it adds."""
+    """Returns the test files that the recipe adds."""
     (section,) = re.findall(rf"^## {recipe}\n(.*?)^## ", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     added = []
     for kind, name, text in re.findall(

@@ -32,19 +32,16 @@ def redis(shared_redis: RedisServer) -> RedisServer:
 
 @asynccontextmanager
 async def discovering(model: Path, redis: RedisServer, **settings: Any) -> AsyncIterator[Serving]:
-    """A gateway that finds its schedulers only in Redis."""
     values = {"schedulers": None, "redis_url": redis.url, "num_ready": 0} | settings
     async with serving(model, **values) as served:
         yield served
 
 
 def addresses(served: Serving) -> list[str]:
-    """The addresses of the gateway's replicas, in the order of joining."""
     return [replica.address for replica in served.gateway.membership.replicas]
 
 
 async def until_ready(served: Serving, *schedulers: FakeScheduler) -> None:
-    """Waits until the gateway's replicas are these schedulers, and all are ready."""
     wanted = {scheduler.address for scheduler in schedulers}
 
     def holds() -> bool:
@@ -55,7 +52,6 @@ async def until_ready(served: Serving, *schedulers: FakeScheduler) -> None:
 
 
 async def complete(served: Serving) -> int:
-    """The HTTP status of a short completion."""
     answer = await served.http.post("/v1/completions", json={"prompt": "the", "max_tokens": 4})
     return answer.status_code
 
@@ -67,7 +63,6 @@ async def metric(served: Serving, name: str) -> float:
 
 
 async def until_metric(served: Serving, name: str, holds: Callable[[float], bool]) -> None:
-    """Waits until `holds` is true for the value of a metric of the gateway."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not holds(await metric(served, name)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -225,9 +220,6 @@ async def test_redis_may_be_stopped_while_schedulers_join_die_and_leave(
                 await until_ready(served, stays.scheduler, joins.scheduler)
 
 
-# DNS.
-
-
 async def test_a_name_gives_all_of_its_addresses_for_a_port(model: Path) -> None:
     scheduler = FakeScheduler()
     port = (await scheduler.start()).rpartition(":")[2]
@@ -264,9 +256,6 @@ async def test_what_a_name_gave_last_is_kept_while_it_gives_nothing() -> None:
     task.cancel()
     assert named[:2] == [["a:1", "b:1"], ["c:1"]]
     assert (watcher.is_up, watcher.num_failures, watcher.num_addresses) == (True, 1, 1)
-
-
-# Settings.
 
 
 @pytest.mark.parametrize(

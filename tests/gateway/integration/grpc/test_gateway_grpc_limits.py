@@ -19,7 +19,6 @@ KEY = (("authorization", "Bearer right"),)
 
 
 def raw_call(served: Serving, method: str) -> Any:
-    """A call that sends raw bytes as messages, or no message."""
     return served.channel.stream_stream(METHOD_PREFIX + method)
 
 

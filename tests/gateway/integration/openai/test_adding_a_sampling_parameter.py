@@ -24,8 +24,6 @@ BEING_WRITTEN = shutil.ignore_patterns("*.pyc.*")
 
 
 class Tree:
-    """A copy of the files that a sampling parameter affects, and the list of changed files."""
-
     def __init__(self, root: Path) -> None:
         self._root = root
         self.changed: set[str] = set()
@@ -54,7 +52,6 @@ class Tree:
         return self._run("-c", f"import {module}")
 
     def failed_checks(self) -> set[str]:
-        """The names of the tests in CHECK that fail."""
         report = self._run("-m", "pytest", "-q", "-rf", CHECK)
         failures = [line for line in report.splitlines() if line.startswith("FAILED ")]
         return {line.split("::")[1].split(" ")[0] for line in failures}

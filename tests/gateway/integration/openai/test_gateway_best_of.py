@@ -28,8 +28,6 @@ async def complete(served: Serving, **more: Any) -> dict[str, Any]:
 
 
 def best(choices: list[dict[str, Any]], n: int) -> list[str]:
-    """The texts of the n answers with the highest mean log-probability, the best first."""
-
     def mean(choice: dict[str, Any]) -> float:
         logprobs: list[float] = choice["logprobs"]["token_logprobs"]
         return sum(logprobs) / len(logprobs)

@@ -167,7 +167,6 @@ async def test_text_offsets_count_characters(tmp_path, write, as_tokens: bool) -
 
 
 def whole_characters(served: Serving, ids: list[int]) -> int:
-    """The number of whole characters in the text of `ids`."""
     raw = b"".join(map(served.tokenizer.token_bytes, ids)).decode(errors="ignore")
     return len(raw) if served.tokenizer.is_byte_level else len(raw.removeprefix(" "))
 

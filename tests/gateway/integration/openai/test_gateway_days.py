@@ -87,7 +87,6 @@ async def served(tmp_path: Path) -> AsyncIterator[Serving]:
 
 
 def turns(served: Serving) -> Iterator[int]:
-    """Yields the numbers of the user's messages until the model has got NUM_TURNS requests."""
     for turn in range(NUM_TURNS):
         if len(served.scheduler.adds) < NUM_TURNS:
             yield turn

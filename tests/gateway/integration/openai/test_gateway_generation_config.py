@@ -28,14 +28,12 @@ NEUTRAL = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_pen
 
 
 def write(directory: Path, **values: Any) -> Path:
-    """Writes a model with `values` in generation_config.json."""
     write_tokenizer(directory)
     (directory / "generation_config.json").write_text(json.dumps(values))
     return directory
 
 
 async def asked(served: Serving, path: str = "/v1/completions", **body: Any) -> Any:
-    """The sampling parameters that reach the scheduler for an HTTP request."""
     chat = path.endswith("chat/completions")
     prompt = {"messages": [{"role": "user", "content": "the"}]} if chat else {"prompt": "the"}
     response = await served.http.post(path, json={**prompt, "max_tokens": 2, **body})
@@ -44,7 +42,6 @@ async def asked(served: Serving, path: str = "/v1/completions", **body: Any) -> 
 
 
 async def asked_over_grpc(served: Serving, **sampling: Any) -> Any:
-    """The sampling parameters that reach the scheduler for a gRPC request."""
     request = gateway_pb2.GenerateRequest(
         text="the", sampling=common_pb2.SamplingParams(**{"max_tokens": 2, **sampling})
     )

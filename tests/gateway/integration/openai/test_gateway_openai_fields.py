@@ -203,7 +203,6 @@ def test_the_package_has_no_other_fields(
 
 
 async def effect(served: Serving, path: str, body: dict[str, Any]) -> tuple[Any, ...]:
-    """All effects of a request: the messages to the scheduler, the session ids, and the answer."""
     served.scheduler.adds.clear()
     sessions: list[str] = []
     fleet = served.gateway.fleet

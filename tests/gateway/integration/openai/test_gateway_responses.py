@@ -37,7 +37,6 @@ def tool(name: str = "get_weather", **others: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose chat template renders tools and reasoning."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=THOUGHT)
 
 
@@ -48,14 +47,12 @@ async def client(hermes: Serving) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> tuple[Any, list[Any]]:
-    """Streams a response. Returns the response in the last event, and all events."""
     stream = await client.responses.create(**BASE | fields, stream=True)
     events = [event async for event in stream]
     return events[-1].response, events
 
 
 def told(response: Any) -> dict[str, Any]:
-    """The content of a response. Ids of the response and of its items are left out."""
     body: dict[str, Any] = response.model_dump(exclude={"id", "created_at"})
     for item in body["output"]:
         item.pop("id")

@@ -15,7 +15,6 @@ PROMPT = "the hello world of them, the stop string"
 
 
 async def finished(served: Serving, **body: Any) -> dict[str, Any]:
-    """Requests a completion and returns its only choice."""
     response = await served.http.post("/v1/completions", json={"prompt": PROMPT} | body)
     assert response.status_code == 200, response.text
     choice: dict[str, Any] = response.json()["choices"][0]

@@ -45,7 +45,6 @@ def tool(name: str = "get_weather", **others: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose chat template renders tools."""
     return write_tokenizer(tmp_path_factory.mktemp("calling") / "tiny", chat_template=TEMPLATE)
 
 
@@ -132,13 +131,11 @@ async def test_a_conversation_with_calls_is_rendered(hermes: Serving) -> None:
 
 
 def served_prompts(served: Serving) -> list[str]:
-    """The text of each prompt that the scheduler received, in order."""
     prompts = [unpack_token_ids(add.prompt_token_ids) for add in served.scheduler.adds]
     return [served.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts]
 
 
 def wanted(served: Serving) -> Any:
-    """The structured outputs of the last request to the scheduler."""
     return served.scheduler.adds[-1].sampling.structured_outputs
 
 

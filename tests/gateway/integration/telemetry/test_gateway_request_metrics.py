@@ -32,7 +32,6 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 async def answer(served: Serving, path: str, **fields: Any) -> list[dict[str, Any]]:
-    """The events of a streamed answer, or a list that contains the answer."""
     response = await served.http.post(path, json=CALLS[path] | fields)
     assert response.status_code == 200, response.text
     if not fields.get("stream"):

@@ -25,7 +25,6 @@ FAULT = {
 
 
 async def call(served: Serving, api: str, **parameters: Any) -> None:
-    """Makes a failing call over HTTP or gRPC."""
     if api == "http":
         answer = await served.http.post("/v1/completions", json={"prompt": "a", **parameters})
         assert answer.is_error
@@ -43,7 +42,6 @@ def codes(span: ReadableSpan) -> dict[str, object]:
 
 
 def assert_fault(span: ReadableSpan, error: str, *, is_server: bool) -> None:
-    """Asserts that the span records `error` as an error of the server or of the client."""
     assert span.attributes is not None
     assert span.status.status_code is (StatusCode.ERROR if is_server else StatusCode.UNSET)
     assert span.attributes.get("error.type") == (error if is_server else None)

@@ -17,7 +17,6 @@ from tests.gateway.streams import Stream, expected
 
 
 async def full_for(served: Serving, timeout_seconds: float | None) -> None:
-    """Waits until the gateway would refuse a request with this timeout."""
     (replica,) = served.gateway.membership.replicas
     await until(lambda: replica.queue_refusal(timeout_seconds) is not None)
 
@@ -40,7 +39,7 @@ async def test_a_full_system_refuses_before_it_reads_and_without_asking_the_sche
                 size = int(re.findall("content-length: ([0-9]+)", head.lower())[0])
                 error = json.loads(await reader.readexactly(size))["error"]
             assert error["code"] == "queue_full"
-            writer.write(body)  # the connection can be used again after the body
+            writer.write(body)
         writer.close()
         call = served.channel.stream_stream(GENERATE)()
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -67,7 +67,6 @@ async def until_cut(served: Serving, num_clients: int) -> None:
 
 
 def slow_socket(served: Serving) -> socket.socket:
-    """A client's connection with a small receive buffer."""
     host, port = served.base_url.removeprefix("http://").split(":")
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -11,7 +11,6 @@ from tests.slowness import slowness
 
 
 async def stop_seconds(model: Path) -> float:
-    """The seconds that a gateway with an idle connection needs to stop."""
     async with serving(model) as served:
         assert (await served.http.get("/health")).status_code == 200
         loop = asyncio.get_running_loop()

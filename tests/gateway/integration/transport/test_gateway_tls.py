@@ -71,7 +71,6 @@ async def connect(
 
 
 async def raw(served: Serving, own: Files, request: bytes) -> bytes:
-    """All bytes that are received after a request, until the connection ends."""
     reader, writer = await connect(served, trusting(own))
     writer.write(request)
     async with asyncio.timeout(SECONDS):
@@ -185,7 +184,6 @@ LONG = {"max_model_len": 400_000, "max_request_tokens": 400_000, "tokens_per_ste
 
 
 def small_socket(served: Serving) -> socket.socket:
-    """A client's connected socket with a small receive buffer."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(host_and_port(served))
@@ -267,7 +265,7 @@ def test_a_handshake_that_came_before_it_was_accepted_goes_on(
             with pytest.raises(ssl.SSLWantReadError):
                 tls.do_handshake()
             with socket.create_connection(host_and_port(served)) as client:
-                client.sendall(outgoing.read())  # the event loop has not accepted the connection
+                client.sendall(outgoing.read())
                 client.setblocking(False)
                 loop = asyncio.get_running_loop()
                 async with asyncio.timeout(SECONDS / 4):
@@ -360,7 +358,6 @@ async def test_a_bad_replacement_changes_nothing(
 
 
 async def generate(channel: grpc.aio.Channel) -> int:
-    """The number of tokens that a short request generates."""
     request = gateway_pb2.GenerateRequest(
         token_ids={"ids": [5, 6, 7]}, sampling={"max_tokens": 8}, ignore_eos=True
     )

@@ -100,14 +100,11 @@ class StepEngine:
 
 
 def token_at(request: EngineRequest, position: int) -> int:
-    """The token of a sequence at an output position."""
     return formula(request.prompt_token_ids, request.sampling.seed or 0, position)
 
 
 @dataclass
 class Client:
-    """A client that reads the answers to its request."""
-
     task: "asyncio.Task[None]"
     answers: list[Answer] = field(default_factory=list)
     request_id: str = ""
@@ -128,15 +125,13 @@ class Client:
         await asyncio.wait([self.task])
 
     async def result(self) -> list[list[int]]:
-        """All tokens, once the answers are complete. Raises the error that the client receives."""
+        """Raises the error that the client receives."""
         async with asyncio.timeout(WAIT_SECONDS):
             await self.task
         return self.token_ids
 
 
 class KeyedGateway:
-    """The parts of one gateway that handle requests with an idempotency key."""
-
     def __init__(
         self,
         tokenizer: HfTokenizer,
@@ -169,7 +164,6 @@ class KeyedGateway:
             self._run = asyncio.create_task(self.sharing.run())
 
     def ask(self, key: str = "k", *, caller: str = "", **fields: Any) -> Client:
-        """Sends a request with an idempotency key."""
         client: Client
         client = Client(asyncio.create_task(self._serve(lambda: client, key, caller, fields)))
         client.task.add_done_callback(lambda task: task.cancelled() or task.exception())

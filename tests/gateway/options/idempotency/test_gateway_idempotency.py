@@ -30,7 +30,6 @@ async def metric(served: Serving, name: str) -> float:
 
 
 def counts_of(served: Serving) -> KeyCounts:
-    """The gateway's counts of requests with an idempotency key, which its metrics show."""
     [option] = [one for one in served.gateway.parts.options if isinstance(one, Idempotency)]
     return option.keyed_requests.counts
 

@@ -1,6 +1,5 @@
-"""Two gateway processes share one Redis. An answer survives the loss of the gateway that requested
-it from the scheduler. The tests share the processes and must run in the order of this file, because
-the last test kills a gateway.
+"""Two gateway processes share one Redis. The tests run in the order of this file: the last kills a
+gateway.
 """
 
 import asyncio
@@ -31,8 +30,6 @@ SECONDS = 60.0
 
 
 class Reader:
-    """A client that reads a streamed completion until the stream ends or breaks."""
-
     def __init__(self, gateway: "Gateway", key: str) -> None:
         self.token_ids: list[int] = []
         self.ids: set[tuple[str, int]] = set()
@@ -53,7 +50,6 @@ class Reader:
         await until(lambda: len(self.token_ids) >= num_tokens)
 
     async def result(self) -> list[int]:
-        """Waits until the answer is complete, and returns all its tokens."""
         async with asyncio.timeout(SECONDS):
             await self.task
         assert self.is_complete
@@ -62,8 +58,6 @@ class Reader:
 
 @dataclass
 class Gateway:
-    """A gateway process, and an HTTP client of it."""
-
     child: "subprocess.Popen[str]"
     http: httpx.AsyncClient
 
@@ -93,7 +87,6 @@ class World:
     redis: RedisServer
 
     def made(self) -> list[int]:
-        """The output of the first request that the scheduler received."""
         seed = self.scheduler.adds[0].sampling.seed
         return [formula(PROMPT, seed, position) for position in range(NUM_TOKENS)]
 

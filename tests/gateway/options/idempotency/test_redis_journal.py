@@ -27,7 +27,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 async def connected(url: str) -> AsyncIterator[Journals]:
-    """The journals of two gateways, in the same empty Redis."""
     connections = RedisConnection(url), RedisConnection(url)
     await connections[0].call(lambda client: client.flushall(), 5.0)
     first, second = (

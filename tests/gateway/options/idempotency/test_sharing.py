@@ -49,7 +49,6 @@ class World:
 
     @property
     def num_logged(self) -> int:
-        """The number of output tokens in the only log."""
         view = LogView()
         view.apply(self.log())
         return view.recording.num_tokens
@@ -76,7 +75,6 @@ async def world(tokenizer: HfTokenizer) -> AsyncIterator[World]:
 
 
 async def begun(gateway: KeyedGateway, num_tokens: int = 2, **ask) -> Client:
-    """A client that has received `num_tokens` tokens of each answer."""
     client = gateway.ask(**ask)
     await until(lambda: gateway.engine.open)
     gateway.engine.step(num_tokens)
@@ -221,7 +219,7 @@ async def test_a_log_that_was_lost_is_written_again(world: World):
     await until(lambda: world.num_logged == 2)
     follower = b.ask()
     await until(lambda: follower.num_tokens == 2)
-    world.logs.logs.clear()  # the logs are lost, but the leases remain
+    world.logs.logs.clear()
     a.engine.step(1)
     await until(lambda: a.sharing.counts.lost == 1)
     await until(lambda: follower.num_tokens == 3)

@@ -34,8 +34,6 @@ A, B = Caller("a"), Caller("b")
 
 
 class World:
-    """A gateway with client sessions and two ready replicas."""
-
     def __init__(self) -> None:
         self.fake = FakeFleet(policy="round-robin")
         self.fake.connect("a", "b")

@@ -31,7 +31,6 @@ class LimitsOracle:
     """Time and name of each change of a slot, and whether it was acquired (otherwise released)."""
 
     def level(self, which: int, limit: int, now: int) -> int:
-        """The level of a bucket in units. `which` is 1 for requests and 2 for tokens."""
         capacity = limit * UNITS
         levels = [capacity]
         for number, (when, *_) in enumerate(self.taken):
@@ -42,7 +41,6 @@ class LimitsOracle:
         return min(levels)
 
     def held(self, now: int) -> set[str]:
-        """The slots that are acquired at `now`."""
         last = {name: (when, is_held) for when, name, is_held in self.slots}
         return {
             name

@@ -15,7 +15,6 @@ BOUNDS = QueueBounds(max_num_waiting=6, max_total_waiting=100, max_queue_seconds
 
 
 def with_queues(world: FakeFleet) -> FakeFleet:
-    """Replaces the fleet's admission by one with a queue for each tenant."""
     fleet = world.fleet
     fleet.admission = TenantQueues(
         world.clock,
@@ -44,12 +43,10 @@ def connected(num_slots: int = 2, num_replicas: int = 1) -> FakeFleet:
 
 
 def tenants_at(world: FakeFleet, name: str = "a") -> str:
-    """The tenants of a replica's sequences, in order."""
     return "".join(inflight.request.caller.caller_id for inflight in world.has(name))
 
 
 def schedule_all(world: FakeFleet, name: str = "a") -> None:
-    """Makes the replica schedule all of its sequences."""
     replica = world.replicas[name]
     for inflight in world.has(name):
         replica.admitted(world.handle(replica, inflight), 0)
@@ -61,7 +58,6 @@ def finish(world: FakeFleet, inflight: Inflight, name: str = "a") -> None:
 
 
 def finish_first(world: FakeFleet, name: str = "a") -> None:
-    """Ends the oldest sequence of a replica."""
     finish(world, world.has(name)[0], name)
 
 

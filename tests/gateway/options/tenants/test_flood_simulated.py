@@ -37,7 +37,6 @@ class SimulatedReplica:
         self.world.connect("a", max_num_seqs=NUM_PLACES)
         self.clock = self.world.clock
         self.nums_running: list[int] = []
-        """The number of sequences in each step."""
         self.on_token: Callable[[Inflight], None] = lambda _: None
         self._waiting: dict[int, Inflight] = {}
         self._num_left: dict[int, int] = {}
@@ -47,7 +46,6 @@ class SimulatedReplica:
         self._busy_until = 0.0
 
     def start(self, tenant: Tenant) -> Inflight:
-        """Sends a request of a tenant to the gateway."""
         (inflight,) = self.world.start(max_tokens=NUM_OUTPUT_TOKENS, caller=tenant).inflights
         self._receive()
         return inflight

@@ -46,8 +46,6 @@ def end(streams: list[Stream]) -> None:
 
 
 class Client:
-    """An HTTP connection that sends bytes and reads answers one after another."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
@@ -60,7 +58,6 @@ class Client:
         self._writer.write(data)
 
     async def answer(self) -> tuple[int, dict[str, str], bytes]:
-        """The status, the headers and the body of the next answer."""
         async with asyncio.timeout(DEADLINE_SECONDS):
             head = (await self._reader.readuntil(b"\r\n\r\n")).decode()
             status, *lines = head.rstrip().split("\r\n")
@@ -69,7 +66,7 @@ class Client:
         return int(status.split(" ")[1]), headers, body
 
     def end(self) -> None:
-        """Ends sending. Answers can still be read."""
+        """Answers can still be read."""
         self._writer.write_eof()
 
     def close(self) -> None:
@@ -77,7 +74,6 @@ class Client:
 
 
 def has_answer(client: socket.socket) -> bool:
-    """Whether data has arrived that the client has not read."""
     try:
         return bool(client.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK))
     except BlockingIOError:
@@ -85,7 +81,7 @@ def has_answer(client: socket.socket) -> bool:
 
 
 async def received(client: socket.socket) -> bytes:
-    """Waits for data and returns it. The event loop iterates the whole time, without sleeping."""
+    """The event loop iterates the whole time, without sleeping."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while not has_answer(client):  # noqa: ASYNC110 - each turn counts
             await asyncio.sleep(0)
@@ -106,7 +102,6 @@ def alike(text: object) -> str:
 
 
 async def counts(served: Serving) -> dict[str, float]:
-    """The values of the metrics of refusals and of calls, for each series."""
     lines = (await served.metrics()).splitlines()
     pattern = r"(\S*(?:rejections|refusals|http_requests|duration_seconds_count)\S*) (\S+)"
     matches = [re.fullmatch(pattern, line) for line in lines if "/metrics" not in line]

@@ -12,7 +12,6 @@ from tests.gateway.serving import Serving, serving, until
 
 
 def running_tenants(served: Serving) -> list[Tenant]:
-    """The tenants of the running sequences, in order of arrival."""
     (replica,) = served.gateway.membership.replicas
     return [inflight.request.caller for inflight in replica.running.values()]
 

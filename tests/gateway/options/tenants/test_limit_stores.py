@@ -35,8 +35,6 @@ HOLD, RELEASE, KEEP = SlotChange.HOLD, SlotChange.RELEASE, SlotChange.KEEP
 
 @dataclass
 class World:
-    """A store of limits and its clock."""
-
     store: LimitStore
     runner: asyncio.Runner
     now_millis: int = 1_000_000
@@ -168,13 +166,10 @@ def test_what_was_reserved_and_not_used_comes_back_and_what_was_used_beyond_it_i
     assert refused.wait_millis > 40_000
 
 
-# Behaviour of the limits that only Redis has.
-
-
 def lease_holder(
     server: RedisServer, name: str, take_seconds: float = PATIENT_SECONDS
 ) -> RedisLimits:
-    """The limits in Redis as the gateway `name` uses them. Its slots expire after 0.9 s."""
+    """Its slots expire after 0.9 s."""
     local = MemoryLimits(lambda: time.monotonic_ns() // 1_000_000)
     return RedisLimits(
         *(RedisConnection(server.url), name, local),
@@ -215,7 +210,7 @@ async def test_slots_are_held_while_their_gateway_lives(shared_redis: RedisServe
         await asyncio.sleep(0.1)
         taken = await two.take(limits, Change("b", slot_change=HOLD))
         assert taken.refused_by is Quota.CONCURRENCY
-    shared_redis.ask("FLUSHALL")  # the gateway acquires its slots anew
+    shared_redis.ask("FLUSHALL")
 
     async def is_held() -> bool:
         return bool(await two._redis.call(lambda client: client.zcard("slots:{t:slots}")) == 1)

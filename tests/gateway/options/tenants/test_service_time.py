@@ -31,8 +31,6 @@ def test_what_varies_leaves_twice_its_mean_deviation() -> None:
 
 
 class World:
-    """A replica with two slots, and a tenant whose requests run one after another."""
-
     def __init__(self) -> None:
         self.fake = with_queues(FakeFleet(1))
         self.fake.connect(*self.fake.replicas, max_num_seqs=2)

@@ -14,7 +14,6 @@ RUNNING = "stepwell.is_running"
 
 
 async def begun(served: Serving, name: str) -> Stream:
-    """Starts a request with the id `name` that runs at the scheduler but makes no progress."""
     (scheduler,) = served.schedulers
     num_running = scheduler.num_running
     stream = Stream(served, headers={"X-Request-Id": name})

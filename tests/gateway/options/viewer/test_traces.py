@@ -26,8 +26,6 @@ BODY = {"prompt": "the", "max_tokens": 3, "stop": ["a secret"]}
 
 @dataclass
 class Kept:
-    """The parts of a gateway that store traces."""
-
     store: TraceStore
     address: str
     """The address at which the gateway receives the spans of other services."""
@@ -52,7 +50,6 @@ async def keeping(
 
 @asynccontextmanager
 async def other_service(address: str) -> AsyncIterator[Tracing]:
-    """The tracing of another service, which sends its spans to `address`."""
     tracing = configure_tracing("scheduler", f"http://{address}", 1.0)
     try:
         yield tracing

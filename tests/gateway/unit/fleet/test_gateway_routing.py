@@ -33,26 +33,22 @@ COUNT = OWN_TOKENS_COUNT + EVICTED_TOKENS_COUNT
 
 
 def fleet(policy: str, num_replicas: int = 3) -> FakeFleet:
-    """A fleet whose replicas are all connected."""
     world = FakeFleet(num_replicas, policy=policy)
     world.connect(*world.replicas)
     return world
 
 
 def route_of(mailbox: Mailbox) -> RoutingDecision:
-    """The route of the request's only sequence."""
     (route,) = mailbox.routes
     return route
 
 
 def finish(world: FakeFleet, name: str, index: int = 0) -> None:
-    """Ends the sequence with the given index at a replica."""
     replica = world.replicas[name]
     replica.finished(world.handle(replica, world.has(name)[index]), Finish(FinishReason.STOP))
 
 
 def report(world: FakeFleet, name: str, num_requests: int = 0, num_tokens: int = 0) -> None:
-    """Makes a replica's scheduler report requests of other gateways and their uncomputed tokens."""
     replica = world.replicas[name]
     load = replica.load
     replica.load_changed(
@@ -64,9 +60,6 @@ def report(world: FakeFleet, name: str, num_requests: int = 0, num_tokens: int =
             num_other_requests=num_requests,
         )
     )
-
-
-# The policies that do not use prefix caches.
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
@@ -147,9 +140,6 @@ def test_sessions_stay_when_another_replica_is_lost() -> None:
     }
 
 
-# The cache-aware policy.
-
-
 def test_a_sequence_goes_where_most_of_its_prompt_is_cached() -> None:
     world = fleet("cache-aware")
     world.directory = {"a": 2, "b": 5}
@@ -174,7 +164,6 @@ def test_a_queue_that_takes_longer_than_the_prefix_sends_it_elsewhere() -> None:
 
 
 def compute(world: FakeFleet, name: str, num_tokens: int) -> None:
-    """Makes a replica compute a prompt of `num_tokens` tokens for this gateway."""
     others = [other for other in world.replicas if other != name]
     world.replicas[name].load.clear()
     for other in others:
@@ -330,9 +319,6 @@ def test_embedded_prompts_and_prompts_shorter_than_a_block_are_routed_by_load() 
     report(world, "a", num_tokens=1)
     report(world, "b")
     assert route_of(world.start(prompt=[1])).address == "b"
-
-
-# Parts of the cache-aware policy.
 
 
 @given(

@@ -18,7 +18,6 @@ from tests.gateway.tiny_tokenizer import write_tokenizer
 
 
 def joined(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, their parts joined to one text, for templates that accept only texts."""
     return [{**turn, "content": "\n".join(turn["content"])} for turn in turns]
 
 

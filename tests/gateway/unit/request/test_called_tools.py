@@ -26,7 +26,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HfTokenizer:
 
 
 def tools_sent(tokenizer: HfTokenizer, text: str, *, retains_contexts: bool = True, **fields):
-    """The names of tools that the gateway sends to the replica after an answer with `text`."""
     world = FakeFleet(1)
     world.connect("a", retains_contexts=retains_contexts)
     form = OutputForm(tools=TOOL_FORMATS["hermes"])

@@ -84,7 +84,6 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 def sent(served: Serving) -> list[int]:
-    """The prompt of the last request that reached the scheduler."""
     return array("i", served.scheduler.adds[-1].prompt_token_ids).tolist()
 
 

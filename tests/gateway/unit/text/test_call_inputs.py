@@ -1,6 +1,4 @@
-"""Tool arguments in which the model made mistakes. Every API escapes them. In Anthropic's API they
-are also repaired to a JSON object.
-"""
+"""Tool arguments in which the model made mistakes, and their repair."""
 
 import json
 from typing import Any

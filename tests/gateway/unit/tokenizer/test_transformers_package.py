@@ -56,7 +56,6 @@ print(json.dumps([found, packages, AutoTokenizer.__name__, LlamaConfig().model_t
 
 
 def write_model(directory: Path, tokenizer_class: str, model_type: str) -> Path:
-    """Writes the files of a tokenizer of this class, for this model type."""
     write = write_marked_tokenizer if tokenizer_class == "LlamaTokenizer" else write_tokenizer
     path = write(directory) / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"tokenizer_class": tokenizer_class}
@@ -68,7 +67,6 @@ def write_model(directory: Path, tokenizer_class: str, model_type: str) -> Path:
 
 
 def described(directory: Path) -> list[Any]:
-    """The properties of the tokenizer that transformers itself loads."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     ids = tokenizer(TEXT)["input_ids"]
     chat = tokenizer.chat_template is not None and tokenizer.apply_chat_template(
@@ -78,7 +76,6 @@ def described(directory: Path) -> list[Any]:
 
 
 def run(directories: list[Path]) -> list[Any]:
-    """Runs PROGRAM in a separate process. Returns its output."""
     given = {"text": TEXT, "messages": MESSAGES, "directories": [*map(str, directories)]}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

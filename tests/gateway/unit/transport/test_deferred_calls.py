@@ -6,8 +6,6 @@ from services.gateway.adapters.http.transport.connections import DeferredCalls
 
 
 class Processor:
-    """The thread's processor time in seconds, which the test advances."""
-
     def __init__(self) -> None:
         self.seconds = 0.0
 
