@@ -1,6 +1,5 @@
 """The interface of the operations that decoders call. An implementation determines how weights are
-packed and how KV caches are laid out. Therefore layers do not depend on devices, instruction sets
-or page layouts.
+packed and how KV caches are laid out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,8 +76,7 @@ class LayerWeights:
     """The weights of one decoder layer: attention and an MLP, each after a norm.
 
     `query_norm` and `key_norm` [head_dim] are None without query-key norm. The output norms
-    [hidden_size] are None if outputs are not normalized. From these fields, native/library.py
-    creates the structure for the compiled library, with the fields of GatedMlp in place of `mlp`.
+    [hidden_size] are None if outputs are not normalized.
     """
 
     input_norm: torch.Tensor

@@ -1,5 +1,4 @@
-"""Fingerprints of models, from which block hashes are derived. Workers with equal fingerprints have
-interchangeable KV blocks.
+"""Fingerprints of models, from which block hashes are derived.
 
 A fingerprint does not depend on the model's path, so a copy of a model has the same fingerprint.
 """

@@ -3,10 +3,9 @@
 The ranks receive the same steps, each rank over its own stream. When streams end, one rank may have
 received a step that another rank has not received. Therefore the ranks exchange generation and
 number of their steps before each step. The generation is a number that increases when the scheduler
-opens the KV pool and its streams again. A rank with a step of an older generation drops the step,
-while the other ranks wait for its step of the newest generation. A newer generation always has a
-greater number, even if a clock was set back, because workers report the last generation that they
-received, and the pool's next generation is greater.
+opens the KV pool and its streams again. A newer generation always has a greater number, even if a
+clock was set back, because workers report the last generation that they received, and the pool's
+next generation is greater.
 
 Together with the numbers, the ranks exchange digests of their steps' messages. If the digests
 differ, all ranks refuse the step.
@@ -40,8 +39,7 @@ _Output = StepOutput | PendingOutput
 class Lockstep:
     """Runs this rank's steps together with the steps of the other ranks.
 
-    `explain` returns the error to raise for a failure of an exchange. If another rank's process has
-    ended, this error says why. The owner of the group then ends this process.
+    `explain` returns the error to raise for a failure of an exchange.
     """
 
     def __init__(

@@ -1,10 +1,8 @@
 """Pipeline parallelism: a pipeline stage is a range of the model's layers.
 
 All stages are sent the same steps, in order. A stage runs a step after it has received the hidden
-states of the previous stage, which can then run the next step. As many steps are in flight as there
-are stages. Only the last stage samples. The scheduler plans a request's next step when it has the
-sampled token, and sends the token with this step. This is how vLLM works. The term is from GPipe
-(Huang et al.).
+states of the previous stage, which can then run the next step. Only the last stage samples. The
+term is from GPipe (Huang et al.).
 
 With hidden states, a stage sends a header: generation, number, digest and token count of their
 step. The generation is a number that increases when the scheduler opens the KV pool and its streams
@@ -132,9 +130,8 @@ class PipelineStage:
 
 @dataclass(eq=False)
 class StagedModel:
-    """A Model with the layers of one pipeline stage. It receives hidden states from the previous
-    stage and sends its own to the next stage. Only the first stage needs `embed`, and only the last
-    stage needs `compute_logits`.
+    """A Model with the layers of one pipeline stage. Only the first stage needs `embed`, and only
+    the last stage needs `compute_logits`.
     """
 
     model: Model

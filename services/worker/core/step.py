@@ -40,7 +40,7 @@ class NewRequest:
     adapter_digest: bytes = b""
     """SHA-256 of the LoRA adapter's files, or empty without an adapter."""
     cache_key: bytes = b""
-    """The root of the request's block hashes. Requests with other roots share no cached blocks."""
+    """The root of the request's block hashes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ class StepSampler:
     """Samples tokens for the requests of a batch, and appends them to the batch.
 
     `device_tokens` samples on the device, for requests whose tokens the host does not need at once.
-    `row_sampler` draws tokens on the host (see Sampler).
     """
 
     batch: InputBatch
@@ -139,8 +138,8 @@ class StepSampler:
         logits: torch.Tensor,
         sampled: Sampled,
     ) -> None:
-        """Samples tokens for each request, until a token differs from the draft at its position.
-        Requests whose draws do not depend on earlier tokens are sampled at all positions at once.
+        """Requests whose draws do not depend on earlier tokens are sampled at all positions at
+        once.
         """
         logits = logits.cpu()
         known = tokens.seq_lens - num_draft_tokens

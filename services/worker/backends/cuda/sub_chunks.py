@@ -1,10 +1,8 @@
 """Cuts chunks of tokens into lanes (groups of queries) of equal length, for attention calls.
-Computes only indexes.
 
 In a causal call of xFormers' paged kernel all lanes have the same number of queries, at most 16. A
 chunk is cut into lanes of this size. It is padded at the front, so that the last query of each lane
-is not padding. A lane attends to the keys up to its last query, through the chunk's block table.
-The outputs of padding queries are discarded.
+is not padding.
 """
 
 from dataclasses import dataclass
@@ -77,7 +75,9 @@ def bucket(count: int) -> int:
 
 
 def largest_lane(window: int | None) -> int:
-    """The largest number of queries in a lane, a power of two, whose own keys are in its range."""
+    """The largest power of two of queries in a lane such that the keys of all its queries are in
+    the lane's range of keys.
+    """
     if window is None or window >= MOST_QUERIES:
         return MOST_QUERIES
     return 1 << (window.bit_length() - 1)

@@ -1,8 +1,8 @@
 """The operations in C++, for processors with AVX2 or NEON, in float32 and bfloat16.
 
 A weight is packed into panels (blocks of output columns). Panels are read sequentially for any
-number of rows, so rows are not padded. Small work stays in the calling thread (see cpp/threads.h).
-The bits of a row's result do not depend on the other rows in the batch or on the number of threads.
+number of rows, so rows are not padded. The bits of a row's result do not depend on the other rows
+in the batch or on the number of threads.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from services.worker.backends.torch.kernels import TorchKernels
 
 
 class NativeKernels(TorchKernels):
-    """Kernels in C++. They are always batch-invariant."""
+    """Kernels in C++."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(batch_invariant=True)

@@ -33,9 +33,8 @@ _Fields = list[tuple[str, type[Any]]]
 
 
 def address(array: np.ndarray) -> int:
-    """Returns the address of the array's elements. Of a writable, contiguous array it is read
-    through a buffer, because `array.ctypes` takes several times as long, and a step passes ten
-    arrays.
+    """Reads the address of a writable, contiguous array through a buffer, because `array.ctypes`
+    takes several times as long, and a step passes ten arrays.
     """
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
@@ -239,7 +238,7 @@ class NativeSuffixSettings(ctypes.Structure):
 
 
 class SamplingFunctions:
-    """The library's functions for sampling. They do not depend on the model's data type."""
+    """The library's functions for sampling."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         rows, masks = ctypes.POINTER(NativeLogitRows), ctypes.POINTER(NativeRowMasks)
@@ -253,7 +252,7 @@ class SamplingFunctions:
 
 
 class RankFunctions:
-    """The library's functions for ranks that share memory. They do not depend on the data type."""
+    """The library's functions for ranks that share memory."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         ranks = ctypes.POINTER(NativeSharedRanks)
@@ -264,7 +263,7 @@ class RankFunctions:
 
 
 class SuffixFunctions:
-    """The library's functions for suffix trees. They do not depend on the model's data type.
+    """The library's functions for suffix trees.
 
     Functions that take microseconds between two steps keep the interpreter's lock. Otherwise a
     waiting event loop would delay the next step.

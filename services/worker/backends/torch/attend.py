@@ -63,7 +63,7 @@ def attend(
 
 @functools.cache
 def row_multiple(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """Returns the number to a multiple of which the queries of each call are padded, with
+    """Returns m such that the queries of each call are padded to a multiple of m, with
     `batch_invariant` on the CPU. A query's result then does not depend on how many queries its call
     has.
 

@@ -118,4 +118,3 @@ class TightRanges:
 
 
 KeyRanges = FixedRanges | TightRanges
-"""The strategies that choose key ranges."""

@@ -118,9 +118,7 @@ def _rounded(factors: LoraFactors) -> LoraFactors:
 
 
 class GroupedLoraStep:
-    """A LoraStep with grouped products. At their first use, the weights of the step's adapters are
-    stacked. The next step reuses the stacks if it has the same adapters.
-    """
+    """A LoraStep with grouped products."""
 
     def __init__(self, rows: LoraRows, before: "GroupedLoraStep | None") -> None:
         self._adapters = [one for one in rows.adapters if isinstance(one, GroupedLora)]

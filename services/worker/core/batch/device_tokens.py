@@ -1,9 +1,8 @@
 """Stores sampled tokens on the device, so that the host does not wait for them between steps.
 
 A step samples on the device, stores the last token of each row (request) of the batch there, and
-starts a download. While this step runs, the next step is planned and queued. Its input tokens are
-copied within the device. In two cases tokens are sampled on the host: if their logits are edited
-there, and if they verify drafts.
+starts a download. In two cases tokens are sampled on the host: if their logits are edited there,
+and if they verify drafts.
 """
 
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class DeviceTokens:
         self._is_held[:] = False
 
     def release(self, rows: np.ndarray) -> None:
-        """Drops the tokens of these rows. Called when the host knows their last tokens."""
+        """Drops the tokens of these rows."""
         self._is_held[rows] = False
 
     def fill_in(

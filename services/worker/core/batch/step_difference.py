@@ -41,13 +41,11 @@ class _StepCheck:
         self._limits = batch.limits
         self._step = step
         self._in_use: AbstractSet[int] = batch.sampling.keys()
-        """The rows of the batch that are in use after the step's changes."""
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
         """For each KV-cache group, maps rows to the number of blocks that the step appends."""
 
     def run(self) -> Int32Array:
-        """Raises InvalidStep for the first contradiction. Returns what `apply_step` returns."""
         step = self._step
         if len(step.removed_rows) or step.new_requests:
             self._check_rows()
@@ -174,9 +172,7 @@ class _StepCheck:
         self._check_token_ids(token_ids, name)
 
     def _check_requests(self) -> Int32Array:
-        """Checks all requests at once. If the check fails, finds the first invalid request.
-
-        Returns the numbers of computed tokens, without the previous step's drafts that were
+        """Returns the numbers of computed tokens, without the previous step's drafts that were
         rejected. A step's number may be any int32, so it is compared with bounds, because a sum
         could overflow.
         """
@@ -301,7 +297,7 @@ class _StepCheck:
         )
 
     def _check_entries(self, group: int, block_ids: Int32Array, field: str) -> None:
-        """Checks entries of a block table. Groups of recurrent layers may have the null block."""
+        """Groups of recurrent layers may have the null block."""
         holds_states = group >= self._limits.first_state_group
         self._check_block_ids(block_ids[block_ids != 0] if holds_states else block_ids, field)
 

@@ -1,8 +1,7 @@
 """Proposes the drafts of a step, whose ids the scheduler does not know when it plans the step.
 
 The scheduler plans a step while the previous step runs. It counts the previous step's drafts as
-accepted, and sets the ids of new drafts to -1. When the step begins, the worker has verified the
-previous drafts, and proposes new drafts after the tokens that are now known.
+accepted, and sets the ids of new drafts to -1.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,15 +65,10 @@ _NO_DRAFTS = no_ints()
 
 @dataclass(eq=False)
 class Drafter:
-    """Fills in the drafts of steps, which `source` proposes.
-
-    A request gets as many drafts as the scheduler has planned, or fewer if few of its drafts were
-    accepted.
-    """
+    """Fills in the drafts of steps, which `source` proposes."""
 
     source: DraftSource
     most: int
-    """The maximum number of drafts of a request in a step."""
     _lengths: dict[int, DraftLength] = field(init=False, default_factory=dict)
 
     def update(self, step: StepInput) -> None:
@@ -142,7 +136,6 @@ class Drafter:
 
 
 def _without_drafts(step: StepInput, num_computed_tokens: Int32Array) -> StepInput:
-    """Returns the step without its drafts, and with the given numbers of computed tokens."""
     has_drafts = len(step.num_draft_tokens) > 0
     if not (has_drafts or np.count_nonzero(num_computed_tokens != step.num_computed_tokens)):
         return step
