@@ -239,8 +239,6 @@ class Fleet:
         self._placement.reported(replica)
         self.admission.admit()
 
-    # Choice of the replica.
-
     def _send(self, inflight: Inflight) -> Replica | None:
         placed = self._placement.place(inflight, self.admission)
         if placed is None:
@@ -252,8 +250,8 @@ class Fleet:
         return replica
 
     def _continue(self, inflight: Inflight) -> bool:
-        """Returns whether a replica keeps the KV blocks of the previous turn of the sequence's
-        session.
+        """Sends a turn of a client's session to the replica that keeps the previous turn's KV
+        blocks. Returns whether there is such a replica.
         """
         turn = inflight.request.turn
         held = None if turn is None else turn.take_held(inflight.request)
@@ -268,7 +266,9 @@ class Fleet:
         return False
 
     def send(self, inflight: Inflight) -> Replica | None:
-        """If no replica is ready to accept the sequence, lets it wait and returns None."""
+        """Returns the replica, or None if no replica is ready to accept the sequence. The sequence
+        then waits.
+        """
         replica = self._send(inflight)
         if replica is None:
             inflight.trace.found_no_replica()

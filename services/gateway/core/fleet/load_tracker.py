@@ -11,7 +11,6 @@ from services.gateway.core.fleet.routing_decision import RoutingDecision
 from services.gateway.core.request.inflight import Inflight
 
 INITIAL_MEAN_OUTPUT_TOKENS = 128.0
-"""The assumed mean number of output tokens at a replica before any sequence has ended there."""
 OWN_TOKENS_COUNT = 2
 """Factor by which the number of a sequence's own uncomputed tokens is multiplied in the sequence's
 cost at a replica. It is 2, because both the sequence and the requests behind it wait until these

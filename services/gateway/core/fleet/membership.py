@@ -24,7 +24,7 @@ class Links(Protocol):
     """The connections to all schedulers."""
 
     def make(self, address: str) -> Link:
-        """The link may be used after `open`."""
+        """Makes the link to the scheduler at an address. It may be used after `open`."""
 
     def open(self, replica: Replica) -> None:
         """Opens a session (a gRPC stream) with the replica's scheduler, and a new session whenever
@@ -54,7 +54,7 @@ class Membership:
         on_model_absent: Callable[[], None],
     ) -> None:
         """`on_model_absent` is called when no replica has served the current model for
-        `patience_seconds`. The next `update` may then choose the model of the connected replicas.
+        `patience_seconds`.
         """
         self.replicas: list[Replica] = []
         """The replicas in order of joining. A change replaces the list and does not modify it."""

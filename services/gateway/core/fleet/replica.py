@@ -84,7 +84,7 @@ class Replica:
 
     @property
     def reason(self) -> str:
-        """Why the replica is not ready, or ""."""
+        """Why the replica is not ready, or "" if it is ready."""
         if not self.is_connected:
             return self._why_disconnected
         return self.refusal or self._state.reason
@@ -152,7 +152,6 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_held(self, held: HeldSequence, inflight: Inflight) -> RoutingDecision:
-        """Sends the next turn of a client's session, which continues the kept sequence `held`."""
         handle = held.handle
         del self._held[handle]
         self.load.num_sessions -= 1

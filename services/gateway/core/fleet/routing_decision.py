@@ -19,9 +19,8 @@ class RoutingReason(enum.Enum):
     TURN = "turn"
     HASH = "hash"
     CACHED = "cached"
-    """The replica has the lowest cost, and has a part of the prompt cached."""
+    """The replica has the lowest cost and has a part of the prompt cached."""
     CHEAPEST = "cheapest"
-    """The replica has the lowest cost, and has no part of the prompt cached."""
     AFFINITY = "affinity"
     """The replica served the previous request with the same session id, and the cost there is close
     to the lowest.

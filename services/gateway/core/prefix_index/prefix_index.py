@@ -49,8 +49,6 @@ class PrefixIndex:
         reads from this source sets it.
         """
 
-    # Queries.
-
     def match(self, keys: Sequence[int]) -> dict[str, int]:
         """Returns how many leading blocks of a chain each node need not compute. Nodes that must
         compute all blocks are omitted. `keys` are the chain's block keys in KV-cache group 0, from
@@ -67,7 +65,9 @@ class PrefixIndex:
 
     @property
     def state(self) -> DirectoryState:
-        """DEGRADED if `contact` is EXACT and any node is degraded, and otherwise `contact`."""
+        """The state is DEGRADED if `contact` is EXACT and any node is degraded, and otherwise
+        `contact`.
+        """
         if self.contact is DirectoryState.EXACT and not all(view.is_exact for view in self.views):
             return DirectoryState.DEGRADED
         return self.contact
@@ -95,8 +95,6 @@ class PrefixIndex:
     def num_keys(self) -> int:
         return sum(map(len, self._shards))
 
-    # Changes that the source of the views reports.
-
     def begin(self, node: str, epoch: int, groups: tuple[KVCacheGroup, ...]) -> NodeView:
         """Makes an empty view for a new epoch of a node, which begins with a reset of its pool. The
         node's earlier keys become invalid.
@@ -114,7 +112,7 @@ class PrefixIndex:
             self.retire(view)
 
     def apply(self, batch: KeyBatch) -> Applied:
-        """The batch was applied if the outcome is DONE or DRIFTED."""
+        """Returns DONE or DRIFTED if the batch was applied."""
         view = self._by_epoch.get(batch.epoch)
         if view is None:
             return Applied.OTHER_EPOCH
@@ -178,8 +176,6 @@ class PrefixIndex:
             self._interned.clear()
         return bool(self._retired)
 
-    # Lookups.
-
     def _match_by_jumps(self, keys: Sequence[int], depths: dict[str, int]) -> None:
         """In each iteration, `holders` are the nodes that have all blocks of the chain up to and
         including `position`.
@@ -200,7 +196,7 @@ class PrefixIndex:
     def _bisect(
         self, keys: Sequence[int], lost: int, low: int, high: int, depths: dict[str, int]
     ) -> None:
-        """Stores the depths of the nodes in `lost`, which have block `low`, but not `high`."""
+        """`lost` are nodes that have block `low` of the chain, but not block `high`."""
         shards = self._shards
         while lost and high - low > 1:
             middle = (low + high) // 2
@@ -250,8 +246,6 @@ class PrefixIndex:
             bit = bits & -bits
             depths[node_of_bit[bit]] = depth
             bits ^= bit
-
-    # The table.
 
     def add_keys(self, view: NodeView, keys: Iterable[int]) -> None:
         shards, bit, interned = self._shards, view.bit, self._interned

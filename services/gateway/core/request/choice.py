@@ -91,7 +91,7 @@ class Choice:
         )
 
     def accept(self, delta: Delta) -> Piece:
-        """Converts a delta to a piece. Must not be called after `finish_reason` is set."""
+        """Must not be called after `finish_reason` is set."""
         if delta.num_cached_tokens is not None:
             self.num_cached_tokens = delta.num_cached_tokens
         if self._prompt_only:
@@ -151,9 +151,8 @@ class Choice:
     def _text_token_by_token(
         self, token_ids: list[int], events: list[OutputEvent] | None
     ) -> tuple[str, int, list[int], str | None]:
-        """Appends the events that are parsed from the text to `events`. Returns the visible text,
-        the number of tokens up to the stop string, the position in characters at which each token's
-        text starts, and the stop string or None.
+        """Returns the visible text, the number of tokens up to the stop string, the position in
+        characters at which each token's text starts, and the stop string or None.
         """
         shown: list[str] = []
         offsets: list[int] = []

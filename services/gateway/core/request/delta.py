@@ -45,7 +45,7 @@ class Delta:
         return error
 
     def cut(self, max_tokens: int) -> "Iterator[Delta]":
-        """Only the last of the deltas has the finish reason or error."""
+        """Splits the delta. Only the last part has the finish reason or error."""
         num_tokens = len(self.token_ids)
         for start in range(0, max(num_tokens, 1), max_tokens):
             stop = start + max_tokens

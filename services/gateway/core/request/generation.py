@@ -148,7 +148,7 @@ class Answer:
     pooled: bytes = b""
     """The vector of the prompt as little-endian float32 numbers."""
     message: ParsedMessage = field(default_factory=ParsedMessage)
-    """Empty if the whole text is content, because the request has no `output_form`."""
+    """It is empty if the whole text is content, because the request has no `output_form`."""
     _text: list[str] = field(default_factory=list)
 
     @property

@@ -17,7 +17,7 @@ class ModelLimits:
     priority_scheduling: bool
     hidden_size: int
     pooler: Pooler | None = None
-    """None if the model generates text."""
+    """It is None if the model generates text."""
 
     @property
     def capacity(self) -> int:

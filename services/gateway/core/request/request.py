@@ -20,7 +20,7 @@ from services.gateway.core.text.parsing.output_form import OutputForm
 
 ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 CHAT_ROLES = tuple(role for role in get_args(ChatRole) if role != "tool")
-"""The roles of chat messages over gRPC, which have no tool calls and therefore no role `tool`."""
+"""The roles over gRPC, which has no tool calls and therefore no role `tool`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ClientRequest:
     best_of: int | None = None
     """Number of answers generated for each prompt. The best `n` are returned. None means `n`."""
     pooling: PoolingParams | None = None
-    """None if text is generated."""
+    """It is None if text is generated."""
     turn: "Turn | None" = None
     """The request as a turn of a client's session, or None if it belongs to no session."""
     output_form: OutputForm | None = None
@@ -90,7 +90,7 @@ class ClientRequest:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more answers are generated than returned, so that the best must be found."""
+        """Whether more answers are generated than returned."""
         return self.num_candidates > self.n
 
 

@@ -20,7 +20,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def is_request_id(name: str) -> bool:
-    """Request ids appear in logs, traces and answers."""
+    """Whether a text may be a request id, which appears in logs, traces and answers."""
     return _REQUEST_ID.fullmatch(name) is not None
 
 

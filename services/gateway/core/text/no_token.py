@@ -51,7 +51,6 @@ def nothing_conforms(request: EngineRequest, output: Sequence[int]) -> InvalidAr
 
 
 def _bans_every_token(sampling: SamplingParams, output: Sequence[int], vocab_size: int) -> bool:
-    """Whether every allowed token is banned as the next token."""
     recent = tuple(output[-max(map(len, sampling.bad_words), default=0) :])
     banned = {
         word[-1]

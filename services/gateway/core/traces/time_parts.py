@@ -49,9 +49,7 @@ def request_parts(
 def _sequence_parts(
     trace: SequenceTrace, began: int, ended: int, so_far: EngineParts
 ) -> list[TimePart]:
-    """The part GATEWAY has all time between `began` and `ended` that the sequence's timeline does
-    not cover.
-    """
+    """Assigns all time that the sequence's timeline does not cover to the part GATEWAY."""
     parts: list[TimePart] = []
     num_sent = 0
     for stretch, first, last in _stretches(trace.timeline, ended):

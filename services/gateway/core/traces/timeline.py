@@ -20,14 +20,12 @@ class Part(enum.Enum):
     """A stage in the processing of a request or a sequence."""
 
     ADMIT = names.SPAN_GATEWAY_ADMIT
-    """The gateway checks the API key, the caller's limits, and whether replicas have room."""
     READ = names.SPAN_GATEWAY_READ
     PARSE = names.SPAN_GATEWAY_PARSE
     TOKENIZE = names.SPAN_GATEWAY_TOKENIZE
     PREPARE = names.SPAN_GATEWAY_PREPARE
     WAIT = names.SPAN_GATEWAY_WAIT
     GENERATE = names.SPAN_GATEWAY_GENERATE
-    """The replicas process the sequences, until the last sequence ends."""
     ROUTE = names.SPAN_GATEWAY_ROUTE
     ENGINE = names.SPAN_GATEWAY_ENGINE
     RESUBMIT = names.SPAN_GATEWAY_RESUBMIT
@@ -64,7 +62,7 @@ class Timeline:
 
     @property
     def part(self) -> Part:
-        """The last part if the timeline has ended."""
+        """The current part, or the last part if the timeline has ended."""
         return self.stretches[-1].part
 
     @property
@@ -101,7 +99,7 @@ class Timeline:
             self.ended = self._nanos()
 
     def nanos_of(self, *parts: Part) -> int:
-        """Counts the current part up to now if the timeline has not ended."""
+        """Returns the total nanoseconds of the parts. The current part counts up to now."""
         ends = [*(stretch.began for stretch in self.stretches[1:]), self.ended or self._nanos()]
         pairs = zip(self.stretches, ends, strict=True)
         return sum(end - stretch.began for stretch, end in pairs if stretch.part in parts)

@@ -88,8 +88,8 @@ class RedisJournal:
         return Appended.FENCED
 
     async def _is_last(self, append: Append) -> bool:
-        """Whether the log ends with exactly this entry, because an earlier call that seemed to fail
-        has appended it.
+        """Whether the log already ends with this entry, because a call that seemed to fail has
+        appended it.
         """
         [found] = await self._execute([("XREVRANGE", _log(append.scope), "+", "-", "COUNT", 1)])
         return _entries(found) == [(append.position, append.value)]

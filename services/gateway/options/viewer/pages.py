@@ -51,7 +51,7 @@ class _File:
 
 
 class UiPages:
-    """Redirects / to the page, and forwards all other requests to `app`."""
+    """Serves the page, redirects / to it, and forwards all other requests to `app`."""
 
     def __init__(self, app: ASGIApp, role: UiRole) -> None:
         self._app = app

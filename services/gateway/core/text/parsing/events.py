@@ -83,7 +83,7 @@ class ParsedMessage:
 
     @property
     def parts(self) -> list[MessagePart]:
-        """In the order of the model's text."""
+        """Content, reasoning and calls in the order of the model's text."""
         return [
             ParsedCall(part.name, part.text) if part.kind is None else part.kind(part.text)
             for part in self._parts

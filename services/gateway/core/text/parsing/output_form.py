@@ -24,9 +24,8 @@ class OutputForm:
     """How one request's answers are parsed into tool calls, reasoning and content."""
 
     tools: ToolFormat | None = None
-    """None if calls are treated as content."""
+    """It is None if calls are treated as content."""
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Maps the names of tools to the JSON schemas of their parameters."""
     is_call_list: bool = False
     """Whether a grammar forces the answer to be a JSON list of calls."""
     named: str | None = None
@@ -34,7 +33,7 @@ class OutputForm:
     arguments of this tool.
     """
     reasoning: ReasoningFormat | None = None
-    """None if reasoning is not parsed."""
+    """It is None if reasoning is not parsed."""
     begins_in_reasoning: bool = False
     is_harmony: bool = False
     """If `tools` is None, calls in gpt-oss's harmony format are dropped."""

@@ -36,7 +36,7 @@ class Reader:
         self._recorded = []
 
     def recorded(self) -> str:
-        """Ends the recording. Returns the recorded text."""
+        """Ends the recording and returns the recorded text."""
         recorded, self._recorded = self._recorded or [], None
         return "".join(recorded)
 

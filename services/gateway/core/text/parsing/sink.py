@@ -50,7 +50,7 @@ class Sink:
         self.in_reasoning = False
 
     def call(self, name: str) -> int:
-        """Returns the call's index."""
+        """Starts a tool call, and returns its index."""
         self._close_arguments()
         self._escaper = ControlEscaper()
         self._boundary()
@@ -68,7 +68,7 @@ class Sink:
         self.arguments(arguments)
 
     def end(self) -> None:
-        """White space at the text's end is kept if the answer has no calls."""
+        """Ends the text, whose final white space is kept if the answer has no calls."""
         if self._space and not self.num_calls and not self.in_reasoning:
             self._events.append(ContentDelta("".join(self._space)))
         self._space.clear()

@@ -29,7 +29,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """The entry's position must be above all positions in the log."""
+    """An entry to append to a log. Its position must be above all positions in the log."""
 
     scope: str
     position: Position

@@ -23,7 +23,6 @@ class Wanted:
 
     scope: str
     fingerprint: bytes
-    """A digest of the request's content."""
     num_sequences: int
     identity: Identity
     """The identity (id, seed, arrival time) of the answer, if this request is the first with its
@@ -72,7 +71,7 @@ class KeyedRequest:
         return not busy
 
     def adopt(self, identity: Identity, recording: Recording) -> None:
-        """The answer must not have readers."""
+        """Replaces the identity and the recording. The answer must not have readers."""
         self.identity, self.recording = identity, recording
 
     def start(self, _requests: Sequence[EngineRequest]) -> "Reader":
@@ -131,7 +130,7 @@ class Reader:
         self._on_news = on_news
 
     def abort(self, index: int) -> None:
-        """The recording continues."""
+        """Ignores further output of a sequence. The recording continues."""
         self._aborted.add(index)
 
     def end_turn(self, index: int, tool: str) -> None:

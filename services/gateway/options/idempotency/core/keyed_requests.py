@@ -35,7 +35,7 @@ class KeyLimits:
     linger_seconds: float
     """Seconds after which the generation of a detached answer is stopped."""
     max_detached: int
-    """If there are more, the longest detached answer is stopped."""
+    """If more answers are detached, the longest detached answer is stopped."""
     retention_seconds: float
     """Seconds for which an ended or stopped answer is stored."""
     max_answers: int
@@ -168,8 +168,6 @@ class KeyedRequests:
                 self.counts.followed += 1
         return role in (Role.FOLLOWS, Role.HAS_ALL)
 
-    # Generation of answers.
-
     def _make(self, request: KeyedRequest) -> None:
         assert request.build is not None
         generation = request.build(request.identity)
@@ -217,8 +215,6 @@ class KeyedRequests:
     def followed_to_end(self, request: KeyedRequest) -> None:
         request.is_followed = False
         self._end_making(request)
-
-    # Readers and retention.
 
     def _expect_reader(self, request: KeyedRequest) -> None:
         self._detached.pop(request, None)

@@ -67,7 +67,9 @@ class OwnedLog:
         self._begins, self._pending = True, None
 
     def next(self, now: float) -> Append | None:
-        """Returns None if there is no new output and the lease need not be renewed yet."""
+        """Returns the entry to write, or None if there is no new output and the lease need not be
+        renewed.
+        """
         if self._pending is None:
             self._pending = self._make(now)
         return self._pending

@@ -34,7 +34,6 @@ class OwnedLogs:
         on_news: Callable[[], None],
         fenced: Callable[[KeyedRequest], None],
     ) -> None:
-        """`gateway` is this gateway's unique name."""
         self._journal = journal
         self._take_entry = entry_to_bytes(Take(gateway))
         self._clock = clock
@@ -52,7 +51,7 @@ class OwnedLogs:
         return scope in self._logs
 
     def log_of(self, request: KeyedRequest) -> OwnedLog | None:
-        """Returns None if this gateway does not write the log."""
+        """Returns None if this gateway does not write the answer's log."""
         log = self._logs.get(request.scope)
         return log if log is not None and log.request is request else None
 

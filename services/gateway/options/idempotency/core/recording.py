@@ -31,7 +31,6 @@ class SequenceRecord:
 
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: LogprobRows | None = None
-    """One row for each token. It is None if log-probabilities were not requested."""
     prompt_logprobs: LogprobRows | None = None
     num_cached_tokens: int | None = None
     finish: Finish | None = None
@@ -146,7 +145,7 @@ class Recording:
         return sum(sequence.num_bytes for sequence in self.sequences)
 
     def add(self, deltas: Iterable[tuple[int, Delta]]) -> None:
-        """An error ends the recording."""
+        """Appends deltas. An error ends the recording."""
         for index, delta in deltas:
             if delta.error is not None:
                 self.fail(delta.error)

@@ -91,7 +91,6 @@ class Sharing:
     def __init__(
         self, journal: Journal, gateway: str, clock: Clock, times: SharingTimes | None = None
     ) -> None:
-        """`gateway` is this gateway's unique name."""
         self.counts = SharingCounts()
         self.listener: SharingListener | None = None
         self.is_reachable = True
@@ -112,8 +111,6 @@ class Sharing:
             self._awake.set,
             self._fenced,
         )
-
-    # Calls from KeyedRequests.
 
     async def open(self, request: KeyedRequest) -> Role:
         """Must not be called for an answer that this gateway generates or follows. Raises KeyReused
@@ -183,8 +180,6 @@ class Sharing:
             for _ in range(_LAST_WRITES):
                 await self._owned.write()
 
-    # Opening of logs.
-
     async def _try_open(self, request: KeyedRequest) -> Role | None:
         """Returns None if the caller must try again, for example because another gateway has the
         lease, but has not written the log's Begin entry yet.
@@ -231,8 +226,6 @@ class Sharing:
         )
         self.counts.damaged += 1
         await self._journal.forget([request.scope])
-
-    # The periodic work.
 
     async def _something_to_do(self) -> None:
         if self._followed or not (self.is_reachable and self._was_reached):

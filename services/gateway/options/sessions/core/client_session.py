@@ -89,7 +89,7 @@ class ClientSession:
             held.release()
 
     def hold(self, held: HeldSequence) -> None:
-        """Releases the sequence if the session has ended."""
+        """Stores the sequence, or releases it if the session has ended."""
         if self.ended is None:
             self.held = held
         else:

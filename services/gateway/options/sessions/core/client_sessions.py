@@ -109,8 +109,6 @@ class ClientSessions:
         for session in list(self._sessions.values()):
             self._end_and_tell(session, error)
 
-    # Methods that sessions call.
-
     def turn_began(self, session: ClientSession) -> None:
         """Stops the session's idle timer."""
         if (timer := self._timers.pop(session.session_id, None)) is not None:

@@ -22,7 +22,7 @@ class Tenant(Caller):
     are scheduled earlier.
     """
     models: frozenset[str] | None = None
-    """None means all models."""
+    """If it is None, the API key may use all models."""
     cache_salt: str = ""
     """Tenants with different salts do not share cached prompts."""
 

@@ -148,8 +148,8 @@ class History:
 
 
 def changes(before: ReplicaStatus, after: ReplicaStatus) -> Iterator[tuple[str, str]]:
-    """Each change is a kind of event and a text. The state of a scheduler that does not respond is
-    unknown, and counts as unchanged.
+    """Yields each change as a kind of event and a text. The unknown state of a scheduler that does
+    not respond counts as unchanged.
     """
     if before.is_ready and not after.is_ready:
         yield "lost", after.reason or "cannot run steps"

@@ -53,9 +53,7 @@ def turn_of(trace: StoredTrace, program: str) -> Document | None:
 
 
 def document(trace: StoredTrace) -> Document:
-    """The spans are in the order of `in_tree`. Times are in seconds from the start of the first
-    span.
-    """
+    """Times are in seconds from the start of the first span."""
     spans = [(one.service, trace_pb2.Span.FromString(one.encoded)) for one in trace.spans]
     start = min((span.start_time_unix_nano for _, span in spans), default=0)
     return {

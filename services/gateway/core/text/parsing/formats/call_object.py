@@ -75,7 +75,6 @@ class _Call:
             yield from self._reader.json_value(drop)
 
     def close(self, *, needs_arguments: bool) -> None:
-        """Ends the call, whose object has ended, or was truncated after the call's start."""
         if self.has_started:
             return
         if self._name is None or needs_arguments:

@@ -99,7 +99,6 @@ def _nested(reader: Reader, take: Take) -> Reading[None]:
 
 
 def _to_json(arguments: str) -> str:
-    """The values must be literals."""
     try:
         call = ast.parse("f" + arguments, mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -116,7 +115,5 @@ def _literal(node: ast.expr) -> object:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Replaces the names true, false and null of JSON by Python's values."""
-
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node

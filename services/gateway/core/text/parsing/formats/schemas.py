@@ -85,7 +85,6 @@ class _Schema:
         return self._types(schema, frozenset()) or frozenset()
 
     def _all(self, schema: object, seen: set[int]) -> Iterator[Mapping[str, Any]]:
-        """Yields the schema, and all schemas that its references and alternatives lead to."""
         if not isinstance(schema, Mapping) or id(schema) in seen or not self._takes_one():
             return
         seen.add(id(schema))

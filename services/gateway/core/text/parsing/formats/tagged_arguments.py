@@ -15,7 +15,7 @@ _NAME_ATTRIBUTE = re.compile(r'name\s*=\s*"([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class _Tags:
-    """The tags of a format. The `outer` tags surround all calls."""
+    """The `outer` tags surround all calls."""
 
     outer_open: str
     outer_close: str

@@ -32,7 +32,7 @@ class Quota(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LimitSet:
-    """A field that is None means no limit."""
+    """The limits of one tenant, where None means no limit."""
 
     tenant_id: str
     requests_per_minute: int | None = None
@@ -71,7 +71,9 @@ class LimitSet:
 
 
 class SlotChange(enum.Enum):
-    """HOLD occupies or renews the request's slot, RELEASE frees it."""
+    """The effect of a change on the request's slot: HOLD occupies or renews it, and RELEASE frees
+    it.
+    """
 
     KEEP = 0
     HOLD = 1

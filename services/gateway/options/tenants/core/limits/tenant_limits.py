@@ -55,7 +55,7 @@ _NOT_THE_CLIENTS = (ResourceExhausted, Unavailable, InternalError)
 
 
 class LimitReached(QuotaExceeded):
-    """`standing` has the remaining amounts of all limits."""
+    """The tenant has reached a limit. `standing` has the remaining amounts of all limits."""
 
     def __init__(self, limits: LimitSet, standing: Standing, num_tokens: int = 0) -> None:
         quota = standing.refused_by or Quota.CONCURRENCY

@@ -57,7 +57,7 @@ class FairQueue(Generic[T]):
         self._num_waiting += 1
 
     def take(self, may_be_next: Callable[[Tenant], bool]) -> T | None:
-        """Removes the next item of the tenants for which `may_be_next` is true."""
+        """Removes and returns the next item of the tenants for which `may_be_next` is true."""
         waiting = [line for line in self._lines.values() if line.items]
         for line in sorted(waiting, key=lambda line: (line.served, line.items[0][0])):
             if may_be_next(line.tenant):

@@ -104,7 +104,7 @@ def _queue_full(tenant: Tenant, why: str, excess_seconds: float) -> TenantQueueF
 
 
 def too_late(deadline: float | None) -> StepwellError:
-    """DeadlineExceeded if the client set a deadline, and otherwise ResourceExhausted."""
+    """Returns DeadlineExceeded if the client set a deadline, and otherwise ResourceExhausted."""
     message = "the request waited in the gateway's queue longer than the time limit"
     if deadline is not None:
         return DeadlineExceeded(message, reason="QUEUE_TIMEOUT")

@@ -88,8 +88,6 @@ class TenantQueues(Admission):
         waiters = self._waiters.values()
         return [Queued(waiter.inflight, waiter.reason, now - waiter.began) for waiter in waiters]
 
-    # New requests and sequences.
-
     def check_room(self, tenant: Caller, deadline: float | None) -> None:
         """Raises TenantQueueFull if the tenant's queue is full, or if a request would wait in it
         for too long. Raises DeadlineExceeded if a request would not end by `deadline`.
@@ -138,8 +136,6 @@ class TenantQueues(Admission):
         if waiter is not None:
             self._queue.remove(_tenant(inflight), _order(inflight))
             self._remove(waiter)
-
-    # Occupying and freeing slots.
 
     def admit(self) -> None:
         """Sends waiting sequences until no waiting tenant may occupy a slot. Sequences that can no
@@ -277,8 +273,6 @@ class TenantQueues(Admission):
         if capacity is None:
             return 0.0
         return usage.tokens_of(capacity.num_slots * self.slots.share(usage.tenant))
-
-    # Timeouts.
 
     def _sweep_later(self, seconds: float = _SWEEP_SECONDS) -> None:
         if self._waiters and not self._is_sweeping:

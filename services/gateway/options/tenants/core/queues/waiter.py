@@ -28,7 +28,7 @@ class Waiter:
     num_ahead: int
     began: float
     was_preempted: bool = False
-    """The limit on the waiting time does not apply to preempted sequences."""
+    """If it is true, the limit on the waiting time does not apply."""
     has_to_wait: bool = False
     """Whether the sequence was not sent at once. If true, its wait is recorded when it is sent."""
 
