@@ -30,7 +30,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.accuracy.conversations import Conversations, at_once, with_priorities
-from benchmarks.accuracy.real import RealRun, run_conversations
+from benchmarks.accuracy.real import CLIENTS, RealRun, run_conversations
 from benchmarks.accuracy.serving import Decoding, decodings, fit_serving, median_error, total_error
 from benchmarks.common.arguments import DEMO, count, make_parser, positive
 from benchmarks.common.console import log, show
@@ -237,7 +237,8 @@ class Benchmark:
             max_model_len=self._options.max_model_len,
             **{name: getattr(self._options, name) for name in _SETTINGS},
         )
-        return await run_conversations(settings, programs, step_log), step_log
+        client = CLIENTS[self._options.client]
+        return await run_conversations(settings, programs, step_log, client), step_log
 
     def _simulated(self, config: SchedulerConfig, programs: list[Program]) -> RunResult:
         return simulate(Setup(config, self._times, self._serving), programs)
@@ -334,6 +335,7 @@ def main(argv: Sequence[str]) -> None:
     add("--seconds", type=positive, default=40.0, help="conversations arrive for this time")
     add("--steps", type=count, default=600, help="steps to measure for a profile (default: 600)")
     add("--profiles", type=Path, help="directory with MODEL.toml (default: measure them)")
+    add("--client", choices=CLIENTS, default="http", help="the package openai, or plain HTTP")
     add("--simulated", action="store_true", help="replace the model by a simulated device")
     add("--workload", choices=NAMES, default="chat", help="workload of stepwell simulate")
     add(

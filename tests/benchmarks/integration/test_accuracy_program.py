@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.accuracy.__main__ import Measures, num_equal_plans
 from benchmarks.accuracy.conversations import Conversations
-from benchmarks.accuracy.real import run_conversations
+from benchmarks.accuracy.real import CLIENTS, run_conversations
 from benchmarks.accuracy.serving import decodings, fit_serving
 from services.cli.replay.log_file import StepLogFile
 from services.cli.settings import UpSettings
@@ -21,8 +21,9 @@ seconds = 0.01
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("client", CLIENTS)
 async def test_a_real_run_is_measured_replayed_and_simulated(
-    random_model: Path, tmp_path: Path
+    random_model: Path, tmp_path: Path, client: str
 ) -> None:
     """The simulated device takes the profile's times. So the run and its simulation differ only by
     the time that the services add.
@@ -40,7 +41,7 @@ async def test_a_real_run_is_measured_replayed_and_simulated(
         num_blocks=200,
     )
     programs = Conversations(max_model_len=512, pause_scale=0.01).arriving(6, 10.0, seed=1)
-    run = await run_conversations(settings, programs, step_log)
+    run = await run_conversations(settings, programs, step_log, CLIENTS[client])
     turns = [turn for program in programs for turn in program.turns]
     assert len(run.job_seconds) == 6
     assert sorted(len(one.token_ids) for one in run.answered) == sorted(
