@@ -1,6 +1,5 @@
-"""With the pool as a gRPC service, Stepwell's decisions equal vLLM's in every recorded field of
-every step. A quarter of the recordings of each family are run. test_replayed_logs.py runs all
-recordings, with the pool in the scheduler's process.
+"""Stepwell's decisions equal vLLM's in every recorded field of every step. Here the pool is a gRPC
+service. In test_replayed_logs.py it is in the scheduler's process.
 """
 
 import json
@@ -72,7 +71,7 @@ def test_all_recordings_are_there() -> None:
     assert {file.name.removesuffix(".jsonl.xz") for file in files} == NUM_RECORDINGS.keys()
 
 
-@pytest.mark.parametrize("recording", RECORDINGS[::4], ids=str)
+@pytest.mark.parametrize("recording", RECORDINGS, ids=str)
 async def test_decisions_are_those_recorded(recording: Recording) -> None:
     assert_as_recorded(recording, await replay_over_grpc(recording.scenario))
 
