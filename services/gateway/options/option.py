@@ -59,8 +59,8 @@ class OptionParts:
 
 
 class Option:
-    """One option. A subclass overrides the methods and attributes that it uses. Each option is a
-    folder beside this module, which only `listed.py` imports.
+    """A subclass overrides the methods and attributes that it uses. Each option is a folder beside
+    this module, which only `listed.py` imports.
     """
 
     metric_specs: ClassVar[Sequence[MetricSpec]] = ()

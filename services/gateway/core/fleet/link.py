@@ -43,7 +43,7 @@ class ReplicaListener(Protocol):
         """
 
     def replica_lost(self, inflights: list[Inflight], cause: ResubmitCause) -> None:
-        """The session with the scheduler ended for `cause`. The replica had these sequences."""
+        """The session with the scheduler, which had these sequences, ended for `cause`."""
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"

@@ -15,8 +15,9 @@ from services.gateway.core.request.model_limits import ModelLimits, tightest_lim
 logger = logging.getLogger(__name__)
 
 LEAVE_AFTER_SECONDS = 3.0
-"""A replica whose address no source lists any more is removed when this gateway has had no session
-with its scheduler for this number of seconds. A draining replica is removed without this delay.
+"""A replica whose address no source (a setting or a registry) lists any more is removed when this
+gateway has had no session with its scheduler for this number of seconds. A draining replica is
+removed at once.
 """
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from services.common.telemetry import names
 
 MAX_STRETCHES = 64
-"""The timeline of a sequence that replicas refuse repeatedly could otherwise have thousands of
-parts.
+"""Limit on the number of parts of a timeline. The timeline of a sequence that replicas refuse
+repeatedly could otherwise have thousands of parts.
 """
 
 Details = Mapping[str, str | int | float | bool]

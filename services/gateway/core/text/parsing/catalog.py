@@ -132,4 +132,6 @@ REASONING_FORMATS = {
     ),
 }
 HARMONY = "openai_gptoss"
-"""The harmony format (gpt-oss), in which one reader reads reasoning, calls and content."""
+"""The name of the harmony format (gpt-oss), in which one reader reads reasoning, calls
+and content.
+"""

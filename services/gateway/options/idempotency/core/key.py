@@ -13,7 +13,7 @@ from services.gateway.core.caller import Caller
 from services.gateway.core.request.request import ClientRequest, Prompt
 
 FIELD = "Idempotency-Key"
-"""The name of the HTTP header. In lower case, it is used in gRPC metadata."""
+"""The name of the HTTP header with the key. In lower case, it is used in gRPC metadata."""
 MAX_LENGTH = 255
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_LENGTH}}}")
 _SCOPE_DIGITS = 32

@@ -112,9 +112,7 @@ class KeyedRequest:
 
 
 class Reader:
-    """Reads an answer's recording for one client, from the beginning. A Generation uses a Reader in
-    place of the engine's Mailbox.
-    """
+    """Reads an answer's recording for one client, from the beginning."""
 
     def __init__(self, request: KeyedRequest, on_close: Callable[["Reader"], None]) -> None:
         self.routes, self.waits, self.traces = request.routes, request.waits, request.traces

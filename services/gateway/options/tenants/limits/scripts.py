@@ -90,7 +90,7 @@ redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return redis.status_reply('OK')
 """
 )
-"""The first argument is the duration of the leases in milliseconds. The other arguments are the
+"""Renews the leases of slots. The arguments are the duration of the leases in milliseconds, and the
 names of the slots.
 """
 

@@ -46,7 +46,6 @@ function card(replica, problem) {
   return made;
 }
 
-/** Returns the state of a replica as a text. */
 export function stateOf(replica) {
   if (!replica.ready) return replica.reason || "not ready";
   const stats = replica.stats;
