@@ -37,7 +37,6 @@ class Agents:
         self.now += 0.01
 
     def cached(self, token_ids: list[int]) -> int:
-        """The number of leading tokens whose blocks are cached in the pool."""
         request = Request("probe", 0, token_ids, len(token_ids), SamplingParams())  # type: ignore[arg-type]
         request.hash_full_blocks(b"", self.story.config.block_size)
         indexes = self.story.pool.core._blocks.indexes

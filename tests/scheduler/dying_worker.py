@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class DyingWorker:
-    """Starts the process, and restarts it after each death until it is stopped."""
+    """Runs the worker process, and restarts it after each death until it is stopped."""
 
     def __init__(self, poison: int) -> None:
         self.num_deaths = 0
@@ -42,7 +42,6 @@ class DyingWorker:
         self._directory.cleanup()
 
     def kill(self) -> None:
-        """Kills the process, which is then restarted."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 

@@ -43,7 +43,6 @@ class Bench:
         linger_seconds: float = LINGER_SECONDS,
         **config: Any,
     ) -> None:
-        """A step takes `step_seconds` of the event loop, or one iteration if that is 0."""
         limits: dict[str, Any] = {
             "max_num_seqs": 4,
             "max_num_batched_tokens": 32,
@@ -95,9 +94,7 @@ class Bench:
         await self.inbox.until(lambda: set(names) <= set(self.inbox.ended))
 
     async def until_idle(self) -> None:
-        """Waits until the engine is idle. Checks that no blocks and no rows of the batch are
-        used.
-        """
+        """Checks that no blocks and no rows of the batch are used."""
         await eventually(lambda: self.engine.state is EngineState.IDLE)
         assert self.pool.num_free_blocks == self._num_usable_blocks
         assert self.executor.num_requests == 0

@@ -40,7 +40,7 @@ class FragilePool(InProcessPool):
 
 
 class FakeExecutor:
-    """An `Executor` (the engine's port to workers) over a PagedModel. Answers can be blocked."""
+    """The engine's port to workers, over a PagedModel. Tests can block its answers."""
 
     def __init__(self, block_size: int, num_slots: int) -> None:
         self._shape = block_size, num_slots
@@ -50,11 +50,8 @@ class FakeExecutor:
         self._is_held = False
         self.num_steps = 0
         self.breaks: frozenset[int] = frozenset()
-        """Batch indexes of the requests for which the next steps report NaN logits."""
         self.poison: frozenset[int] = frozenset()
-        """Tokens that make the workers fail in any step that computes them."""
         self.broken_by: list[set[str]] = []
-        """For each step that made the workers fail, the names of its requests."""
 
     @property
     def num_requests(self) -> int:
@@ -68,7 +65,6 @@ class FakeExecutor:
         self._is_held = True
 
     def let_go(self) -> None:
-        """Sends the blocked answers, and does not block further ones."""
         self._is_held = False
         while self._waiting:
             answer, output = self._waiting.popleft()
@@ -76,7 +72,6 @@ class FakeExecutor:
                 answer.set_result(output)
 
     def lose(self) -> None:
-        """Raises WorkersLost for every step in flight and every later step."""
         self._is_lost = True
         while self._waiting:
             answer, _ = self._waiting.popleft()
@@ -169,8 +164,6 @@ class Inbox:
 
 
 class ReadinessLog:
-    """A `Readiness` that records each state: "" if steps can run, otherwise the reason."""
-
     def __init__(self) -> None:
         self.lacks: list[str] = []
 

@@ -29,7 +29,6 @@ class Before:
 
 
 def check_step(story: Story, before: Before, plan: SchedulerOutput) -> None:
-    """Checks all invariants of a step that was just planned."""
     check_budget(story, plan)
     check_rows(story)
     check_nothing_leaks(story)
@@ -47,7 +46,6 @@ def check_budget(story: Story, plan: SchedulerOutput) -> None:
 
 
 def check_rows(story: Story) -> None:
-    """The persistent batch has one row for each running request, and at most the limit."""
     running = story.scheduler.running
     assert len(running) <= _num_rows(story)
     assert story.model.num_requests == len(running)

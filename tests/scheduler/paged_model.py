@@ -1,11 +1,9 @@
 """A simulation of the workers: a deterministic model over a paged KV cache that stores contents.
 
-The value that the cache stores for a position is a digest of the sequence up to it. Before
-sampling, the model reads through the block tables every position that its layers see, and fails if
-a position has not the value of this sequence. So a block that was wrongly shared, published too
-early, freed too early or not recomputed is detected at the first token that depends on it. With
-speculation the model proposes drafts. Values of rejected drafts remain stored until they are
-overwritten.
+Before sampling, the model reads through the block tables every position that its layers see, and
+fails if a position has not the value of this sequence. So a block that was wrongly shared,
+published too early, freed too early or not recomputed is detected at the first token that depends
+on it.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -43,8 +41,8 @@ def is_right(num_tokens: int, index: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request that enters the persistent batch. `root` is its salt and adapter. Its block hashes
-    depend on `root`, its tokens, and its multimodal items.
+    """`root` is its salt and adapter. Its block hashes depend on `root`, its tokens, and its
+    multimodal items.
     """
 
     row_index: int
@@ -68,9 +66,8 @@ class Work:
 
 
 class StoredTokens:
-    """A sequence: its tokens, and the value that the cache stores for each position. The value is a
-    digest of the root (salt and adapter), of all tokens up to the position, and of their multimodal
-    items.
+    """The value is a digest of the root (salt and adapter), of all tokens up to the position, and
+    of their multimodal items.
     """
 
     def __init__(
@@ -93,7 +90,6 @@ class StoredTokens:
         self.digests += digests
 
     def digests_of(self, further: Iterable[int]) -> list[int]:
-        """The values of `further` tokens after the sequence, without appending them."""
         digest, digests = self.digests[-1] if self.digests else self._root, []
         for position, token_id in enumerate(further, len(self.digests)):
             digest = hash((digest, token_id, self._items.get(position)))
@@ -102,8 +98,6 @@ class StoredTokens:
 
 
 class _Row(StoredTokens):
-    """The row of a request in the persistent batch."""
-
     def __init__(self, new: NewRow) -> None:
         super().__init__(new.token_ids, new.root, new.items)
         self.tables = [list(table) for table in new.tables]
@@ -112,7 +106,6 @@ class _Row(StoredTokens):
         self._num_prompt_tokens = new.num_prompt_tokens
 
     def take_back(self, num_tokens: int) -> None:
-        """Keeps only the first `num_tokens` tokens."""
         del self.token_ids[num_tokens:], self.digests[num_tokens:]
 
     def continuation(self, num_tokens: int) -> list[int]:
@@ -126,7 +119,7 @@ class _Row(StoredTokens):
         return longer[len(self.token_ids) :]
 
     def proposals(self, num_tokens: int) -> list[int]:
-        """Drafts for the row. From the first one that the grammar refuses on, they are -1."""
+        """From the first one that the grammar refuses on, they are -1."""
         drafts = [
             token_id if is_right(len(self.token_ids), index) else token_id + 1
             for index, token_id in enumerate(self.continuation(num_tokens))
@@ -150,8 +143,6 @@ class _Row(StoredTokens):
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """The positions `start` to `end` of one row, which a step computes. The last may be drafts."""
-
     row: _Row
     start: int
     end: int
@@ -237,14 +228,13 @@ class PagedModel:
         return min(num_computed, len(self._rows[row_index].token_ids) - 1)
 
     def run_plan(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Runs a step that the scheduler core has planned."""
         return self.run_work(work_of(plan))
 
     def run_work(
         self, step: "StepWork", names: Collection[str] = (), invalid: Collection[int] = ()
     ) -> ModelRunnerOutput:
-        """Runs a step. Requests in `names`, and requests with blocks in `invalid`, store values
-        that belong to no sequence.
+        """Requests in `names`, and requests with blocks in `invalid`, store values that belong to
+        no sequence.
         """
         self.cache.garble(invalid)
         self._void, self.void_names = (names, frozenset(invalid)), set()
@@ -268,7 +258,6 @@ class PagedModel:
         return ModelRunnerOutput(token_ids, draft_token_ids=drafts, refused_tokens=refused)
 
     def names_holding(self, blocks: Collection[int]) -> set[str]:
-        """The names of the requests that have one of these blocks."""
         holding = frozenset(blocks)
         return {
             row.name
@@ -277,7 +266,6 @@ class PagedModel:
         }
 
     def take_back(self, request: Request) -> None:
-        """Drops the last tokens of a request's row, which the scheduler did not accept."""
         row = None if request.row is None else self._rows.get(request.row)
         if row is not None and row.name == request.request_id:
             row.take_back(request.num_tokens)
@@ -291,8 +279,8 @@ class PagedModel:
         zeroed: Iterable[int] = (),
         copies: Iterable[BlockCopy] = (),
     ) -> list[list[int]]:
-        """Runs a step. Returns the sampled tokens of each request: its accepted drafts and one more
-        token, or none if the step ends inside its prompt.
+        """Returns for each request its accepted drafts and one more token, or none if the step ends
+        inside its prompt.
         """
         for row_index in removed:
             assert self._rows.pop(row_index, None) is not None, f"row {row_index} was empty"
@@ -317,8 +305,8 @@ class PagedModel:
         return [self._sample(running) for running in passes]
 
     def _begin(self, work: Work, has_just_entered: bool) -> _Pass:
-        """Starts the work of a row. Drafts of -1 stand for the drafts that the model proposed, or
-        are padding if the row has just entered.
+        """Drafts of -1 stand for the drafts that the model proposed, or are padding if the row has
+        just entered.
         """
         row, drafts = self._rows[work.row_index], work.drafts
         if -1 in drafts and not has_just_entered:

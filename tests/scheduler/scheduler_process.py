@@ -28,7 +28,6 @@ class SchedulerProcess:
 
     @classmethod
     async def start(cls, *flags: str, **environ: str) -> "SchedulerProcess":
-        """Starts the process. Its standard error is collected in `errors`."""
         clean = {name: value for name, value in os.environ.items() if "STEPWELL" not in name}
         path = os.pathsep.join([str(ROOT), str(ROOT / "gen")])
         process = await asyncio.create_subprocess_exec(
@@ -41,7 +40,6 @@ class SchedulerProcess:
         return cls(process)
 
     async def wait(self) -> int:
-        """Waits until the process ends by itself. Returns its exit status."""
         async with asyncio.timeout(SECONDS):
             _, errors = await self.process.communicate()
         self.errors += errors.decode().splitlines()
@@ -49,7 +47,6 @@ class SchedulerProcess:
         return self.process.returncode
 
     async def close(self) -> None:
-        """Kills the process if it still runs."""
         if self.process.returncode is None:
             self.process.kill()
             await self.wait()
@@ -57,8 +54,6 @@ class SchedulerProcess:
 
 @dataclass(slots=True)
 class Running:
-    """A running scheduler process, and a stub for its address."""
-
     scheduler: SchedulerProcess
     stub: scheduler_pb2_grpc.SchedulerStub
     address: str
@@ -68,7 +63,6 @@ class Running:
 async def running_scheduler(
     *flags: str, worker: FakeWorker | None = None, pool: Pool | None = None, **environ: Any
 ) -> AsyncIterator[Running]:
-    """Starts a pool, a worker and the scheduler process, and waits until the scheduler serves."""
     worker, pool = worker or FakeWorker(), pool or Pool()
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="sw"))

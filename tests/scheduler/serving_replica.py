@@ -47,8 +47,6 @@ def add_request(handle: int, prompt: Sequence[int], **fields: Any) -> scheduler_
 
 @dataclass(slots=True)
 class Heard:
-    """The data that a gateway received for one request."""
-
     tokens: list[int] = field(default_factory=list)
     num_cached_tokens: int | None = None
     finished: scheduler_pb2.Finished | None = None
@@ -57,8 +55,6 @@ class Heard:
 
 
 class Gateway:
-    """The gateway's side of the stream (session) that it has open with a scheduler."""
-
     def __init__(self, stub: scheduler_pb2_grpc.SchedulerStub) -> None:
         self.call = stub.Session()
         self.opened: scheduler_pb2.SessionOpened | None = None
@@ -76,13 +72,12 @@ class Gateway:
 
     @property
     def state(self) -> scheduler_pb2.ReplicaState | None:
-        """The last state of the replica that the scheduler reported."""
         return self.states[-1] if self.states else None
 
     async def open(
         self, gateway_id: str = "gateway", release: common_pb2.Release | None = None
     ) -> scheduler_pb2.SessionOpened:
-        """Opens the session. Returns the scheduler's answer, which describes the replica."""
+        """Returns the scheduler's answer, which describes the replica."""
         hello = scheduler_pb2.OpenSession(gateway_id=gateway_id, release=release or own_release())
         await self.say(open=hello)
         await self.until(lambda: self.opened is not None)
@@ -102,7 +97,6 @@ class Gateway:
     async def add_chunk(
         self, handle: int, num_tokens: int, chunk: Sequence[int], **fields: Any
     ) -> None:
-        """Sends further input to a client's session (request with turns) of `num_tokens` tokens."""
         defaults = {
             "request_id": f"request-{handle}",
             "token_ids": pack_token_ids(chunk),
@@ -112,7 +106,7 @@ class Gateway:
         await self.say(chunk=scheduler_pb2.AddChunk(handle=handle, **defaults | fields))
 
     async def until_turn(self, handle: int, count: int = 1) -> list[int]:
-        """Waits until `count` turns of a client's session have ended. Returns all output tokens."""
+        """Returns all output tokens of the client's session after `count` of its turns."""
         heard = self.heard[handle]
         await self.until(lambda: len(heard.turns) >= count)
         assert heard.finished is None
@@ -122,29 +116,24 @@ class Gateway:
         await self.say(abort=scheduler_pb2.AbortRequests(handles=handles))
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for a condition, which is checked after each received message."""
         async with asyncio.timeout(SECONDS):
             while not condition():
                 self._news.clear()
                 await self._news.wait()
 
     async def until_tokens(self, handle: int, count: int) -> None:
-        """Waits until at least `count` output tokens of a request were received."""
         await self.until(lambda: len(self.heard[handle].tokens) >= count)
 
     async def finish(self, *handles: int) -> None:
-        """Waits until requests have ended or were refused."""
         await self.until(
             lambda: all(self.heard[h].finished or self.heard[h].rejected for h in handles)
         )
 
     async def until_ended(self) -> None:
-        """Waits until the scheduler ends the stream of the gateway's session."""
         await asyncio.wait({self._reader}, timeout=SECONDS)
         assert self._reader.done()
 
     async def close(self) -> None:
-        """Disconnects without ending the gateway's session."""
         self.call.cancel()
         await asyncio.wait({self._reader})
 
@@ -201,14 +190,13 @@ class Gateway:
 class Worker(Protocol):
     """A worker of one rank that the test's process serves."""
 
-    async def start(self) -> str:
-        """Starts to serve. Returns the address."""
+    async def start(self) -> str: ...
 
     async def stop(self) -> None: ...
 
 
 class Pool:
-    """The pool service. Tests can stop it, and restart it at the same address."""
+    """The pool service."""
 
     def __init__(self, exporter: Any = None) -> None:
         self._exporter = exporter
@@ -224,7 +212,6 @@ class Pool:
         return self._address
 
     async def stop(self) -> None:
-        """Stops the service, which loses its blocks, like a crash."""
         if self._service is not None:
             service, self._service = self._service, None
             await service.drain()
@@ -255,7 +242,6 @@ class Replica:
 
     @property
     def worker(self) -> FakeWorker:
-        """The first rank, which must be a FakeWorker."""
         worker = self.workers[0]
         assert isinstance(worker, FakeWorker)
         return worker
@@ -277,9 +263,10 @@ class Replica:
 
     @asynccontextmanager
     async def planning_together(self, num_requests: int) -> AsyncIterator[None]:
-        """Pauses the scheduler until the `num_requests` requests that the `async with` block sends
-        are queued, so that one step can admit them together. Before, no request may run. The test
-        must unblock the worker (`worker.going`) afterwards.
+        """Pauses the scheduler until the `num_requests` requests that the block sends are queued.
+
+        Then one step can admit them together. The test must unblock the worker (`worker.going`)
+        afterwards.
         """
         self.worker.going.clear()
         await self.admin.Pause(
@@ -303,7 +290,7 @@ class Replica:
 async def serving_replica(
     *workers: Worker, pool: Pool | None = None, cuttable: bool = False, **settings: Any
 ) -> AsyncIterator[Replica]:
-    """Starts a replica. With `cuttable`, a test can cut the link of scheduler and pool."""
+    """With `cuttable`, a test can cut the link of scheduler and pool."""
     ranks = list(workers) or [FakeWorker()]
     pool = pool or Pool()
     async with AsyncExitStack() as stack:
@@ -358,7 +345,6 @@ async def gateway_of(replica: Replica) -> AsyncIterator[Gateway]:
 async def until_serving(
     channel: grpc.aio.Channel, serving: asyncio.Task[None] | None = None
 ) -> None:
-    """Waits until the health check reports SERVING. Raises the error of a failed `serving`."""
     health = health_pb2_grpc.HealthStub(channel)
     async with asyncio.timeout(SECONDS):
         while True:

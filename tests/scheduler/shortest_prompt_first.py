@@ -8,8 +8,6 @@ from services.scheduler.core.request import Request
 
 
 class ShortestPromptFirstPolicy:
-    """Admits the shortest prompt first, and preempts the request with the longest prompt."""
-
     uses_priority = False
     retention = None
 
@@ -23,8 +21,6 @@ class ShortestPromptFirstPolicy:
 
 
 class ShortestPromptFirstQueue(list[Request]):
-    """Requests sorted by prompt length."""
-
     def add(self, request: Request, /) -> None:
         insort(self, request, key=lambda queued: queued.num_prompt_tokens)
 

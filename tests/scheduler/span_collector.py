@@ -25,7 +25,6 @@ class Seen:
     start_unix_nanos: int
     end_unix_nanos: int
     links: tuple[int, ...] = ()
-    """The ids of linked spans."""
     attributes: dict[str, Any] = field(default_factory=dict)
     events: tuple[str, ...] = ()
 
@@ -59,7 +58,6 @@ class SpanCollector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def seen(spans: Iterable[ReadableSpan]) -> list[Seen]:
-    """Converts the finished spans of an in-memory exporter."""
     return [
         Seen(
             span.name,

@@ -27,7 +27,7 @@ class Ran:
 
 
 class TimedWorker(FakeWorker):
-    """One rank. A step that arrives while another runs begins when the other ends."""
+    """A step that arrives while another runs begins when the other ends."""
 
     def __init__(self, step_seconds: float) -> None:
         super().__init__()

@@ -28,8 +28,7 @@ class Bar:
 
 
 class TracedStory(Story):
-    """A Story (a scheduler and pool whose steps are recorded) whose steps a `StepTracer` observes.
-    Planning takes no time. A step takes one second by default, and the workers compute for nine
+    """Planning takes no time. A step takes one second by default, and the workers compute for nine
     tenths of it.
     """
 
@@ -54,7 +53,7 @@ class TracedStory(Story):
     def arrive(
         self, name: str, token_ids: list[int], *, sampled: bool = True, **fields: Any
     ) -> Request:
-        """Adds a request. Its trace id is `trace_id_of(name)`."""
+        """Its trace id is `trace_id_of(name)`."""
         traceparent = f"00-{trace_id_of(name):032x}-{1:016x}-01" if sampled else ""
         request = self.add(name, token_ids, traceparent=traceparent, **fields)
         request.queued_unix_nanos = self.now
@@ -65,14 +64,12 @@ class TracedStory(Story):
         self.now += round(seconds * SECOND)
 
     async def plan(self) -> SchedulerOutput:
-        """Plans a step and leaves it in flight."""
         traceparent = self.tracer.begin()
         plan = await self.scheduler.schedule(traceparent)
         self.tracer.planned(plan)
         return plan
 
     def complete(self, plan: SchedulerOutput, seconds: float = 1.0) -> None:
-        """Advances the clock by the time of a step and processes its output."""
         self.wait(seconds)
         output = self.model.run_plan(plan)
         timed = ModelRunnerOutput(output.token_ids, execute_nanos=round(0.9 * seconds * SECOND))
@@ -90,7 +87,6 @@ class TracedStory(Story):
             await self.watched_step()
 
     def spans(self, request: str | None = None) -> list[Seen]:
-        """The spans recorded so far, of one request or of all requests."""
         found = seen(self.exporter.get_finished_spans())
         wanted = None if request is None else trace_id_of(request)
         return [span for span in found if wanted is None or span.trace_id == wanted]
@@ -101,14 +97,12 @@ class TracedStory(Story):
         return span
 
     def waterfall(self, request: str) -> Bar:
-        """The spans of a request as a tree."""
         spans = self.spans(request)
         (root,) = [span for span in spans if span.parent == 1]
         return bar_of(root, spans)
 
 
 def trace_id_of(name: str) -> int:
-    """A trace id, different for each name."""
     return int.from_bytes(b"trace" + name.encode()[:8], "big")
 
 

@@ -22,7 +22,6 @@ def generate_request(
     sampling: dict[str, Any] | None = None,
     **fields: Any,
 ) -> vllm_engine_pb2.GenerateRequest:
-    """A request for tokens. By default they are sampled greedily."""
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens, **(sampling or {})}
     return vllm_engine_pb2.GenerateRequest(
         request_id=request_id,
@@ -50,14 +49,12 @@ async def vllm_replica(
 async def complete(
     stub: vllm_engine_pb2_grpc.VllmEngineStub, request: vllm_engine_pb2.GenerateRequest
 ) -> list[vllm_engine_pb2.GenerateComplete]:
-    """Calls Generate without streaming. Returns the completions, ordered by their index."""
     responses = [response async for response in stub.Generate(request)]
     assert all(response.WhichOneof("response") == "complete" for response in responses)
     return sorted((response.complete for response in responses), key=lambda one: one.index)
 
 
 async def status_of(call: Any) -> grpc.aio.AioRpcError:
-    """The error with which a call ends."""
     try:
         async for _ in call:
             pass

@@ -55,21 +55,16 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
     data_parallel_rank: int | None = None
 
 
-class OldBlockStored(BlockStored, array_like=True, tag="BlockStored"):
-    """BlockStored of vLLM 0.23."""
+class OldBlockStored(BlockStored, array_like=True, tag="BlockStored"): ...
 
 
-class OldBlockRemoved(BlockRemoved, array_like=True, tag="BlockRemoved"):
-    """BlockRemoved of vLLM 0.23."""
+class OldBlockRemoved(BlockRemoved, array_like=True, tag="BlockRemoved"): ...
 
 
-class OldAllBlocksCleared(AllBlocksCleared, array_like=True, tag="AllBlocksCleared"):
-    """AllBlocksCleared of vLLM 0.23."""
+class OldAllBlocksCleared(AllBlocksCleared, array_like=True, tag="AllBlocksCleared"): ...
 
 
 class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """KVEventBatch of vLLM 0.23."""
-
     ts: float
     events: list[OldBlockStored | OldBlockRemoved | OldAllBlocksCleared]
     data_parallel_rank: int | None = None
@@ -78,23 +73,18 @@ class OldKVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fa
 @dataclass(slots=True)
 class CacheView:
     """The cached blocks, as a router tracks them from events. It recomputes the hashes from tokens,
-    so that a wrong token, parent or salt is detected. The event of a block's parent may arrive
-    after the block's own, because the parent belongs to another KV-cache group.
+    so that a wrong token, parent or salt is detected.
     """
 
     root: bytes
     hash_block_size: int | None = None
-    """The number of tokens that a hash covers, by default the block size. If blocks have several
-    hashes, an event contains only the last hash of each block.
-    """
+    """The number of tokens that a hash covers, by default the block size."""
     stored: dict[int, set[int]] = field(default_factory=dict)
     """Maps each KV-cache group to the hashes of its cached blocks."""
     adapter_digests: Mapping[str, bytes] = field(default_factory=dict)
     """Maps adapters' names to the digests of their contents, on which block hashes depend."""
     digests: dict[int, BlockHash] = field(default_factory=dict)
-    """Maps each known 64-bit hash to its full digest, including hashes that end inside blocks."""
     orphans: list[BlockStored] = field(default_factory=list)
-    """Events of blocks whose parent is still unknown."""
 
     def apply(self, events: Iterable[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         for event in events:
@@ -155,7 +145,6 @@ class Subscriber:
             self._replay.connect(replay_endpoint)
 
     async def receive(self) -> tuple[bytes, int, bytes]:
-        """Waits for the next live batch. Returns its topic, sequence number and payload."""
         async with asyncio.timeout(SECONDS):
             topic, sequence, payload = await self._live.recv_multipart()
         return topic, int.from_bytes(sequence, "big"), payload
@@ -164,7 +153,6 @@ class Subscriber:
         await self._replay.send_multipart(frames)
 
     async def replay(self, begin: int) -> list[tuple[bytes, int, bytes]]:
-        """Returns the publisher's stored batches from sequence number `begin` on."""
         await self.ask([b"", begin.to_bytes(8, "big")])
         batches = []
         async with asyncio.timeout(SECONDS):
@@ -187,7 +175,6 @@ def decode(payload: bytes) -> Sequence[BlockStored | BlockRemoved | AllBlocksCle
 
 
 async def pool_hashes(pool_address: str, pool_id: str = "replica-0") -> dict[int, set[int]]:
-    """Maps each KV-cache group to its cached hashes, according to the pool service."""
     async with open_channel(pool_address) as channel:
         stub = kvpool_pb2_grpc.KVPoolStub(channel)
         watching = stub.WatchEvents(kvpool_pb2.WatchEventsRequest(pool_id=pool_id))

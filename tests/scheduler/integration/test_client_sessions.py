@@ -17,9 +17,7 @@ from tests.scheduler.story import prompt
 
 FIRST, NEXT = prompt(9), prompt(3, 700)
 HELD = [*FIRST, *continuation(FIRST, 4)[:-1]]
-"""The tokens of a session after a turn of four output tokens. The last of them is dropped, because
-no step has computed its keys and values.
-"""
+"""The last output token is dropped, because no step has computed its keys and values."""
 
 
 @pytest.fixture(params=[False, True], ids=["one step in flight", "two steps in flight"])
@@ -32,7 +30,6 @@ async def replica(request: pytest.FixtureRequest) -> AsyncIterator[Replica]:
 
 
 async def begin(gateway: Gateway, handle: int, first: list[int]) -> None:
-    """Begins a session with a turn of four output tokens."""
     await gateway.add(handle, first, sampling=sampling(4), resumable=True)
     await gateway.until_turn(handle)
 

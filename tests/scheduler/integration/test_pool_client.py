@@ -15,7 +15,6 @@ from services.scheduler.core.ports import PoolLost
 
 @pytest.fixture
 def silent_address() -> Iterator[str]:
-    """The address of a socket that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 

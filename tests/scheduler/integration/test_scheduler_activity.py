@@ -22,7 +22,6 @@ BUDGET = 64
 
 @pytest.fixture
 async def replica() -> AsyncIterator[Replica]:
-    """A replica with 63 usable blocks that runs at most two requests at a time."""
     worker = FakeWorker(max_num_seqs=2, num_blocks=64, max_num_batched_tokens=BUDGET)
     async with serving_replica(worker) as replica:
         yield replica
@@ -37,7 +36,7 @@ async def look(
 
 
 async def hold_three(replica: Replica, gateway: Gateway, **fields: Any) -> None:
-    """Adds three requests. The worker blocks in the first step of two, and the third waits."""
+    """The worker blocks in the first step of two, and the third waits."""
     async with replica.planning_together(3):
         for handle in range(3):
             await gateway.add(handle, prompt(9, 100 * handle), **fields)

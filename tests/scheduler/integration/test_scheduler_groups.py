@@ -25,7 +25,6 @@ STATE = common_pb2.KVCacheGroup(
 
 
 async def serve_under_preemption(replica: Replica, gateway: Gateway) -> None:
-    """Serves eight requests, some with equal prompts, in a pool too small for all of them."""
     prompts = {number: prompt(13, 100 * (number % 3)) for number in range(8)}
     for number, token_ids in prompts.items():
         await gateway.add(number, token_ids, sampling=sampling(25))

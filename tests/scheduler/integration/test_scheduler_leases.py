@@ -42,7 +42,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Worker:
 async def another_scheduler(
     replica: Replica, directory: Path, name: str
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """A second scheduler, running in a task, for the pool service and the worker of a replica."""
     stop = asyncio.Event()
     settings = SchedulerSettings(
         kvpool=replica.pool_address,
@@ -67,7 +66,6 @@ async def until_logged(caplog: pytest.LogCaptureFixture, text: str) -> None:
 
 
 async def keep_busy(gateway: Gateway, handle: int) -> None:
-    """Adds a request that generates tokens until the test ends."""
     params = sampling(400, eos_token_ids=[])
     await gateway.add(handle, PROMPT, sampling=params)
     await gateway.until_tokens(handle, 3)

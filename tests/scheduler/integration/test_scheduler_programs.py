@@ -34,7 +34,6 @@ async def gateway(replica: Replica) -> AsyncIterator[Gateway]:
 
 
 async def values(replica: Replica, name: str, label: str = "") -> dict[str, float]:
-    """Maps each value of a label to a metric's sample."""
     async with open_channel(replica.address) as channel:
         text = await collect_from(channel, exemplars=False)
     assert text is not None
@@ -47,7 +46,6 @@ async def values(replica: Replica, name: str, label: str = "") -> dict[str, floa
 
 
 async def turn(gateway: Gateway, handle: int, tokens: list[int], **fields: object) -> list[int]:
-    """Runs a request. Returns its prompt and answer."""
     await gateway.add(handle, tokens, sampling=sampling(4), **fields)
     await gateway.finish(handle)
     return [*tokens, *gateway.heard[handle].tokens]

@@ -42,7 +42,6 @@ async def registry(server: RedisServer) -> AsyncIterator[FleetRegistry]:
 
 
 async def registered(registry: FleetRegistry, number: int) -> list[RegisteredReplica]:
-    """The registered replicas, once there are `number` of them."""
     async with asyncio.timeout(60):
         while True:
             with suppress(RedisUnavailable):

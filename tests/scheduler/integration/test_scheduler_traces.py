@@ -46,7 +46,6 @@ class Traces:
     ids=["one step in flight", "two steps in flight"],
 )
 async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
-    """The spans of one traced and one untraced request, served by three services."""
     collector, exporter = SpanCollector(), InMemorySpanExporter()
     tracing = configure_tracing("worker", "", 1.0, exporter=exporter)
     flags = ["--otlp-endpoint", collector.endpoint, *EVERY_STEP, *request.param]
@@ -64,7 +63,6 @@ async def traces(request: pytest.FixtureRequest) -> AsyncIterator[Traces]:
             await gateway.say(
                 keep=scheduler_pb2.KeepTrace(request_id="slow", traceparent=SLOW_TRACEPARENT)
             )
-            # Messages are read in order: when this request is answered, the one before was read.
             await gateway.add(4, prompt(9), sampling=sampling(1))
             await gateway.finish(4)
             await gateway.close()

@@ -141,7 +141,6 @@ async def test_a_client_that_goes_away_ends_its_requests(tmp_path: Path) -> None
 
 
 async def test_a_client_that_does_not_read_gets_fewer_larger_chunks(tmp_path: Path) -> None:
-    """Tokens that the client has not read are merged into one chunk for each answer."""
     worker = FakeWorker(num_blocks=2400, max_num_seqs=16, max_model_len=600)
     async with vllm_replica(tmp_path, worker, max_queue_seconds=0.0) as (replica, stub):
         request = generate_request(prompt(9), 500, stream=True, sampling={"n": 16})
@@ -203,9 +202,7 @@ async def test_what_cannot_be_served_is_refused_by_its_name(
 def with_logprobs(
     step: worker_pb2.ExecuteRequest, answer: worker_pb2.ExecuteResponse
 ) -> list[worker_pb2.ExecuteResponse]:
-    """Adds log-probabilities to the worker's answer to a step of one request: two candidates for
-    each output token, and none for prompt tokens.
-    """
+    """Adds log-probabilities of two candidates for each output token, and none for the prompt."""
     num_prompt = sum(len(unpack_token_ids(new.token_ids)) - 1 for new in step.new_requests)
     for index, num_tokens in enumerate(unpack_token_ids(answer.num_tokens)):
         answer.logprobs.add(

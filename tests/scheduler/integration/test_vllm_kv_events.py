@@ -21,8 +21,6 @@ Stub = vllm_engine_pb2_grpc.VllmEngineStub
 
 
 class View:
-    """The cached blocks according to the messages of a subscription."""
-
     def __init__(self) -> None:
         self.stored: dict[int, bytes] = {}
         """Maps the last 64 bits of a block's hash, as a signed number, to the full hash."""
@@ -184,7 +182,6 @@ async def next_load(
         common_pb2.SubscribeKvEventsRequest, common_pb2.KvEventBatch
     ],
 ) -> common_pb2.EngineLoad:
-    """Returns the load in the next message that has one."""
     async with asyncio.timeout(SECONDS):
         while True:
             batch = await subscription.read()

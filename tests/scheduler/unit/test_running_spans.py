@@ -15,7 +15,6 @@ _OTHER_PARENT = 7
 
 
 def so_far(story: TracedStory, name: str) -> list[Seen]:
-    """A request's spans so far. An unsampled request's spans get the parent `_OTHER_PARENT`."""
     collector = SpanCollector("scheduler")
     traceparent = f"00-{trace_id_of(name):032x}-{_OTHER_PARENT:016x}-01"
     story.tracer.so_far(name, traceparent, collector.tracing)
@@ -133,7 +132,6 @@ class AskedStory(TracedStory):
 
 
 def assert_adds_up(bar: Bar) -> None:
-    """Asserts that the parts of a span, if it has any, cover it completely and without gaps."""
     if not bar.parts:
         return
     ends = [bar.start, *(part.end for part in bar.parts)]

@@ -35,11 +35,9 @@ class MortalPool:
         self._transactions_left: int | None = None
 
     def die_after(self, num_transactions: int) -> None:
-        """Makes the pool fail after this number of transactions."""
         self._transactions_left = num_transactions
 
     def live(self) -> None:
-        """Replaces the failed pool by a new one."""
         self._transactions_left = None
 
     async def transact(self, operations: Sequence[Operation], traceparent: str = "") -> Outcome:
@@ -151,9 +149,6 @@ class Life:
                 self.story.scheduler.abort(request)
 
     def _check_ends(self) -> None:
-        """Asserts that all requests ended with the right tokens and reasons, and freed their
-        blocks.
-        """
         for arrival, request in self.requests:
             expected, reason = self._expected(arrival)
             if request.finish_reason is FinishReason.ABORT:

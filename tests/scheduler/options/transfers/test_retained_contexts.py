@@ -20,8 +20,6 @@ from tests.scheduler.story import prompt
 
 
 class Run:
-    """A scheduler with a KV connector. Each step takes a tenth of a second of simulated time."""
-
     def __init__(
         self,
         sources: dict[RequestKey, ExternalTokens] | None = None,
@@ -44,7 +42,7 @@ class Run:
         self.scheduler = Scheduler(
             self.config, self.pool, connected(self.connector), lambda: self.now
         )
-        for _ in range(20):  # a prompt token is estimated to cost a second
+        for _ in range(20):
             self.scheduler.step_costs.observe(1, 1, 1.0)
             self.scheduler.step_costs.observe(1, 101, 101.0)
         self._in_flight: deque[SchedulerOutput] = deque()
@@ -65,7 +63,6 @@ class Run:
         return plan
 
     def take_in(self) -> None:
-        """Processes the output of the oldest step in flight."""
         plan = self._in_flight.popleft()
         self.connector.step += 1
         ends = zip(plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True)
@@ -131,7 +128,6 @@ async def test_a_context_that_is_dropped_while_its_blocks_are_sent_is_dropped_ag
 
 
 async def test_a_load_leaves_headroom_beside_running_requests() -> None:
-    """Of 20 blocks, 3 are in use, the load needs 16, and 2 must stay free."""
     run = Run({RequestKey(2): ExternalTokens(64, is_async=True)})
     run.add(1, prompt(9, first=400), 12)
     await run.step()

@@ -30,7 +30,6 @@ STATES = [{"type": "full"}, {"type": "mamba", "mode": "align"}]
 
 
 def request(name: str, num_tokens: int, *, first: int = 100, **fields: Any) -> Record:
-    """A request with a prompt of consecutive token ids and four output tokens."""
     prompt = [first + offset for offset in range(num_tokens)]
     return {"request_id": name, "prompt_token_ids": prompt, "max_tokens": 4} | fields
 
@@ -42,9 +41,7 @@ def elsewhere(num_tokens: int, **fields: Any) -> Record:
 async def story(
     *adds: tuple[int, Record], aborts: tuple[tuple[int, str], ...] = (), **config: Any
 ) -> list[Record]:
-    """Runs a scenario in which requests arrive, or are aborted, before the given steps. Returns the
-    records of all steps.
-    """
+    """Returns the records of all steps."""
     events: list[Record] = [{"step": step, "add": add} for step, add in adds]
     events += [{"step": step, "abort": name} for step, name in aborts]
     connector = config.pop("connector", {})
@@ -135,9 +132,6 @@ async def test_what_was_loaded_before_the_first_invalid_block_stays():
 
 
 async def test_a_victim_leaves_no_hash_of_a_block_that_was_not_loaded():
-    """The first of the blocks that the request loads is invalid. The request computes half of this
-    block, token by token, and is then preempted.
-    """
     steps = await story(
         (0, request("a", 5, first=300) | {"max_tokens": 8}),
         (1, request("b", 13, **elsewhere(12, fail_blocks=[0], times=1))),

@@ -4,7 +4,6 @@ from services.scheduler.core.engine.queue_estimate import MARGIN, QueueEstimate,
 
 
 def sampled(estimate: QueueEstimate, seconds: int, *, rate: int, num_waiting: int = 50) -> None:
-    """Adds ten samples a second, in which 20 requests run and `rate` requests end per second."""
     for number in range(10 * seconds + 1):
         now = number / 10
         estimate.sample(
@@ -18,7 +17,6 @@ def sampled(estimate: QueueEstimate, seconds: int, *, rate: int, num_waiting: in
 
 
 def hold_on(estimate: QueueEstimate, now: float) -> None:
-    """Adds a sample in which no further requests than 50 have completed."""
     estimate.sample(
         now,
         num_running=20,

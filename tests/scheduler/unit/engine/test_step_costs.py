@@ -15,7 +15,6 @@ EACH_STEP, EACH_DECODE, EACH_TOKEN = 5e-3, 2e-4, 3e-5
 
 
 def observe(costs: StepCosts, num_requests: int, num_prompt_tokens: int) -> None:
-    """Observes a step whose duration is the sum of the costs above."""
     seconds = EACH_STEP + EACH_DECODE * num_requests + EACH_TOKEN * num_prompt_tokens
     costs.observe(num_requests, num_requests + num_prompt_tokens, seconds)
 

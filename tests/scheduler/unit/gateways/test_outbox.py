@@ -197,7 +197,6 @@ async def test_a_refusal_travels_with_all_that_it_says() -> None:
 
 
 def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.RequestLogprobs:
-    """Rows of log-probabilities, two columns each, of `count` prompt tokens from `first` on."""
     rows = range(first, first + count)
     item = worker_pb2.RequestLogprobs(
         prompt=common_pb2.Logprobs(
@@ -215,9 +214,6 @@ def prompt_rows(first: int, count: int, *, sampled: bool = False) -> worker_pb2.
 async def ranks_told(
     sessions: Sessions, session: GatewaySession, request: Request, *chunks: tuple[int, int]
 ) -> list[int]:
-    """The ranks in the rows that are sent for a prompt, which is computed in `chunks` (pairs of a
-    start and a number of tokens).
-    """
     for start, count in chunks:
         rows = prompt_rows(start + 1, count)
         sessions.deliver(update(start, [request], [[]], logprobs=rows, start=start))
@@ -276,7 +272,6 @@ async def test_a_session_is_sent_the_state_only_after_a_time_without_other_messa
     sessions.own(session, 1, request)
 
     def announced() -> list[bool]:
-        """For each of four calls of `announce_to_quiet`, whether it left a message to send."""
         taken = []
         for _ in range(4):
             sessions.announce_to_quiet()

@@ -23,7 +23,6 @@ HIDDEN_SIZE = 2
 
 
 def make_intake(*, policy: str = "fcfs", num_waiting: int = 0, cache: int = 40) -> RequestIntake:
-    """An intake for a model of at most 50 tokens, and a KV cache that fits `cache` tokens."""
     config = SchedulerConfig(
         max_num_seqs=4,
         max_num_batched_tokens=32,
@@ -84,7 +83,6 @@ def test_what_is_let_in_is_the_cores_own() -> None:
 
 
 def embeds(data: bytes, num_tokens: int = 3) -> common_pb2.PromptEmbeds:
-    """Embeddings in which each token has two numbers of two bytes."""
     return common_pb2.PromptEmbeds(
         num_tokens=num_tokens, dtype=common_pb2.EMBEDS_DTYPE_BFLOAT16, data=data
     )

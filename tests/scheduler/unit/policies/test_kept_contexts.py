@@ -11,14 +11,12 @@ from tests.scheduler.story import prompt
 
 
 def value(agents: Agents) -> float:
-    """The value that the policy gives to the only context."""
     agents.retention.worth.changed()
     ((found, _),) = agents.retention.worth.ranked(agents.now)
     return found
 
 
 async def paused(keep_seconds: int) -> Agents:
-    """A program at the start of a pause of one second, in a pool of 20 blocks."""
     agents = Agents(num_blocks=21)
     for _ in range(12):
         agents.retention.worth.pauses.ended(b"", "", 1.0)
@@ -36,7 +34,6 @@ async def test_a_wish_keeps_half_of_the_value_until_its_time_has_passed() -> Non
         agents.now = other.now = now
         without_wish, kept_value = value(other), value(agents)
         assert without_wish < 0.02 * first
-        # The pause of this context is now the longest, which lowers the context's value a little.
         half = agents.retention.worth.pauses.index(b"", "", 0.0) / 2
         assert half == pytest.approx(first / 2, rel=0.1)
         assert kept_value == (half if is_kept else without_wish)

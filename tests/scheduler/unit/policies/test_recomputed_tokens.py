@@ -10,8 +10,6 @@ from tests.scheduler.story import prompt
 
 
 class Recomputed(ProgramObserver):
-    """Counts tokens by cause."""
-
     def __init__(self, agents: Agents) -> None:
         self.counts = Counter[str]()
         agents.retention.observer = self
@@ -26,7 +24,6 @@ async def test_a_context_that_others_took() -> None:
     context = await agents.turn("one", prompt(24))
     await agents.turn("large", prompt(70, first=600), max_tokens=2)
     await agents.turn("two", [*context, 7])
-    # The large request needed 18 of the 20 blocks, so at most two of the context's seven are left.
     assert told.counts["evicted"] >= 20
     assert told.counts["preempted"] == told.counts["lost"] == 0
 
@@ -45,7 +42,6 @@ async def test_a_turn_that_was_preempted() -> None:
 
 @pytest.mark.parametrize("policy", ["program", "continuum-fixed"])
 async def test_what_was_lost_with_the_pool(policy: str) -> None:
-    """The pool retains five blocks for the next request of a paused program."""
     agents = Agents(num_blocks=41, policy=policy)
     told = Recomputed(agents)
     context = await agents.turn("one", prompt(19))

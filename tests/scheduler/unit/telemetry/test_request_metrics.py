@@ -18,9 +18,7 @@ UNIX = 1_700_000_000.0
 
 
 class MeasuredStory(Story):
-    """A Story (a scheduler and pool whose steps are recorded). Its clock advances only during
-    steps, or when the test sets it.
-    """
+    """Its clock advances only during steps, or when the test sets it."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(**config)
@@ -42,7 +40,6 @@ class MeasuredStory(Story):
         self.metrics.ended([request])
 
     async def take(self, seconds: float) -> tuple[SchedulerOutput, list[Any]]:
-        """Runs a step that takes `seconds`. Returns its plan and its tokens."""
         plan = await self.scheduler.schedule()
         self.metrics.admitted(plan.new)
         self.now += seconds
@@ -51,8 +48,8 @@ class MeasuredStory(Story):
         return plan, list(update.token_ids)
 
     def read(self) -> dict[str, float]:
-        """Maps samples that are not 0 to their values, without buckets. A sample's name is the
-        metric's name without the prefix `vllm:`, followed by the values of its labels.
+        """A sample's name is the metric's name without the prefix `vllm:`, followed by the values
+        of its labels.
         """
         return {
             " ".join([sample.name.removeprefix("vllm:"), *sample.labels.values()]): sample.value
@@ -62,7 +59,6 @@ class MeasuredStory(Story):
         }
 
     def buckets(self, name: str) -> dict[float, float]:
-        """Maps each bound of a histogram to the number of observations up to the bound."""
         return {
             float(sample.labels["le"]): sample.value
             for family in self.metrics.collect()
@@ -170,8 +166,6 @@ async def test_ends_are_counted_by_vllms_reasons_and_a_refusal_is_none() -> None
 
 @dataclass
 class Naive:
-    """The times of one request, from which the test itself computes the expected metrics."""
-
     arrived: float
     scheduled: float | None = None
     tokens: list[float] = field(default_factory=list)

@@ -40,8 +40,6 @@ class Workers:
 
 
 class Preparing:
-    """A `GrammarPreparation`, and the requests whose compilation it has reported as ended."""
-
     def __init__(self) -> None:
         self.workers = Workers()
         self.compiled: asyncio.Queue[tuple[Request, str]] = asyncio.Queue()
@@ -102,7 +100,7 @@ async def test_a_request_waits_until_the_workers_are_done() -> None:
     ("failure", "error"),
     [
         (InvalidArgument("no such rule"), "no such rule"),
-        # The request runs in spite of the failure. The worker compiles the grammar in the step.
+        # The request runs in spite of the failure.
         (Unavailable("the worker is away"), ""),
     ],
 )
