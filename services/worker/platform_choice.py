@@ -81,8 +81,8 @@ def _reasons_for_the_cpu(settings: WorkerSettings) -> list[str]:
 
 def local_worker(settings: WorkerSettings, group: Group | None) -> LocalWorker:
     """Returns this worker's number among the workers of this machine, from its replica's number on
-    the machine and its rank. The ranks of a replica have successive numbers. Raises SettingError if
-    the replica's number is not below the number of replicas.
+    the machine and its rank. Raises SettingError if the replica's number is not below the number of
+    replicas.
     """
     if settings.local_replica >= settings.num_local_replicas:
         raise SettingError(

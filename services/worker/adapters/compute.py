@@ -63,7 +63,7 @@ class ComputeThread:
     """Runs functions in a compute thread and a download thread, each in the order of submission."""
 
     def __init__(self, queues: Callable[[str], FunctionQueue] = _ThreadQueue) -> None:
-        """`queues` creates a queue with a thread name. By default each queue runs a thread."""
+        """`queues` creates a queue with a thread name."""
         self._computing = _Lane(queues("compute"))
         self._waiting = _Lane(queues("download"))
 
@@ -121,7 +121,7 @@ class Overdue:
 
 
 class _Lane:
-    """One of the two threads. Runs functions, and records when the running one began."""
+    """The compute thread or the download thread."""
 
     def __init__(self, tasks: FunctionQueue) -> None:
         self._tasks = tasks
@@ -189,7 +189,7 @@ async def follow_liveness(
 ) -> None:
     """Checks every `period_seconds` whether a step hangs. Calls `set_live` with False when a step
     begins to hang, and with True when it has ended. Never returns. `read` measures the time for
-    which the computing process was able to run. By default this is the current process.
+    which the computing process was able to run.
 
     A step counts as hung if two consecutive checks find it over its time limit, and if the process
     was able to run for at least this time limit. Therefore a step is not reported because its

@@ -2,7 +2,7 @@
 
 All are pre-norm decoders with rotary positions, grouped queries and gated MLPs. `Traits` lists
 their differences. Traits are used only while config.json is read: ModelConfig has the values
-derived from them, and layers are built from ModelConfig.
+derived from them.
 """
 
 import enum

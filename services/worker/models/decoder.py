@@ -4,8 +4,7 @@ A Decoder may be one pipeline stage. `config` then has only the stage's layers. 
 first continues with the residual stream that the previous stage returned as hidden states.
 
 Architectures differ in their weights (biases, query-key norms, output norms, experts) and in their
-configuration (windows, scales, caps): see ModelConfig. The projections of queries, keys and values
-are one matrix, and the gate and up projections are another.
+configuration (windows, scales, caps): see ModelConfig.
 """
 
 import torch

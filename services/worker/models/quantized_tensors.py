@@ -89,7 +89,7 @@ def decoded(
 
 
 def _of_floats(config: QuantizationConfig, tensors: Tensors, dtype: torch.dtype) -> QuantizedWeight:
-    """Decodes FP8 weights. Raises ValueError for NaN, which kernels would decode as a number."""
+    """Raises ValueError for NaN, which kernels would decode as a number."""
     codes = tensors["weight"]
     if codes.float().isnan().any():
         raise ValueError("it contains NaN")

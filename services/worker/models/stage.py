@@ -73,10 +73,8 @@ def divide_layers(layer_bytes: Sequence[int], head_bytes: int, num_stages: int) 
     ends = [0, *accumulate(layer_bytes)]
 
     def divided(most: int) -> list[range] | None:
-        """Returns a division with at most `most` bytes in each stage, or None."""
         stages, start = [], 0
         for left in reversed(range(1, num_stages)):
-            # The stage gets as many layers as fit, but leaves at least one for each later stage.
             stop = min(bisect_left(ends, ends[start] + most + 1) - 1, num_layers - left)
             if stop == start:
                 return None

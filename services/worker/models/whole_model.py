@@ -122,7 +122,7 @@ def _load(
 
 
 def _longest_prompt(model: PreTrainedModel, config: PretrainedConfig, path: Path) -> int:
-    """The number of positions. RoBERTa's positions start after the padding index."""
+    """RoBERTa's positions start after the padding index."""
     longest: int | None = getattr(config, "max_position_embeddings", None)
     if longest is None:
         raise ModelConfigError(path, "max_position_embeddings is missing")

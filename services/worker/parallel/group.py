@@ -139,7 +139,7 @@ class Group:
         self.watch.close(is_stopped=is_stopped)
 
     def _own_address(self) -> str:
-        """The address of this rank's interface to rank 0. Waits until rank 0's name resolves."""
+        """Waits until rank 0's name resolves."""
         master = (self.membership.master_addr, self.membership.master_port)
         while True:
             try:
@@ -151,7 +151,7 @@ class Group:
                 self._wait(f"MASTER_ADDR {master[0]} cannot be reached: {error.strerror}")
 
     def _open_store(self, own_address: str) -> Any:
-        """Opens the store. Rank 0 hosts it, and listens only at the address that others use."""
+        """Rank 0 hosts the store, and listens only at the address that other ranks use."""
         membership = self.membership
         address, port = membership.master_addr, membership.master_port
         given: dict[str, Any] = {}
@@ -270,7 +270,7 @@ class Group:
             self._wait(f"another rank has not sent its value of {keys[0].partition('/')[0]!r}")
 
     def _wait(self, why: str) -> None:
-        """Sleeps briefly. If the join timeout is over, raises GroupBroken with the reason `why`."""
+        """If the join timeout is over, raises GroupBroken with the reason `why`."""
         self._checkpoint_reached()
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise GroupBroken(

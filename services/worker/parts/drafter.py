@@ -65,10 +65,8 @@ def _suffix_source(setup: RankSetup, rules: SuffixRules) -> SuffixSource:
 def _load_draft_model(setup: RankSetup, parts: RunnerParts, directory: Path) -> DraftModelParts:
     """Loads a draft model, or this rank's part of it, and determines the shape of its KV cache.
 
-    The draft model is divided among the ranks like the target model, and its data type follows from
-    the same setting. Its maximum sequence length is the smaller of the two models' limits. Raises
-    NoSpeculation if the draft model cannot draft for the target model in `parts`, ModelError if it
-    cannot be loaded, and NotEnoughMemory.
+    Raises NoSpeculation if the draft model cannot draft for the target model in `parts`, ModelError
+    if it cannot be loaded, and NotEnoughMemory.
     """
     refuse_draft_model(setup, parts, directory)
     checkpoint = setup.platform.open(directory)

@@ -63,7 +63,7 @@ def refuse_speculation(setup: RankSetup, parts: RunnerParts) -> None:
 
 def refuse_draft_model(setup: RankSetup, parts: RunnerParts, draft: Path) -> None:
     """Raises NoSpeculation or UnsupportedModel if the draft model in a directory is incompatible
-    with the target model. Called before the draft model is loaded.
+    with the target model.
     """
     if not setup.platform.has_draft_models:
         raise NoSpeculation("speculative_config: a draft model is supported only with --device cpu")

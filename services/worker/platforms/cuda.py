@@ -129,9 +129,8 @@ def runner_on(
     *,
     batch_invariant: bool = False,
 ) -> ModelRunner:
-    """Creates a runner. If the model pools, the runner pools prompts. Otherwise it samples on the
-    device, and replays recorded decode steps if the model allows it. With speculation it samples on
-    the host, because the host must know the tokens to verify drafts.
+    """Creates a runner. With speculation the runner samples on the host, because the host must know
+    the tokens to verify drafts.
 
     xFormers computes attention if its kernel supports every layer. Otherwise torch computes it, and
     decode steps are not recorded, because torch's operations depend on values that change from step

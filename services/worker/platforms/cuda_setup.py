@@ -1,7 +1,6 @@
 """Checks, before weights are read, whether the machine has everything that a worker on CUDA needs.
 
-The error for a missing requirement is one sentence with a remedy. `load_xformers` finds problems
-that appear only when xFormers is imported.
+`load_xformers` finds problems that appear only when xFormers is imported.
 """
 
 import ctypes

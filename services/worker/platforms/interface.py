@@ -1,4 +1,4 @@
-"""The interface of platforms. A platform contains the code for one kind of device."""
+"""The interface of platforms."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,6 @@ class DraftModelParts:
     group: int
     """The target model's KV-cache group whose block tables the draft model uses."""
     fingerprint: bytes
-    """The fingerprint of the draft model (see `model_fingerprint`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +46,22 @@ class RunnerParts:
     shape: AttentionShape
     limits: BatchLimits
     lockstep: Lockstep | None = None
-    """Runs each step together with the other ranks. None if there are no other ranks."""
+    """None if there are no other ranks."""
     pooler: PromptPooler | None = None
-    """Pools prompts. None if the model generates text."""
+    """None if the model generates text."""
     stage: PipelineStage | None = None
-    """This rank's pipeline stage. None if the model is not divided into stages."""
+    """None if the model is not divided into stages."""
     make_tier: Callable[[Sequence[torch.Tensor]], Tier] | None = None
     """Creates the tier of host memory for offloaded KV blocks, given the pages of all KV caches.
     None if the worker has no tier.
     """
     grammars: Grammars | None = None
-    """Compiles the grammars that constrain outputs. None if the rank samples no tokens."""
+    """None if the rank samples no tokens."""
     adapters: LoraAdapters | None = None
-    """The loaded LoRA adapters. None if LoRA is not enabled."""
+    """None if LoRA is not enabled."""
     drafter: Drafter | None = None
-    """Proposes drafts. None without speculation, and also None if there is a `draft_model`, for
-    which the platform builds the drafter itself.
+    """None without speculation, and also None if there is a `draft_model`, for which the platform
+    builds the drafter itself.
     """
     drafter_bytes: int = 0
     """Limit on the host memory that `drafter` may allocate later, in bytes."""

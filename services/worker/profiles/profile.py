@@ -40,7 +40,7 @@ class ModelSize:
     read_bytes: int
     """Bytes of weights that a step reads: all weights except rows of the embedding."""
     products_per_token: int
-    """Weights with which a token is multiplied. Of all experts, only the token's are counted."""
+    """Weights with which a token is multiplied."""
     attention_width: int
     """Elements of a token's queries: heads times head size, summed over all layers."""
     kv_bytes_per_token: int
@@ -65,7 +65,7 @@ class MeasuredProfile:
     """Time that the other services add to steps, for simulations that do not run them."""
     seconds_per_loaded_token: float = 0.0
     """The time to copy a token's keys and values from the tier of host memory to the KV cache. 0
-    means unknown. Only `stepwell simulate` uses it.
+    means unknown.
     """
 
     def step_times(self, size: ModelSize) -> StepTimes:

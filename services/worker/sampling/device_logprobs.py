@@ -83,8 +83,7 @@ def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Returns the `count` best tokens of each row, best first, int64 [R, count].
 
     topk may return any of several equal numbers, so each logit is converted to a distinct 64-bit
-    integer. The high word contains the logit's bits, changed so that integers are ordered like
-    logits. The low word is larger for lower token ids.
+    integer.
     """
     vocab_size = logits.shape[1]
     bits = (logits + 0.0).view(torch.int32)  # makes -0.0 equal 0.0

@@ -1,7 +1,7 @@
 """Edits of a request's logits before the filters, in vLLM's order.
 
-An edit belongs to one request. It changes the request's row of logits [V] in place, and is updated
-with each token that the request samples.
+An edit changes one request's row of logits [V] in place, and is updated with each token that the
+request samples.
 """
 
 from collections import deque

@@ -98,7 +98,6 @@ class Grammars:
         return kept
 
     def _evict(self, is_slow: bool, most: int) -> None:
-        """Removes all slow grammars, or all others, except the `most` last used of them."""
         same_kind = [key for key, kept in self._cached.items() if kept.is_slow is is_slow]
         for key in same_kind[: len(same_kind) - most]:
             del self._cached[key]
@@ -118,8 +117,7 @@ class GrammarMask:
 
     Computing a mask takes longer than checking one token, inside a string of bounded length a
     hundred times as long. With `draws_first`, tokens are therefore drawn without a mask and then
-    checked (as in llama.cpp), as long as most of them conform. This is usual if the prompt
-    describes the format.
+    checked (as in llama.cpp), as long as most of them conform.
     """
 
     def __init__(
@@ -143,7 +141,7 @@ class GrammarMask:
         self.draws_first = False
         """Whether tokens after the next one may be drawn without a mask and then checked."""
         self.is_made = True
-        """Whether the mask of the next token is computed. If not, the token must be checked."""
+        """Whether the mask of the next token is computed."""
         self._num_masks = self._num_masks_due = 0
         """The number of masks to compute in a row after the last token that did not conform, and
         how many of these masks are still to be computed.
@@ -214,7 +212,6 @@ class GrammarMask:
     def _matcher_of_output(
         self, make: "Callable[[StructuredOutputs], LLMatcher | None]"
     ) -> "LLMatcher | None":
-        """Creates a matcher, advanced over the output so far. None if `make` returns None."""
         try:
             matcher = make(self._wanted)
         except (InvalidArgument, FailedPrecondition) as error:

@@ -17,8 +17,7 @@ top-down sampling of Gumbels: Maddison, Tarlow, Minka, "A* Sampling", NIPS 2014.
 
 The 32 tokens of a block have ids 128 apart. A superblock is 128 interleaved blocks, with 32 * 128
 consecutive ids. A token's lane is its block's number in the superblock, and its offset is its
-number in the block. Each pass over 128 consecutive logits updates the largest logits of these 128
-blocks.
+number in the block.
 
 The random words are generated with SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
 number generators", OOPSLA 2014): word i of a state is a mix of state + i * GAMMA. The states are

@@ -89,10 +89,6 @@ class Sampler:
 
     The result of a row does not depend on other rows, bit for bit. So a request samples the same
     tokens alone, in any batch, and after it was removed and added again with its output.
-
-    One call of a RowSampler computes all rows, including masks of grammars. Rows with other edits
-    are copied with their mask applied, and are edited one by one. A second call computes stages 3
-    to 5 for the copies.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class Sampler:
         self._has_edits = np.zeros(max_num_seqs, dtype=np.bool_)
         self._edited_rows: set[int] = set()
         self._constrained: set[int] = set()
-        """The rows of the batch with edits or a grammar. Most batches have none."""
+        """The rows of the batch with edits or a grammar."""
         self._num_logprobs: dict[int, int] = {}
         """Maps rows of the batch to the number of most probable tokens to report."""
         self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
@@ -267,9 +263,8 @@ class Sampler:
         batch_rows: np.ndarray,
         drawn: Int64Array | None,
     ) -> Int64Array:
-        """Draws a token for each of these rows of the logits. The result is UNUSABLE if NaN or
-        infinity leaves no token to sample, and REFUSED if a grammar and other parameters leave
-        none.
+        """The result is UNUSABLE if NaN or infinity leaves no token to sample, and REFUSED if a
+        grammar and other parameters leave none.
         """
         parameters = self._row_parameters(batch_rows)
         if drawn is None and not self._constrained:
@@ -320,9 +315,7 @@ class Sampler:
     def _append(
         self, batch_rows: np.ndarray, token_ids: Int64Array, missing: AbstractSet[int]
     ) -> None:
-        """Appends the sampled tokens to the requests. `missing` has the indexes of requests for
-        which no token was sampled. These requests end, so their state is not updated.
-        """
+        """`missing` has the indexes of requests for which no token was sampled."""
         self._num_tokens[batch_rows] += 1
         if not self._constrained:
             return

@@ -58,7 +58,6 @@ class SpeculativeConfig:
     model: Path | None = None
     """The directory of the draft model, or None for other methods."""
     suffix: SuffixRules | None = None
-    """The rules of suffix trees, or None for other methods."""
 
     @property
     def method(self) -> str:

@@ -1,9 +1,6 @@
 """Reads tensors of a GGUF file. Format: https://github.com/ggml-org/ggml, docs/gguf.md.
 
-A row of a quantized weight consists of consecutive blocks. In Q4_0 and Q8_0, a block of 32 numbers
-has one scale. In Q4_K and Q6_K, a block of 256 numbers is divided into groups. Each group has a
-scale, and these scales are multiplied by a scale of the block. Q4_K has eight groups of unsigned
-codes, with a minimum for each group. Q6_K has sixteen groups of codes around 0.
+A row of a quantized weight consists of consecutive blocks.
 """
 
 from collections.abc import Callable

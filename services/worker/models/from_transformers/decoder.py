@@ -206,7 +206,6 @@ class _GivenStates(nn.Module):
         return self
 
     def forward(self, *_: Any, **__: Any) -> _States:
-        """The preset states, [1, n, hidden_size]."""
         return _States(last_hidden_state=self.states)
 
 
@@ -225,7 +224,7 @@ def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Ite
 
 def _from_cache(attention: LayerAttention, indexes: Mapping[int, int]) -> _AttendFunction:
     """Returns attention of a step's tokens over a paged cache. Queries and keys are already
-    rotated. `indexes` maps layer numbers to indexes among the attention layers.
+    rotated.
     """
 
     def attend(

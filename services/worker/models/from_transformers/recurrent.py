@@ -4,8 +4,7 @@ Such a layer is a module whose `forward` has the parameter `cache_params`, a cac
 module reads its initial states from this object, and writes its final states to it: the last inputs
 of the convolution, and the matrix of the recurrence. Here each module is wrapped in a
 RecurrentLayer, which divides a step's tokens into sequences, and passes the module a cache object
-with their states from KV-cache blocks. All sequences of a single token that have a state are
-computed in one call, and each other sequence in its own call.
+with their states from KV-cache blocks.
 """
 
 import inspect
@@ -49,7 +48,6 @@ class RecurrentLayer(nn.Module):
         return int(self.mixer.layer_idx)  # type: ignore[arg-type]
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """Computes the layer, with the arguments that transformers passes to its module."""
         recur = recur_function.get()
         if recur is None:
             return self.mixer(hidden_states, *args, **options)
@@ -140,7 +138,7 @@ class RecurrentProbe:
         return tuple(self._states[index] for index in range(num_layers))
 
     def __call__(self, layer: RecurrentLayer, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Computes a layer. Raises Refused if its results change when a sequence is split."""
+        """Raises Refused if its results change when a sequence is split."""
         if layer.index in self._states:
             raise Refused("has recurrent layers that are computed more than once")
         whole = layer.compute(hidden_states, None)

@@ -2,8 +2,7 @@
 
 transformers is not imported, because it imports torch, which takes seconds. The class of an
 architecture is looked up in the package's tables of names. The source of the class's module is
-searched for the kind of attention that it uses. Problems that appear only in a computation are
-found later, by `services.worker.models.from_transformers.probe`.
+searched for the kind of attention that it uses.
 """
 
 import ast
@@ -75,7 +74,7 @@ def check_whole(values: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_known(values: Mapping[str, Any], path: Path) -> str:
-    """Returns the architecture's name. Raises UnsupportedModel if transformers lacks it."""
+    """Raises UnsupportedModel if transformers lacks it."""
     name = str((values.get("architectures") or ["of no name"])[0])
     if find_spec("transformers") is None:
         raise UnsupportedModel(
@@ -129,7 +128,6 @@ def _check_layers(values: Mapping[str, Any], path: Path, name: str) -> None:
 
 
 def _why_not(values: Mapping[str, Any], source: str | None) -> str | None:
-    """Returns why a decoder with this source file cannot be served, or None."""
     positionless, rotated, width = map(values.get, _LATENT_KEYS)
     if positionless and rotated and width and positionless + rotated != width:
         return "has values of another shape than its keys"

@@ -3,8 +3,7 @@
 A token's key is the token's id, combined with the LoRA adapter of the request. A token's value is a
 hash of the keys that the token attends to. Therefore a value depends on the whole sequence before
 it, as in later layers of a real model, and a block that has the right tokens but was computed after
-another prefix changes the output. The next token follows from the hash of the keys and values that
-the last token attends to.
+another prefix changes the output.
 
 The next token has by far the largest logit, so that it is drawn at any usual temperature. All other
 logits are noise, from which a grammar or a logit bias selects.

@@ -79,7 +79,7 @@ class TimedOutput:
 
 @dataclass(frozen=True, slots=True)
 class TimedRunner:
-    """A StepRunner over a TimedModel. The next step can begin while the device still works."""
+    """A StepRunner over a TimedModel."""
 
     runner: StepRunner
     device: SimulatedDevice
