@@ -16,8 +16,6 @@ from services.worker.backends.native.library import Functions, functions_by_dtyp
 
 @dataclass(frozen=True)
 class Native:
-    """The native kernels for a data type, and the tolerated error of their results."""
-
     kernels: NativeKernels
     functions: Functions
     dtype: torch.dtype

@@ -8,7 +8,6 @@ _MASK = 2**64 - 1
 
 
 def philox_states(seed: int, position: int) -> tuple[int, int]:
-    """The random states of a seed and a position: one for blocks of tokens, one for tokens."""
     c = [position & 0xFFFFFFFF, position >> 32, 0, 0]
     k = [seed & 0xFFFFFFFF, seed >> 32]
     for _ in range(10):
@@ -24,7 +23,6 @@ def philox_states(seed: int, position: int) -> tuple[int, int]:
 
 
 def split_mix_64(state: int, index: int) -> int:
-    """Word `index` of the random generator SplitMix64."""
     z = (state + index * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK

@@ -27,12 +27,11 @@ def free_port() -> int:
 
 @cache
 def native_kernels() -> Kernels:
-    """The compiled kernels, with which collectives use shared memory."""
     return select_kernels(KernelsSetting.NATIVE, default_cache_directory(), lambda: None)
 
 
 class RankThread:
-    """A rank. `broken`: why its group broke, if it did. With torch's kernels it uses gloo."""
+    """`broken`: why its group broke, if it did. With torch's kernels it uses gloo."""
 
     def __init__(
         self, rank: int, size: int, port: int, timeouts: Timeouts, kernels: Kernels
@@ -53,9 +52,7 @@ def on_ranks(
     timeouts: Timeouts = TIMEOUTS,
     kernels: Kernels | None = None,
 ) -> list[T]:
-    """Runs `work` on each rank, and returns the results in rank order. Closes every group at the
-    end. By default the ranks use the native kernels.
-    """
+    """Closes every group at the end. By default the ranks use the native kernels."""
     port, done = free_port(), threading.Barrier(size)
 
     def run(rank: int) -> T:

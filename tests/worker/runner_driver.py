@@ -79,10 +79,9 @@ def build_runner(
     draft_model: Path | None = None,
     source: DraftSource | None = None,
 ) -> ModelRunner:
-    """A model runner for the model in a directory, or for one rank's part of the model. With
-    `keeps_tokens_on_device`, sampled tokens stay on the logits' device, as on CUDA. `group` is the
-    rank's group within its pipeline stage. `around` wraps model and attention. Up to four drafts
-    for each request and step come from `proposer`, `source` or `draft_model` (a directory).
+    """With `keeps_tokens_on_device`, sampled tokens stay on the logits' device, as on CUDA.
+    `around` wraps model and attention. Up to four drafts for each request and step come from
+    `proposer`, `source` or `draft_model` (a directory).
     """
     own = Membership() if group is None else group.membership
     kernels = select_kernels(
@@ -156,7 +155,7 @@ def _loaded_draft_model(
     kv_cache_dtype: KVCacheDtype,
     ranks: Ranks,
 ) -> DraftModel:
-    """A draft model, or this rank's part. It uses the first full-attention group's blocks."""
+    """The draft model uses the first full-attention group's blocks."""
     options = LoadOptions(MAX_MODEL_LEN, dtype)
     loaded = load_model(open_checkpoint(directory), options, kernels, lambda *_: None, ranks)
     group = limits.windows.index(None)
@@ -185,7 +184,7 @@ def _loaded_adapters(loaded: LoadedModel, directories: Sequence[Path]) -> LoraAd
 
 
 def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
-    """The new blocks of block tables. `grown` has pairs of a batch row and its new blocks."""
+    """`grown` has pairs of a batch row and its new blocks."""
     return AppendedBlocks(
         rows=ints(*(row for row, _ in grown)),
         num_blocks=ints(*(len(block_ids) for _, block_ids in grown)),
@@ -195,11 +194,10 @@ def appended(*grown: tuple[int, list[int]]) -> AppendedBlocks:
 
 @dataclass
 class Request:
-    """A request of the driver. `tables` has its block table in each KV-cache group.
+    """`tables` has its block table in each KV-cache group.
 
     `num_computed` includes the tokens of a prefix hit. `embeds` replace the first tokens of the
-    prompt. Log-probabilities are stored in order of positions. When the request resumes after a
-    preemption, those of the prompt are replaced.
+    prompt. Log-probabilities are stored in order of positions.
     """
 
     prompt: list[int]
@@ -224,10 +222,9 @@ class Request:
 
 
 class Driver:
-    """Runs requests step by step. Blocks are allocated in a shuffled order, and block tables grow
-    block by block. Freed blocks keep their old contents and are allocated last. Blocks that have
-    left a window are allocated first, or last if `keeps` is true. Blocks in `shared` are never
-    allocated again.
+    """Blocks are allocated in a shuffled order, and block tables grow block by block. Freed blocks
+    keep their old contents and are allocated last. Blocks that have left a window are allocated
+    first, or last if `keeps` is true.
     """
 
     def __init__(
@@ -252,7 +249,6 @@ class Driver:
         self._step = 0
 
     def step(self, scheduled: Sequence[tuple[Request, int]]) -> StepOutput:
-        """Runs a step with the given number of tokens of each request."""
         entering: list[NewRequest] = []
         grown: list[list[tuple[int, list[int]]]] = [[] for _ in self._windows]
         for request, count in scheduled:
@@ -290,7 +286,7 @@ class Driver:
         return output
 
     def run(self, requests: Sequence[Request], *, chunk: int = 512) -> None:
-        """Runs requests together to their ends. Prompts are computed in chunks."""
+        """Prompts are computed in chunks."""
         while running := [request for request in requests if not request.finished]:
             self.step(
                 [
@@ -321,7 +317,7 @@ class Driver:
             self.shared.update(table)
 
     def remove(self, request: Request) -> None:
-        """Removes a request from the batch. Its blocks are freed, but it keeps its tokens."""
+        """Its blocks are freed, but it keeps its tokens."""
         assert request.row is not None
         self._removed.append(request.row)
         self._rows.append(request.row)
@@ -331,7 +327,7 @@ class Driver:
         request.num_computed = 0
 
     def _extend(self, request: Request, num_tokens: int) -> list[list[int]]:
-        """Grows the request's block tables to `num_tokens`. Returns the new blocks of each."""
+        """Returns the new blocks of each block table of the request."""
         if not request.tables:
             request.tables = [[] for _ in self._windows]
         added = [
@@ -343,7 +339,7 @@ class Driver:
         return added
 
     def _give_back(self, request: Request) -> None:
-        """Frees blocks that have left a window. They are soon allocated again."""
+        """Frees blocks that have left a window."""
         for table, seen in zip(request.tables, self._first_seen(request), strict=True):
             self._free += self._owned(table[:seen])
             table[:seen] = [0] * seen

@@ -24,14 +24,12 @@ class ServingWorker:
         self._server.add(worker_pb2_grpc.add_WorkerServicer_to_server, self._servicer, GRPC_SERVICE)
 
     async def start(self) -> str:
-        """Starts to serve at a free port, and returns the address."""
         address = await self._server.start("127.0.0.1:0")
         self._servicer.open(self._loaded)
         await self._server.set_ready(True)
         return address
 
     async def stop(self) -> None:
-        """Ends every stream and closes the port."""
         self._servicer.close()
         await self._server.drain(0)
         self._compute.close()

@@ -61,7 +61,6 @@ class StagedRunner:
 
     @property
     def limits(self) -> BatchLimits:
-        """The batch limits, which are equal on all stages."""
         return self.runners[0].limits
 
     def reset(self) -> None:
@@ -78,7 +77,7 @@ class StagedRunner:
         return self._threads[rank].submit(self.runners[rank].execute, step)
 
     def submit(self, step: StepInput) -> Future[StepOutput]:
-        """Queues a step on every rank. Returns the output of the last stage, which samples."""
+        """Returns the output of the last stage, which samples."""
         answers = self.submit_each(step)
 
         def check_and_answer() -> StepOutput:

@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 
 
 async def start(*flags: str, **environ: str) -> asyncio.subprocess.Process:
-    """Starts `python -m services.worker` with these flags, which logs to standard error."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("STEPWELL_")}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "services.worker", "--num-threads", "1", *flags),
@@ -31,7 +30,6 @@ async def outcome(process: asyncio.subprocess.Process) -> tuple[int, list[str]]:
 
 
 async def until_serving(address: str) -> None:
-    """Returns once the worker at an address serves."""
     async with open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:

@@ -18,18 +18,13 @@ from tests.worker.interpreted.interpreted_ops import AnywhereSplitK
 
 MAX_MODEL_LEN = 1024
 SHARED_BYTES = {(8, 0): 163 * 1024, (8, 9): 99 * 1024, (9, 0): 227 * 1024}
-"""The shared memory of a thread block in bytes, by compute capability."""
 
 
 class Multiprocessors(CpuDevice):
-    """Divides attention as on the multiprocessors of an H200."""
-
     num_processors = 132
 
 
 class AbsentGpu:
-    """The device properties that Triton queries when it compiles."""
-
     def __init__(self, capability: tuple[int, int]) -> None:
         self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
 
@@ -45,7 +40,6 @@ class AbsentGpu:
 
 @contextmanager
 def compiling_only(capability: tuple[int, int]) -> Iterator[list[tuple[str, Any]]]:
-    """In this context kernels are compiled but not run. The yielded list collects them."""
     compiled: list[tuple[str, Any]] = []
     launch = JITFunction.run
 

@@ -25,14 +25,13 @@ _LINE = 64
 
 
 def require_tools() -> None:
-    """Skips the test if there is no cross compiler or emulator."""
     for tool in (COMPILER, EMULATOR[0]):
         if shutil.which(tool) is None:
             pytest.skip(f"there is no {tool}")
 
 
 def compiled_for(kind: Kind) -> Path:
-    """A processor kind's library and the program `calls`. Later test sessions reuse both."""
+    """Later test sessions reuse both."""
     digest = sha256(repr((COMPILER, FLAGS, kind.flags)).encode())
     for source in (*sorted(SOURCES.iterdir()), CALLS):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -75,14 +74,13 @@ class EmulatedLibrary:
         self._used = 0
 
     def empty(self, shape: tuple[int, ...] | int, dtype: type) -> np.ndarray:
-        """A new array in memory that the library can read and write. Its elements are arbitrary."""
+        """Its elements are arbitrary."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         begin, self._used = self._used, self._used + -(-size // _LINE) * _LINE
         assert self._used <= _MEMORY_BYTES
         return self._memory[begin : begin + size].view(dtype).reshape(shape)
 
     def copy(self, array: np.ndarray) -> np.ndarray:
-        """Copies an array into memory that the library can read and write."""
         copied = self.empty(array.shape, array.dtype.type)
         copied[...] = array
         return copied

@@ -40,7 +40,6 @@ class Elements:
         self.dtype = np.float32 if name == "float32" else np.uint16
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """Rounds to the nearest numbers of the data type, ties to even."""
         single = np.asarray(values, np.float32)
         if self.dtype is np.float32:
             return single
@@ -85,7 +84,7 @@ def packed(
 def products(
     arm: EmulatedLibrary, elements: Elements, projection: library.Projection, x: np.ndarray
 ) -> np.ndarray:
-    """The outputs of all rows. Asserts that they do not depend on the number of rows in a call."""
+    """Asserts that they do not depend on the number of rows in a call."""
     given, width = arm.copy(x), projection.columns // (2 if projection.epilogue else 1)
     output = arm.empty((len(x), width), elements.dtype)
     begin, found = 0, []
@@ -196,7 +195,6 @@ class Sequence:
     def outputs(
         self, arm: EmulatedLibrary, counts: list[int], page: int, cache_format: int
     ) -> np.ndarray:
-        """The outputs of all tokens, in steps of `counts` tokens, with pages in shuffled order."""
         arm.clear()
         blocks = 1 + -(-TABLE // page)
         head = -(-self.dim // 16) * 16 + 4 if cache_format else self.dim

@@ -84,7 +84,6 @@ def added(totals: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def numbers(*shape: int) -> torch.Tensor:
-    """Random bfloat16 numbers of both signs, with magnitudes between 2^-7 and 2^7."""
     exponents = torch.rand(shape) * 14 - 7
     return (torch.exp2(exponents) * (torch.randint(0, 2, shape) * 2 - 1)).bfloat16()
 

@@ -34,7 +34,6 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def with_compiler() -> str:
-    """The path of the C++ compiler. Skips the test if there is none."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("there is no compiler")
@@ -119,7 +118,6 @@ def test_stopping_the_start_does_not_wait_for_the_compiler(
 
 @pytest.fixture
 def quick_compiler(tmp_path: Path, with_compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the kernels' sources by a single function, and records the calls of the linker."""
     (tmp_path / "float32.cpp").write_text(
         'extern "C" int panel_width() { return 16; }\n'
         'extern "C" int tile_palettes() { return 1; }\n'

@@ -14,7 +14,6 @@ class AnywhereSplitK(triton_splitk.FwOp):
 
     @classmethod
     def not_supported_reasons(cls, d) -> list[str]:
-        """xFormers' reasons, except the reason that bfloat16 needs a GPU."""
         return [reason for reason in super().not_supported_reasons(d) if "bf16" not in reason]
 
 

@@ -34,12 +34,10 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 40, 16
 
 
 def save_uniform(directory: Path) -> None:
-    """Saves a model of two layers with the same kind of attention."""
     save_tiny_model(directory, "mistral")
 
 
 def save_hybrid(directory: Path) -> None:
-    """Saves a model with two KV-cache groups: one layer with a window of 7, and one without."""
     torch.manual_seed(0)
     config = Gemma3TextConfig(
         vocab_size=320,
@@ -58,12 +56,10 @@ def save_hybrid(directory: Path) -> None:
 
 
 def save_capped(directory: Path) -> None:
-    """Saves a model with a cap on attention scores (softcap), which xFormers does not support."""
     save_tiny_model(directory, "gemma2")
 
 
 def save_experts(directory: Path) -> None:
-    """Saves a model of one layer in which three of six experts compute each token."""
     save_tiny_model(directory, "qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
 
 

@@ -36,7 +36,6 @@ def test_decodes_and_chunks_equal_plain_attention(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [Case(32, 4, 2, 32), Case(32, 4, 2, 32, window=9)], ids=str)
 def test_stale_values_in_a_block_do_not_change_results(case: Case) -> None:
-    """The block's earlier contents include NaN."""
     torch.manual_seed(3)
     check = AttentionCheck(case, WideCpu(), 3, 256, AnywhereSplitK)
     for pool in check.attention.pools(0):

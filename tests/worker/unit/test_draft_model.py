@@ -33,8 +33,6 @@ MOST = 4
 
 
 class Watched:
-    """A model that records the positions computed by each call."""
-
     def __init__(self, model: Model) -> None:
         self._model = model
         self.calls: list[list[int]] = []
@@ -44,7 +42,6 @@ class Watched:
         return self._model.forward(token_ids, positions, *more, **named)
 
     def take(self) -> list[list[int]]:
-        """Returns the positions of each call since the last `take`."""
         calls, self.calls = self.calls, []
         return calls
 
@@ -67,7 +64,6 @@ def watched(directory: Path, draft: Path) -> tuple[ModelRunner, Watched]:
 
 
 def enter(runner: ModelRunner, row: int = 0, first_block: int = 1, computed: int = 0) -> StepOutput:
-    """Runs the step of a request's prompt, or of the part of it that is not cached."""
     table = np.arange(first_block, first_block + 8, dtype=np.int32)
     new = NewRequest(row, ints(*PROMPT), len(PROMPT), GREEDY, (table,))
     return runner.execute(
@@ -76,7 +72,6 @@ def enter(runner: ModelRunner, row: int = 0, first_block: int = 1, computed: int
 
 
 def step(runner: ModelRunner, computed: int, num_drafts: int, row: int = 0) -> int:
-    """Runs a step, and returns the number of its tokens."""
     output = runner.execute(
         StepInput(
             *(1, 2, ints(row), ints(1 + num_drafts), ints(computed)),
@@ -98,7 +93,6 @@ def test_after_all_drafts_are_accepted_two_tokens_are_computed_and_blocks_are_fi
     assert step(runner, 10, MOST) == 5
     assert model.take() == [[9, 10], [11], [12], [13]]
     assert step(runner, 15, MOST) == 5
-    # The last draft's position, 19, is computed, too, because it is the last one of its block.
     assert model.take() == [[14, 15], [16], [17], [18], [19]]
     assert step(runner, 20, MOST) == 5
     assert model.take() == [[20], [21], [22], [23]]
@@ -110,7 +104,6 @@ def test_rejected_drafts_are_written_over(directory: Path, tmp_path: Path) -> No
     enter(runner)
     assert step(runner, 5, MOST) == 1
     assert model.take()[1:] == [[5], [6], [7], [8]]
-    # The scheduler planned this step as if all four drafts of the step before were accepted.
     assert step(runner, 10, MOST) == 1
     assert model.take() == [[6], [7], [8], [9]]
 
@@ -127,7 +120,6 @@ def test_without_drafts_tokens_are_computed_once_they_fill_a_block(directory: Pa
     step(runner, 8, 0)
     assert model.take() == []
     assert step(runner, 9, 2) == 3
-    # Both drafts were accepted. The last one's position, 11, is the last one of its block.
     assert model.take() == [[8, 9], [10], [11]]
 
 

@@ -64,13 +64,12 @@ def step(number: int, scheduled: int, computed: int, num_drafts: int, **changes)
 
 
 def enter(runner: ModelRunner) -> int:
-    """Computes the prompt, and returns the first output token."""
     new = NewRequest(0, ints(*PROMPT), 5, GREEDY, (np.arange(1, 9, dtype=np.int32),))
     return int(runner.execute(step(1, 5, 0, 0, new_requests=(new,))).token_ids[0])
 
 
 def continued(runner: ModelRunner, count: int) -> list[int]:
-    """The first `count` output tokens without drafts. Removes the request at the end."""
+    """Removes the request at the end."""
     tokens = [enter(runner)]
     for index in range(count - 1):
         tokens.append(int(runner.execute(step(2 + index, 1, 5 + index, 0)).token_ids[0]))
@@ -87,7 +86,6 @@ def test_a_step_continues_after_the_accepted_drafts(
     output = runner.execute(step(2, 1 + MOST, 5, MOST))
     assert output.token_ids.tolist() == tokens[1:3]
     assert output.num_draft_tokens.tolist() == [MOST]
-    # The next step was planned as if all four drafts had been accepted.
     scripted.next = tokens[3:5]
     output = runner.execute(step(3, 1 + MOST, 10, MOST))
     assert output.token_ids.tolist() == tokens[3:6]
@@ -96,7 +94,6 @@ def test_a_step_continues_after_the_accepted_drafts(
     output = runner.execute(step(4, 1 + MOST, 12, MOST))
     assert output.token_ids.tolist() == [tokens[6]]
     assert not len(output.num_draft_tokens)
-    # This step has no drafts, but was planned as if the last step's four drafts were accepted.
     assert runner.execute(step(5, 1, 15, 0)).token_ids.tolist() == [tokens[7]]
     assert scripted.asked == [
         ([*PROMPT, tokens[0]], MOST),

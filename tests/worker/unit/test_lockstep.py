@@ -24,7 +24,6 @@ def step(generation: int, number: int) -> StepInput:
 
 
 def answering(token: int):
-    """A function that runs a step, in which it samples this token."""
     return lambda step: StepOutput(step.generation, step.step, ints(1), ints(token))
 
 

@@ -31,13 +31,12 @@ def new(row: int = 0, sampling: SamplingParams = GREEDY, first_block: int = 1) -
 
 
 def step(number: int, *entries: tuple[int, int, int], generation: int = 1, **changes) -> StepInput:
-    """A step. Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
+    """Entries are (batch row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     return StepInput(generation, number, ints(*rows), ints(*scheduled), ints(*computed), **changes)
 
 
 def run_plainly(runner: ModelRunner, sampling: SamplingParams, count: int) -> list[int]:
-    """Computes the first `count` tokens of a request, without drafts."""
     tokens = runner.execute(
         step(0, (3, 5, 0), new_requests=(new(3, sampling, 30),))
     ).token_ids.tolist()
@@ -87,7 +86,6 @@ def test_a_new_generation_starts_with_an_empty_batch(runner: ModelRunner) -> Non
 
 
 def verify(runner: ModelRunner, sampling: SamplingParams, drafts: list[int]) -> StepOutput:
-    """Runs the first step after the prompt's step, with drafts."""
     runner.execute(step(10, (0, 5, 0), new_requests=(new(0, sampling),)))
     return runner.execute(
         step(
@@ -110,7 +108,6 @@ def test_drafts_are_accepted_up_to_the_first_that_would_not_be_sampled(
     accepted = output.token_ids.tolist()
     assert output.num_tokens.tolist() == [num_right + 1]
     assert accepted == tokens[1 : 2 + num_right]
-    # Rejected drafts do not change later tokens.
     rest = []
     for number in range(20, 22):
         computed = 5 + len(accepted) + len(rest)

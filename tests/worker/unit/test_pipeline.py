@@ -63,7 +63,6 @@ def test_no_other_division_has_a_lighter_heaviest_stage() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_counts_whether_it_is_tied_or_not(tied: bool, tmp_path: Path) -> None:
-    """The output head has little more than half of the bytes of a layer."""
     save_tiny_model(tmp_path, "llama", num_hidden_layers=5, tie_word_embeddings=tied)
     checkpoint = open_checkpoint(tmp_path)
     stages = [layers_of_stage(checkpoint, 5, stage, 2) for stage in range(2)]
@@ -174,7 +173,7 @@ def test_a_stage_that_waits_for_too_long_ends_the_group(directory: Path) -> None
     timeouts = Timeouts(join_seconds=20, collective_seconds=1)
     with StagedRunner(directory, 2, timeouts=timeouts, block_size=4, num_blocks=50) as stages:
         stages.execute(opening(1))
-        time.sleep(1.2)  # without a step a stage does not wait
+        time.sleep(1.2)
         stages.execute(prompt_of(1, 1))
         with pytest.raises(GroupBroken, match="step 2 failed on rank 1"):
             stages.submit_to(1, prompt_of(1, 2)).result(20)
@@ -186,7 +185,6 @@ def test_a_stage_that_ends_ends_the_others(directory: Path) -> None:
         waiting = stages.submit_to(2, prompt_of(1, 0))
         stages.groups[0].close()
         for rank in (1, 2):
-            # The message of rank 2 may be "rank 1 has ended: rank 0 has ended".
             assert "rank 0 has ended" in str(stages.broken[rank].result(1.5))
         with pytest.raises(GroupBroken):
             waiting.result(30)

@@ -22,8 +22,6 @@ SECONDS = 60.0
 
 
 class EchoRunner:
-    """A model runner that samples the number of the step as token."""
-
     @property
     def limits(self) -> BatchLimits:
         raise AssertionError("not used")
@@ -41,7 +39,7 @@ class EchoRunner:
 
 
 class Scheduler:
-    """Receives answers. The answers to the steps `blocked` cannot be sent at once."""
+    """The answers to the steps `blocked` cannot be sent at once."""
 
     def __init__(self, blocked: frozenset[int]) -> None:
         self.answered: list[int] = []
@@ -51,7 +49,7 @@ class Scheduler:
 
     def write_at_once(self, response: worker_pb2.ExecuteResponse) -> bool:
         assert threading.get_ident() != self._loop_thread
-        for _ in range(3):  # the event loop may try to send answers now
+        for _ in range(3):
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(SECONDS)
         if response.step in self._blocked:
             return False
@@ -60,7 +58,7 @@ class Scheduler:
         return True
 
     async def write(self, response: worker_pb2.ExecuteResponse) -> None:
-        await asyncio.sleep(0)  # the compute thread may run the next step now
+        await asyncio.sleep(0)
         self.answered.append(response.step)
 
 

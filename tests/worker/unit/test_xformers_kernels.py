@@ -18,9 +18,7 @@ INTERPRETED, COMPILED = {"TRITON_INTERPRET": "1"}, {"TRITON_INTERPRET": "0"}
 RUNS = {"interpreted": INTERPRETED, "compiled": COMPILED}
 """Maps each test directory, the slowest first, to its environment variables."""
 SECONDS = 600
-"""The time limit of a directory in seconds. The interpreter takes less than a minute, or several
-minutes on a busy machine.
-"""
+"""The time limit of a directory in seconds."""
 
 Done = subprocess.CompletedProcess[str]
 
@@ -29,7 +27,7 @@ Done = subprocess.CompletedProcess[str]
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Done]]]:
-    """Runs the tests of the selected directories. Maps each directory to its result."""
+    """Maps each directory to its result."""
     pytest.importorskip("xformers", reason="xFormers has wheels for Linux on x86-64 alone")
     here = [item for item in request.session.items if item.path == request.path]
     selected = [
@@ -43,7 +41,6 @@ def runs(
 
 
 def run_apart(directory: str, cache: Path) -> Done:
-    """Runs the tests of a directory in a separate process."""
     return subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),

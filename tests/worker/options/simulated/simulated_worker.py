@@ -30,8 +30,6 @@ seconds = 0
 
 @dataclass
 class Clock:
-    """A clock that only `sleep` advances."""
-
     now: float = 0.0
 
     def read(self) -> float:
@@ -49,14 +47,12 @@ def save_profile(directory: Path, text: str = PROFILE) -> str:
 
 
 def save_configuration(directory: Path, kind: str = "llama") -> None:
-    """Saves the configuration of a tiny model, without weights."""
     save_tiny_model(directory, kind)
     for weights in directory.glob("*.safetensors"):
         weights.unlink()
 
 
 def save_draft(directory: Path) -> Path:
-    """Saves the configuration of a draft model of one layer for the model in a directory."""
     draft = directory / "draft"
     save_configuration(draft)
     vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
@@ -65,7 +61,7 @@ def save_draft(directory: Path) -> Path:
 
 
 def build(directory: Path, group: Group | None = None, **settings: Any) -> Worker:
-    """A simulated worker of the model in a directory. Without a profile, steps take no time."""
+    """Without a profile, steps take no time."""
     profile = settings.pop("profile", None) or save_profile(directory)
     wanted = WorkerSettings(
         model=directory, device=DeviceSetting.SIMULATED, profile=profile, **settings
@@ -74,20 +70,17 @@ def build(directory: Path, group: Group | None = None, **settings: Any) -> Worke
 
 
 def simulated(directory: Path, kind: str = "llama", **settings: Any) -> Worker:
-    """A simulated worker of a kind of model, whose configuration is saved in `directory`."""
     save_configuration(directory, kind)
     return build(directory, **settings)
 
 
 def model_runner(worker: Worker) -> ModelRunner:
-    """The worker's model runner, without the wrapper that simulates step times."""
     assert isinstance(worker.runner, TimedRunner)
     assert isinstance(worker.runner.runner, ModelRunner)
     return worker.runner.runner
 
 
 def timed_model(worker: Worker) -> TimedModel:
-    """The worker's model. It records the simulated time of each run."""
     model = model_runner(worker).model
     model = model.model if isinstance(model, StagedModel) else model
     assert isinstance(model, TimedModel)

@@ -27,7 +27,6 @@ TIMES = StepTimes(
 
 
 def step(random: np.random.Generator, *, has_chunk: bool) -> tuple[Int32Array, Int32Array]:
-    """The numbers of scheduled and of computed tokens of each request, drawn at random."""
     counts = np.ones(random.integers(1, 30), np.int32)
     if has_chunk:
         counts[0] = random.integers(2, 500)
@@ -45,8 +44,6 @@ def test_the_coefficients_of_exact_times_are_found() -> None:
 
 
 def test_a_jump_of_the_times_is_followed() -> None:
-    """The kernels use more threads from 29 tokens on."""
-
     def seconds(counts: Int32Array) -> float:
         num_tokens = int(counts.sum())
         return 0.0005 + num_tokens * (1e-5 if num_tokens > 28 else 6e-5)
@@ -71,7 +68,6 @@ def test_least_squares_are_least(seed: int) -> None:
 
 
 def test_no_coefficient_is_negative() -> None:
-    """In the measurement, steps with longer contexts happened to take less time."""
     steps = [
         Measurement(np.array([1], np.int32), np.array([context], np.int32), 1 - context / 1000)
         for context in range(100)

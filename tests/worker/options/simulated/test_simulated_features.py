@@ -40,7 +40,6 @@ LIMITS: dict[str, Any] = {"block_size": 4, "num_blocks": 60, "max_model_len": 64
 
 
 def request(row: int, token_ids: Sequence[int] = PROMPT, **fields: Any) -> NewRequest:
-    """A greedy request whose eight blocks no other row has."""
     table = np.arange(1 + 8 * row, 9 + 8 * row, dtype=np.int32)
     known = {"sampling": SamplingParams(temperature=0), "block_tables": (table,)} | fields
     return NewRequest(row, ints(*token_ids), len(token_ids), **known)
@@ -101,7 +100,6 @@ def test_a_grammar_selects_among_the_other_tokens(tmp_path: Path) -> None:
 def test_blocks_come_back_from_the_tier_unless_a_copy_is_lost(
     tmp_path: Path, is_lost: bool
 ) -> None:
-    """A request's first two blocks are stored in host memory and loaded into other blocks."""
     worker = simulated(tmp_path, kv_offloading_size=0.001, **LIMITS)
     keys = tuple(bytes(35) + bytes([n]) for n in range(2))
     worker.runner.execute(step(0, (0, 9, 0), new_requests=(request(0),)))
@@ -210,7 +208,6 @@ def test_a_classifier_has_a_score_for_each_class(tmp_path: Path) -> None:
 
 
 def test_answers_have_the_mean_length_of_the_profile(tmp_path: Path) -> None:
-    """The mean length is five tokens, so each token is an end token with a probability of 1/5."""
     save_configuration(tmp_path)
     profile = tmp_path / "ending.toml"
     profile.write_text(

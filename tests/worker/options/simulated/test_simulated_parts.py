@@ -68,7 +68,6 @@ class Stages:
         self._groups, self.workers = zip(*(each.result() for each in joining), strict=True)
 
     def execute(self, one: Any) -> StepOutput:
-        """Runs a step on all stages, and returns the output of the last one."""
         running = [
             thread.submit(worker.runner.execute, one)
             for thread, worker in zip(self._threads, self.workers, strict=True)
@@ -84,14 +83,14 @@ class Stages:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A model of five layers without weights, with two KV-cache groups."""
+    """The model has five layers without weights, and two KV-cache groups."""
     torch.set_num_threads(1)
     save_configuration(tmp_path, "gemma2")
     return tmp_path
 
 
 def answer(run: Callable[[StepInput], StepOutput], count: int) -> list[int]:
-    """The first `count` output tokens after PROMPT. Each decode step computes the last one."""
+    """The first `count` output tokens after PROMPT."""
     tokens = [PROMPT[-1]]
     for number in range(count):
         start = (0, 1, 4 + number) if number else (0, 5, 0)
@@ -121,7 +120,7 @@ def test_a_wrong_block_in_any_stage_changes_the_answer(directory: Path, stage: i
     with closing(Stages(directory, 3, **LIMITS)) as stages:
 
         def run(one: StepInput) -> StepOutput:
-            if one.step == 1:  # overwrite the first block of the first KV-cache group
+            if one.step == 1:
                 planes = model_runner(stages.workers[stage]).attention.planes
                 planes[:, 1] = planes[:, 40]
             return stages.execute(one)
@@ -151,7 +150,6 @@ def test_stages_divide_the_weights_of_a_computed_profile(directory: Path) -> Non
 
 
 def model_of(worker: Worker) -> SimulatedModel:
-    """The worker's model, without the wrapper that simulates step times."""
     model = timed_model(worker).model
     assert isinstance(model, SimulatedModel)
     return model
@@ -161,7 +159,7 @@ def model_of(worker: Worker) -> SimulatedModel:
 def test_weights_in_eight_bits_are_read_four_times_as_fast_and_leave_more_memory(
     directory: Path, setting: QuantizationSetting
 ) -> None:
-    """Unquantized weights have 32 bits. The embedding stays unquantized."""
+    """The embedding stays unquantized."""
     profile = save_profile(directory, HARDWARE)
     plain, quantized = (
         build(directory, profile=profile, quantization=each, **LIMITS | NO_BLOCKS)
@@ -185,7 +183,7 @@ def test_weights_that_are_stored_in_four_bits_stay_so(directory: Path) -> None:
         model_of(build(directory, quantization=each, **LIMITS)).size
         for each in (QuantizationSetting.AUTO, QuantizationSetting.INT8)
     ]
-    assert sizes[0].read_bytes > sizes[1].read_bytes  # by the bytes of the head
+    assert sizes[0].read_bytes > sizes[1].read_bytes
     assert sizes[0].products_per_token == sizes[1].products_per_token
 
 
@@ -237,7 +235,6 @@ FREE = "kv_cache_memory_bytes = 4_000_000\n[mixed]\nseconds = 0"
 
 
 def drafting(directory: Path, profile: str, **settings: Any) -> Worker:
-    """A worker with a draft model that proposes up to four drafts."""
     config = {
         "method": "draft_model",
         "model": str(save_draft(directory)),

@@ -62,8 +62,8 @@ class OracleProposer:
 
 
 class Workers:
-    """Gives a simulated worker the interface of a Story's PagedModel. Steps and outputs are encoded
-    as messages and decoded again. The KV cache begins with random contents.
+    """Steps and outputs are encoded as messages and decoded again. The KV cache begins with random
+    contents.
     """
 
     def __init__(self, worker: Worker, num_speculative_tokens: int) -> None:
@@ -136,7 +136,6 @@ class SimulatedLife(Life):
 
 
 def _num_blocks(num_groups: int) -> int:
-    """The number of blocks that a sequence of maximum length needs, and a few more."""
     return 1 + num_groups * (MAX_MODEL_LEN // BLOCK_SIZE) + 6
 
 
@@ -145,7 +144,7 @@ def _num_blocks(num_groups: int) -> int:
     params=["llama", "mistral_window", "gemma2 drafts"],
 )
 def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    """A worker that proposes drafts. Its vocabulary contains the tokens of the random worlds."""
+    """Its vocabulary contains the tokens of the random worlds."""
     kind, _, has_draft_model = request.param.partition(" ")
     directory = tmp_path_factory.mktemp(kind)
     save_configuration(directory, kind)
@@ -171,7 +170,6 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_every_request_gets_its_own_tokens(worker: Worker, async_scheduling: bool) -> None:
-    """Requests are preempted, aborted, and admitted with prefix hits. Pool and worker restart."""
     happened: Counter[str] = Counter()
     groups = tuple(
         group.kv_cache_group(BLOCK_SIZE, MAX_MODEL_LEN) for group in worker.description.groups
@@ -197,8 +195,6 @@ def test_every_request_gets_its_own_tokens(worker: Worker, async_scheduling: boo
 
 
 async def test_a_wrong_block_table_is_seen_in_the_answer(worker: Worker) -> None:
-    """The block tables of new requests have block 7 in place of their first block."""
-
     class Confused(Workers):
         def _changed(self, step: Any) -> Any:
             def wrong(tables: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:

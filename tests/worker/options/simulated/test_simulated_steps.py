@@ -85,8 +85,8 @@ def llama(tmp_path: Path) -> Worker:
 
 
 def _prompt_and_decode(worker: Worker, *, before_decode: dict[int, int], **changes) -> list[int]:
-    """Runs a prompt's step and a decode step, and returns their tokens. Between the two, overwrites
-    blocks: `before_decode` maps a block to the block from which it gets its contents.
+    """Between the two, overwrites blocks: `before_decode` maps a block to the block from which it
+    gets its contents.
     """
     worker.runner.reset()
     first = worker.runner.execute(step(0, (0, 5, 0), new_requests=(new(0, SamplingParams()),)))
@@ -105,7 +105,6 @@ def test_a_block_with_other_contents_changes_the_next_token(llama: Worker) -> No
 
 
 def test_two_blocks_that_change_places_change_the_next_token(llama: Worker) -> None:
-    """The block table of the second request has the right blocks in the wrong order."""
     prompt, count = list(range(20, 32)), 12
     outputs = []
     for table in ([1, 2, 3, 4], [2, 1, 3, 4]):
@@ -123,7 +122,6 @@ def test_two_blocks_that_change_places_change_the_next_token(llama: Worker) -> N
 
 
 def test_the_right_tokens_after_a_wrong_prefix_change_the_next_token(llama: Worker) -> None:
-    """The prefix hit's second block has the right tokens, but was computed after another one."""
     oracle, shared = oracle_of(llama), [40, 41, 42, 43]
     llama.runner.reset()
     mine, other = _request(0, [1, 3, 5, 7, *shared, 9], [1, 2, 3]), [30, 31, 32, 33, *shared]

@@ -35,7 +35,6 @@ def shape(request: pytest.FixtureRequest) -> AttentionShape:
 def attention(
     request: pytest.FixtureRequest, native: Native, shape: AttentionShape
 ) -> PagedAttention:
-    """A KV cache whose blocks have different contents."""
     made: dict[str, Callable[[], PagedAttention]] = {
         "torch": lambda: TorchPagedAttention(shape),
         "native": lambda: native.kernels.paged_attention(shape),
@@ -64,9 +63,7 @@ def key(number: int) -> bytes:
 
 
 def blocks(*pairs: tuple[int, int], keys: list[int] | None = None) -> TierBlocks:
-    """Transfers between pairs of a cache block and a tier block. `keys` are the keys of the tier's
-    blocks, by default the numbers of these blocks.
-    """
+    """`keys` are the keys of the tier's blocks, by default the numbers of these blocks."""
     return TierBlocks(
         ints(*(mine for mine, _ in pairs)),
         ints(*(theirs for _, theirs in pairs)),
@@ -80,7 +77,6 @@ def make_tier(attention: PagedAttention) -> KVTier:
 
 
 def load(tier: KVTier, wanted: TierBlocks) -> EndedTierLoad:
-    """Loads blocks from the tier, and waits for the end of the load."""
     tier.begin_loads([TierLoad(7, wanted)])
     while not (ended := tier.take_ended(is_idle=True)):
         pass

@@ -30,8 +30,6 @@ WAYS = {
 
 
 class Inputs:
-    """The attention inputs of all tokens of two sequences."""
-
     def __init__(
         self, case: str, dtype: torch.dtype, kv_cache_dtype: KVCacheDtype = KVCacheDtype.AUTO
     ) -> None:
@@ -48,9 +46,7 @@ class Inputs:
     def outputs(
         self, native, counts: list[int], *, threads: int, block_size: int = 16, beside: int = 0
     ) -> torch.Tensor:
-        """The outputs of all tokens, computed in steps of `counts` tokens. `beside` other sequences
-        compute the same numbers of tokens in these steps.
-        """
+        """`beside` other sequences compute the same numbers of tokens in these steps."""
         torch.set_num_threads(threads)
         pages = -(-LENGTH // block_size)
         num_blocks = 1 + (1 + beside) * pages

@@ -21,8 +21,6 @@ from services.worker.backends.torch.paged_attention import TorchPagedAttention
 
 @dataclass(frozen=True)
 class Case:
-    """The numbers of heads, the head size, the page size, and half of the rotated elements."""
-
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -58,8 +56,6 @@ CASES = [
 
 
 class Sequences:
-    """Growing sequences, whose blocks are in a shuffled order."""
-
     def __init__(self, longest: list[int], block_size: int) -> None:
         counts = [-(-length // block_size) for length in longest]
         self.num_blocks = 1 + sum(counts)
@@ -71,7 +67,7 @@ class Sequences:
         self._lengths = [0] * len(longest)
 
     def grow(self, counts: list[int]) -> StepLayout:
-        """Appends `counts[i]` tokens, possibly 0, to sequence i. Returns the layout of the step."""
+        """Returns the layout of the step."""
         grown = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         rows = [row for row, count in enumerate(counts) if count]
         rows.sort(key=lambda row: (counts[row] != 1, grown[row] if counts[row] == 1 else 0))
@@ -155,7 +151,7 @@ def test_stale_values_in_a_block_do_not_change_results(native, kept: KVCacheDtyp
     broken = torch.full((176, 2, 32), torch.nan).to(native.dtype)
     query = torch.randn(176, 4, 32).to(native.dtype)
     attention.begin_step([Sequences([176], 16).grow([176])])(0, query, broken, broken, None)
-    if kept is not KVCacheDtype.AUTO:  # recurrent states leave any bytes
+    if kept is not KVCacheDtype.AUTO:
         attention.pages[0].fill_(-1)
     for count in (37, 1, 1):
         layout = Sequences([50, 60], 16).grow([count, count])
@@ -166,7 +162,6 @@ def test_stale_values_in_a_block_do_not_change_results(native, kept: KVCacheDtyp
 
 @pytest.mark.parametrize("kept", KVCacheDtype, ids=lambda kept: kept.value)
 def test_cleared_blocks_hold_zeros(native, kept: KVCacheDtype) -> None:
-    """A new key of zeros gets the same score as each cleared key."""
     case = Case(2, 2, 32, 16, half=0)
     shape = AttentionShape((case.layer,), 16, 4, native.dtype, kv_cache_dtype=kept)
     attention = NativePagedAttention(native.functions, LargePages(), shape)

@@ -21,8 +21,6 @@ from services.worker.backends.native.library import (
 
 @dataclass(frozen=True, slots=True)
 class OneMoreNorm(LayerWeights):
-    """A structure with one more field than its declaration in C++."""
-
     value_norm: torch.Tensor | None
 
 

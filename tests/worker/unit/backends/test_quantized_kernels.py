@@ -16,9 +16,9 @@ from services.worker.backends.torch.kernels import TorchKernels
 
 ROWS = (1, 2, 3, 4, 5, 12, 13, 18, 40)
 _SHAPES = st.tuples(
-    st.integers(1, 70),  # rows of the weight
-    st.integers(1, 4),  # groups
-    st.integers(1, 80),  # columns of a group
+    st.integers(1, 70),
+    st.integers(1, 4),
+    st.integers(1, 80),
 )
 
 
@@ -29,7 +29,6 @@ FLOAT8 = 0
 def drawn(
     rows: int, groups: int, group: int, bits: int, dtype: torch.dtype, *, offsets: bool
 ) -> QuantizedWeight:
-    """A random weight with all possible codes, and scales and offsets of several magnitudes."""
     most = 2 ** ((bits or 8) - 1)
     codes = torch.randint(-most, most, (rows, groups * group), dtype=torch.int8)
     if bits == FLOAT8:
@@ -52,7 +51,6 @@ def in_double(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def assert_full_is_near(linear: NativeLinear, x: torch.Tensor, exact: torch.Tensor) -> None:
-    """Asserts that a product with many rows is exact except for rounding in float32 sums."""
     size = x.double().abs().sum(1, keepdim=True) * exact.abs().max() + 1
     product = F.linear(x.double(), exact)
     assert ((linear.full(x).double() - product).abs() / size).max() < 2e-6
@@ -67,7 +65,6 @@ def test_a_projection_of_any_shape(
     weight = drawn(*shape, bits, native.dtype, offsets=offsets)
     linear = NativeLinear(native.functions, LargePages(), weight, None)
     assert (linear.out_features, linear.in_features) == tuple(weight.shape)
-    # In bfloat16, weights with groups of an odd width are stored unquantized.
     is_odd = native.dtype is torch.bfloat16 and shape[1] > 1 and shape[2] % 2
     exact = weight.dequantized().double() if is_odd else in_double(weight)
     x = torch.randn(max(ROWS), weight.shape[1]).to(native.dtype)
@@ -82,8 +79,7 @@ def test_a_projection_of_any_shape(
 )
 def test_a_large_projection_is_computed_in_several_blocks(native, bits: int, group: int) -> None:
     """The kernel must cut the weight: it has more rows than a block, a depth of several chunks, and
-    column panels for two threads. The number of panels is odd, although the kernel for few rows
-    multiplies pairs of panels.
+    column panels for two threads.
     """
     torch.manual_seed(1)
     weight = drawn(800, 2816 // group, group, bits, native.dtype, offsets=True)

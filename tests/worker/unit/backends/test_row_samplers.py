@@ -28,7 +28,6 @@ def native(
 
 
 def parameters_of(rows: list[tuple[float, int, float, float]], seed: int) -> RowParameters:
-    """The parameters of rows with these temperatures, top_k, top_p and min_p."""
     values = np.array(rows, np.float64).T.copy()
     values[0] = values[0].astype(np.float32)
     generator = np.random.default_rng(seed)
@@ -43,9 +42,7 @@ def assert_equal(
     parameters: RowParameters,
     masks: RowMasks | None = None,
 ) -> np.ndarray:
-    """Draws the rows of `logits` in another order, first all at once and then the last one alone.
-    Compares compiled draws with NumPy's. Returns the draws.
-    """
+    """Compares compiled draws with NumPy's. Returns the draws."""
     rows = np.arange(len(logits))[::-1].copy()
     expected = NumpyRowSampler(len(rows), logits.shape[1]).sample(logits, rows, parameters, masks)
     found = native.sample(logits, rows, parameters, masks)
@@ -124,7 +121,6 @@ def test_compiled_draws_equal_numpys(
 def test_compiled_draws_from_large_vocabularies_equal_numpys(
     native: NativeRowSampler, size: int
 ) -> None:
-    """There are so many rows that several threads draw."""
     generator = np.random.default_rng(size)
     kinds = [
         (temperature, *filters)

@@ -105,8 +105,6 @@ LENGTHS = (1, 70, 300, 520, 1100, 1300)
 
 
 class World:
-    """Sequences with fixed queries, keys and values in one KV cache."""
-
     def __init__(self, layer: AttentionLayer, dtype: torch.dtype) -> None:
         random = torch.Generator().manual_seed(1)
 
@@ -128,9 +126,7 @@ class World:
         self._tables = blocks[: len(LENGTHS) * width].reshape(-1, width).astype(np.int32)
 
     def step(self, parts: list[tuple[int, int, int]]) -> list[torch.Tensor]:
-        """Computes parts, each a tuple (sequence, begin, end) of the tokens [begin, end). Returns
-        the result of each. Parts of one token must come first, ordered by `end`.
-        """
+        """Returns the result of each. Parts of one token must come first, ordered by `end`."""
         rows, begins, ends = (np.array(column, np.int32) for column in zip(*parts, strict=True))
         layout = StepLayout(
             num_decodes=int((ends - begins == 1).sum()),

@@ -39,7 +39,6 @@ def runner_of(model: Path, *, keeps_tokens_on_device: bool) -> ModelRunner:
 
 
 def same(one: LogprobRows | None, other: LogprobRows | None) -> None:
-    """Asserts that log-probabilities belong to the same tokens, and are equal up to rounding."""
     assert (one is None) == (other is None)
     if one is not None and other is not None:
         assert one.token_ids.tolist() == other.token_ids.tolist()

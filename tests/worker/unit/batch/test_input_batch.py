@@ -32,7 +32,7 @@ def new(row: int, tokens: list[int], blocks: list[int]) -> NewRequest:
 def step(
     *entries: tuple[int, int, int], enter: tuple[NewRequest, ...] = (), **changes: object
 ) -> StepInput:
-    """A step. Entries are (row, number of scheduled tokens, number of computed tokens)."""
+    """Entries are (row, number of scheduled tokens, number of computed tokens)."""
     rows, scheduled, computed = zip(*entries, strict=True) if entries else ((), (), ())
     plain = StepInput(1, 7, ints(*rows), ints(*scheduled), ints(*computed), new_requests=enter)
     return replace(plain, **changes)
@@ -40,7 +40,6 @@ def step(
 
 @pytest.fixture
 def batch() -> InputBatch:
-    """A batch whose row 2 has five prompt tokens in blocks 3 and 4."""
     batch = InputBatch(LIMITS)
     apply_step(batch, step((2, 5, 0), enter=(new(2, [10, 11, 12, 13, 14], [3, 4]),)))
     return batch
@@ -170,9 +169,7 @@ def test_sampling_parameters_are_checked_too(batch: InputBatch) -> None:
 
 @pytest.fixture
 def hybrid() -> InputBatch:
-    """A batch with two KV-cache groups, of which the second has a window. Row 1 enters with a
-    prefix hit of two blocks. Only the second block is in the window.
-    """
+    """Row 1 enters with a prefix hit of two blocks. Only the second block is in the window."""
     batch = InputBatch(replace(LIMITS, windows=(None, 4)))
     tables = (ints(3, 4, 5), ints(0, 6, 7))
     entering = NewRequest(1, ints(*range(10, 19)), 9, GREEDY, tables)
@@ -207,7 +204,7 @@ def test_only_a_window_may_leave_the_beginning_of_a_table_empty(
 
 
 def stateful_batch(state_block_size: int = 4) -> InputBatch:
-    """A batch with attention layers and recurrent states. Row 2 has six computed tokens."""
+    """Row 2 has six computed tokens."""
     limits = replace(LIMITS, windows=(None, None), state_block_sizes=(state_block_size,))
     batch = InputBatch(limits)
     tables = (ints(3, 4), ints(0, 8) if state_block_size == 4 else ints(8))

@@ -51,7 +51,6 @@ def read(model: Path) -> Callable[[Path], PackedLora]:
 
 
 def changed(model: Path, to: Path, **values: Any) -> Path:
-    """Copies an adapter with changes to its configuration."""
     source = model / "adapters" / "everywhere"
     to.mkdir()
     config = json.loads((source / "adapter_config.json").read_text())

@@ -30,8 +30,6 @@ NUM_STEPS = 20
 
 
 class Waiting:
-    """A thread that repeatedly acquires the interpreter's lock, and counts its turns."""
-
     def __init__(self) -> None:
         self.num_turns = 0
         self._ends = False
@@ -56,9 +54,7 @@ class Waiting:
             self._thread.join()
 
     def turns_when_waiting(self) -> int:
-        """Waits until the thread wants the lock, which takes longer than the thread sleeps. Returns
-        its number of turns so far.
-        """
+        """Returns its number of turns so far."""
         until = time.perf_counter() + 0.002
         while time.perf_counter() < until:
             pass
@@ -71,8 +67,6 @@ class Waiting:
 
 
 class Watched:
-    """A model that records how many turns the thread has had when it begins to compute."""
-
     def __init__(self, model: Any, waiting: Waiting) -> None:
         self._model = model
         self._waiting = waiting

@@ -37,13 +37,12 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def load(directory: Path) -> None:
-    """Reads everything that a worker reads at its start."""
     options = LoadOptions(None, DtypeSetting.FLOAT32)
     load_model(open_checkpoint(directory), options, TorchKernels(), lambda *_: None)
 
 
 def refusal(directory: Path, kind: type[ModelError]) -> str:
-    """The error message for the directory. It is one line that begins with a file's path."""
+    """It is one line that begins with a file's path."""
     with pytest.raises(kind) as caught:
         load(directory)
     sentence = caught.value.message

@@ -172,7 +172,6 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_rest_of_a_quantized_model_may_be_quantized_at_load(tmp_path: Path) -> None:
-    """The checkpoint leaves only the output head unquantized."""
     save_tiny_model(tmp_path / "plain", "llama")
     save_quantized(tmp_path / "plain", tmp_path / "model", FORMATS["gptq"])
     heads = []

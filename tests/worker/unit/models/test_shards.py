@@ -22,8 +22,6 @@ WHOLE_ON_EACH_RANK = ("embed_tokens", "norm", "mlp.gate.weight", "block_sparse_m
 
 
 class OneOf:
-    """A rank of a group. In collectives, the other ranks add nothing."""
-
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
@@ -39,8 +37,6 @@ class OneOf:
 
 
 class CountingFile:
-    """A safetensors file that counts how many elements of each tensor are read."""
-
     def __init__(self, file: Any, taken: dict[str, int]) -> None:
         self._file = file
         self._taken = taken
@@ -66,10 +62,7 @@ class _CountingSlice:
 
 
 class CountingCheckpoint(Checkpoint):
-    """A checkpoint of one file, which counts how many elements of each tensor are read."""
-
     def count(self, directory: Path) -> dict[str, int]:
-        """How many elements of each tensor rank 1 of 2 reads."""
         taken: dict[str, int] = {}
         file = CountingFile(safe_open(directory / "model.safetensors", "pt"), taken)
         reader = TensorReader(self, dict.fromkeys(self.files, file))
@@ -78,8 +71,6 @@ class CountingCheckpoint(Checkpoint):
 
 
 class _Opened:
-    """A checkpoint whose file is already open."""
-
     def __init__(self, checkpoint: Checkpoint, reader: TensorReader) -> None:
         self.tensors = checkpoint.tensors
         self.num_bytes, self.check = checkpoint.num_bytes, checkpoint.check
@@ -107,7 +98,6 @@ def load(directory: Path, ranks: OneOf, checkpoint: Any = None) -> DecoderWeight
 
 
 def stack_experts(directory: Path) -> None:
-    """Rewrites a checkpoint so that one tensor contains all experts of a layer."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for prefix in {name.partition(".mlp.experts.")[0] for name in tensors if ".experts." in name}:

@@ -124,8 +124,6 @@ def load(
 
 @dataclass(frozen=True)
 class Causal:
-    """Causal attention within one sequence, without earlier tokens."""
-
     layers: tuple[AttentionLayer, ...]
 
     def __call__(
@@ -145,7 +143,6 @@ class Causal:
 
 @torch.inference_mode()
 def logits_of(loaded: LoadedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits for token ids, and the logits for the embeddings of these tokens."""
     ids = positions = torch.arange(NUM_TOKENS)
     model, attention = loaded.model, Causal(loaded.attention)
     _, told = model.forward(ids, positions, attention)
@@ -181,16 +178,12 @@ def test_ranks_wait_for_a_rank_that_reads_longer(tmp_path: Path) -> None:
 
 
 class OneOf:
-    """A rank of a group in which no collective may be called."""
-
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
 
 class CountingCheckpoint(Checkpoint):
-    """A checkpoint that counts the bytes that are read from it."""
-
     @contextmanager
     def open(self) -> Iterator[TensorReader]:
         with super().open() as reader:

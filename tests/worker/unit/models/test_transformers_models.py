@@ -133,7 +133,7 @@ def test_a_loaded_model_has_its_architecture_sizes_and_eos_tokens(tmp_path: Path
 
 
 def test_recurrent_layers_are_counted_apart_from_those_that_attend(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "bamba")  # the third of four layers is an attention layer
+    save_tiny_model(tmp_path, "bamba")
     loaded = load(tmp_path)
     assert len(loaded.attention) == 1
     convolution, recurrence = (144 + 16, 4), (4, 24, 16)
@@ -143,8 +143,6 @@ def test_recurrent_layers_are_counted_apart_from_those_that_attend(tmp_path: Pat
 
 
 class Forgetful(nn.Module):
-    """A recurrent layer that adds up its tokens, but ignores the state of earlier steps."""
-
     layer_idx = 0
 
     def forward(self, hidden_states: torch.Tensor, cache_params: Any = None) -> torch.Tensor:

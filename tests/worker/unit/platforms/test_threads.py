@@ -7,7 +7,6 @@ from services.worker.platforms.threads import ThreadChoice, choose_threads
 
 
 def processors(number: int, num_cores: int, quota: float | None = None) -> Processors:
-    """`number` processors, on as many cores or two on each core."""
     return Processors(tuple(Processor(n, core=n % num_cores) for n in range(number)), quota)
 
 

@@ -28,7 +28,6 @@ KINDS = [
 
 
 def samplers(kinds: list[SamplingParams]) -> tuple[Sampler, Sampler]:
-    """Two samplers with the same requests, each request with its own seed."""
     pair = Sampler(len(kinds), VOCAB_SIZE), Sampler(len(kinds), VOCAB_SIZE)
     for sampler in pair:
         for row, kind in enumerate(kinds):
@@ -60,7 +59,6 @@ def test_many_draws_of_every_kind(ties: bool) -> None:
 
 
 def test_draws_from_a_large_vocabulary_equal_the_hosts() -> None:
-    """A vocabulary of many tokens. In some rows only seven of them are possible."""
     vocab_size, num_rows = 70_000, 130
     host, device = Sampler(num_rows, vocab_size), Sampler(num_rows, vocab_size)
     for sampler in (host, device):
@@ -102,7 +100,6 @@ def test_edits_need_the_host_and_log_probabilities_do_not() -> None:
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_log_probabilities_are_those_of_the_host(ties: bool) -> None:
-    """Compares the results for some rows and for all rows, with tokens of any rank."""
     logits = torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(7)) * 3
     if ties:
         logits = logits.round()

@@ -39,7 +39,6 @@ def grammars() -> Grammars:
 
 
 def logits(position: int, num_rows: int = 1) -> torch.Tensor:
-    """Logits that are equal in each row, so that rows differ only by sampling."""
     row = np.random.default_rng(position).normal(0, 3, VOCAB_SIZE).astype(np.float32)
     return torch.from_numpy(np.tile(row, (num_rows, 1)))
 
@@ -90,7 +89,7 @@ def test_a_request_that_enters_again_with_its_output_goes_on_as_before(
 ) -> None:
     params = constrained(form, 1)
     whole = continued(grammars, params, [])
-    others = made_grammars()  # the grammars of another worker
+    others = made_grammars()
     for start in range(len(whole)):
         assert continued(others, params, whole[:start]) == whole
 
@@ -105,7 +104,6 @@ BOUNDED = of_schema(
 
 @pytest.mark.parametrize("form", [*FORMS.values(), BOUNDED], ids=[*FORMS, "bounded"])
 def test_masks_allow_exactly_the_tokens_that_conform(form: Form, grammars: Grammars) -> None:
-    """The grammar library groups tokens, and allows or forbids each group as a whole."""
     text = (DEMO / "tokenizer.json").read_text()
     one_by_one = LLTokenizer(text, n_vocab=VOCAB_SIZE, eos_token=[EOS], slices=[])
     rng = np.random.default_rng(4)
@@ -156,8 +154,7 @@ def test_greedy_tokens_are_the_same_drawn_before_their_masks(
     form: str, confidence: float, grammars: Grammars
 ) -> None:
     """Requests with log-probabilities draw after their masks are known, other requests before. Both
-    must get the same tokens. With probability `confidence`, the logits of a position prefer a token
-    of another output that conforms.
+    must get the same tokens.
     """
     wanted = continued(grammars, constrained(form, 3), [])
     rng, sampler = np.random.default_rng(6), Sampler(2, VOCAB_SIZE, grammars)
@@ -182,7 +179,6 @@ def test_masks_are_made_again_while_tokens_drawn_first_do_not_conform(grammars: 
     assert mask.is_made, "the next token has its mask"
 
     def num_masks_after(token_id: int) -> int:
-        """Draws one token, and then counts the masks computed for the tokens that follow."""
         mask.append(good)
         assert not mask.is_made
         assert mask.allows(token_id) is (token_id == good)
@@ -211,7 +207,6 @@ def test_requests_without_a_form_sample_what_they_sample_alone(grammars: Grammar
 
 
 def sampled(grammars: Grammars, params: SamplingParams, output: str = "") -> SamplerOutput:
-    """Samples the next token after the text `output`."""
     sampler, token_ids = Sampler(1, VOCAB_SIZE, grammars), TOKENIZER.encode(output).ids
     sampler.add(0, params, np.array([7, *token_ids], np.int32), 1)
     return sampler.sample(logits(0), np.array([0]))

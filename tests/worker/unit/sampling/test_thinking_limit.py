@@ -18,7 +18,6 @@ THOUGHT, CONTENT = 5, 6
 
 
 def forced(budget: ThinkingBudget, *output: int) -> int | None:
-    """The only token that may follow an output, or None if any token may."""
     logits = np.zeros(8, dtype=np.float32)
     ThinkingLimit(budget, np.array(output, dtype=np.int32)).apply(logits)
     [left] = np.nonzero(np.isfinite(logits))
@@ -31,12 +30,12 @@ def forced(budget: ThinkingBudget, *output: int) -> int | None:
         (True, 0, (), 3),
         (True, 2, (5,), None),
         (True, 2, (5, 5), 3),
-        (True, 2, (5, 5, 3), 4),  # the second token of the end mark follows the first
-        (True, 2, (5, 3), 4),  # the model has sampled the first token of the end mark
+        (True, 2, (5, 5, 3), 4),
+        (True, 2, (5, 3), 4),
         (True, 3, (5, 3), None),
-        (True, 2, (5, 5, 3, 4), None),  # the reasoning is over
+        (True, 2, (5, 5, 3, 4), None),
         (True, 2, (5, 5, 3, 4, 6, 6, 6), None),
-        (True, 2, (3, 4, 6, 1, 2, 5), None),  # tokens of all parts of reasoning are added up
+        (True, 2, (3, 4, 6, 1, 2, 5), None),
         (True, 2, (5, 3, 4, 6, 1, 2, 5), 3),
         (False, 1, (), None),
         (False, 1, (6, 6, 6, 1), None),
