@@ -43,7 +43,7 @@ class Gate:
                 self._empty.set()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Refuses new requests from now on. Idempotent."""
         self.is_open = False
 
     async def empty(self) -> None:

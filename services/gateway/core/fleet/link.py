@@ -47,7 +47,8 @@ class ReplicaListener(Protocol):
 
     def request_rejected(
         self, inflight: Inflight, error: StepwellError, replica: "Replica"
-    ) -> None: ...
+    ) -> None:
+        """The scheduler refused a sequence."""
 
     def sequence_started(self, inflight: Inflight) -> None:
         """A sequence was scheduled at the replica for the first time."""

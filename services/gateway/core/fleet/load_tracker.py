@@ -108,6 +108,7 @@ class LoadTracker:
         self.clear()
 
     def clear(self) -> None:
+        """Resets the load and the speeds after the session with the scheduler has ended."""
         self._sent.clear()
         self._uncomputed.clear()
         self._num_sharing.clear()
@@ -148,8 +149,8 @@ class LoadTracker:
         return self._num_sharing[cached_key]
 
     def recent_weight(self, era_number: int) -> float:
-        """Returns the number of tokens that the replica has recently prefilled for this gateway's
-        sequences, as a sum of weights in the given era (see `Era`).
+        """Returns the sum of the weights, in the given era (see `Era`), of the tokens that the
+        replica has recently prefilled for this gateway's sequences.
         """
         if era_number != self._era:
             self._recent_weight *= 2.0 ** (_HALF_LIVES * (self._era - era_number))

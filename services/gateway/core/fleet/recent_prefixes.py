@@ -23,7 +23,9 @@ class RecentPrefixes:
         self._turns_at = MIN_SECONDS
 
     def add(self, keys: Sequence[int], now_seconds: float, known_depth: int = 0) -> None:
-        """The first `known_depth` blocks are known to be cached and are not added."""
+        """Adds the keys of a sent sequence's blocks after the first `known_depth` blocks, which are
+        cached.
+        """
         if now_seconds >= self._turns_at:
             self._turn(now_seconds)
         self._newer.update(keys[known_depth:])
@@ -72,7 +74,7 @@ class RecentReplicas:
         self._newer.setdefault(key, set()).add(address)
 
     def addresses(self, key: int, now_seconds: float) -> Iterable[str]:
-        """An address may occur twice."""
+        """Returns the addresses for the first block `key`. An address may occur twice."""
         self._turn(now_seconds)
         return chain(self._newer.get(key, ()), self._older.get(key, ()))
 

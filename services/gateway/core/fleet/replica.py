@@ -152,6 +152,7 @@ class Replica:
         self._link.add(handle, inflight)
 
     def continue_held(self, held: HeldSequence, inflight: Inflight) -> RoutingDecision:
+        """Sends the next turn of a client's session, which continues the sequence `held`."""
         handle = held.handle
         del self._held[handle]
         self.load.num_sessions -= 1

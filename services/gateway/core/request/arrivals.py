@@ -9,6 +9,8 @@ from services.gateway.core.caller import Caller
 
 
 class Arrival:
+    """One arriving request. It is counted until `end` is called or the `with` block ends."""
+
     def __init__(self, counts: Counter[str], caller: Caller) -> None:
         self._counts = counts
         self._caller_id: str | None = caller.caller_id

@@ -39,10 +39,12 @@ class Losses:
         return self.num_computed > MAX_LOSSES_COMPUTED or self.num_waited > MAX_LOSSES_WAITED
 
     def forget(self) -> None:
+        """Resets the counts after a new token."""
         self.computing = False
         self.num_computed = self.num_waited = 0
 
     def count(self) -> None:
+        """Counts the loss of the replica that has the sequence."""
         if self.computing:
             self.num_computed += 1
         else:

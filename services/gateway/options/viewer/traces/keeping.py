@@ -48,7 +48,7 @@ class StoreExporter(SpanExporter):
 def keep(
     store: TraceStore, resource_spans: Iterable[trace_pb2.ResourceSpans], *, is_own: bool
 ) -> None:
-    """`is_own` is true if this gateway made the spans."""
+    """Adds spans to the store. `is_own` is true if this gateway made the spans."""
     for trace_id, span in stored_spans(resource_spans, is_own=is_own):
         store.add(trace_id, span)
 

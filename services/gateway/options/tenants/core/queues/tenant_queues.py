@@ -267,8 +267,8 @@ class TenantQueues(Admission):
         self._send(inflight)
 
     def _credit(self, usage: TenantUsage, capacity: Capacity | None) -> float:
-        """Returns the tenant's credit in the FairQueue: the charge for as many answers of mean
-        length as the tenant's share has slots.
+        """The credit in the FairQueue is the charge for one answer of mean length on each slot of
+        the tenant's share.
         """
         if capacity is None:
             return 0.0
