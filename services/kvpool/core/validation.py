@@ -9,9 +9,8 @@ from services.kvpool.core.errors import RequestAlreadyAdmitted, RequestNotAdmitt
 
 
 class TransactionValidator:
-    """Checks a transaction as if enough blocks were free. Tracks which requests would have blocks.
-    Executing a transaction that passes these checks raises no error, even if the transaction stops
-    early because blocks are missing. The validator changes nothing in the pool.
+    """Checks a transaction as if enough blocks were free. Executing a transaction that passes these
+    checks raises no error, even if the transaction stops early because blocks are missing.
     """
 
     def __init__(self, admitted: AbstractSet[RequestKey], num_blocks: int) -> None:

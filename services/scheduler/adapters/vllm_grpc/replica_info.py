@@ -27,7 +27,7 @@ class GenerationRate:
         self._rate = 0.0
 
     def at(self, num_tokens: int) -> float:
-        """The present rate. `num_tokens` is the total number of tokens generated so far."""
+        """`num_tokens` is the total number of tokens generated so far."""
         elapsed = self._clock() - self._at
         if elapsed >= self.SECONDS:
             self._rate = (num_tokens - self._num_tokens) / elapsed
@@ -37,8 +37,6 @@ class GenerationRate:
 
 @dataclass(eq=False)
 class ReplicaInfo:
-    """Builds the messages that describe one replica."""
-
     shape: ReplicaShape
     config: SchedulerConfig
     engine: EngineCore
@@ -78,7 +76,7 @@ class ReplicaInfo:
         )
 
     def loads(self, rank: int) -> vllm_engine_pb2.GetLoadsResponse:
-        """The load of data-parallel rank `rank`. Empty for ranks other than 0."""
+        """Empty for ranks other than 0."""
         return vllm_engine_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
             dp_rank_count=1,

@@ -12,8 +12,6 @@ class WindowClock:
     """Computes the token counts (numbers of computed tokens before a step) at which a request's
     KV-cache group allocates or frees a block.
 
-    A group allocates a block when the tokens, lookahead tokens included, fill its present blocks. A
-    group frees a block when its sliding window or state has advanced by one block of stored tokens.
     Tokens of steps in flight count as computed, but are not stored yet. Because the number of steps
     in flight varies, the token counts for every possible number of steps are included.
     """
@@ -37,9 +35,7 @@ class WindowClock:
 
 
 def _phases(group: KVCacheGroup, num_lookahead_tokens: int, lags: Iterable[int]) -> list[int]:
-    """The token counts, modulo the block size, at which a group allocates or frees a block. `lags`
-    are the possible numbers of tokens in flight.
-    """
+    """The token counts, modulo the block size, at which a group allocates or frees a block."""
     match group.attention_type:
         case AttentionType.FULL:
             return [-num_lookahead_tokens]

@@ -21,7 +21,7 @@ _BLOCKS_LACK = {
 
 
 class WaitingScheduler:
-    """Admits waiting requests to a step. The cached prefix of a prompt counts as computed."""
+    """Admits waiting requests to a step."""
 
     def __init__(self, state: ReplicaState) -> None:
         self._state = state
@@ -62,9 +62,8 @@ class WaitingScheduler:
         return self._why_others_wait(builder)
 
     def _batches(self, builder: StepBuilder) -> Iterator[list[Request]]:
-        """Yields lists of waiting requests whose admissions are planned together. With a KV
-        connector, each list contains one request, because each admission may change how many tokens
-        the connector can load for the next request.
+        """With a KV connector, each list contains one request, because each admission may change
+        how many tokens the connector can load for the next request.
         """
         if self._transfers is None:
             while candidates := self.candidates(builder):
@@ -78,7 +77,6 @@ class WaitingScheduler:
     async def _carry_out(
         self, builder: StepBuilder, planned: AdmissionPlan, traceparent: str
     ) -> WaitReason | None:
-        """Executes planned admissions with the pool. Returns why admission must stop, or None."""
         if not planned.admissions:
             self._decide(builder, planned, ())
             self._refuse(builder, planned.refused)
@@ -105,7 +103,6 @@ class WaitingScheduler:
         return None
 
     def _why_others_wait(self, builder: StepBuilder) -> WaitReason | None:
-        """Why requests still wait although the step can examine no further request."""
         first = next(self._queues.queued, None)
         if first is None:
             return WaitReason.HELD_BACK if self._queues.held_back else None
@@ -119,14 +116,11 @@ class WaitingScheduler:
 
     @property
     def _looked_at(self) -> Iterable[Request]:
-        """Requests that may be admitted. During a pause, only requests that hold blocks."""
         return self._queues.queued if self._state.pause_mode is None else self._queues.kv_waiting
 
     def candidates(self, builder: StepBuilder) -> list[Request]:
         """The first requests of the queue, as many as the free rows of the batch, the token budget
-        and `LOOKUP_BATCH` allow. Requests that this step has already skipped are left out. Requests
-        that it will skip are included, so that the plan records the reason, but do not count toward
-        the limits.
+        and `LOOKUP_BATCH` allow. Requests that this step has already skipped are left out.
         """
         candidates: list[Request] = []
         num_ready = min(self._state.num_free_slots, builder.token_budget, LOOKUP_BATCH)
@@ -140,8 +134,8 @@ class WaitingScheduler:
         return candidates
 
     def not_looked_up(self, builder: StepBuilder, candidates: Sequence[Request]) -> list[Request]:
-        """The candidates whose cached prefix must be looked up. A candidate that holds blocks needs
-        no lookup: its computed tokens become its prefix hit.
+        """A candidate that holds blocks needs no lookup: its computed tokens become its prefix hit,
+        so only other candidates are returned.
         """
         not_looked_up: list[Request] = []
         for request in candidates:
@@ -156,9 +150,7 @@ class WaitingScheduler:
     def _decide(
         self, builder: StepBuilder, planned: AdmissionPlan, admitted: Sequence[BlockTables]
     ) -> None:
-        """Applies the decisions before the first admission that got no blocks. `admitted` contains
-        the block tables of the admissions that succeeded, in order.
-        """
+        """`admitted` contains the block tables of the admissions that succeeded, in order."""
         tables = iter(admitted)
         for decision in planned.decisions:
             if isinstance(decision, PassedOver):
@@ -174,7 +166,7 @@ class WaitingScheduler:
         self._queues.pass_over(request, reason)
         if passed.num_asked:
             builder.encoder.decide(request, passed.num_computed_tokens, passed.num_asked)
-        if request.grammar is GrammarStatus.FAILED:  # even if `error` is empty
+        if request.grammar is GrammarStatus.FAILED:
             builder.failed[request] = request.error
         elif passed.error:
             builder.failed[request] = passed.error

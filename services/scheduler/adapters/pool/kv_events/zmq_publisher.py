@@ -38,7 +38,6 @@ from services.scheduler.adapters.pool.kv_events.log import KVEventLog
 logger = logging.getLogger(__name__)
 
 DATA_PARALLEL_RANK = 0
-"""The only data-parallel rank, because a replica has no data parallelism."""
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE_BYTES = 8
 _REPLAY_FRAMES = 3
@@ -62,7 +61,6 @@ class EventEncoder:
         return list(fields.values()) if self._as_arrays else fields
 
     def _fields(self, event: KVCacheEvent) -> dict[str, Any]:
-        """The fields of an event, in vLLM's order."""
         match event:
             case BlockStored():
                 return self._stored(event)
@@ -132,7 +130,6 @@ class ZmqEventPublisher:
         log.on_batch = self._publish
 
     async def serve_replay(self) -> None:
-        """Serves requests for earlier batches, until cancelled."""
         replay = self._replay
         if replay is None:
             return
@@ -152,7 +149,7 @@ class ZmqEventPublisher:
             await replay.send_multipart([client, b"", b"", END_OF_REPLAY, b""])
 
     def close(self) -> None:
-        """Closes the sockets. Unsent messages are dropped."""
+        """Unsent messages are dropped."""
         if self._replay is not None:
             self._replay.close(linger=0)
         self._context.destroy(linger=0)
