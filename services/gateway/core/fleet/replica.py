@@ -113,8 +113,9 @@ class Replica:
         """Limit on the number of sequences at this replica, or None if the scheduler did not report
         `max_num_seqs`.
 
-        Normally the limit is `max_num_seqs`. It is lower while requests wait because KV blocks or
-        token budget are lacking, so that fewer sequences wait at the replica.
+        While requests wait because KV blocks or token budget are lacking, the limit is the number
+        of running sequences plus half the number of waiting sequences, so that fewer sequences wait
+        at the replica. Otherwise it is `max_num_seqs`.
         """
         if self.description is None or not self.description.max_num_seqs:
             return None

@@ -214,7 +214,7 @@ class PrefixIndex:
 
     def _match_exactly(self, keys: Sequence[int], depths: dict[str, int]) -> None:
         """Reads every block of every group, because nodes with several KV-cache groups or without
-        full attention need not have prefixes of the chain.
+        full attention may have blocks that do not form a prefix of the chain.
         """
         shards = self._shards
         held_by_group: list[list[int]] = []

@@ -118,7 +118,7 @@ class Viewer(Option):
         await self._keeper.run()
 
     async def stop(self, second_stop: asyncio.Event | None) -> None:
-        """The OTLP server runs for at most `trace_linger_seconds` more, so that it can receive the
+        """Stops the OTLP server after at most `trace_linger_seconds`, so that it can receive the
         spans of services that stop later than the gateway.
         """
         if self._server is None:
