@@ -13,7 +13,7 @@ from services.gateway.core.request.request import HeldSequence
 
 
 class TurnListener(Protocol):
-    """Is notified when a turn of a session begins or ends."""
+    """The interface of an object that is notified when a turn of a session begins or ends."""
 
     def turn_began(self, session: "ClientSession") -> None: ...
 

@@ -16,8 +16,8 @@ class ServiceTime:
     avoidance and control" (SIGCOMM 1988).
 
     Under overload, many requests are sent to a replica when just enough time for them is left
-    before their deadlines. With the mean running time, half of these requests would miss their
-    deadlines. Therefore `longest_usual` adds two deviations to the mean.
+    before their deadlines. If the mean running time counted as enough, half of these requests would
+    miss their deadlines. Therefore `longest_usual` adds two deviations to the mean.
     """
 
     mean: float = 0.0
