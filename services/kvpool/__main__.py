@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 SERVICE = "kvpool"
 MAX_POOLS = 64
-"""Limit on the number of open pools."""
 _RPCS_PER_POOL = 16
 """Limit on concurrent calls for each pool. It suffices for the stream of the pool's scheduler, the
 WatchEvents streams of gateways, and some short calls.
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, then drains. Raises Unavailable if an address is in use."""
+    """Serves until `stop` is set. Raises Unavailable if an address is in use."""
     with service_tracing(SERVICE, settings) as tracing, tls_of(settings) as tls:
         service = PoolService(settings, tracing, tls)
         exposition = service.exposition
@@ -68,8 +67,6 @@ async def serve(settings: KVPoolSettings, stop: asyncio.Event) -> None:
 
 
 class PoolService:
-    """Builds and connects the parts of the pool service."""
-
     def __init__(
         self, settings: KVPoolSettings, tracing: Tracing, tls: "Tls | None" = None
     ) -> None:
@@ -95,11 +92,10 @@ class PoolService:
         if self._shared is not None:
             own.append(DirectoryCollector(self._shared))
         self.exposition = Exposition(SERVICE, own, [TlsCollector(tls), TracingCollector(tracing)])
-        """The metrics of the pools and of the directory in Redis."""
         serve_collect(self._server, collect_in_thread(self.exposition))
 
     async def start(self) -> str:
-        """Starts serving and returns the address. Raises Unavailable or SettingError."""
+        """Returns the address. Raises Unavailable or SettingError."""
         if self._shared is not None:
             await self._shared.require_usable()
         own = self._settings
@@ -120,9 +116,7 @@ class PoolService:
 
 
 def _shared(url: str) -> "RedisDirectory":
-    """Creates the writer to the directory in Redis. Raises SettingError if the Python package
-    `redis` is not installed.
-    """
+    """Raises SettingError if the Python package `redis` is not installed."""
     try:
         from services.common.redis.connection import RedisConnection  # noqa: PLC0415 - an extra
         from services.kvpool.adapters.redis_directory import RedisDirectory  # noqa: PLC0415

@@ -2,8 +2,7 @@
 
 A collector that is down, slow or full causes only a loss of spans, because the queue is bounded and
 spans that do not fit are dropped at once. Spans that the collector could not accept are sent again
-until the collector has been unavailable for a minute. During this minute spans are lost only if the
-queue is full.
+until the collector has been unavailable for a minute.
 """
 
 import contextlib
@@ -56,13 +55,13 @@ class SpanSender(SpanProcessor):
         self._is_stopped = False
         self._is_given_up = False
         self._away_since: float | None = None
-        """When the collector became unavailable, in monotonic time. None if it is available."""
+        """When the collector became unavailable, in monotonic time."""
         self._outage = SpanOutage()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queues a sampled span, or drops it if the queue is full. Never waits."""
+        """Never waits: drops the span if the queue is full."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         num_waiting = len(self._queue)
@@ -75,7 +74,7 @@ class SpanSender(SpanProcessor):
             self._wake.set()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:  # noqa: ARG002
-        """Sends the queued spans. Ignores `timeout_millis`, since the exporter limits the time."""
+        """Ignores `timeout_millis`, since the exporter limits the time."""
         self._send(1)
         return not self._queue
 
@@ -105,7 +104,6 @@ class SpanSender(SpanProcessor):
         self._send(1)
 
     def _send(self, at_least: int) -> None:
-        """Exports while `at_least` spans are queued and the collector is available."""
         with self._exporting:
             while len(self._queue) >= at_least and not self._is_given_up:
                 self._export(self._take())

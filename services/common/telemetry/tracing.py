@@ -1,7 +1,6 @@
 """Tracing over OTLP if an endpoint is set. Otherwise nothing is traced. Sampling is parent-based.
-The service where a trace begins decides at random, with a configured probability. Later services
-follow the flag in the W3C `traceparent` of their messages. An unsampled trace context is sent as an
-empty string, so that it costs later services one comparison.
+Later services follow the flag in the W3C `traceparent` of their messages. An unsampled trace
+context is sent as an empty string, so that it costs later services one comparison.
 """
 
 import logging
@@ -36,7 +35,7 @@ _SCOPE = InstrumentationScope("stepwell")
 _UNSET = Status()
 
 MAX_LINKS = 1024
-"""Limit on the links of a span. Further links are omitted, and an attribute counts them."""
+"""Limit on the links of a span."""
 _LIMITS = SpanLimits(
     max_span_attributes=128,
     max_events=128,
@@ -57,18 +56,16 @@ class TraceOrigin:
 
     @property
     def tracestate(self) -> str:
-        """The caller's `tracestate`, which is sent to other services."""
         return "" if self.parent is None else self.parent.trace_state.to_header()
 
     def context(self, span_id: int) -> SpanContext:
-        """The context of a sampled span of this trace."""
         state = None if self.parent is None else self.parent.trace_state
         return SpanContext(self.trace_id, span_id, False, TraceFlags(TraceFlags.SAMPLED), state)
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """A service's tracer. Without a tracer provider, every span is INVALID_SPAN."""
+    """Without a tracer provider, every span is INVALID_SPAN."""
 
     tracer: trace.Tracer
     provider: TracerProvider | None
@@ -98,7 +95,7 @@ class Tracing:
         attributes: Attributes | None = None,
         start_unix_nanos: int | None = None,
     ) -> Span:
-        """Starts a child of the span in `traceparent`, or a new trace. The caller must end it."""
+        """The caller must end the span."""
         if self.provider is None:
             return INVALID_SPAN
         parent = parse_traceparent(traceparent)
@@ -110,7 +107,6 @@ class Tracing:
         )
 
     def draw_root(self, *, is_sampled: bool = False) -> SpanContext | None:
-        """Returns the context of a new trace's first span, or None if the trace is not sampled."""
         if self.processor is None or not (is_sampled or self._is_drawn()):
             return None
         return SpanContext(new_trace_id(), new_span_id(), False, TraceFlags(TraceFlags.SAMPLED))
@@ -152,7 +148,7 @@ class Tracing:
         links: Sequence[Link] = (),
         events: Sequence[Event] = (),
     ) -> None:
-        """Records a span that has ended. The flags in `context` show whether it is sampled."""
+        """The flags in `context` show whether the span is sampled."""
         if self.provider is None or self.processor is None:
             return
         span = ReadableSpan(
@@ -218,7 +214,7 @@ def service_resource(service: str) -> Resource:
 
 @contextmanager
 def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing]:
-    """Yields a Tracing object for the settings. Sends remaining spans after the `with` block."""
+    """Sends remaining spans after the `with` block."""
     tracing = configure_tracing(service, settings.otlp_endpoint, settings.trace_sample_ratio)
     try:
         yield tracing
@@ -228,7 +224,7 @@ def service_tracing(service: str, settings: ServiceSettings) -> Iterator[Tracing
 
 @contextmanager
 def ended(span: Span) -> Iterator[None]:
-    """Ends a span at the end of the `with` block. Records an exception of the block in the span."""
+    """Records an exception of the block in the span."""
     try:
         yield
     except Exception as error:

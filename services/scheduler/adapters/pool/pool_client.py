@@ -55,11 +55,10 @@ class PoolClient:
         recorder: KVEventRecorder | None = None,
         address: str = "",
     ) -> None:
-        """`recorder` is called with the changes of the pool's prefix index. Without a recorder, the
-        pool does not report them. `address` serves to find the pool's process on this machine.
+        """`recorder` is called with the changes of the pool's prefix index. `address` serves to
+        find the pool's process on this machine.
         """
         self.on_lost: Callable[[ports.PoolLost], None] = lambda _: None
-        """Called when the pool is lost outside a transaction."""
         self._stub = kvpool_pb2_grpc.KVPoolStub(channel)
         self._pool_id = pool_id
         self._owner = owner
@@ -77,7 +76,6 @@ class PoolClient:
         self._is_late = False
         self._alarm = Alarm(self._give_up, watch_addresses(lambda: (address,)))
         self._waiting: asyncio.Task[object] | None = None
-        """The task that waits for the stream's next message, or None."""
 
     async def open(
         self,
@@ -167,7 +165,7 @@ class PoolClient:
     def _checked(
         self, operations: Sequence[Operation], response: kvpool_pb2.TransactResponse
     ) -> Outcome:
-        """The outcome of the last transaction. Raises PoolLost if the response is wrong."""
+        """Raises PoolLost if the response is wrong."""
         answered = response.generation, response.sequence
         try:
             if answered != (self._generation, self._sequence):
@@ -182,7 +180,6 @@ class PoolClient:
         return outcome
 
     def _wrong(self, operations: Sequence[Operation], problem: str) -> ports.PoolLost:
-        """Ends the stream, and returns the error for a wrong response to the last transaction."""
         self._end_call()
         return ports.PoolLost(
             f"the kvpool was lost: its answer to transaction {self._sequence} is wrong: {problem}",
@@ -202,7 +199,6 @@ class PoolClient:
             call.cancel()
 
     def _call_ended(self, call: object) -> None:
-        """Checks whether the pool still runs, because its stream has ended between transactions."""
         if call is self._call and not self._turns.locked():
             self._call = None
             self._probe = asyncio.create_task(self._probe_pool(), name="probe the pool")
@@ -217,7 +213,7 @@ class PoolClient:
                 is_there = await self._probe_pool()
 
     async def _probe_pool(self) -> bool:
-        """Whether the pool replies. If not, calls `on_lost`."""
+        """Calls `on_lost` if the pool does not reply."""
         try:
             await self.transact(())
         except ports.PoolLost as lost:
@@ -265,7 +261,7 @@ class PoolClient:
                 await self._pause_before_retry(error)
 
     async def _pause_before_retry(self, error: StepwellError) -> None:
-        """Waits before a retry. Raises PoolLost if the time limit passes before the retry."""
+        """Raises PoolLost if the time limit passes before the retry."""
         if not self._is_late:
             await asyncio.sleep(RETRY_SECONDS)
         if self._is_late:
@@ -282,9 +278,9 @@ class PoolClient:
         try:
             await call.write(request)
             response = await call.read()
-        except asyncio.InvalidStateError:  # the stream ended before the write
+        except asyncio.InvalidStateError:
             response = grpc.aio.EOF
-        except asyncio.CancelledError:  # cancelled by `_give_up` or by the caller
+        except asyncio.CancelledError:
             if not self._is_late or task is None or task.uncancel():
                 raise
             response = grpc.aio.EOF
@@ -296,7 +292,7 @@ class PoolClient:
 
 
 async def _why_ended(call: _TransactCall) -> grpc.aio.AioRpcError:
-    """The error of an ended stream. A draining pool ends it with OK, which becomes UNAVAILABLE."""
+    """A draining pool ends it with OK, which becomes UNAVAILABLE."""
     code = await call.code()
     return grpc.aio.AioRpcError(
         grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code,
