@@ -69,6 +69,16 @@ async def test_pauses_have_the_tools_of_the_answers(replica: Replica, gateway: G
     assert 0 < paused.paused_nanos < 60e9
 
 
+async def test_a_program_with_two_turns_at_once_counts_once(
+    replica: Replica, gateway: Gateway
+) -> None:
+    for handle in (1, 2):
+        program = common_pb2.Program(id="job")
+        await gateway.add(handle, FIRST, sampling=sampling(150), program=program)
+    await gateway.until(lambda: all(gateway.heard[handle].tokens for handle in (1, 2)))
+    assert await values(replica, "stepwell_programs", "state") == {"in_turn": 1, "paused": 0}
+
+
 async def test_the_tool_of_an_answer_that_a_stop_string_ended(
     replica: Replica, gateway: Gateway
 ) -> None:

@@ -241,7 +241,7 @@ class Pins(NoRetention):
 
     @property
     def num_in_turn(self) -> int:
-        return len(self._programs)
+        return len(set(self._programs.values()))
 
     @property
     def num_paused(self) -> int:
