@@ -127,7 +127,6 @@ class _Lane:
         self._tasks = tasks
         self.is_closed = False
         self._running: Overdue | None = None
-        """The running function, if it has a time limit."""
 
     @property
     def overdue(self) -> Overdue | None:

@@ -39,11 +39,9 @@ class _PendingStep:
     output: StepOutput | PendingOutput | None = None
     """It is None until the step has run, or has been queued on a device."""
     error: BaseException | None = None
-    """The error that prevented the step or made it fail."""
     answer: worker_pb2.ExecuteResponse | None = None
     """The response, if the compute thread has created it but could not send it at once."""
     downloaded: "asyncio.Future[StepOutput] | None" = None
-    """The output of a step that a device computes."""
 
 
 @dataclass(eq=False)
@@ -73,7 +71,7 @@ class StepStream:
         self._error: StepwellError | None = None
         self._order = StepOrder()
         self._pending: deque[_PendingStep] = deque()
-        """Steps whose outputs were not sent yet. Whoever sends an output removes its step."""
+        """The code that sends a step's output removes the step."""
         self._last_ended_nanos: int | None = None
         """The end of the last step whose output was sent."""
         self._loop = asyncio.get_running_loop()

@@ -135,8 +135,7 @@ class FusedDecoder(Protocol):
         """Maps token ids, int64 [n], to hidden states [n, hidden_size] and the logits, float32, of
         the tokens at the indexes `wanted` (see Model.forward). Hidden states are normalized if the
         decoder has a final norm. Without a head there are no logits. If `embedded` [n, hidden_size]
-        is not None, it replaces the embeddings of the ids. `lora` has the LoRA adapters of the
-        rows.
+        is not None, it replaces the embeddings of the ids.
         """
 
 

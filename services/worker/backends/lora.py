@@ -39,7 +39,6 @@ class LoraLayer:
 
 
 PARTS = tuple(part.name for part in fields(LoraLayer))
-"""The projections that adapters add to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,14 +71,14 @@ class ModelRunner:
     drafter: Drafter | None = None
     """If it is None, only drafts that the scheduler sends are verified."""
     row_sampler: RowSampler | None = None
-    """If it is None, NumPy draws them."""
+    """If it is None, NumPy draws the tokens."""
 
     def __post_init__(self) -> None:
         stage, self._batch = self.stage, InputBatch(self.limits)
         self._samples = self.pooler is None and (stage is None or stage.is_last)
         self._embedded = EmbeddedPrompts(self.model if stage is None or stage.is_first else None)
         self._adapter_of: dict[int, PackedLora] = {}
-        """Maps rows of the batch to LoRA adapters. Requests without an adapter are absent."""
+        """Maps rows of the batch to LoRA adapters."""
         self._sampler = StepSampler(
             self._batch, self.device, self.device_tokens, self.grammars, self.row_sampler
         )

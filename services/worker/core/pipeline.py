@@ -55,7 +55,6 @@ class PipelineStage:
         self.is_first = index == 0
         self.is_last = index == num_stages - 1
         self.waited_nanos = 0
-        """The time that the current step has waited for the previous stage, in nanoseconds."""
         self._link = link
         self._hidden_size = hidden_size
         self._dtype = dtype

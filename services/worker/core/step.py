@@ -111,7 +111,6 @@ class StepInput:
     draft_token_ids: Int32Array = field(default_factory=no_ints)
     """The drafts of all requests, concatenated. The worker proposes each draft whose id is -1."""
     block_ids_to_zero: Int32Array = field(default_factory=no_ints)
-    """Blocks to clear in all layers."""
     copy_sources: Int32Array = field(default_factory=no_ints)
     """Blocks to copy in all layers, in order: `copy_sources[i]` to `copy_targets[i]`."""
     copy_targets: Int32Array = field(default_factory=no_ints)

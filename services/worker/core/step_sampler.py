@@ -163,7 +163,6 @@ class StepSampler:
     def _prompt_logprobs(
         self, tokens: StepTokens, logits_of: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[int, LogprobRows]:
-        """Maps requests to the log-probabilities of the prompt tokens after this step's tokens."""
         found: dict[int, LogprobRows] = {}
         if not self._num_prompt_logprobs:
             return found

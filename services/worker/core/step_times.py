@@ -52,7 +52,6 @@ class ServingCosts:
     """
 
     seconds: float = 0.0
-    """Time for each step."""
     seconds_per_token: float = 0.0
     """Time for each request in a step, because most requests get one token in a step."""
     seconds_per_new_request: float = 0.0

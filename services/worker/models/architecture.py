@@ -74,7 +74,6 @@ class Traits:
     mlp_bias: bool = False
     """Whether the `mlp_bias` key of config.json is used."""
     qk_norm: bool = False
-    """Whether queries and keys are normalized per head."""
     windows: Windows = Windows.NONE
     default_window: int | None = 4096
     """The attention window if config.json has no `sliding_window`. None means no window."""

@@ -117,7 +117,7 @@ def _experts(reader: JsonReader, traits: Traits) -> ExpertsConfig | None:
 
 
 def _routes(reader: JsonReader, traits: Traits, index: int) -> bool:
-    """Whether a layer has experts. In Qwen3-MoE, some layers may have one dense MLP instead."""
+    """In Qwen3-MoE, some layers may have one dense MLP in place of experts."""
     if traits.experts is not ExpertLayout.QWEN3:
         return traits.experts is not None
     step = reader.integer("decoder_sparse_step", 1)

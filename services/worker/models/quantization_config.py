@@ -35,7 +35,6 @@ class StoredFormat(enum.Enum):
 
 
 _COMPRESSED = {"pack-quantized", "int-quantized", "float-quantized"}
-"""Formats of compressed-tensors."""
 
 
 @dataclass(frozen=True, slots=True)

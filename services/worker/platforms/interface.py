@@ -97,7 +97,6 @@ class Platform(Protocol):
     scales_blocks: bool
     """Whether KV-cache groups may have blocks of different numbers of tokens (see `kv_groups`)."""
     has_draft_models: bool
-    """Whether this platform's runners support a draft model."""
     num_speculative_rows: int
     """Rows (tokens) that a decode step computes in about the time of one. 0 means unlimited."""
 

@@ -102,10 +102,7 @@ def _suits(processors: Processors) -> bool:
 
 
 def _own_cores(processors: Processors, worker: LocalWorker) -> tuple[list[Processor], str]:
-    """Returns the processors of the cores that a worker gets, all on one node, and the reason as a
-    text.
-
-    Workers are distributed over the nodes in order, so that the ranks of a replica are on as few
+    """Workers are distributed over the nodes in order, so that the ranks of a replica are on as few
     nodes as possible.
     """
     nodes = sorted({processor.node for processor in processors.allowed})

@@ -36,7 +36,6 @@ class ModelSize:
     """The sizes of a model, or of one rank's part of it, from which step times are computed."""
 
     weight_bytes: int
-    """Bytes of all weights."""
     read_bytes: int
     """Bytes of weights that a step reads: all weights except rows of the embedding."""
     products_per_token: int
@@ -60,7 +59,7 @@ class MeasuredProfile:
     draft_acceptance_rate: float = DRAFT_ACCEPTANCE_RATE
     """The probability that a draft is accepted if all drafts before it were accepted."""
     draft: StepCosts | None = None
-    """Coefficients of the time of a run of the draft model. None if the profile has none."""
+    """None if the profile has none."""
     serving: ServingCosts = NO_SERVING
     """Time that the other services add to steps, for simulations that do not run them."""
     seconds_per_loaded_token: float = 0.0
@@ -100,7 +99,7 @@ class ComputedProfile:
     memory_bytes: int
     bandwidth_bytes_per_second: float
     operations_per_second: float
-    """The speed of matrix products. A multiplication and an addition are two operations."""
+    """A multiplication and an addition are two operations."""
     bandwidth_efficiency: float
     compute_efficiency: float
     seconds_per_step: float

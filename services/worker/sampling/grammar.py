@@ -127,9 +127,8 @@ class GrammarMask:
         output: Sequence[int],
         words: Int32Array,
     ) -> None:
-        """`output`: the output tokens so far. `words` [V / 32, rounded up], contiguous: memory for
-        the mask of the next token, in the format of RowMasks. The mask is valid only while
-        `is_made` is true.
+        """`words` [V / 32, rounded up], contiguous: memory for the mask of the next token, in the
+        format of RowMasks. The mask is valid only while `is_made` is true.
         """
         self._grammars, self._wanted = grammars, wanted
         self._output = list(output)
@@ -143,9 +142,6 @@ class GrammarMask:
         self.is_made = True
         """Whether the mask of the next token is computed."""
         self._num_masks = self._num_masks_due = 0
-        """The number of masks to compute in a row after the last token that did not conform, and
-        how many of these masks are still to be computed.
-        """
         self._make()
 
     @property

@@ -152,8 +152,7 @@ class Race:
         self, rows: Int64Array, blocks: Int64Array, random: UInt64Array, smallest: Float64Array
     ) -> tuple[Float64Array, Int64Array]:
         """Returns, for each row [r, 1], the speed and id of the fastest token in the row's blocks
-        [r, b]. `random` and `smallest` are the random words and smallest exponentials of all
-        blocks.
+        [r, b].
         """
         token_ids = self._token_ids[blocks]
         offsets = (random[rows, blocks] & np.uint64(BLOCK_SIZE - 1)).astype(np.int64)

@@ -98,20 +98,17 @@ class Sampler:
         grammars: Grammars | None = None,
         row_sampler: RowSampler | None = None,
     ) -> None:
-        """`grammars`: for requests with `structured_outputs`. `row_sampler`: by default NumPy's."""
         self._grammars = GrammarRows(max_num_seqs, vocab_size, grammars)
         self._row_sampler = row_sampler or NumpyRowSampler(max_num_seqs, vocab_size)
         self._requests: dict[int, _Request] = {}
         self._num_tokens: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         self._seeds = np.zeros(max_num_seqs, dtype=np.uint64)
         self._is_plain = np.ones(max_num_seqs, dtype=np.bool_)
-        """Whether the request in each row of the batch has neither edits nor a grammar."""
         self._has_edits = np.zeros(max_num_seqs, dtype=np.bool_)
         self._edited_rows: set[int] = set()
         self._constrained: set[int] = set()
         """The rows of the batch with edits or a grammar."""
         self._num_logprobs: dict[int, int] = {}
-        """Maps rows of the batch to the number of most probable tokens to report."""
         self._parameters = np.zeros((NUM_ROW_VALUES, max_num_seqs), dtype=np.float64)
         num_copies = max(1, min(max_num_seqs, _COPIED_BYTES // (4 * vocab_size)))
         self._copies = np.empty((num_copies, vocab_size), dtype=np.float32)

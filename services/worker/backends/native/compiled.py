@@ -137,7 +137,7 @@ def _compile_once(
 
 @contextmanager
 def _locked(path: Path, checkpoint_reached: Callable[[], None]) -> Iterator[None]:
-    """Within this context, locks the file. The lock is also released when the process ends."""
+    """The lock is released at the end of the context, or when the process ends."""
     with path.open("w") as file:
         progress = _WaitLog("waiting for another process to compile kernels")
         while True:

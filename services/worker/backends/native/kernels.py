@@ -104,7 +104,7 @@ def _normalized(
     weight: torch.Tensor,
     epsilon: float,
 ) -> torch.Tensor:
-    """Normalizes x [n, d] or [n, m, d]. If there is an update, first adds it to x in place."""
+    """If there is an update, first adds it to x, [n, d] or [n, m, d], in place."""
     output = torch.empty(x.shape, dtype=x.dtype)
     group = x.shape[1] if x.dim() > 2 else 1
     added = None if update is None else update.data_ptr()

@@ -342,7 +342,6 @@ STRUCTURES: Mapping[str, type[ctypes.Structure]] = {
     "RowParameters": NativeRowParameters,
     "SuffixSettings": NativeSuffixSettings,
 }
-"""Maps the names of structures in C++ to their declarations here."""
 
 
 def check_structures(

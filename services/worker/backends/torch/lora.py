@@ -24,8 +24,6 @@ MakeLinear = Callable[[torch.Tensor], Linear]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An adapter's A and B as projections, and the output columns to which they add."""
-
     a: Linear
     b: Linear
     columns: slice

@@ -219,8 +219,6 @@ def _repeated(heads: torch.Tensor, layer: attention.AttentionLayer) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class _GroupStep:
-    """A step in one KV-cache group: the slots to write, and the step's decodes and chunks."""
-
     slots: torch.Tensor
     opened_blocks: torch.Tensor
     decodes: list[DecodeGroup]

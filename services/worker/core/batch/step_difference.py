@@ -43,7 +43,6 @@ class _StepCheck:
         self._in_use: AbstractSet[int] = batch.sampling.keys()
         self._new: dict[int, NewRequest] = {}
         self._appended: list[dict[int, int]] = [{} for _ in self._limits.windows]
-        """For each KV-cache group, maps rows to the number of blocks that the step appends."""
 
     def run(self) -> Int32Array:
         step = self._step
@@ -208,10 +207,7 @@ class _StepCheck:
         self._check_block_ids(targets, "copy_targets")
 
     def _check_states(self, group: int) -> None:
-        """Checks that each request has a block for the recurrent state after the step, and, if it
-        has computed tokens, a block with the state before the step. Raises InvalidStep for drafts,
-        because a state cannot be rolled back.
-        """
+        """Raises InvalidStep for drafts, because a state cannot be rolled back."""
         step, size = self._step, self._limits.block_sizes[group]
         self._require(
             not len(step.draft_token_ids),
@@ -245,7 +241,6 @@ class _StepCheck:
         return 0
 
     def _known_and_room(self) -> tuple[Int32Array, Int32Array]:
-        """Returns how many tokens of each request are known, and how many fit in its blocks."""
         rows = self._step.rows.astype(np.int64)
         known, room = self._batch.num_tokens[rows], self._batch.room[rows]
         for row, request in self._new.items():

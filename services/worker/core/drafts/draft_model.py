@@ -127,9 +127,6 @@ class DraftModel(DraftSource):
         ends: Int32Array,
         num_drafts: Int32Array,
     ) -> None:
-        """Computes tokens `starts` to `ends` of requests that need drafts or fill a block. Then
-        writes `num_drafts` drafts after the tokens of each request.
-        """
         fills_block = ends // self._block_size > starts // self._block_size
         due = np.flatnonzero(fills_block | (num_drafts > 0))
         if not len(due):
@@ -182,8 +179,8 @@ class DraftModel(DraftSource):
         return found[samples]
 
     def _take(self, batch: InputBatch, want: WantedDrafts, num_own: int) -> list[int]:
-        """Records that the draft model has computed all of them except the last one, or none if all
-        are forced.
+        """Records that the draft model has computed all returned drafts except the last one, or
+        none if all are forced.
         """
         row, count = want.row, len(want.forced) + num_own
         known = batch.num_tokens[row]

@@ -84,7 +84,7 @@ BLOCK_TYPES = {
     "Q4_K": BlockType(*BLOCK_SIZES["Q4_K"], 4, _q4_k),
     "Q6_K": BlockType(*BLOCK_SIZES["Q6_K"], 8, _q6_k),
 }
-"""Block types by name. A QuantizedWeight stores the 6-bit codes of Q6_K in 8 bits."""
+"""A QuantizedWeight stores the 6-bit codes of Q6_K in 8 bits."""
 
 
 def read_blocks(name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:

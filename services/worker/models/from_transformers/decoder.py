@@ -223,9 +223,7 @@ def _computing_with(attend: _AttendFunction, recur: RecurFunction | None) -> Ite
 
 
 def _from_cache(attention: LayerAttention, indexes: Mapping[int, int]) -> _AttendFunction:
-    """Returns attention of a step's tokens over a paged cache. Queries and keys are already
-    rotated.
-    """
+    """Queries and keys are already rotated."""
 
     def attend(
         module: nn.Module,

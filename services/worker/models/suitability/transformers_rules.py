@@ -29,7 +29,6 @@ CONFIG_KEYS = (
     *("quantization_config", "rope_parameters", "rope_scaling", "vocab_size"),
     *(*_LATENT_KEYS, *OTHER_INPUTS),
 )
-"""The keys of config.json that these rules read."""
 
 _SHIFTING_ROPES = frozenset({"dynamic", "longrope", "su"})
 _ATTENTION_CLASS = re.compile(r"^class \w*Attention\w*\(", re.MULTILINE)

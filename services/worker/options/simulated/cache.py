@@ -86,7 +86,6 @@ class SimulatedStep:
         more: np.uint64,
         sums: UInt64Array,
     ) -> None:
-        """Adds the sums of a layer, whose numbers are the stored numbers plus `more`, to `sums`."""
         factors = self.cache.factors.up_to(int(layout.seq_lens.max()))
         starts, size = layout.query_starts.tolist(), layout.block_size
         for index, (row, length) in enumerate(

@@ -94,7 +94,8 @@ class SimulatedModel:
         words = numbers_from(0, _NUM_WINDOWS + self._width) >> np.uint64(40)
         self._noise: Float32Array = (words / 2.0**24).astype(np.float32)
         self._logits: Float32Array = np.empty((0, self._width), np.float32)
-        """Memory for a step's logits. Allocating new memory would take ten times as long."""
+        """Reused, because allocating new memory for a step's logits would take ten times as long.
+        """
 
     def draft_model(self, acceptance_rate: float) -> "SimulatedModel":
         """Returns a draft model whose drafts are this model's next tokens with this probability."""
